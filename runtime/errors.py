@@ -1,0 +1,90 @@
+"""The exceptions corun raises for what users, files and machines do wrong.
+
+An assertion means a bug of ours; one of these means that somebody can act. Every message says
+what was given, which limit it met, and which flag changes that limit.
+
+CorunError
+├── ConfigError            an option or configuration file is wrong           (exit code 2)
+├── ModelError             the base model cannot be loaded or is refused
+├── ResourceError          the machine has too little of something
+├── RequestError           one request is wrong                               (HTTP 400)
+│   ├── NotServedError     it asks for a feature that corun does not serve    (HTTP 400)
+│   ├── UnknownModelError  it names no model or adapter that is served        (HTTP 404)
+│   ├── AdapterUnavailableError  its adapter is registered but not ready      (HTTP 503)
+│   ├── OverloadedError    too many requests are waiting                      (HTTP 429)
+│   └── StepFailedError    the step that computed it failed                   (HTTP 500)
+├── AdapterError           an adapter's files or configuration are refused    (HTTP 400)
+└── EngineDeadError        the engine process is gone                         (HTTP 503)
+"""
+
+
+class CorunError(Exception):
+    """Base of all errors that corun raises on purpose."""
+
+
+class ConfigError(CorunError):
+    """An option, or a key of a configuration file, is unknown or out of range."""
+
+
+class ModelError(CorunError):
+    """The base model cannot be loaded, or corun refuses to serve it."""
+
+
+class ResourceError(CorunError):
+    """The machine has too little memory, disk or another resource."""
+
+
+class RequestError(CorunError):
+    """One request is invalid; others are not affected.
+
+    ``param`` names the offending field of the request, where there is one.
+    """
+
+    status = 400
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class NotServedError(RequestError):
+    """The request asks for something that corun does not serve."""
+
+    code = "not_served"
+
+
+class UnknownModelError(RequestError):
+    """The request names a model or adapter that is not registered."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class AdapterUnavailableError(RequestError):
+    """The request's adapter is registered but loading, draining or failed."""
+
+    status = 503
+    code = "adapter_unavailable"
+
+
+class OverloadedError(RequestError):
+    """The waiting queue is full."""
+
+    status = 429
+    code = "overloaded"
+
+
+class StepFailedError(RequestError):
+    """The step that computed this request failed; its other rows go on."""
+
+    status = 500
+    code = "step_failed"
+
+
+class AdapterError(CorunError):
+    """An adapter directory is missing, damaged, or uses what corun does not serve."""
+
+
+class EngineDeadError(CorunError):
+    """The engine process died or was shut down."""

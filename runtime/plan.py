@@ -1,0 +1,164 @@
+"""The seam between policy and mechanism: what a step computes, and what came of it.
+
+Everything here is immutable plain data made of ints, strings and tuples, so a plan can be
+encoded and run by an executor elsewhere with the same result. A plan names a request's last token
+by request and not by value: step k + 1 may be scheduled before step k has returned.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType, Protocol
+
+from .sampling import SamplingParams
+
+RequestId = NewType("RequestId", int)  # chosen by the client, never reused
+AdapterId = NewType("AdapterId", int)  # one immutable adapter version; never reused
+BlockId = NewType("BlockId", int)  # index into the KV pool
+TransferId = NewType("TransferId", int)
+StepId = NewType("StepId", int)
+
+BASE_ADAPTER = AdapterId(0)  # the base model, no adapter
+
+
+class SubBatchKind(StrEnum):
+    """Rows of one kind share a forward pass."""
+
+    DECODE = "decode"  # one token per row; can be captured; never waits for a worker
+    MIXED = "mixed"  # prefill chunks of resident adapters, with decode rows where that is faster
+    ASSISTED = "assisted"  # rows whose adapter is partly computed by CPU workers
+
+
+@dataclass(frozen=True, slots=True)
+class SubBatch:
+    """Columns of equal length, one entry per row; a row is one request."""
+
+    kind: SubBatchKind
+    request_ids: tuple[RequestId, ...]
+    start_positions: tuple[int, ...]  # tokens already computed = position of the first one here
+    num_tokens: tuple[int, ...]  # tokens to compute
+    samples: tuple[bool, ...]  # whether the row reaches the last known token and draws the next
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What an executor must know of a request, told once."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter_id: AdapterId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUpdate:
+    """New blocks at the end of a request's block table.
+
+    The table is cut to ``first_index`` entries before ``block_ids`` are appended; an update with
+    ``first_index`` 0 therefore replaces it (a request that was preempted comes back).
+    """
+
+    request_id: RequestId
+    first_index: int
+    block_ids: tuple[BlockId, ...]
+
+
+class TransferKind(StrEnum):
+    """What a transfer moves."""
+
+    LOAD_ADAPTER = "load_adapter"  # to the device; rows may use it after its completion
+    EVICT_ADAPTER = "evict_adapter"  # free the device copy
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A command that completes later, through ``Executor.poll``."""
+
+    transfer_id: TransferId
+    kind: TransferKind
+    adapter_id: AdapterId
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. ``sub_batches`` may be empty: a plan can carry only transfers."""
+
+    step_id: StepId
+    sub_batches: tuple[SubBatch, ...]
+    new_requests: tuple[NewRequest, ...] = ()
+    block_updates: tuple[BlockUpdate, ...] = ()
+    forget_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(sum(batch.num_tokens) for batch in self.sub_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural, before temperature) of one sampled token and the best others."""
+
+    logprob: float
+    rank: int  # 1 = the most likely token
+    top_token_ids: tuple[int, ...]  # most likely first
+    top_logprobs: tuple[float, ...]
+
+
+class Outcome(StrEnum):
+    """What became of a row that sampled, or that failed."""
+
+    TOKENS = "tokens"
+    RETRY = "retry"  # nothing of this row counts; compute it again
+    FAILED = "failed"  # the request ends with ``error``
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """The result of one row. Rows that neither sample nor fail have none."""
+
+    request_id: RequestId
+    outcome: Outcome
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if asked for
+    error: str | None = None  # why, for RETRY and FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """All rows of the plan with this id have been computed (or have failed)."""
+
+    step_id: StepId
+    rows: tuple[RowResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """A transfer has ended; ``error`` is None if it succeeded."""
+
+    transfer_id: TransferId
+    error: str | None = None
+
+
+class Executor(Protocol):
+    """Runs plans. The engine's is on a device, the simulator's is a latency model."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Accept ``plan``; plans run in the order in which they are submitted.
+
+        Never raises for what happens inside the step: that is a result.
+        """
+        ...
+
+    def poll(self, timeout_s: float = 0.0) -> list[StepResult | TransferResult]:
+        """Return what has ended, in order; wait up to ``timeout_s`` for the first."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``poll`` would return something."""
+        ...
+
+    def close(self) -> None:
+        """Stop, wait for running transfers, free everything. Idempotent."""
+        ...
