@@ -1,0 +1,48 @@
+"""The interface of LoRA products: y += scaling * (x A^T) B^T, per segment of tokens."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..step import LoraBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLora:
+    """A and B of one target in the layout of one backend; ``num_bytes`` counts their padding."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scaling: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.a.numel() * self.a.element_size() + self.b.numel() * self.b.element_size()
+
+
+class LoraBackend(Protocol):
+    """Computes deltas with the adapters of a ``LoraTable``."""
+
+    name: str
+
+    def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
+        """Lay out A [rank, in_features] and B [out_features, rank] for this backend.
+
+        The result lies on the backend's device in the model's dtype; the rank is not padded
+        beyond what a vector register needs.
+        """
+        ...
+
+    def add_delta(
+        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
+    ) -> None:
+        """Add the deltas of one target to y, in place.
+
+        x: [tokens, in_features], y: [tokens, out_features], both of the model's dtype with a
+        contiguous last dimension. Products accumulate in float32. Adapters of the batch that do
+        not have this target add nothing.
+        """
+        ...

@@ -1,0 +1,71 @@
+"""The metadata of one forward pass, built by the model runner from a sub-batch.
+
+transformers calls wrapped linears with x alone, so the runner owns one ``StepContext`` which the
+wrapped linears and the attention function hold; there are no module globals.
+
+Vocabulary: a *row* is one request's tokens in this sub-batch; the tokens of all rows are *packed*
+into one sequence, rows of the same adapter next to each other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where each row's queries lie in the packed sequence and its keys in the KV pool.
+
+    Tensors lie on the model's device. ``*_host`` are the same values for Python code.
+    """
+
+    query_starts: torch.Tensor  # int32 [rows + 1], first packed token of each row
+    context_lens: torch.Tensor  # int32 [rows], tokens in the KV pool including this step's
+    block_tables: torch.Tensor  # int32 [rows, max_blocks], unused entries 0
+    slot_mapping: torch.Tensor  # int64 [tokens], block * block_size + offset of each new token
+    query_starts_host: tuple[int, ...]
+    context_lens_host: tuple[int, ...]
+    max_query_len: int  # 1 = all rows decode
+    max_context_len: int
+    block_size: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the sub-batch."""
+        return len(self.context_lens_host)
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens."""
+        return self.query_starts_host[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraBatch:
+    """Which adapter computes which packed tokens.
+
+    Segments are ascending and disjoint; tokens in none of them are the base model's. ``table_rows``
+    index the ``LoraTable``; an adapter may own several segments.
+    """
+
+    segment_starts: torch.Tensor  # int32 [segments], first packed token
+    segment_ends: torch.Tensor  # int32 [segments], one past the last
+    table_rows: torch.Tensor  # int32 [segments]
+    segment_starts_host: tuple[int, ...]
+    segment_ends_host: tuple[int, ...]
+    table_rows_host: tuple[int, ...]
+    max_segment_tokens: int
+    max_rank: int  # over the adapters of this batch
+
+    @property
+    def num_segments(self) -> int:
+        """Segments in the batch; at least one."""
+        return len(self.table_rows_host)
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What the modules of one model see of the pass that is running; owned by its runner."""
+
+    attention: AttentionMetadata | None = None
+    lora: LoraBatch | None = None  # None = no row of this pass has an adapter

@@ -1,0 +1,30 @@
+"""Where an adapter's matrices act: PEFT path -> (layer, input group, physical linear, slice).
+
+Plain data. Kernels, loader and workers speak of target indices and input groups, never of module
+names, so fusing q, k, v or gate, up later changes one table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One linear of the base model that adapters may change."""
+
+    index: int  # position in ``TargetMap.targets`` and in the kernels' tables
+    path: str  # module path in the base model, e.g. "model.layers.0.self_attn.q_proj"
+    layer: int  # decoder layer
+    input_group: int  # within the layer; members read the same x
+    in_features: int
+    out_features: int
+    physical_path: str  # the module that computes it; a fused one computes several targets
+    output_start: int = 0  # first output column in the physical linear
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMap:
+    """All targets of one model, and why other modules cannot be targets."""
+
+    targets: tuple[Target, ...]
+    refused: Mapping[str, str]  # module path -> reason, for modules that PEFT could adapt

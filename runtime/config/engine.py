@@ -1,0 +1,58 @@
+"""What an engine is built from. Frozen: facts of the machine are resolved elsewhere."""
+
+from dataclasses import dataclass
+
+from .option import option
+
+DEVICES = ("auto", "cuda", "cpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fcfs",)
+LINEAR_BACKENDS = ("auto", "onednn", "plain")
+ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
+LORA_BACKENDS = ("auto", "numba", "triton", "torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of the engine, shared by ``corun serve`` and ``import corun``."""
+
+    model: str | None = option(
+        None, help="Directory or hub id of the base model; without it, the packaged demo model."
+    )
+    revision: str | None = option(None, help="Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = option(
+        False, help="Run Python code that comes with the model. Off unless you trust its author."
+    )
+    device: str = option("auto", choices=DEVICES, help="Where the base model runs.")
+    dtype: str = option("auto", choices=DTYPES, help="Type of weights and KV; auto = the model's.")
+    max_model_len: int | None = option(
+        None, help="Longest prompt plus output, in tokens; default: what the model was made for."
+    )
+    max_num_batched_tokens: int = option(512, help="Tokens that one step computes at most.")
+    max_num_seqs: int = option(256, help="Requests that run at once at most.")
+    max_num_waiting: int = option(1024, help="Requests that wait at most; more are refused (429).")
+    block_size: int = option(16, help="Tokens in one KV block.")
+    memory_gib: float | None = option(
+        None, help="Bytes (in GiB) for KV blocks and adapters together; default: from the machine."
+    )
+    memory_fraction: float = option(
+        0.85, help="Share of the memory free after the model is loaded that the default takes."
+    )
+    scheduling_policy: str = option("fcfs", choices=POLICIES, help="Who is admitted next.")
+    lora_dir: str | None = option(
+        None, help="Directory whose sub-directories are PEFT adapters, named after them."
+    )
+    lora_modules: tuple[str, ...] = option(
+        (), metavar="NAME=PATH", help="Adapters to serve, as name=path or as JSON with both."
+    )
+    max_lora_rank: int = option(256, help="Highest LoRA rank accepted. A limit, not a padding size.")
+    linear_backend: str = option("auto", choices=LINEAR_BACKENDS, help="Matrix products.")
+    attention_backend: str = option("auto", choices=ATTENTION_BACKENDS, help="Paged attention.")
+    lora_backend: str = option("auto", choices=LORA_BACKENDS, help="LoRA products.")
+    cpu_threads: int | None = option(
+        None, help="Threads of the CPU device in an engine process; default: the CPU quota."
+    )
+    skip_parity_probe: bool = option(
+        False, help="Serve a model although the start-up comparison with transformers fails."
+    )
+    seed: int = option(0, help="Seed for requests that bring none.")

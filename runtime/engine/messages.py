@@ -1,0 +1,164 @@
+"""The whole protocol between a front end and an engine process, on one screen.
+
+Structs of msgspec, tagged by class name, as MessagePack over a socket pair. The front end chooses
+request and operation ids. Every request gets exactly one final ``RequestUpdate`` (the one with a
+``finish_reason``), whatever happens; every operation gets exactly one ``OperationDone``.
+"""
+
+import msgspec
+
+from ..plan import TokenLogprobs
+from ..sampling import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+# Front end -> engine.
+
+
+class AddRequest(Message, frozen=True):
+    """Compute tokens for one prompt (a request with n choices is n of these)."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams  # n is 1, seed and max_tokens are set
+    adapter_name: str | None = None  # None = the base model
+    cache_salt: str = ""
+
+
+class AbortRequests(Message, frozen=True):
+    """Stop computing; the final updates say "abort". Unknown ids are ignored."""
+
+    request_ids: tuple[int, ...]
+
+
+class AddAdapter(Message, frozen=True):
+    """Register the PEFT directory ``path`` under ``name``; a known name gets a new version."""
+
+    operation_id: int
+    name: str
+    path: str
+
+
+class RemoveAdapter(Message, frozen=True):
+    """Unregister ``name``; its memory is freed once its running requests have ended."""
+
+    operation_id: int
+    name: str
+
+
+class Shutdown(Message, frozen=True):
+    """End the engine process; open requests get an error."""
+
+
+ToEngine = AddRequest | AbortRequests | AddAdapter | RemoveAdapter | Shutdown
+
+
+# Engine -> front end.
+
+
+class StartupProgress(Message, frozen=True):
+    """What the engine is doing before it is ready."""
+
+    text: str
+
+
+class StartupFailed(Message, frozen=True):
+    """The engine cannot start and exits. ``kind`` is the name of a class in ``errors``."""
+
+    kind: str
+    error: str
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One registered adapter as the API shows it."""
+
+    name: str
+    path: str
+    state: str  # loading | ready | draining | failed
+    reason: str | None  # why it failed
+    rank: int  # the largest of its targets
+    num_bytes: int  # on the device
+    version: str  # content digest, hexadecimal
+    resident: bool  # on the device now
+
+
+class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What the front end must know of the engine that is ready."""
+
+    name: str
+    dtype: str
+    device: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float]  # from generation_config.json
+    kv_capacity_tokens: int
+    memory_bytes: int  # KV and adapters together
+    max_num_waiting: int
+    tokenizer_path: str
+    summary: tuple[str, ...]  # lines for the log
+
+
+class Ready(Message, frozen=True):
+    """The engine serves."""
+
+    model: ModelInfo
+    adapters: tuple[AdapterInfo, ...]
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request, and whether it ended."""
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_token_id: int | None = None  # the token that ended it, if one did
+    error_kind: str | None = None  # a class in errors, for "error"
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges and running totals of the engine since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    adapter_bytes_used: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    prompt_tokens_computed: int = 0
+    generated_tokens: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+
+
+class StepOutputs(Message, frozen=True):
+    """Everything that one turn of the loop has to say of requests."""
+
+    updates: tuple[RequestUpdate, ...]
+    stats: EngineStats
+
+
+class AdaptersChanged(Message, frozen=True):
+    """The adapters registered now."""
+
+    adapters: tuple[AdapterInfo, ...]
+
+
+class OperationDone(Message, frozen=True):
+    """An adapter operation ended; ``error`` is None if it succeeded."""
+
+    operation_id: int
+    error: str | None = None
+    error_kind: str | None = None
+
+
+FromEngine = (
+    StartupProgress | StartupFailed | Ready | StepOutputs | AdaptersChanged | OperationDone
+)
