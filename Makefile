@@ -1,0 +1,68 @@
+# make serve   a virtual environment in .venv, and the demo model on this machine
+# make test    what continuous integration runs: format, lint, types, spelling, tests
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TYPING := $(VENV)/typing
+
+.PHONY: help serve test lint types format clean
+
+help:
+	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
+	@echo "make test               format, lint, types, spelling and tests, as CI runs them"
+	@echo "make lint | types       only these checks"
+	@echo "make format             rewrite the code in the house format"
+	@echo "make clean              remove $(VENV) and everything built"
+
+serve: $(VENV)/.installed
+	$(BIN)/corun serve $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/typos
+
+# The repository's root is the package, whatever its directory is called: mypy sees it through a
+# link named corun.
+types: $(VENV)/.installed-dev
+	mkdir -p $(TYPING)
+	ln -sfn "$(CURDIR)" $(TYPING)/corun
+	MYPYPATH=$(TYPING) $(BIN)/mypy --explicit-package-bases \
+		$(TYPING)/corun $(wildcard tests) $(wildcard bench)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist corun.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "corun needs Python 3.11 or newer; choose one with: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "python3 -m venv failed, trying with the pip of $(PYTHON)" >&2; \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; } || { \
+		rm -rf $(VENV); \
+		echo "cannot make $(VENV): install the venv module of $(PYTHON)" \
+			"(Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
