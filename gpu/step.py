@@ -69,3 +69,4 @@ class StepContext:
 
     attention: AttentionMetadata | None = None
     lora: LoraBatch | None = None  # None = no row of this pass has an adapter
+    known_lens_host: tuple[int, ...] = ()  # [rows], tokens known of each request (rope reads it)

@@ -1,0 +1,158 @@
+"""corun's side of transformers' ``AttentionInterface``: one registered function per model.
+
+The function refuses every argument that would change attention in a way it does not know: an
+argument that is ignored is a wrong answer without an error.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from ...runtime.errors import ModelError
+from ..attention.base import AttentionBackend, AttentionParams
+from ..step import StepContext
+from .kv_pool import KvPool, LayerKvShape
+
+_IDS = itertools.count()
+
+# Arguments that do not change the result of causal attention over the pool: positions are already
+# in the keys, the cache is the pool, and the rest asks for outputs that nobody reads here.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions",
+        "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
+        "past_key_values", "past_key_value", "dropout", "layer_idx", "num_items_in_batch",
+    }
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class AttentionRecord:
+    """What the layers asked of attention during one recorded pass."""
+
+    layer_indices: list[int] = field(default_factory=list)  # in the order of the calls
+    shapes: dict[int, LayerKvShape] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+
+class PagedAttentionHook:
+    """Serves one model's attention calls from its KV pool.
+
+    While ``recording`` it computes plain causal attention over the packed tokens instead, so that
+    the shapes of keys and values are known before a pool exists.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self.name = f"corun-{next(_IDS)}"
+        self._context = context
+        self._backend: AttentionBackend | None = None
+        self._pool: KvPool | None = None
+        self._record: AttentionRecord | None = None
+        self._params: dict[int, AttentionParams] = {}
+        AttentionInterface.register(self.name, self._attend)
+
+    def attach(self, backend: AttentionBackend, pool: KvPool) -> None:
+        """Serve from ``pool`` by ``backend`` from now on."""
+        self._backend = backend
+        self._pool = pool
+
+    def close(self) -> None:
+        """Take the function out of transformers' table; the model cannot run any more."""
+        _forget(self.name)
+        self._pool = None
+
+    @contextmanager
+    def recording(self) -> Iterator[AttentionRecord]:
+        """Record the calls of the passes inside the ``with`` block."""
+        self._record = AttentionRecord()
+        try:
+            yield self._record
+        finally:
+            self._record = None
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Called by every attention layer; query is [1, heads, tokens, dim]."""
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+        if self._record is not None:
+            params = _read_params(module, query, attention_mask, kwargs)
+            self._note(layer, key, value, params)
+            return _plain_causal(query, key, value, params)[None], None
+        metadata = self._context.attention
+        assert self._backend is not None and self._pool is not None and metadata is not None
+        params = _read_params(module, query, attention_mask, kwargs)
+        key_blocks, value_blocks = self._pool.layer(layer)
+        out = self._backend.forward(query, key, value, key_blocks, value_blocks, metadata, params)
+        return out[None], None
+
+    def _note(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> None:
+        record = self._record
+        assert record is not None
+        record.layer_indices.append(layer)
+        record.shapes[layer] = LayerKvShape(key.shape[1], key.shape[2], value.shape[2])
+        record.windows[layer] = params.sliding_window
+
+
+def _read_params(
+    module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> AttentionParams:
+    """Translate the call's arguments. Raises ``ModelError`` for one that is not known."""
+    if mask is not None:
+        raise ModelError(f"{type(module).__name__} brings an attention mask of its own")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{type(module).__name__} asks for attention that is not causal")
+    scaling, window, softcap, sinks = None, None, None, None
+    for name, argument in kwargs.items():
+        if name == "scaling":
+            scaling = argument
+        elif name == "sliding_window":
+            window = argument
+        elif name == "softcap":
+            softcap = argument
+        elif name == "s_aux":
+            sinks = argument
+        elif name != "is_causal" and name not in _WITHOUT_EFFECT and argument is not None:
+            raise ModelError(
+                f"{type(module).__name__} passes the attention argument {name!r}, which corun does "
+                "not know; serving it would answer wrongly"
+            )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return AttentionParams(float(scaling), window, softcap, sinks)
+
+
+def _plain_causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+) -> torch.Tensor:
+    """Causal attention over one short packed sequence: [tokens, heads, dim], float32 inside."""
+    groups = query.shape[1] // key.shape[1]
+    keys = key.float().repeat_interleave(groups, dim=1)
+    values = value.float().repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * params.scaling
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    future = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+
+
+def _forget(name: str) -> None:
+    """Remove a registered attention function; the table has no public way to do it."""
+    table: dict[str, Callable[..., Any]] = AttentionInterface._global_mapping
+    table.pop(name, None)

@@ -1,0 +1,123 @@
+"""Loads a causal language model of transformers with corun's attention in place.
+
+Owns what can be refused before a forward pass; the parity probe refuses the rest.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from ...runtime.errors import ConfigError, ModelError
+
+_LOG = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from; ``path`` is a directory or the id of a hub repository."""
+
+    path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def hub_arguments(self) -> dict[str, Any]:
+        """Arguments that every ``from_pretrained`` gets."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn ``--device`` into a device; "auto" takes CUDA where there is one.
+
+    Raises ``ConfigError`` if CUDA is asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def load_config(source: ModelSource) -> Any:
+    """Read a model's configuration. Raises ``ModelError``."""
+    _check_directory(source)
+    try:
+        return AutoConfig.from_pretrained(source.path, **source.hub_arguments())
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the configuration of {source.path!r}: {error}") from error
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """Turn ``--dtype`` into a type; "auto" takes the checkpoint's (float32 if it names none)."""
+    if name != "auto":
+        return _DTYPES[name]
+    dtype = getattr(config, "dtype", None) or torch.float32
+    return dtype if dtype in _DTYPES.values() else torch.float32
+
+
+def load_model(
+    source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, attention: str
+) -> PreTrainedModel:
+    """Load the weights with the registered attention function ``attention``.
+
+    Raises ``ModelError`` naming the architecture and the reason.
+    """
+    _check_layer_types(config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            **source.hub_arguments(),
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot load {source.path!r} ({describe(config)}): {error}") from error
+    model.requires_grad_(requires_grad=False)
+    return model.eval().to(device)
+
+
+def load_generation_config(source: ModelSource, config: Any) -> GenerationConfig:
+    """Read generation_config.json, or derive it from the model's configuration."""
+    try:
+        return GenerationConfig.from_pretrained(source.path, **source.hub_arguments())
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def describe(config: Any) -> str:
+    """Name the architecture for a message, such as "llama, LlamaForCausalLM"."""
+    names = getattr(config, "architectures", None) or ()
+    return ", ".join([str(getattr(config, "model_type", "unknown")), *names])
+
+
+def _check_directory(source: ModelSource) -> None:
+    """Tell a path that does not exist from a hub id."""
+    path = Path(source.path)
+    looks_local = path.is_absolute() or source.path.startswith((".", "~")) or "\\" in source.path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{source.path!r} holds no config.json, so it is no model directory")
+    elif looks_local or path.exists() or source.path.count("/") > 1:
+        raise ModelError(f"no such model directory: {source.path!r}")
+
+
+def _check_layer_types(config: Any) -> None:
+    """Refuse layers whose state is not keys and values in the pool."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if kinds:
+        raise ModelError(
+            f"{describe(config)} has layers of type {', '.join(sorted(kinds))}; corun serves "
+            "full_attention and sliding_attention only, others keep state outside the KV pool"
+        )

@@ -1,0 +1,99 @@
+"""What the device half remembers of each request between steps: its tokens and its blocks."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...runtime.plan import AdapterId, BlockUpdate, NewRequest, RequestId
+from ...runtime.sampling import SamplingParams
+
+_MIN_SLOTS = 16
+
+
+class RequestState:
+    """One request. ``tokens[:num_tokens]`` are its prompt and what it has sampled so far."""
+
+    __slots__ = ("adapter_id", "num_prompt_tokens", "num_tokens", "sampling", "slot", "tokens")
+
+    def __init__(self, request: NewRequest, slot: int, max_model_len: int) -> None:
+        self.slot = slot
+        self.adapter_id: AdapterId = request.adapter_id
+        self.sampling: SamplingParams = request.sampling
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        longest = self.num_prompt_tokens + (request.sampling.max_tokens or max_model_len)
+        # One more than the context: a step in flight may sample past a request's last token.
+        self.tokens = np.zeros(min(longest, max_model_len) + 1, dtype=np.int64)
+        self.tokens[: self.num_tokens] = request.prompt_token_ids
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        if self.num_tokens < len(self.tokens):
+            self.tokens[self.num_tokens] = token_id
+            self.num_tokens += 1
+
+    @property
+    def output_tokens(self) -> NDArray[np.int64]:
+        """Tokens sampled so far."""
+        return self.tokens[self.num_prompt_tokens : self.num_tokens]
+
+
+class RequestTable:
+    """All requests that the plans have announced and not yet told to forget."""
+
+    def __init__(self, max_model_len: int, block_size: int) -> None:
+        self._max_model_len = max_model_len
+        self._states: dict[RequestId, RequestState] = {}
+        self._num_columns = -(-max_model_len // block_size) + 1
+        self.block_tables = np.zeros((_MIN_SLOTS, self._num_columns), dtype=np.int32)
+        self._num_blocks = np.zeros(_MIN_SLOTS, dtype=np.int32)
+        self._free_slots = list(range(_MIN_SLOTS - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, request_id: RequestId) -> RequestState:
+        return self._states[request_id]
+
+    def get(self, request_id: RequestId) -> RequestState | None:
+        """The request's state, or None if it is not known (any more)."""
+        return self._states.get(request_id)
+
+    def add(self, requests: Sequence[NewRequest]) -> None:
+        """Learn new requests."""
+        for request in requests:
+            if not self._free_slots:
+                self._grow()
+            slot = self._free_slots.pop()
+            self._num_blocks[slot] = 0
+            self._states[request.request_id] = RequestState(request, slot, self._max_model_len)
+
+    def update_blocks(self, updates: Sequence[BlockUpdate]) -> None:
+        """Extend or replace block tables."""
+        for update in updates:
+            slot = self._states[update.request_id].slot
+            end = update.first_index + len(update.block_ids)
+            self.block_tables[slot, update.first_index : end] = update.block_ids
+            self._num_blocks[slot] = end
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """Drop requests that have ended. Unknown ids are ignored."""
+        for request_id in request_ids:
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                self._num_blocks[state.slot] = 0
+                self._free_slots.append(state.slot)
+
+    def blocks_in_use(self) -> set[int]:
+        """Every block that some request's table names."""
+        used: set[int] = set()
+        for state in self._states.values():
+            used.update(self.block_tables[state.slot, : self._num_blocks[state.slot]].tolist())
+        return used
+
+    def _grow(self) -> None:
+        old = len(self.block_tables)
+        self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
+        self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
+        self._free_slots.extend(range(2 * old - 1, old - 1, -1))

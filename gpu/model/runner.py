@@ -1,0 +1,84 @@
+"""Runs packed forward passes of one model. Owns the model and the metadata its modules read."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..step import StepContext
+from .attention_hook import PagedAttentionHook
+from .kv_pool import KvPool
+from .lower import ForwardInputs, PackedRows, lower
+from .probe import ProbeRow
+
+
+class ModelRunner:
+    """The model, its KV pool and the context that its wrapped modules share.
+
+    Not thread-safe: passes run from one thread at a time.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook, pool: KvPool
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.device = model.device
+        self.block_size = pool.layout.block_size
+        self._context = context
+        self._hook = hook
+
+    def forward(self, inputs: ForwardInputs, logit_indices: torch.Tensor) -> torch.Tensor:
+        """Compute one pass, writing keys and values into the pool.
+
+        Args:
+            inputs: The packed rows.
+            logit_indices: int64 [n], packed indices of the tokens whose logits are wanted.
+
+        Returns:
+            float32 [n, vocabulary]. With n = 0 one row is computed and thrown away, because
+            packed products do not take empty inputs.
+        """
+        wanted = logit_indices if len(logit_indices) else inputs.last_indices[-1:]
+        context = self._context
+        context.attention = inputs.attention
+        context.lora = inputs.lora
+        context.known_lens_host = inputs.known_lens
+        try:
+            with torch.inference_mode():
+                out = self.model(
+                    input_ids=inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    use_cache=False,
+                    logits_to_keep=wanted,
+                )
+                logits: torch.Tensor = out.logits[0, : len(logit_indices)].float()
+                return logits
+        finally:
+            context.attention = None
+            context.lora = None
+
+    def probe_step(self, rows: Sequence[ProbeRow]) -> torch.Tensor:
+        """Run base-model rows in the pool's first blocks; for the parity probe only.
+
+        Sequence s owns every second block from s on, so that tables are not contiguous.
+        """
+        num_columns = max(-(-(row.start + len(row.token_ids)) // self.block_size) for row in rows)
+        owned = [np.arange(num_columns, dtype=np.int32) * 2 + row.sequence for row in rows]
+        packed = PackedRows(
+            token_ids=np.concatenate([np.array(row.token_ids, dtype=np.int64) for row in rows]),
+            starts=np.array([row.start for row in rows], dtype=np.int64),
+            num_tokens=np.array([len(row.token_ids) for row in rows], dtype=np.int64),
+            block_tables=np.stack(owned),
+            known_lens=tuple(row.start + len(row.token_ids) for row in rows),
+            table_rows=(-1,) * len(rows),
+            ranks=(0,) * len(rows),
+        )
+        inputs = lower(packed, self.block_size, self.device)
+        return self.forward(inputs, inputs.last_indices)
+
+    def close(self) -> None:
+        """Take the attention function out of transformers' table and free the pool."""
+        self._hook.close()
+        self.pool.close()
