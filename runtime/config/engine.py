@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .check import check_config
+from .lora_modules import parse_lora_modules
 from .option import option
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -14,10 +16,15 @@ LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of the engine, shared by ``corun serve`` and ``import corun``."""
+    """Options of the engine, shared by ``corun serve`` and ``import corun``.
+
+    Raises ``ConfigError`` for a value of the wrong type or out of range.
+    """
 
     model: str | None = option(
-        None, help="Directory or hub id of the base model; without it, the packaged demo model."
+        None,
+        positional=True,
+        help="Directory or hub id of the base model; without it, the packaged demo model.",
     )
     revision: str | None = option(None, help="Branch, tag or commit of a hub model.")
     trust_remote_code: bool = option(
@@ -26,33 +33,62 @@ class EngineConfig:
     device: str = option("auto", choices=DEVICES, help="Where the base model runs.")
     dtype: str = option("auto", choices=DTYPES, help="Type of weights and KV; auto = the model's.")
     max_model_len: int | None = option(
-        None, help="Longest prompt plus output, in tokens; default: what the model was made for."
+        None,
+        minimum=2,
+        help="Longest prompt plus output, in tokens; default: what the model was made for.",
     )
-    max_num_batched_tokens: int = option(512, help="Tokens that one step computes at most.")
-    max_num_seqs: int = option(256, help="Requests that run at once at most.")
-    max_num_waiting: int = option(1024, help="Requests that wait at most; more are refused (429).")
-    block_size: int = option(16, help="Tokens in one KV block.")
+    max_num_batched_tokens: int = option(
+        512, minimum=1, maximum=2**20, help="Tokens that one step computes at most."
+    )
+    max_num_seqs: int = option(
+        256, minimum=1, maximum=2**16, help="Requests that run at once at most."
+    )
+    max_num_waiting: int = option(
+        1024,
+        minimum=1,
+        maximum=2**20,
+        help="Requests that wait at most; more are refused (429).",
+    )
+    block_size: int = option(16, minimum=1, maximum=1024, help="Tokens in one KV block.")
     memory_gib: float | None = option(
-        None, help="Bytes (in GiB) for KV blocks and adapters together; default: from the machine."
+        None,
+        above=0,
+        help="Memory for KV blocks and adapters together, in GiB; default: from the machine.",
     )
     memory_fraction: float = option(
-        0.85, help="Share of the memory free after the model is loaded that the default takes."
+        0.85,
+        above=0,
+        maximum=1,
+        help="Share of the memory free after the model is loaded that the default takes.",
     )
     scheduling_policy: str = option("fcfs", choices=POLICIES, help="Who is admitted next.")
     lora_dir: str | None = option(
-        None, help="Directory whose sub-directories are PEFT adapters, named after them."
+        None,
+        metavar="DIR",
+        help="Directory whose sub-directories are PEFT adapters, named after them.",
     )
     lora_modules: tuple[str, ...] = option(
         (), metavar="NAME=PATH", help="Adapters to serve, as name=path or as JSON with both."
     )
-    max_lora_rank: int = option(256, help="Highest LoRA rank accepted. A limit, not a padding size.")
+    max_lora_rank: int = option(
+        256, minimum=1, maximum=256, help="Highest LoRA rank accepted. A limit, not a padding size."
+    )
     linear_backend: str = option("auto", choices=LINEAR_BACKENDS, help="Matrix products.")
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS, help="Paged attention.")
     lora_backend: str = option("auto", choices=LORA_BACKENDS, help="LoRA products.")
     cpu_threads: int | None = option(
-        None, help="Threads of the CPU device in an engine process; default: the CPU quota."
+        None,
+        minimum=1,
+        maximum=4096,
+        help="Threads of the CPU device in an engine process; default: the CPU quota.",
     )
     skip_parity_probe: bool = option(
         False, help="Serve a model although the start-up comparison with transformers fails."
     )
-    seed: int = option(0, help="Seed for requests that bring none.")
+    seed: int = option(
+        0, minimum=-(2**63), maximum=2**64 - 1, help="Seed for requests that bring none."
+    )
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        parse_lora_modules(self.lora_modules)
