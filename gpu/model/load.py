@@ -83,7 +83,10 @@ def load_model(
             **source.hub_arguments(),
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot load {source.path!r} ({describe(config)}): {error}") from error
+        reason = str(error)
+        if attention in reason:  # its attention classes are a fixed table of its own
+            reason = "its attention does not go through transformers' attention interface"
+        raise ModelError(f"cannot load {source.path!r} ({describe(config)}): {reason}") from error
     model.requires_grad_(requires_grad=False)
     return model.eval().to(device)
 

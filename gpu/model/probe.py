@@ -45,9 +45,17 @@ def record_attention(model: PreTrainedModel, hook: PagedAttentionHook) -> Attent
     """
     config = model.config.get_text_config()
     tokens = torch.arange(5, device=model.device)[None] % config.vocab_size
-    with hook.recording() as record, torch.inference_mode():
-        model(input_ids=tokens, position_ids=torch.arange(5, device=model.device)[None],
-              use_cache=False)  # fmt: skip
+    positions = torch.arange(5, device=model.device)[None]
+    try:
+        with hook.recording() as record, torch.inference_mode():
+            model(input_ids=tokens, position_ids=positions, use_cache=False)
+    except ModelError:
+        raise
+    except Exception as error:  # foreign code: whatever it raises, the model cannot be served
+        raise ModelError(
+            f"{describe(model.config)} cannot be served: it fails on packed rows "
+            f"without mask and cache ({type(error).__name__}: {error})"
+        ) from error
     _check_calls(model.config, record, int(config.num_hidden_layers))
     _check_windows(model.config, record)
     return record

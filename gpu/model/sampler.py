@@ -128,7 +128,9 @@ def _draw(logits: torch.Tensor, states: Sequence[RequestState]) -> list[int]:
     """
     numbers = _uniform_numbers(states, logits.device)
     temperatures = torch.tensor([s.sampling.temperature for s in states], device=logits.device)
-    probs = torch.softmax(logits / temperatures[:, None], dim=-1)
+    # The maximum is taken off first: a tiny temperature must not turn it into infinity.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
+    probs = torch.softmax(scaled, dim=-1)
     tokens = _invert(probs, numbers)
     cut = [i for i, state in enumerate(states) if _is_cut(state.sampling)]
     if cut:

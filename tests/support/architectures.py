@@ -1,0 +1,104 @@
+"""Small random models of every architecture that parity is held for. Adding one is a line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+_YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+    "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],
+}  # fmt: skip
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One line of the table: a model type and what differs from the common shape."""
+
+    name: str
+    model_type: str
+    overrides: dict[str, Any]
+
+    def config(self) -> Any:
+        """The transformers configuration."""
+        values = {**_COMMON, **self.overrides}
+        return AutoConfig.for_model(self.model_type, **values)
+
+
+_TABLE = [
+    Architecture("llama3-rope", "llama", {"rope_parameters": _LLAMA3_ROPE}),
+    Architecture("llama-yarn", "llama", {"rope_parameters": _YARN_ROPE}),
+    Architecture("mistral", "mistral", {"sliding_window": 12, "head_dim": 16}),
+    Architecture("qwen2", "qwen2", {}),
+    Architecture("qwen3", "qwen3", {"head_dim": 16}),
+    Architecture(
+        "gemma2", "gemma2",
+        {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16,
+         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0,
+         "layer_types": _ALTERNATING, "tie_word_embeddings": True},
+    ),
+    Architecture(
+        "gemma3", "gemma3_text",
+        {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16,
+         "layer_types": _ALTERNATING, "tie_word_embeddings": True},
+    ),
+    Architecture("phi3", "phi3", {"sliding_window": None}),
+    Architecture(
+        "phi3-longrope", "phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24},
+    ),
+    Architecture("olmo2", "olmo2", {}),
+    Architecture(
+        "granite", "granite",
+        {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+         "attention_multiplier": 0.2},
+    ),
+    Architecture("starcoder2", "starcoder2", {"sliding_window": 12, "use_bias": True}),
+    Architecture("cohere", "cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
+    Architecture("gpt-neox", "gpt_neox", {"rotary_pct": 0.5}),
+    Architecture("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+]  # fmt: skip
+ARCHITECTURES = {architecture.name: architecture for architecture in _TABLE}
+
+
+def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model whose attention is far from flat."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name].config(), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5 * 1.5)
+            elif "bias" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def save_model(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """Save ``make_model(name)`` as a model directory."""
+    make_model(name, seed=seed).save_pretrained(directory)
+    return directory
