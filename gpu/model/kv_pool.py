@@ -105,8 +105,8 @@ class KvPool:
     def _allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        size = max(num_bytes, mmap.PAGESIZE)
+        self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = (ctypes.c_char * num_bytes).from_buffer(self._mapping)
         return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
 
