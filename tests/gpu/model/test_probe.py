@@ -1,0 +1,133 @@
+"""The parity probe admits what can be served and refuses the rest by name and reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu.attention.torch_backend import TorchAttention
+from corun.gpu.model.attention_hook import PagedAttentionHook
+from corun.gpu.model.kv_pool import KvLayout, KvPool
+from corun.gpu.model.load import ModelSource, load_config, load_model
+from corun.gpu.model.probe import check_parity, layer_shapes, record_attention
+from corun.gpu.model.rope import guard_longrope
+from corun.gpu.model.runner import ModelRunner
+from corun.gpu.step import StepContext
+from corun.runtime.errors import ModelError
+from support.architectures import ARCHITECTURES, save_model
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+CPU = torch.device("cpu")
+IDS: dict[str, Any] = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def probe(directory: Path, dtype: torch.dtype = torch.float32) -> float:
+    """Load a model directory and probe it; returns the relative error."""
+    context = StepContext()
+    hook = PagedAttentionHook(context)
+    try:
+        source = ModelSource(str(directory))
+        model = load_model(source, load_config(source), dtype, CPU, hook.name)
+        guard_longrope(model, context)
+        record = record_attention(model, hook)
+        pool = KvPool(KvLayout(layer_shapes(record), 8, dtype), 16, CPU)
+        hook.attach(TorchAttention(), pool)
+        return check_parity(model, ModelRunner(model, context, hook, pool).probe_step)
+    finally:
+        hook.close()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_admits(name: str, tmp_path: Path) -> None:
+    assert probe(save_model(name, tmp_path)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama3-rope", "gemma2", "mixtral"])
+def test_admits_half_types(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert 0 < probe(save_model(name, tmp_path), dtype) < 6e-2
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon": (SHAPE, "attention interface"),
+    "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, "never calls .* attention interface"),
+    "mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}, "fails on packed"),
+    "gptj": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention interface"),
+    "mamba": (
+        {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+        "linear_attention|never calls",
+    ),
+    "bamba": (
+        {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "mamba_n_heads": 8,
+         "mamba_d_head": 16, "attn_layer_indices": [1]},
+        "linear_attention|1 of 2 layers",
+    ),
+    "llama4_text": (
+        {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "intermediate_size_mlp": 96,
+         "head_dim": 16, "num_local_experts": 2},
+        "chunked_attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.filterwarnings("ignore")  # some of these models warn when they are made
+def test_refuses(model_type: str, tmp_path: Path) -> None:
+    overrides, reason = REFUSED[model_type]
+    config = AutoConfig.for_model(model_type, **IDS, **overrides)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason) as refusal:
+        probe(tmp_path)
+    assert model_type.split("_")[0] in str(refusal.value)
+
+
+def test_the_comparison_sees_a_window_that_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong attention result of any kind must not pass: here the layers' windows are lost."""
+    from corun.gpu.model import attention_hook
+
+    original = attention_hook._read_params
+    monkeypatch.setattr(
+        attention_hook,
+        "_read_params",
+        lambda module, query, mask, kwargs: original(
+            module, query, mask, {**kwargs, "sliding_window": None}
+        ),
+    )
+    with pytest.raises(ModelError, match="relative error"):
+        probe(save_model("mistral", tmp_path))
+
+
+def test_an_unknown_attention_argument_is_refused(tmp_path: Path) -> None:
+    context = StepContext()
+    hook = PagedAttentionHook(context)
+    attend = AttentionInterface._global_mapping[hook.name]
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    part = torch.zeros(1, 1, 2, 4)
+    with hook.recording():
+        attend(module, part, part, part, None, scaling=1.0, alibi=None)
+        with pytest.raises(ModelError, match="'alibi'"):
+            attend(module, part, part, part, None, scaling=1.0, alibi=torch.zeros(1))
+        with pytest.raises(ModelError, match="not causal"):
+            attend(module, part, part, part, None, is_causal=False)
+        with pytest.raises(ModelError, match="mask"):
+            attend(module, part, part, part, torch.zeros(1))
+    hook.close()
+
+
+def test_nothing_stays_registered(tmp_path: Path) -> None:
+    before = set(AttentionInterface._global_mapping)
+    probe(save_model("llama3-rope", tmp_path))
+    assert set(AttentionInterface._global_mapping) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("./nowhere", "no such model directory"), ("{empty}", "no config.json")],
+)
+def test_missing_models_are_named(path: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=reason):
+        load_config(ModelSource(path.format(empty=tmp_path)))
