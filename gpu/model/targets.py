@@ -1,0 +1,188 @@
+"""Finds the linear modules of a transformers decoder that adapters may change.
+
+Owns what is a target and why other modules are not. Knows nothing of adapters or kernels.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ...runtime.adapters.target_map import Target, TargetMap
+from ...runtime.adapters.tensor_names import EXPERTS_REASON
+from ...runtime.errors import ModelError
+
+_ROUTER_NAMES = frozenset({"gate", "router"})
+
+
+def build_target_map(model: PreTrainedModel) -> TargetMap:
+    """List the targets of a causal language model of transformers, in the order of its modules.
+
+    Every ``nn.Linear`` inside the decoder layers is one, fused projections included, unless it is
+    an expert or a router. Each is an input group of its own until ``with_input_groups`` says which
+    share an input. Raises ``ModelError`` if the model has no decoder layers.
+    """
+    layers_path = find_layers(model)
+    head = model.get_output_embeddings()
+    targets: list[Target] = []
+    refused: dict[str, str] = {}
+    next_group: dict[int, int] = {}
+    for path, module in model.named_modules():
+        reason = _refusal(model, path, module, layers_path, is_head=module is head)
+        if reason is not None:
+            refused[path] = reason
+        elif isinstance(module, nn.Linear):
+            layer = _layer_index(path, layers_path)
+            group = next_group.setdefault(layer, 0)
+            next_group[layer] = group + 1
+            targets.append(_target(len(targets), path, layer, group, module))
+    return TargetMap(tuple(targets), refused)
+
+
+def find_layers(model: PreTrainedModel) -> str:
+    """Return the path of the list of decoder layers, e.g. "model.layers".
+
+    In a model with several towers it is the text decoder's. Raises ``ModelError`` if none is found.
+    """
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    found = [
+        path
+        for path, module in _outermost_lists(model, "")
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
+    text = [path for path in found if "language_model" in path.split(".")]
+    if len(text or found) != 1:
+        raise ModelError(
+            f"cannot tell which module of {type(model).__name__} is the list of its {num_layers} "
+            f"decoder layers; candidates: {', '.join(found) or 'none'}"
+        )
+    return (text or found)[0]
+
+
+def group_by_input(records: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Number the distinct inputs of modules in the order of their first use.
+
+    Args:
+        records: (module path, identity of its input) of one forward pass, in the order of calls.
+            A module that was called with several inputs gets a number of its own.
+    """
+    inputs: dict[str, list[int]] = {}
+    for path, identity in records:
+        inputs.setdefault(path, []).append(identity)
+    numbers: dict[int | str, int] = {}
+    groups = {}
+    for path, identities in inputs.items():
+        key = identities[0] if len(set(identities)) == 1 else path
+        groups[path] = numbers.setdefault(key, len(numbers))
+    return groups
+
+
+def record_input_groups(
+    model: nn.Module, paths: Sequence[str], forward: Callable[[], object]
+) -> dict[str, int]:
+    """Run ``forward`` (a tiny pass through ``model``) and group ``paths`` by their input tensor.
+
+    Returns a number per path; paths whose module is not called are missing in the result.
+    """
+    records: list[tuple[str, int]] = []
+    alive: list[torch.Tensor] = []  # an identity is only unique while the tensor lives
+
+    def hook_for(path: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            alive.append(inputs[0])
+            records.append((path, id(inputs[0])))
+
+        return hook
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(hook_for(path)) for path in paths
+    ]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return group_by_input(records)
+
+
+def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> TargetMap:
+    """Return the map with ``groups`` (path -> number) as input groups, numbered within each layer.
+
+    A target that is missing in ``groups`` was not called, so an adapter on it would change
+    nothing: it becomes refused.
+    """
+    numbers: dict[int, dict[int, int]] = {}
+    targets: list[Target] = []
+    refused = dict(target_map.refused)
+    for target in target_map.targets:
+        if target.path not in groups:
+            refused[target.path] = "the model never calls this module"
+            continue
+        of_layer = numbers.setdefault(target.layer, {})
+        group = of_layer.setdefault(groups[target.path], len(of_layer))
+        targets.append(replace(target, index=len(targets), input_group=group))
+    return TargetMap(tuple(targets), refused)
+
+
+def _target(index: int, path: str, layer: int, group: int, module: nn.Linear) -> Target:
+    return Target(
+        index=index,
+        path=path,
+        layer=layer,
+        input_group=group,
+        in_features=module.in_features,
+        out_features=module.out_features,
+        physical_path=path,
+    )
+
+
+def _refusal(
+    model: nn.Module, path: str, module: nn.Module, layers_path: str, *, is_head: bool
+) -> str | None:
+    """Why a module that holds matrices is no target; None for targets and all other modules."""
+    reason = None
+    if is_head:
+        reason = "the output head (lm_head) is not served as a target"
+    elif isinstance(module, nn.Embedding):
+        reason = "embeddings are not served as targets"
+    elif isinstance(module, Conv1D | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        reason = f"convolution targets ({type(module).__name__}) are not served yet"
+    elif not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
+        reason = None
+    elif not path.startswith(f"{layers_path}."):
+        reason = "it lies outside the decoder layers"
+    elif "experts" in path.split(".") or _holds_stacked_matrices(module):
+        reason = EXPERTS_REASON
+    elif _is_router(model, path):
+        reason = "expert routers are not served as targets"
+    elif not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        reason = f"{type(module).__name__} is no plain linear module"
+    return reason
+
+
+def _holds_stacked_matrices(module: nn.Module) -> bool:
+    return any(parameter.ndim >= 3 for parameter in module.parameters(recurse=False))
+
+
+def _is_router(model: nn.Module, path: str) -> bool:
+    """Whether the module is named like a router and lies beside experts."""
+    parent, _, name = path.rpartition(".")
+    return name in _ROUTER_NAMES and hasattr(model.get_submodule(parent), "experts")
+
+
+def _layer_index(path: str, layers_path: str) -> int:
+    return int(path.removeprefix(f"{layers_path}.").partition(".")[0])
+
+
+def _outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Module lists that lie in no other list."""
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList):
+            yield child_path, child
+        else:
+            yield from _outermost_lists(child, child_path)

@@ -1,0 +1,105 @@
+"""What a PEFT configuration says about each module: whether it is adapted, rank, alpha, scaling.
+
+Owns PEFT's matching rules. Knows nothing of files or of the model: module paths come from outside,
+and they must be those of the model that the adapter was trained with.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """The fields of adapter_config.json that shape the adapter's arithmetic.
+
+    Patterns are pairs in the order of the file, because the first that matches counts.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    target_modules: tuple[str, ...] | str  # names or path suffixes, a regex, or "all-linear"
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    base_model_name_or_path: str | None = None
+
+    def targets(self, path: str) -> bool:
+        """Whether PEFT puts LoRA on the linear module ``path``.
+
+        "all-linear" leaves out the output head, which only the model knows: ask for other modules.
+        """
+        if _is_named(self.exclude_modules, path):
+            return False
+        if isinstance(self.target_modules, str):
+            wants_all = self.target_modules.lower() == ALL_LINEAR
+            return wants_all or re.fullmatch(self.target_modules, path) is not None
+        if path in self.target_modules:  # a full path is taken whatever its layer
+            return True
+        return _is_named(self.target_modules, path) and self._takes_layer_of(path)
+
+    def rank(self, path: str) -> int:
+        """The rank of module ``path``."""
+        return int(_from_pattern(self.rank_pattern, path, self.r))
+
+    def scaling(self, path: str) -> float:
+        """The factor of B A for module ``path``: alpha / rank, with rsLoRA alpha / sqrt(rank)."""
+        alpha = float(_from_pattern(self.alpha_pattern, path, self.lora_alpha))
+        rank = self.rank(path)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def effective_fields(self) -> dict[str, Any]:
+        """Everything that shapes the result, in an order that does not depend on the file."""
+        names = self.target_modules
+        excluded = self.exclude_modules
+        return {
+            "r": self.r,
+            "lora_alpha": float(self.lora_alpha),
+            "use_rslora": self.use_rslora,
+            "target_modules": names if isinstance(names, str) else sorted(names),
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": [(key, float(alpha)) for key, alpha in self.alpha_pattern],
+            "exclude_modules": excluded if isinstance(excluded, str) else sorted(excluded),
+            "layers_to_transform": self.layers_to_transform and sorted(self.layers_to_transform),
+            "layers_pattern": self.layers_pattern,
+        }
+
+    def _takes_layer_of(self, path: str) -> bool:
+        if not self.layers_to_transform:
+            return True
+        layer = self._layer_of(path)
+        return layer is not None and layer in self.layers_to_transform
+
+    def _layer_of(self, path: str) -> int | None:
+        """The first index in ``path``, or the one that follows a name of ``layers_pattern``."""
+        patterns = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
+        for pattern in patterns:
+            match = re.match(rf"{pattern}\.(?P<layer>\d+)\.", path)
+            if match:
+                return int(match["layer"])
+        return None
+
+
+def _is_named(names: tuple[str, ...] | str, path: str) -> bool:
+    """Whether a regex matches the whole path, or a name of the list is the path or its end."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _from_pattern(pattern: Sequence[tuple[str, float]], path: str, default: float) -> float:
+    """The value of the first key that matches the end of ``path`` at a dot.
+
+    A key is a regex; one that matches only as plain text counts last, as in PEFT.
+    """
+    for key, value in pattern:
+        if re.match(rf"(.*\.)?({key})$", path):
+            return value
+    return dict(pattern).get(path, default)

@@ -1,0 +1,282 @@
+"""Reads adapter_config.json of a PEFT directory against an allow-list of fields.
+
+PEFT keeps growing variants that change the mathematics, so a field that is not known here and not
+at a neutral value refuses the adapter: serving it anyway would give wrong answers without an error.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import AdapterError
+from .lora_spec import LoraSpec
+
+CONFIG_NAME = "adapter_config.json"
+
+_Value = TypeVar("_Value", int, float)
+
+_MAX_CONFIG_BYTES = 4 << 20  # a configuration is a few KiB; this only stops nonsense
+
+_REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
+
+# Fields that ``_build_spec`` reads or ``_check_kind`` checks.
+_SERVED = frozenset(
+    {
+        "peft_type",
+        "task_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "target_modules",
+        "rank_pattern",
+        "alpha_pattern",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "base_model_name_or_path",
+        "bias",
+        "init_lora_weights",
+    }
+)
+
+# Fields that say how the adapter was made or are used in training only.
+_IGNORED = frozenset(
+    {
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",  # a module name, used with megatron_config only
+        "qalora_group_size",  # used with use_qalora only
+        "runtime_config",  # where PEFT computes, not what
+        # How the matrices were initialised; init_lora_weights decides whether that is served.
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "loftq_config",
+    }
+)
+
+# Initialisations after which the base weights are those of the published model.
+_INITS_KEEPING_BASE = ("gaussian", "eva", "orthogonal", "mica")
+
+# Initialisations that subtract from the base weights, so that the adapter belongs to another base.
+# PEFT converts such an adapter when it is saved, and then writes ``init_lora_weights: true``.
+_INITS_CHANGING_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+_REASONS = {
+    "use_dora": "DoRA is not served",
+    "use_qalora": "QA-LoRA is not served",
+    "use_bdlora": "block-diagonal LoRA is not served",
+    "lora_bias": "biases on LoRA matrices are not served",
+    "fan_in_fan_out": "transposed base weights (Conv1D) are not served",
+    "modules_to_save": "fully trained modules beside LoRA are not served",
+    "trainable_token_indices": "trained token embeddings are not served",
+    "target_parameters": "LoRA on raw parameters (experts) is not served",
+    "alora_invocation_tokens": "activated LoRA is not served",
+    "layer_replication": "replicated layers are not served",
+    "megatron_config": "Megatron layers are not served",
+    "arrow_config": "Arrow routing is not served",
+    "velora_config": "VeLoRA is not served",
+    "kasa_config": "KaSA is not served",
+    "monteclora_config": "MonteCLoRA is not served",
+    "ensure_weight_tying": "LoRA on tied embeddings is not served",
+}
+
+
+def read_peft_config(directory: Path) -> LoraSpec:
+    """Read and check ``directory``/adapter_config.json.
+
+    Raises ``AdapterError`` naming the file, the field and its value.
+    """
+    path = directory / CONFIG_NAME
+    return parse_peft_config(_read_json(directory, path), path)
+
+
+def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
+    """Check the fields of a configuration read from ``path``. Raises ``AdapterError``."""
+    reader = _Fields(fields, path)
+    for name in _REQUIRED:
+        if fields.get(name) is None:
+            raise AdapterError(f"{path}: {name} is missing; a PEFT LoRA configuration has it")
+    _check_kind(reader)
+    _check_unknown(reader)
+    spec = _build_spec(reader)
+    _check_combinations(spec, reader)
+    return spec
+
+
+def _read_json(directory: Path, path: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise AdapterError(f"no such adapter directory: {directory}")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_CONFIG_BYTES + 1)
+    except FileNotFoundError:
+        raise AdapterError(f"{directory} holds no {CONFIG_NAME}: not a PEFT adapter") from None
+    except OSError as error:
+        raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(raw) > _MAX_CONFIG_BYTES:
+        raise AdapterError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes")
+    try:
+        fields = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise AdapterError(f"{path} is not a JSON object")
+    return fields
+
+
+def _check_kind(reader: "_Fields") -> None:
+    reader.one_of("peft_type", ("LORA",), "only LoRA adapters are served")
+    reader.one_of("task_type", (None, "CAUSAL_LM"), "only causal language models are served")
+    reader.one_of("bias", (None, "none"), "trained biases are not served")
+    init = reader.fields.get("init_lora_weights")
+    if init is None or isinstance(init, bool):
+        return
+    name = str(init).lower()
+    if name.startswith(_INITS_CHANGING_BASE):
+        raise reader.error(
+            "init_lora_weights",
+            "this initialisation changes the base weights, so the adapter does not fit the "
+            "published base model; save it with PEFT's path_initial_model_for_weight_conversion",
+        )
+    if name not in _INITS_KEEPING_BASE:
+        raise reader.error("init_lora_weights", "unknown initialisation")
+
+
+def _check_unknown(reader: "_Fields") -> None:
+    for name, value in reader.fields.items():
+        if name in _SERVED or name in _IGNORED or _is_neutral(value):
+            continue
+        reason = _REASONS.get(name, "unknown field, and not at a neutral value")
+        raise reader.error(name, reason)
+
+
+def _is_neutral(value: object) -> bool:
+    """Whether a field switches nothing on: null, false or empty. Zero is a value."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def _build_spec(reader: "_Fields") -> LoraSpec:
+    return LoraSpec(
+        r=reader.rank("r", reader.fields["r"]),
+        lora_alpha=reader.number("lora_alpha", reader.fields["lora_alpha"]),
+        use_rslora=reader.boolean("use_rslora"),
+        target_modules=reader.names("target_modules"),
+        rank_pattern=reader.pattern("rank_pattern", reader.rank),
+        alpha_pattern=reader.pattern("alpha_pattern", reader.number),
+        exclude_modules=reader.names("exclude_modules"),
+        layers_to_transform=reader.layers("layers_to_transform"),
+        layers_pattern=_as_tuple(reader.names("layers_pattern")),
+        base_model_name_or_path=reader.text("base_model_name_or_path"),
+    )
+
+
+def _as_tuple(names: tuple[str, ...] | str) -> tuple[str, ...]:
+    if isinstance(names, str):
+        return (names,) if names else ()
+    return names
+
+
+def _check_combinations(spec: LoraSpec, reader: "_Fields") -> None:
+    """PEFT's own rules, and that every regex compiles."""
+    if not spec.target_modules:
+        raise reader.error("target_modules", "no module is targeted")
+    if isinstance(spec.target_modules, str):
+        reader.regex("target_modules", spec.target_modules)
+        for name in ("layers_to_transform", "layers_pattern"):
+            if reader.fields.get(name) not in (None, []):
+                raise reader.error(name, "cannot be used when target_modules is a string")
+    if isinstance(spec.exclude_modules, str):
+        reader.regex("exclude_modules", spec.exclude_modules)
+    if spec.layers_pattern and spec.layers_to_transform is None:
+        raise reader.error("layers_pattern", "needs layers_to_transform")
+    for name in spec.layers_pattern:
+        reader.regex("layers_pattern", name)
+    for key, _ in (*spec.rank_pattern, *spec.alpha_pattern):
+        reader.regex("rank_pattern or alpha_pattern", key)
+
+
+class _Fields:
+    """Typed access to the fields; every error names the file, the field and its value."""
+
+    def __init__(self, fields: Mapping[str, Any], path: Path) -> None:
+        self.fields = fields
+        self._path = path
+
+    def error(self, name: str, reason: str) -> AdapterError:
+        shown = repr(self.fields.get(name))
+        shown = shown if len(shown) <= 200 else shown[:200] + "..."
+        return AdapterError(f"{self._path}: {name}={shown} is refused: {reason}")
+
+    def one_of(self, name: str, values: tuple[str | None, ...], reason: str) -> None:
+        if self.fields.get(name) not in values:
+            raise self.error(name, reason)
+
+    def boolean(self, name: str) -> bool:
+        value = self.fields.get(name)
+        if not isinstance(value, bool | None):
+            raise self.error(name, "must be true or false")
+        return bool(value)
+
+    def text(self, name: str) -> str | None:
+        value = self.fields.get(name)
+        if not isinstance(value, str | None):
+            raise self.error(name, "must be a string or null")
+        return value
+
+    def rank(self, name: str, value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(name, "a rank is an integer of at least 1")
+        return value
+
+    def number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, "must be a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise self.error(name, "must be finite")
+        return number
+
+    def names(self, name: str) -> tuple[str, ...] | str:
+        value = self.fields.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, "must be a string or a list of strings")
+        return tuple(value)
+
+    def layers(self, name: str) -> tuple[int, ...] | None:
+        value = self.fields.get(name)
+        if value is None:
+            return None
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+            raise self.error(name, "must be a layer index or a list of them")
+        return tuple(values)
+
+    def pattern(
+        self, name: str, check: Callable[[str, object], _Value]
+    ) -> tuple[tuple[str, _Value], ...]:
+        value = self.fields.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, dict):
+            raise self.error(name, "must be an object of module patterns")
+        return tuple((key, check(name, item)) for key, item in value.items())
+
+    def regex(self, name: str, pattern: str) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise self.error(name, f"{pattern!r} is not a regular expression: {error}") from error

@@ -1,0 +1,126 @@
+"""The names that PEFT gives to tensors and modules, and how they compare with the model's paths.
+
+The model that an adapter was trained with can be wrapped (compiled, sharded, inside a multi-modal
+model), so its paths may begin differently from those of the model that is served.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+
+EXPERTS_REASON = "expert targets are not served yet"
+
+_LORA_TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+_PEFT_PREFIX = "base_model.model."
+
+# Components that wrappers insert anywhere in a path.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+# Leading components that hold the decoder; which of them appear depends on the outer class.
+_HOLDERS = frozenset({"module", "model", "language_model", "transformer", "gpt_neox"})
+
+# Parts of tensor names that are known and not served.
+_REFUSED_PARTS = (
+    ("lora_magnitude_vector", "DoRA is not served"),
+    ("lora_embedding_", "LoRA on embeddings is not served"),
+    ("modules_to_save", "fully trained modules beside LoRA are not served"),
+    ("trainable_tokens", "trained token embeddings are not served"),
+    ("token_adapter", "trained token embeddings are not served"),
+    (".experts.", EXPERTS_REASON),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTensorName:
+    """A tensor name taken apart."""
+
+    path: str  # of the module, in the model that the adapter was trained with
+    matrix: str  # "A" or "B"
+
+
+def parse_tensor_name(name: str) -> LoraTensorName | None:
+    """Take apart ``base_model.model.<path>.lora_A.weight``; None for any other kind of name.
+
+    An adapter's name after lora_A, and a missing prefix, are tolerated.
+    """
+    match = _LORA_TENSOR.fullmatch(name)
+    if match is None:
+        return None
+    path = match["path"]
+    while path.startswith(_PEFT_PREFIX):
+        path = path.removeprefix(_PEFT_PREFIX)
+    return LoraTensorName(_without_wrappers(path), match["matrix"])
+
+
+def refusal_of_name(name: str) -> str:
+    """Why a tensor is refused whose name is not that of a LoRA matrix."""
+    for part, reason in _REFUSED_PARTS:
+        if part in name:
+            return reason
+    return "not a LoRA matrix (<module>.lora_A.weight or <module>.lora_B.weight)"
+
+
+class PathIndex(Generic[_Item]):
+    """Finds what belongs to a module path, also if the path begins with other holders."""
+
+    def __init__(self, items: Mapping[str, _Item]) -> None:
+        self._exact = dict(items)
+        self._by_tail: dict[str, _Item] = {}
+        ambiguous = set()
+        for path, item in items.items():
+            tail = _without_holders(path)
+            if tail in self._by_tail:
+                ambiguous.add(tail)
+            self._by_tail[tail] = item
+        for tail in ambiguous:
+            del self._by_tail[tail]
+
+    def find(self, path: str) -> _Item | None:
+        """The item of ``path``, or None."""
+        if path in self._exact:
+            return self._exact[path]
+        return self._by_tail.get(_without_holders(path))
+
+    def find_holder(self, path: str) -> _Item | None:
+        """The item of ``path`` or of the nearest module that contains it, or None."""
+        while path:
+            item = self.find(path)
+            if item is not None:
+                return item
+            path = path.rpartition(".")[0]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChange:
+    """Replaces the beginning of paths by another."""
+
+    old: str
+    new: str
+
+    @classmethod
+    def between(cls, path: str, other: str) -> "PrefixChange":
+        """The change that leaves the longest common end of two paths alone."""
+        ours, theirs = path.split("."), other.split(".")
+        while ours and theirs and ours[-1] == theirs[-1]:
+            ours.pop()
+            theirs.pop()
+        return cls("".join(f"{name}." for name in ours), "".join(f"{name}." for name in theirs))
+
+    def __call__(self, path: str) -> str:
+        """Return ``path`` with its beginning replaced."""
+        return self.new + path[len(self.old) :] if path.startswith(self.old) else path
+
+
+def _without_wrappers(path: str) -> str:
+    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)
+
+
+def _without_holders(path: str) -> str:
+    names = path.split(".")
+    while len(names) > 1 and names[0] in _HOLDERS:
+        names.pop(0)
+    return ".".join(names)
