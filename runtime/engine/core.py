@@ -1,0 +1,272 @@
+"""The engine's turn: schedule, submit, poll, update.
+
+Owns the pairing of a scheduler with an executor, and the references that open requests hold on
+adapter versions. It knows nothing of channels, processes, text or tensors.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..memory.namespace import kv_namespace
+from ..plan import BASE_ADAPTER, AdapterId, Executor, RequestId, StepPlan
+from ..scheduler.events import FinishReason, RequestEvent
+from ..scheduler.scheduler import Scheduler
+from .messages import AddRequest, EngineStats, RequestUpdate
+from .request import Request
+
+_logger = logging.getLogger(__name__)
+
+
+class AdapterVersionLike(Protocol):
+    """What the engine must know of one immutable adapter version."""
+
+    @property
+    def adapter_id(self) -> AdapterId:
+        """Never reused."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Digest of configuration and tensors."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Factor on the whole delta, beside the scaling that its configuration states."""
+        ...
+
+
+class AdapterSource(Protocol):
+    """Where adapter names are resolved and references are counted: the registry."""
+
+    def resolve(self, name: str) -> AdapterVersionLike:
+        """Return the version that new requests use.
+
+        Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
+        """
+        ...
+
+    def acquire(self, adapter_id: AdapterId) -> None:
+        """A request uses this version from now on."""
+        ...
+
+    def release(self, adapter_id: AdapterId) -> None:
+        """A request that used this version has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """What an engine core is told once."""
+
+    base_fingerprint: str  # names the base model and its revision
+    dtype: str  # of the KV values
+    max_steps_in_flight: int = 1
+
+
+class EngineCore:
+    """Requests in, tokens out. Not thread-safe: one thread calls it.
+
+    A caller waits on ``fileno()`` and its own inbox, without a deadline, unless ``is_ready``.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        adapters: AdapterSource,
+        config: CoreConfig,
+        *,
+        clock: Callable[[], float],
+        on_adapter_gone: Callable[[AdapterId], None] | None = None,
+    ) -> None:
+        """``clock``: seconds, monotonic. ``on_adapter_gone``: a dropped version left the device."""
+        self._scheduler = scheduler
+        self._executor = executor
+        self._adapters = adapters
+        self._config = config
+        self._clock = clock
+        self._on_adapter_gone = on_adapter_gone
+        self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
+        self._names: dict[AdapterId, str] = {}
+        self._updates: list[RequestUpdate] = []  # for the next step to return
+        self._has_news = False  # something happened since nothing could be scheduled
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is open, any step or transfer under way, or an update to tell."""
+        return self._scheduler.has_work() or bool(self._updates)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``step`` might get on right now, without waiting for the executor."""
+        can_submit = self._scheduler.num_in_flight < self._config.max_steps_in_flight
+        return bool(self._updates) or (self._has_news and can_submit)
+
+    def add_request(self, message: AddRequest) -> None:
+        """Take a request. Raises ``RequestError`` if it is refused."""
+        adapter_id, num_bytes = BASE_ADAPTER, 0
+        adapters: tuple[tuple[str, float], ...] = ()
+        if message.adapter_name is not None:
+            version = self._adapters.resolve(message.adapter_name)
+            adapter_id, num_bytes = version.adapter_id, version.num_bytes
+            adapters = ((version.digest, version.scale),)
+        now_s = self._clock()
+        request = Request(
+            request_id=RequestId(message.request_id),
+            prompt_token_ids=message.prompt_token_ids,
+            sampling=message.sampling,
+            arrival_s=now_s,
+            adapter_id=adapter_id,
+            adapter_bytes=num_bytes,
+            namespace=kv_namespace(
+                self._config.base_fingerprint, self._config.dtype, adapters, message.cache_salt
+            ),
+        )
+        self._scheduler.add_request(request, now_s)
+        self._adapter_of[request.request_id] = adapter_id
+        if message.adapter_name is not None:
+            self._adapters.acquire(adapter_id)
+            self._names[adapter_id] = message.adapter_name
+        self._has_news = True
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End these requests; their final updates come with the next step."""
+        now_s = self._clock()
+        for request_id in request_ids:
+            event = self._scheduler.abort(RequestId(request_id), now_s)
+            if event is not None:
+                self._tell([event])
+        self._has_news = True
+
+    def drop_adapter(self, adapter_id: AdapterId) -> None:
+        """Evict a version that no request uses and none will name any more.
+
+        ``on_adapter_gone`` is called once it has left the device; until then steps in flight may
+        still read it.
+        """
+        self._scheduler.drop_adapter(adapter_id)
+        self._has_news = True
+
+    def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
+        """Submit what can be scheduled, take in what has ended, and return what is new.
+
+        Waits up to ``timeout_s`` for the executor if something is in flight and nothing is new.
+        """
+        self._fill()
+        self._poll(0.0 if self._updates else timeout_s)
+        self._report_gone()
+        updates, self._updates = self._updates, []
+        return updates
+
+    def stats(self) -> EngineStats:
+        """Return gauges and totals. O(adapters on the device)."""
+        memory = self._scheduler.memory
+        counters = self._scheduler.counters
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_blocks_used=memory.pool.num_used_blocks,
+            kv_blocks_total=memory.pool.num_blocks,
+            adapter_bytes_used=memory.cache.used_bytes,
+            num_preemptions=counters.num_preemptions,
+            num_steps=self._num_steps,
+            num_failed_steps=counters.num_failed_steps,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            generated_tokens=counters.generated_tokens,
+            running_adapters=self._names_of(memory.cache.referenced_ids()),
+            waiting_adapters=self._names_of(memory.cache.waiting_ids()),
+        )
+
+    def resident_adapters(self) -> frozenset[AdapterId]:
+        """Return the adapter versions on the device now."""
+        return frozenset(self._scheduler.memory.cache.resident_ids())
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while the executor has something to tell."""
+        return self._executor.fileno()
+
+    def _fill(self) -> None:
+        """Submit steps until as many as allowed are in flight or nothing can be scheduled."""
+        while self._scheduler.num_in_flight < self._config.max_steps_in_flight:
+            plan = self._scheduler.schedule(self._clock())
+            if plan is None:
+                self._has_news = False
+                break
+            if not self._submit(plan):
+                break
+
+    def _submit(self, plan: StepPlan) -> bool:
+        """Hand a plan to the executor; if that raises, the plan's requests fail."""
+        self._num_steps += 1
+        self._has_news = True  # with more depth, the next step may follow at once
+        try:
+            self._executor.submit(plan)
+        except Exception as error:
+            _logger.exception("step %d could not be submitted", plan.step_id)
+            self._tell(self._scheduler.fail_step(plan.step_id, _reason(error), self._clock()))
+            return False
+        return True
+
+    def _poll(self, timeout_s: float) -> None:
+        """Take in results. If the executor raises, the oldest step's requests fail.
+
+        Without a step in flight nothing can be given up, and the exception is the caller's.
+        """
+        scheduler = self._scheduler
+        if not (scheduler.num_in_flight or scheduler.memory.num_open_transfers):
+            assert not scheduler.has_work(), "there is work, but nothing to wait for"
+            return
+        try:
+            results = self._executor.poll(timeout_s)
+        except Exception as error:
+            step_id = scheduler.oldest_step_in_flight
+            if step_id is None:
+                raise
+            _logger.exception("step %d failed", step_id)
+            self._tell(scheduler.fail_step(step_id, _reason(error), self._clock()))
+            self._has_news = True
+            return
+        now_s = self._clock()
+        for result in results:
+            self._tell(scheduler.update(result, now_s))
+            self._has_news = True
+
+    def _tell(self, events: list[RequestEvent]) -> None:
+        """Queue updates, and let go of the adapters of requests that have ended."""
+        for event in events:
+            self._updates.append(RequestUpdate(*event))
+            if event.finish_reason is not None:
+                self._release(event)
+
+    def _release(self, event: RequestEvent) -> None:
+        """A request has ended: its reference on its adapter version ends too."""
+        adapter_id = self._adapter_of.pop(event.request_id)
+        if event.finish_reason is FinishReason.ERROR:
+            _logger.error("request %d failed: %s", event.request_id, event.error)
+        if adapter_id != BASE_ADAPTER:
+            self._adapters.release(adapter_id)
+
+    def _report_gone(self) -> None:
+        """Tell of dropped adapter versions that have left the device."""
+        for adapter_id in self._scheduler.memory.take_gone():
+            self._names.pop(adapter_id, None)
+            if self._on_adapter_gone is not None:
+                self._on_adapter_gone(adapter_id)
+
+    def _names_of(self, adapter_ids: tuple[AdapterId, ...]) -> tuple[str, ...]:
+        """Return the names under which requests asked for these adapters, sorted."""
+        return tuple(sorted({self._names[adapter_id] for adapter_id in adapter_ids}))
+
+
+def _reason(error: Exception) -> str:
+    """Describe an exception in one line."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,220 @@
+"""Which adapters are on the device, in bytes. Loading and unloading is done by the caller.
+
+Owns the states and the account of device copies. It knows nothing of files, tensors or transfers:
+the caller turns its decisions into transfer commands and reports their completion.
+"""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..plan import BASE_ADAPTER, AdapterId
+from .budget import MemoryBudget
+
+ADAPTER_OWNER = "adapters"
+
+
+class AdapterState(enum.Enum):
+    """Where the device copy of an adapter stands."""
+
+    ABSENT = "absent"
+    LOADING = "loading"  # its bytes are taken, its tensors not there yet
+    RESIDENT = "resident"
+    EVICTING = "evicting"  # its bytes are still taken
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A device copy, or one that is coming or going."""
+
+    num_bytes: int
+    state: AdapterState
+    num_references: int = 0  # running requests, and ended ones that a step in flight refers to
+    last_use: int = 0  # logical time
+
+
+class AdapterCache:
+    """States, reference counts and least-recently-used order of the adapters on the device.
+
+    Adapters with references are never victims. Those that waiting requests name are victims only
+    if the caller says so. The base model counts as a resident adapter of zero bytes.
+    """
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        """``budget`` is shared with the KV pool."""
+        self._budget = budget
+        self._clock = 0
+        self._entries = {BASE_ADAPTER: _Entry(0, AdapterState.RESIDENT, num_references=1)}
+        self._idle: dict[AdapterId, _Entry] = {}  # resident and unreferenced, oldest use first
+        self._num_waiting: dict[AdapterId, int] = {}
+        self._evicting_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of device copies in any state."""
+        return self._budget.reserved_bytes(ADAPTER_OWNER)
+
+    @property
+    def evicting_bytes(self) -> int:
+        """Bytes that will be free when the evictions under way have ended."""
+        return self._evicting_bytes
+
+    def state(self, adapter_id: AdapterId) -> AdapterState:
+        """Where the device copy of ``adapter_id`` stands."""
+        entry = self._entries.get(adapter_id)
+        return AdapterState.ABSENT if entry is None else entry.state
+
+    def resident_ids(self) -> tuple[AdapterId, ...]:
+        """Adapters that rows may use now, the base model excepted."""
+        return tuple(
+            adapter_id
+            for adapter_id, entry in self._entries.items()
+            if entry.state is AdapterState.RESIDENT and adapter_id != BASE_ADAPTER
+        )
+
+    def referenced_ids(self) -> tuple[AdapterId, ...]:
+        """Adapters that running requests use, the base model excepted."""
+        return tuple(
+            adapter_id
+            for adapter_id, entry in self._entries.items()
+            if entry.num_references and adapter_id != BASE_ADAPTER
+        )
+
+    def waiting_ids(self) -> tuple[AdapterId, ...]:
+        """Adapters that waiting requests name, the base model excepted."""
+        return tuple(adapter_id for adapter_id in self._num_waiting if adapter_id != BASE_ADAPTER)
+
+    def is_idle(self, adapter_id: AdapterId) -> bool:
+        """Whether it is resident and nothing refers to it."""
+        return adapter_id in self._idle
+
+    def add_waiting(self, adapter_id: AdapterId) -> None:
+        """Note that one more waiting request names this adapter."""
+        self._num_waiting[adapter_id] = self._num_waiting.get(adapter_id, 0) + 1
+
+    def remove_waiting(self, adapter_id: AdapterId) -> None:
+        """Note that one waiting request fewer names this adapter."""
+        num_waiting = self._num_waiting[adapter_id] - 1
+        if num_waiting:
+            self._num_waiting[adapter_id] = num_waiting
+        else:
+            del self._num_waiting[adapter_id]
+
+    def acquire(self, adapter_id: AdapterId) -> None:
+        """Hold a resident adapter for one running request."""
+        entry = self._entries[adapter_id]
+        assert entry.state is AdapterState.RESIDENT, (adapter_id, entry.state)
+        entry.num_references += 1
+        self._touch(entry)
+        self._idle.pop(adapter_id, None)
+
+    def release(self, adapter_id: AdapterId) -> None:
+        """End one hold; the last one makes the adapter the most recently used idle one."""
+        entry = self._entries[adapter_id]
+        assert entry.num_references > 0, f"adapter {adapter_id} is released but not held"
+        entry.num_references -= 1
+        self._touch(entry)
+        if entry.num_references == 0:
+            self._idle[adapter_id] = entry
+
+    def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
+        """Take the bytes of an absent adapter if they are free; say whether they were."""
+        assert adapter_id not in self._entries, f"adapter {adapter_id} is loaded twice"
+        if not self._budget.reserve(ADAPTER_OWNER, num_bytes):
+            return False
+        self._entries[adapter_id] = _Entry(num_bytes, AdapterState.LOADING)
+        return True
+
+    def finish_load(self, adapter_id: AdapterId) -> None:
+        """The tensors are there."""
+        entry = self._expect(adapter_id, AdapterState.LOADING)
+        entry.state = AdapterState.RESIDENT
+        self._touch(entry)
+        self._idle[adapter_id] = entry
+
+    def fail_load(self, adapter_id: AdapterId) -> None:
+        """The load failed and left nothing on the device."""
+        entry = self._expect(adapter_id, AdapterState.LOADING)
+        self._drop(adapter_id, entry)
+
+    def victims(
+        self, num_bytes: int, *, include_waiting: bool, keep: AdapterId = BASE_ADAPTER
+    ) -> tuple[AdapterId, ...]:
+        """Rank, without evicting, idle adapters that together hold at least ``num_bytes``.
+
+        Least recently used first; those that waiting requests name come last, and only with
+        ``include_waiting``; ``keep`` is spared. Empty if all of them together are too small.
+        """
+        chosen: list[AdapterId] = []
+        freed_bytes = 0
+        for adapter_id in self._ranked(include_waiting=include_waiting):
+            if freed_bytes >= num_bytes:
+                break
+            if adapter_id != keep:
+                chosen.append(adapter_id)
+                freed_bytes += self._entries[adapter_id].num_bytes
+        return tuple(chosen) if freed_bytes >= num_bytes else ()
+
+    def begin_evict(self, adapter_id: AdapterId) -> int:
+        """Make an idle adapter unusable; return its bytes, which stay taken until the end."""
+        entry = self._idle.pop(adapter_id)
+        entry.state = AdapterState.EVICTING
+        self._evicting_bytes += entry.num_bytes
+        return entry.num_bytes
+
+    def finish_evict(self, adapter_id: AdapterId) -> None:
+        """The device copy is gone."""
+        entry = self._expect(adapter_id, AdapterState.EVICTING)
+        self._evicting_bytes -= entry.num_bytes
+        self._drop(adapter_id, entry)
+
+    def fail_evict(self, adapter_id: AdapterId) -> None:
+        """The device copy is still there, and as good as before."""
+        entry = self._expect(adapter_id, AdapterState.EVICTING)
+        self._evicting_bytes -= entry.num_bytes
+        entry.state = AdapterState.RESIDENT
+        self._touch(entry)
+        self._idle[adapter_id] = entry
+
+    def check_invariants(self) -> None:
+        """Assert that states, reference counts and bytes agree."""
+        total_bytes = evicting_bytes = 0
+        for adapter_id, entry in self._entries.items():
+            total_bytes += entry.num_bytes
+            if entry.state is AdapterState.EVICTING:
+                evicting_bytes += entry.num_bytes
+            idle = entry.state is AdapterState.RESIDENT and entry.num_references == 0
+            assert idle == (adapter_id in self._idle), (adapter_id, entry)
+            if entry.state is not AdapterState.RESIDENT:
+                assert entry.num_references == 0, (adapter_id, entry)
+        assert total_bytes == self.used_bytes, (total_bytes, self.used_bytes)
+        assert evicting_bytes == self._evicting_bytes
+        assert all(count > 0 for count in self._num_waiting.values())
+        uses = [entry.last_use for entry in self._idle.values()]
+        assert uses == sorted(uses), "idle adapters are not in order of use"
+
+    def _ranked(self, *, include_waiting: bool) -> Iterator[AdapterId]:
+        """Yield idle adapters, those to evict first in front."""
+        for adapter_id in self._idle:
+            if adapter_id not in self._num_waiting:
+                yield adapter_id
+        if include_waiting:
+            for adapter_id in self._idle:
+                if adapter_id in self._num_waiting:
+                    yield adapter_id
+
+    def _touch(self, entry: _Entry) -> None:
+        """Mark a use."""
+        self._clock += 1
+        entry.last_use = self._clock
+
+    def _expect(self, adapter_id: AdapterId, state: AdapterState) -> _Entry:
+        """Return the entry, which must be in ``state``."""
+        entry = self._entries[adapter_id]
+        assert entry.state is state, (adapter_id, entry.state, state)
+        return entry
+
+    def _drop(self, adapter_id: AdapterId, entry: _Entry) -> None:
+        """Forget a device copy and give its bytes back."""
+        del self._entries[adapter_id]
+        self._budget.release(ADAPTER_OWNER, entry.num_bytes)

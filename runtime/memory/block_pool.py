@@ -1,0 +1,83 @@
+"""Which KV blocks are free. Ids only: the tensors belong to the device half."""
+
+import heapq
+from collections.abc import Iterable
+
+from ..plan import BlockId
+from .budget import MemoryBudget
+
+KV_OWNER = "kv"
+
+
+class BlockPool:
+    """Hands out the lowest free block ids, bounded by their number and by the budget's bytes.
+
+    Lowest first keeps the upper end of the pool untouched, so that memory which is committed on
+    first write stays uncommitted. O(log n) per block.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
+        """``num_blocks``: physical blocks; ``block_bytes``: bytes of one over all layers."""
+        assert num_blocks >= 0, num_blocks
+        assert block_bytes > 0, block_bytes
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._budget = budget
+        self._returned: list[int] = []  # heap; every id in it is below _num_touched
+        self._num_touched = 0  # ids from here on were never handed out
+        self._allocated: set[int] = set()
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that are handed out."""
+        return len(self._allocated)
+
+    @property
+    def num_unused_blocks(self) -> int:
+        """Physical blocks that are not handed out, whether or not the budget has their bytes."""
+        return self.num_blocks - len(self._allocated)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that ``allocate`` could hand out now."""
+        return min(self.num_unused_blocks, self._budget.free_bytes // self.block_bytes)
+
+    @property
+    def num_touched_blocks(self) -> int:
+        """Length of the pool's lower end that was ever in use."""
+        return self._num_touched
+
+    def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
+        """Hand out ``num_blocks`` blocks, lowest ids first, or None if there are not as many."""
+        assert num_blocks >= 0, num_blocks
+        if num_blocks > self.num_unused_blocks:
+            return None
+        if not self._budget.reserve(KV_OWNER, num_blocks * self.block_bytes):
+            return None
+        num_recycled = min(num_blocks, len(self._returned))
+        block_ids = [heapq.heappop(self._returned) for _ in range(num_recycled)]
+        end = self._num_touched + num_blocks - num_recycled
+        block_ids.extend(range(self._num_touched, end))
+        self._num_touched = end
+        self._allocated.update(block_ids)
+        return tuple(BlockId(block_id) for block_id in block_ids)
+
+    def free(self, block_ids: Iterable[BlockId]) -> None:
+        """Take blocks back. Each must be handed out."""
+        num_freed = 0
+        for block_id in block_ids:
+            assert block_id in self._allocated, f"block {block_id} is freed but not allocated"
+            self._allocated.remove(block_id)
+            heapq.heappush(self._returned, block_id)
+            num_freed += 1
+        self._budget.release(KV_OWNER, num_freed * self.block_bytes)
+
+    def check_invariants(self) -> None:
+        """Assert that every block is in exactly one place and that its bytes are accounted for."""
+        returned = set(self._returned)
+        assert len(returned) == len(self._returned), "a block is free twice"
+        assert not returned & self._allocated, "a block is free and allocated"
+        assert returned | self._allocated == set(range(self._num_touched))
+        assert self._num_touched <= self.num_blocks
+        held = self._budget.reserved_bytes(KV_OWNER)
+        assert held == len(self._allocated) * self.block_bytes, held

@@ -1,0 +1,109 @@
+"""Lets waiting requests in, as far as the step and the device have room, and loads adapters."""
+
+from ..engine.request import Request
+from ..memory.adapter_cache import AdapterState
+from ..memory.device_memory import DeviceMemory
+from ..plan import BASE_ADAPTER
+from .config import SchedulerConfig
+from .limits import blocks_for
+from .policy import SchedulerPolicy, Verdict
+from .running_set import RunningSet
+from .step_draft import StepDraft
+
+
+class Admission:
+    """Offers the device's room to a policy's candidates."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulerPolicy,
+        memory: DeviceMemory,
+        running: RunningSet,
+    ) -> None:
+        """All four are the scheduler's own."""
+        self._config = config
+        self._policy = policy
+        self._memory = memory
+        self._running = running
+        self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
+
+    def admit(self, draft: StepDraft, now_s: float) -> None:
+        """Admit candidates into ``draft`` until it is full or the policy stops."""
+        if not len(self._policy):
+            return
+        candidates = self._policy.candidates(now_s)
+        request = next(candidates, None)
+        is_first, verdict = True, Verdict.ADMITTED
+        while request is not None and self._has_seat(draft):
+            verdict = self._try(request, draft, is_first=is_first)
+            is_first = False
+            try:
+                request = candidates.send(verdict)
+            except StopIteration:
+                request = None
+        candidates.close()
+        if verdict is not Verdict.NO_MEMORY:
+            self._prefetch()
+
+    def _has_seat(self, draft: StepDraft) -> bool:
+        """Whether the step could take one more request."""
+        return draft.num_free_tokens > 0 and len(self._running) < self._config.max_num_seqs
+
+    def _try(self, request: Request, draft: StepDraft, *, is_first: bool) -> Verdict:
+        """Admit ``request`` if its adapter is there and its known tokens fit.
+
+        Only the first candidate may displace adapters that other waiting requests name:
+        otherwise two requests could displace each other's adapter for ever.
+        """
+        if request.num_in_flight_steps:
+            return Verdict.NO_MEMORY  # preempted just now, and what it held is still in use
+        verdict = self._ready_adapter(request, is_first=is_first)
+        if verdict is not None:
+            return verdict
+        num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
+        num_wanted = num_blocks + (self._headroom_blocks if len(self._running) else 0)
+        if self._memory.pool.num_available_blocks < num_wanted:
+            self._memory.reclaim(num_wanted, 0, include_waiting=is_first, keep=request.adapter_id)
+            return Verdict.NO_MEMORY
+        self._start(request, num_blocks, draft)
+        return Verdict.ADMITTED
+
+    def _ready_adapter(self, request: Request, *, is_first: bool) -> Verdict | None:
+        """Return None if the adapter can be used now; otherwise see to it that it is loaded."""
+        state = self._memory.cache.state(request.adapter_id)
+        if state is AdapterState.RESIDENT:
+            return None
+        if state is AdapterState.LOADING:
+            return Verdict.LOADING
+        if state is AdapterState.EVICTING:
+            return Verdict.NO_MEMORY
+        if self._memory.load(request.adapter_id, request.adapter_bytes):
+            return Verdict.LOADING
+        self._memory.reclaim(0, request.adapter_bytes, include_waiting=is_first, keep=BASE_ADAPTER)
+        return Verdict.NO_MEMORY
+
+    def _start(self, request: Request, num_blocks: int, draft: StepDraft) -> None:
+        """Run ``request`` from this step on."""
+        block_ids = self._memory.pool.allocate(num_blocks)
+        assert block_ids is not None
+        self._memory.cache.remove_waiting(request.adapter_id)
+        self._running.start(request, block_ids)
+        threshold = self._config.recompute_at_tokens
+        request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
+        draft.announce(request)
+        draft.append_blocks(request, 0)
+        draft.add_chunk(request)
+
+    def _prefetch(self) -> None:
+        """Load adapters of requests that wait for a seat, leaving each running one a block."""
+        memory = self._memory
+        reserve_bytes = len(self._running) * memory.pool.block_bytes
+        for request in self._policy.upcoming(self._config.max_prefetch_requests):
+            if memory.cache.state(request.adapter_id) is not AdapterState.ABSENT:
+                continue
+            needed_bytes = request.adapter_bytes + reserve_bytes
+            if memory.budget.free_bytes < needed_bytes:
+                memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
+                return
+            memory.load(request.adapter_id, request.adapter_bytes)

@@ -1,0 +1,29 @@
+"""What a scheduler is told once. Plain data; machine facts are resolved before."""
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+DEFAULT_MAX_OVERTAKING_TOKENS = 32_768
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of steps and requests. Raises ``ConfigError`` for a limit below 1."""
+
+    max_num_batched_tokens: int  # of one step
+    max_num_seqs: int  # requests that run at once
+    max_model_len: int  # prompt plus output of one request
+    block_size: int  # tokens in one KV block
+    max_num_waiting: int | None = None  # None = no limit
+    mix_decode_with_prefill: bool = True  # decode rows ride along with prefill chunks
+    recompute_at_tokens: int | None = None  # KV made below this length is of no use from it on
+    max_prefetch_requests: int = 16  # waiting requests whose adapters load ahead of admission
+    growth_headroom: float = 0.01  # share of the blocks that admission leaves to growth
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
+            value = getattr(self, name)
+            if value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} is {value}, must be at least 1")

@@ -1,0 +1,58 @@
+"""What the scheduler tells of requests, and the rules by which a request ends."""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..engine.request import Request
+from ..plan import RequestId, TokenLogprobs
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end token or one of its stop tokens
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestEvent(NamedTuple):
+    """New tokens of one request, and whether it ended. Every request has one final event."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the token that ended it, if one did
+    error_kind: str | None = None  # a class in errors, for ERROR
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Running totals."""
+
+    num_preemptions: int = 0
+    num_failed_steps: int = 0
+    prompt_tokens_computed: int = 0  # each prompt token counts once
+    generated_tokens: int = 0
+
+
+def finish_reason_of(
+    request: Request, token_id: int, eos_token_ids: frozenset[int]
+) -> FinishReason | None:
+    """Say whether ``token_id``, already the last output token, ends ``request``.
+
+    The sampler draws no end or stop token among the first ``min_tokens``; here neither counts.
+    """
+    sampling = request.sampling
+    num_output_tokens = len(request.output_token_ids)
+    if num_output_tokens > sampling.min_tokens:
+        if token_id in eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+    if len(request.prompt_token_ids) + num_output_tokens >= request.max_total_tokens:
+        return FinishReason.LENGTH
+    return None

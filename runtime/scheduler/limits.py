@@ -1,0 +1,63 @@
+"""Whether a request can be served at all. Refusals name the limit and the flag that moves it."""
+
+from ..engine.request import Request
+from ..errors import OverloadedError, RequestError
+from ..memory.device_memory import DeviceMemory
+from .config import SchedulerConfig
+
+
+def check_queue(num_waiting: int, config: SchedulerConfig) -> None:
+    """Raise ``OverloadedError`` if no further request may wait."""
+    if config.max_num_waiting is not None and num_waiting >= config.max_num_waiting:
+        raise OverloadedError(
+            f"{num_waiting} requests are waiting, the limit is {config.max_num_waiting} "
+            "(--max-num-waiting)"
+        )
+
+
+def max_total_tokens(request: Request, config: SchedulerConfig, memory: DeviceMemory) -> int:
+    """Return the most tokens, prompt and output, that ``request`` can come to.
+
+    Raises ``RequestError`` if the prompt is empty or leaves no room for output, or if the request
+    would not fit the device even alone: it could then never be completed.
+    """
+    num_prompt_tokens = request.num_prompt_tokens
+    if num_prompt_tokens == 0:
+        raise RequestError("the prompt is empty", param="prompt")
+    if num_prompt_tokens >= config.max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens, prompt and output together may have at "
+            f"most {config.max_model_len} (--max-model-len)",
+            param="prompt",
+        )
+    total_tokens = config.max_model_len
+    if request.sampling.max_tokens is not None:
+        total_tokens = min(total_tokens, num_prompt_tokens + request.sampling.max_tokens)
+    _check_memory(request, total_tokens, config, memory)
+    return total_tokens
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold the KV of ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def _check_memory(
+    request: Request, total_tokens: int, config: SchedulerConfig, memory: DeviceMemory
+) -> None:
+    """Raise ``RequestError`` unless the request fits when it is alone on the device."""
+    num_blocks = blocks_for(total_tokens - 1, config.block_size)  # the last token needs no KV
+    if memory.can_ever_hold(num_blocks, request.adapter_bytes):
+        return
+    needed_bytes = num_blocks * memory.pool.block_bytes + request.adapter_bytes
+    raise RequestError(
+        f"{total_tokens} tokens with their adapter need {_mib(needed_bytes)} and {num_blocks} KV "
+        f"blocks; there are {_mib(memory.budget.capacity_bytes)} and {memory.pool.num_blocks} "
+        "blocks in all (raise --memory-gib, lower --max-model-len, or ask for fewer max_tokens)",
+        param="max_tokens",
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    """Format bytes for a message."""
+    return f"{num_bytes / 2**20:.2f} MiB"

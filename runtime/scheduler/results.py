@@ -1,0 +1,117 @@
+"""Reads step results into requests: tokens, retries and failures, row by row."""
+
+from collections.abc import Collection, Iterable, Iterator
+
+from ..engine.request import Request, RequestStatus
+from ..plan import Outcome, RowResult
+from .events import FinishReason, RequestEvent, SchedulerCounters, finish_reason_of
+from .running_set import RunningSet
+from .step_draft import InFlightStep
+
+_Row = tuple[Request, int, int, bool]  # start position, tokens, whether it sampled
+
+
+class ResultReader:
+    """Applies what came back to requests. Who ends is said in events and done by the caller.
+
+    Results of requests that have ended, and of rows that build on a row which is to be retried,
+    are dropped.
+    """
+
+    def __init__(
+        self, eos_token_ids: frozenset[int], running: RunningSet, counters: SchedulerCounters
+    ) -> None:
+        """``running`` learns which rows have returned."""
+        self._eos_token_ids = eos_token_ids
+        self._running = running
+        self._counters = counters
+
+    def read(
+        self,
+        step: InFlightStep,
+        results: Iterable[RowResult],
+        later_steps: Collection[InFlightStep],
+    ) -> list[RequestEvent]:
+        """Return the events of one step; ``later_steps`` are those still in flight."""
+        result_of = {result.request_id: result for result in results}
+        events: list[RequestEvent] = []
+        for request, start, num_tokens, has_sample in _rows(step):
+            self._running.end_step(request)
+            request_id = request.request_id
+            if request.status is RequestStatus.ENDED or request_id in step.voided:
+                continue
+            result = result_of.get(request_id)
+            if result is None or result.outcome is Outcome.TOKENS:
+                self._count_prompt(request, start + num_tokens)
+                if has_sample:
+                    events.append(self._take_token(request, result))
+            elif result.outcome is Outcome.RETRY and start not in request.retried_positions:
+                _roll_back(request, start, later_steps)
+            else:
+                events.append(_failure(request, result.error or "the step gave no reason"))
+        return events
+
+    def fail(self, step: InFlightStep, error: str) -> list[RequestEvent]:
+        """Return the events of a step that never returns: each of its requests fails."""
+        events: list[RequestEvent] = []
+        for request, _, _, _ in _rows(step):
+            self._running.end_step(request)
+            if request.status is not RequestStatus.ENDED:
+                events.append(_failure(request, error))
+        return events
+
+    def _take_token(self, request: Request, result: RowResult | None) -> RequestEvent:
+        """Append the sampled token; the event is final if it ends the request."""
+        if result is None or len(result.token_ids) != 1:
+            return _failure(request, "the executor returned no token for a row that samples")
+        token_id = result.token_ids[0]
+        request.num_in_flight_samples -= 1
+        request.output_token_ids.append(token_id)
+        self._counters.generated_tokens += 1
+        reason = finish_reason_of(request, token_id, self._eos_token_ids)
+        stop_token_id = token_id if reason is FinishReason.STOP else None
+        return RequestEvent(
+            request.request_id, result.token_ids, result.logprobs, reason, stop_token_id
+        )
+
+    def _count_prompt(self, request: Request, end: int) -> None:
+        """Count the prompt tokens before position ``end`` that were not counted before."""
+        num_counted = request.num_counted_prompt_tokens
+        num_tokens = len(request.prompt_token_ids)
+        if num_counted < num_tokens and num_counted < end:
+            request.num_counted_prompt_tokens = min(end, num_tokens)
+            self._counters.prompt_tokens_computed += request.num_counted_prompt_tokens - num_counted
+
+
+def _rows(step: InFlightStep) -> Iterator[_Row]:
+    """Yield the rows of a step with their requests."""
+    for batch, requests in zip(step.plan.sub_batches, step.rows, strict=True):
+        yield from zip(
+            requests, batch.start_positions, batch.num_tokens, batch.samples, strict=True
+        )
+
+
+def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]) -> None:
+    """Compute ``request`` again from position ``start`` on, once nothing in flight refers to it.
+
+    Later rows of it in flight were computed from what does not count, so they do not either.
+    """
+    request.retried_positions.add(start)
+    request.num_known_tokens -= request.num_in_flight_samples
+    request.num_in_flight_samples = 0
+    if request.num_in_flight_steps:
+        request.is_held = True
+        for step in later_steps:
+            step.voided.add(request.request_id)
+    if request.status is RequestStatus.RUNNING:  # a preempted one starts anew anyway
+        request.num_computed_tokens = start
+
+
+def _failure(request: Request, error: str) -> RequestEvent:
+    """Return the final event of a request whose row failed."""
+    return RequestEvent(
+        request.request_id,
+        finish_reason=FinishReason.ERROR,
+        error_kind="StepFailedError",
+        error=error,
+    )

@@ -1,0 +1,149 @@
+"""A step while it is put together, and what is kept of it until its result comes back."""
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from ..engine.request import Request
+from ..plan import (
+    BlockUpdate,
+    NewRequest,
+    RequestId,
+    StepId,
+    StepPlan,
+    SubBatch,
+    SubBatchKind,
+    Transfer,
+)
+
+_Chunk = tuple[Request, int]  # and how many of its tokens to compute
+
+_adapter_of = attrgetter("adapter_id")
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """A submitted step."""
+
+    plan: StepPlan
+    rows: list[list[Request]]  # parallel to the plan's sub-batches
+    voided: set[RequestId] = field(default_factory=set)  # rows whose result must not count
+
+
+class StepDraft:
+    """Rows, block updates and new requests of the next step."""
+
+    __slots__ = ("_block_updates", "_chunks", "_decodes", "_new_requests", "num_free_tokens")
+
+    def __init__(self, max_num_tokens: int) -> None:
+        """``max_num_tokens``: what the step may compute."""
+        self.num_free_tokens = max_num_tokens
+        self._decodes: list[Request] = []
+        self._chunks: list[_Chunk] = []
+        self._new_requests: list[NewRequest] = []
+        self._block_updates: dict[RequestId, BlockUpdate] = {}
+
+    def add_decodes(self, requests: list[Request]) -> None:
+        """Compute the one pending token of each request, as far as the step has room."""
+        self._decodes = requests[: self.num_free_tokens]
+        self.num_free_tokens -= len(self._decodes)
+
+    def add_chunk(self, request: Request) -> None:
+        """Compute as many pending tokens of ``request`` as the step has room for."""
+        num_tokens = min(request.num_pending_tokens, self.num_free_tokens)
+        assert num_tokens > 0, request.request_id
+        self.num_free_tokens -= num_tokens
+        if num_tokens == request.num_pending_tokens == 1:
+            self._decodes.append(request)
+        else:
+            self._chunks.append((request, num_tokens))
+
+    def announce(self, request: Request) -> None:
+        """Tell the executor of ``request``, once."""
+        if request.is_announced:
+            return
+        request.is_announced = True
+        self._new_requests.append(
+            NewRequest(
+                request.request_id, request.prompt_token_ids, request.sampling, request.adapter_id
+            )
+        )
+
+    def append_blocks(self, request: Request, first_index: int) -> None:
+        """Tell the executor of the blocks of ``request`` from ``first_index`` on."""
+        self._block_updates[request.request_id] = BlockUpdate(
+            request.request_id, first_index, tuple(request.block_ids[first_index:])
+        )
+
+    def forget_blocks(self, request: Request) -> None:
+        """``request`` was preempted: its blocks belong to others now."""
+        self._block_updates.pop(request.request_id, None)
+
+    def build(
+        self,
+        step_id: StepId,
+        *,
+        mix_decode_with_prefill: bool,
+        transfers: tuple[Transfer, ...],
+        forget_requests: tuple[RequestId, ...],
+    ) -> InFlightStep | None:
+        """Close the draft and note in the requests what the step computes; None if it is idle."""
+        if not (self._decodes or self._chunks or transfers or self._block_updates):
+            return None
+        sub_batches: list[SubBatch] = []
+        rows: list[list[Request]] = []
+        chunks = self._chunks
+        if self._decodes and chunks and mix_decode_with_prefill:
+            chunks = [(request, 1) for request in self._decodes] + chunks
+        elif self._decodes:
+            self._decodes.sort(key=_adapter_of)
+            sub_batches.append(_decode_batch(self._decodes))
+            rows.append(self._decodes)
+        if chunks:
+            chunks.sort(key=lambda chunk: chunk[0].adapter_id)
+            sub_batches.append(_mixed_batch(chunks))
+            rows.append([request for request, _ in chunks])
+        plan = StepPlan(
+            step_id,
+            tuple(sub_batches),
+            tuple(self._new_requests),
+            tuple(self._block_updates.values()),
+            forget_requests,
+            transfers,
+        )
+        return InFlightStep(plan, rows)
+
+
+def _decode_batch(requests: list[Request]) -> SubBatch:
+    """Lay out rows of one token and advance their requests."""
+    num_rows = len(requests)
+    batch = SubBatch(
+        SubBatchKind.DECODE,
+        tuple([request.request_id for request in requests]),
+        tuple([request.num_computed_tokens for request in requests]),
+        (1,) * num_rows,
+        (True,) * num_rows,
+    )
+    for request in requests:
+        request.num_computed_tokens += 1
+        request.num_known_tokens += 1
+        request.num_in_flight_samples += 1
+        request.num_in_flight_steps += 1
+    return batch
+
+
+def _mixed_batch(chunks: list[_Chunk]) -> SubBatch:
+    """Lay out rows of any length and advance their requests."""
+    starts = [request.num_computed_tokens for request, _ in chunks]
+    samples = [num_tokens == request.num_pending_tokens for request, num_tokens in chunks]
+    for (request, num_tokens), has_sample in zip(chunks, samples, strict=True):
+        request.num_computed_tokens += num_tokens
+        request.num_known_tokens += has_sample
+        request.num_in_flight_samples += has_sample
+        request.num_in_flight_steps += 1
+    return SubBatch(
+        SubBatchKind.MIXED,
+        tuple([request.request_id for request, _ in chunks]),
+        tuple(starts),
+        tuple([num_tokens for _, num_tokens in chunks]),
+        tuple(samples),
+    )
