@@ -1,0 +1,273 @@
+"""The adapters that are served by name, and the life of their versions.
+
+name -> entry -> immutable ``AdapterVersion``. A reload makes a new version; the old one serves the
+requests that hold it and is freed with the last of them. Pure bookkeeping: the caller reads files,
+holds the bytes, and frees what this module says may be freed.
+
+    begin_loading -> ready    the version serves; with other content it replaces the older one
+                  -> failed   a first load is kept as "failed", a reload leaves the old one serving
+    remove        -> drained  no new request; freed at once, or with the last reference
+"""
+
+import difflib
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NewType
+
+from ..engine.messages import AdapterInfo
+from ..errors import AdapterError, AdapterUnavailableError, UnknownModelError
+from ..plan import AdapterId
+
+LoadId = NewType("LoadId", int)  # one attempt to load; never reused
+
+LOADING = "loading"
+READY = "ready"
+DRAINING = "draining"
+FAILED = "failed"
+
+_MAX_NAME_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What is known of an adapter once its files have been read and checked."""
+
+    digest: str  # of configuration and tensors
+    rank: int  # the largest of its targets
+    num_bytes: int  # on the device
+    scale: float = 1.0  # factor on the adapter as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One immutable content under a name."""
+
+    adapter_id: AdapterId
+    name: str
+    path: str
+    facts: AdapterFacts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.facts.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The end of a load: the version that serves now, and versions to free."""
+
+    version: AdapterVersion
+    is_new: bool  # False: the content is that of the version that served before
+    freed: tuple[AdapterId, ...] = ()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What a name stands for."""
+
+    path: str
+    version: AdapterVersion | None = None  # serves new requests
+    load_id: LoadId | None = None  # the load that is running
+    reason: str | None = None  # why the last load failed
+
+    @property
+    def state(self) -> str:
+        if self.version is not None:
+            return READY
+        return LOADING if self.load_id is not None else FAILED
+
+
+@dataclass(slots=True)
+class _Held:
+    """A version whose bytes exist, and how many requests refer to it."""
+
+    version: AdapterVersion
+    num_references: int = 0
+    is_draining: bool = False
+
+
+@dataclass(slots=True)
+class AdapterRegistry:
+    """Names, versions and references. Not thread-safe: the engine loop owns it."""
+
+    next_adapter_id: Callable[[], AdapterId]  # never repeats, never BASE_ADAPTER
+    base_names: Collection[str] = ()  # names of the base model, taken
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _held: dict[AdapterId, _Held] = field(default_factory=dict)
+    _num_loads: int = 0
+
+    def begin_loading(self, name: str, path: str) -> LoadId:
+        """Start a load or reload; ``ready`` or ``failed`` ends it.
+
+        Raises ``AdapterError`` if the name is not allowed or is being loaded already.
+        """
+        check_adapter_name(name, self.base_names)
+        entry = self._entries.setdefault(name, _Entry(path))
+        if entry.load_id is not None:
+            raise AdapterError(f"adapter {name!r} is being loaded already, from {entry.path}")
+        self._num_loads += 1
+        entry.load_id = LoadId(self._num_loads)
+        if entry.version is None:
+            entry.path = path
+        return entry.load_id
+
+    def ready(
+        self, name: str, path: str, load_id: LoadId, facts: AdapterFacts
+    ) -> Registered | None:
+        """End a load with success; None if the name was removed meanwhile (free the bytes).
+
+        If the content is that of the version that serves, that version stays and the bytes just
+        read are not needed.
+        """
+        entry = self._entry_of_load(name, load_id)
+        if entry is None:
+            return None
+        entry.load_id, entry.reason, entry.path = None, None, path
+        old = entry.version
+        if old is not None and old.facts == facts:
+            return Registered(old, is_new=False)
+        version = AdapterVersion(self.next_adapter_id(), name, path, facts)
+        assert version.adapter_id not in self._held, "adapter ids are never reused"
+        self._held[version.adapter_id] = _Held(version)
+        entry.version = version
+        return Registered(version, is_new=True, freed=self._drain(old))
+
+    def failed(self, name: str, load_id: LoadId, reason: str) -> None:
+        """End a load without success; a version that served before goes on serving."""
+        entry = self._entry_of_load(name, load_id)
+        if entry is not None:
+            entry.load_id, entry.reason = None, reason
+
+    def remove(self, name: str) -> tuple[AdapterId, ...]:
+        """Unregister ``name`` and return versions to free now. Unknown names are no error."""
+        entry = self._entries.pop(name, None)
+        return () if entry is None else self._drain(entry.version)
+
+    def resolve(self, name: str) -> AdapterVersion:
+        """The version that serves new requests for ``name``.
+
+        Raises ``UnknownModelError`` with near names, or ``AdapterUnavailableError`` with the state.
+        """
+        entry = self._entries.get(name)
+        if entry is not None and entry.version is not None:
+            return entry.version
+        if entry is not None:
+            because = f": {entry.reason}" if entry.state == FAILED else ""
+            raise AdapterUnavailableError(f"adapter {name!r} is {entry.state}{because}")
+        if self._draining(name):
+            raise AdapterUnavailableError(f"adapter {name!r} is draining: it was removed")
+        raise UnknownModelError(f"unknown model or adapter {name!r}{self._near(name)}")
+
+    def acquire(self, adapter_id: AdapterId) -> None:
+        """Take a reference; a version is not freed while one is held."""
+        self._held[adapter_id].num_references += 1
+
+    def release(self, adapter_id: AdapterId) -> bool:
+        """Give a reference back; True = the version is gone and must be freed now."""
+        held = self._held[adapter_id]
+        assert held.num_references > 0, f"adapter {adapter_id} is released more than acquired"
+        held.num_references -= 1
+        return self._free_if_drained(held)
+
+    def version(self, adapter_id: AdapterId) -> AdapterVersion:
+        """A version that is served or draining."""
+        return self._held[adapter_id].version
+
+    def infos(self, resident: Collection[AdapterId] = ()) -> tuple[AdapterInfo, ...]:
+        """All names with their states, sorted; ``resident`` are the versions on the device."""
+        infos = {}
+        for held in self._held.values():  # draining; a name registered again overwrites it
+            infos[held.version.name] = _info(held.version, DRAINING, None, resident)
+        for name, entry in self._entries.items():
+            if entry.version is None:
+                infos[name] = _empty_info(name, entry)
+            else:
+                infos[name] = _info(entry.version, READY, entry.reason, resident)
+        return tuple(infos[name] for name in sorted(infos))
+
+    def check_invariants(self) -> None:
+        """Assert that every version is either served or draining with references."""
+        served = {
+            entry.version.adapter_id: name
+            for name, entry in self._entries.items()
+            if entry.version is not None
+        }
+        for adapter_id, held in self._held.items():
+            assert held.version.adapter_id == adapter_id
+            assert held.num_references >= 0
+            assert held.is_draining == (adapter_id not in served)
+            assert held.num_references > 0 or not held.is_draining
+        for adapter_id, name in served.items():
+            assert self._held[adapter_id].version.name == name
+
+    def _entry_of_load(self, name: str, load_id: LoadId) -> _Entry | None:
+        entry = self._entries.get(name)
+        return entry if entry is not None and entry.load_id == load_id else None
+
+    def _drain(self, version: AdapterVersion | None) -> tuple[AdapterId, ...]:
+        if version is None:
+            return ()
+        held = self._held[version.adapter_id]
+        held.is_draining = True
+        return (version.adapter_id,) if self._free_if_drained(held) else ()
+
+    def _free_if_drained(self, held: _Held) -> bool:
+        if held.num_references > 0 or not held.is_draining:
+            return False
+        del self._held[held.version.adapter_id]
+        return True
+
+    def _draining(self, name: str) -> bool:
+        return any(held.version.name == name for held in self._held.values())
+
+    def _near(self, name: str) -> str:
+        known = [*self.base_names, *self._entries]
+        near = difflib.get_close_matches(name, known, n=3)
+        return f"; near names: {', '.join(near)}" if near else ""
+
+
+def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:
+    """Raise ``AdapterError`` unless an adapter may be called ``name``."""
+    reason = None
+    if not name or name != name.strip():
+        reason = "is empty or begins or ends with a space"
+    elif len(name) > _MAX_NAME_LENGTH:
+        reason = f"has {len(name)} characters; the limit is {_MAX_NAME_LENGTH}"
+    elif any(character in "/\\:" for character in name):
+        reason = "contains a slash or a colon"
+    elif not name.isprintable():
+        reason = "contains a control character"
+    elif name in base_names:
+        reason = "is the name of the base model"
+    if reason is not None:
+        shown = repr(name if len(name) <= _MAX_NAME_LENGTH else name[:40] + "...")
+        raise AdapterError(f"an adapter cannot be called {shown}: the name {reason}")
+
+
+def _info(
+    version: AdapterVersion, state: str, reason: str | None, resident: Collection[AdapterId]
+) -> AdapterInfo:
+    return AdapterInfo(
+        name=version.name,
+        path=version.path,
+        state=state,
+        reason=reason,
+        rank=version.facts.rank,
+        num_bytes=version.facts.num_bytes,
+        version=version.facts.digest,
+        resident=version.adapter_id in resident,
+    )
+
+
+def _empty_info(name: str, entry: _Entry) -> AdapterInfo:
+    return AdapterInfo(
+        name=name,
+        path=entry.path,
+        state=entry.state,
+        reason=entry.reason if entry.state == FAILED else None,
+        rank=0,
+        num_bytes=0,
+        version="",
+        resident=False,
+    )
