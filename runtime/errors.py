@@ -88,3 +88,14 @@ class AdapterError(CorunError):
 
 class EngineDeadError(CorunError):
     """The engine process died or was shut down."""
+
+
+def rebuild_error(kind: str | None, message: str, *, default: type[CorunError]) -> CorunError:
+    """Return the error that another process reported as a class name of this module and a text.
+
+    A kind that this module does not define becomes ``default``, with the kind in the message.
+    """
+    found = globals().get(kind) if kind is not None else None
+    if isinstance(found, type) and issubclass(found, CorunError):
+        return found(message)
+    return default(message if kind is None else f"{kind}: {message}")

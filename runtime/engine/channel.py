@@ -1,0 +1,218 @@
+"""Framed messages over a connected stream socket, one side in a selector loop, one in asyncio.
+
+A frame is a 4-byte little-endian length and one MessagePack value. This module owns framing,
+buffering and the end of the stream; it knows nothing of what the messages mean. Neither side ever
+blocks: what the peer does not take is kept, up to ``MAX_UNSENT_BYTES``.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+HEADER_BYTES = 4
+MAX_FRAME_BYTES = 1 << 30
+MAX_UNSENT_BYTES = 256 << 20
+_READ_BYTES = 1 << 18
+
+Received = TypeVar("Received")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class ChannelError(Exception):
+    """The peer broke the protocol, or takes nothing any more."""
+
+
+def encode_frame(message: object) -> bytes:
+    """Return ``message`` (anything msgspec encodes) as one frame."""
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ChannelError(f"a message has {len(payload)} bytes, at most {MAX_FRAME_BYTES} are sent")
+    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into the payloads of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the payloads that ``data`` completes. Raises ``ChannelError`` on a bad length."""
+        buffer = self._buffer
+        buffer += data
+        payloads = []
+        start = 0
+        while len(buffer) - start >= HEADER_BYTES:
+            length = int.from_bytes(buffer[start : start + HEADER_BYTES], "little")
+            if length > MAX_FRAME_BYTES:
+                raise ChannelError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} are")
+            end = start + HEADER_BYTES + length
+            if len(buffer) < end:
+                break
+            payloads.append(bytes(buffer[start + HEADER_BYTES : end]))
+            start = end
+        del buffer[:start]
+        return payloads
+
+
+class Channel(Generic[Received]):
+    """The selector-loop side. ``received_type`` is what the peer sends (a msgspec union)."""
+
+    def __init__(self, sock: socket.socket, received_type: Any) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received_type)
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self.at_end = False  # the peer is gone: nothing more arrives, nothing more is sent
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for a selector."""
+        return self._sock.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether ``flush`` still has something to send."""
+        return bool(self._unsent)
+
+    def receive(self) -> list[Received]:
+        """Return every message that has arrived completely; sets ``at_end`` at the end.
+
+        Raises ``ChannelError`` for a broken frame or a message of another type.
+        """
+        payloads: list[bytes] = []
+        while not self.at_end:
+            try:
+                data = self._sock.recv(_READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                self.at_end = True
+                break
+            if not data:
+                self.at_end = True
+                break
+            payloads += self._reader.feed(data)
+            if len(data) < _READ_BYTES:
+                break
+        try:
+            return [self._decoder.decode(payload) for payload in payloads]
+        except msgspec.MsgspecError as error:
+            raise ChannelError(f"a message cannot be decoded: {error}") from error
+
+    def send(self, message: object) -> None:
+        """Send ``message`` now or, where the peer does not take it, keep it for ``flush``.
+
+        Raises ``ChannelError`` if more than ``MAX_UNSENT_BYTES`` would be kept.
+        """
+        if self.at_end:
+            return
+        frame = encode_frame(message)
+        if len(self._unsent) + len(frame) > MAX_UNSENT_BYTES:
+            raise ChannelError(
+                f"the peer reads nothing: {len(self._unsent)} bytes are unsent, "
+                f"at most {MAX_UNSENT_BYTES} are kept"
+            )
+        self._unsent += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the peer takes now of the messages kept."""
+        num_sent = 0
+        view = memoryview(self._unsent)
+        try:
+            while num_sent < len(view):
+                num_sent += self._sock.send(view[num_sent:])
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.at_end = True
+            num_sent = len(view)
+        finally:
+            view.release()
+        del self._unsent[:num_sent]
+
+    def flush_blocking(self, timeout_s: float) -> None:
+        """Send everything kept; give up at the peer's end or after ``timeout_s``."""
+        self._sock.settimeout(timeout_s)
+        try:
+            self._sock.sendall(self._unsent)
+        except OSError:
+            self.at_end = True
+        self._unsent.clear()
+        self._sock.setblocking(False)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self.at_end = True
+        self._sock.close()
+
+
+class AsyncChannel(asyncio.Protocol, Generic[Received]):
+    """The asyncio side: messages arrive through callbacks on the event loop.
+
+    ``on_close`` is called exactly once, with why (None = the stream simply ended), also after
+    ``close``.
+    """
+
+    def __init__(
+        self,
+        received_type: Any,
+        on_message: Callable[[Received], None],
+        on_close: Callable[[Exception | None], None],
+    ) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received_type)
+        self._reader = FrameReader()
+        self._on_message = on_message
+        self._on_close = on_close
+        self._transport: asyncio.Transport | None = None
+        self._failure: Exception | None = None
+
+    async def open(self, sock: socket.socket) -> None:
+        """Take over ``sock`` on the running event loop."""
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self, sock=sock)
+
+    def send(self, message: object) -> None:
+        """Queue ``message``. Raises ``ChannelError`` if the peer has long stopped reading."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        num_unsent_bytes = transport.get_write_buffer_size()
+        if num_unsent_bytes > MAX_UNSENT_BYTES:
+            raise ChannelError(
+                f"the peer reads nothing: {num_unsent_bytes} bytes are unsent, "
+                f"at most {MAX_UNSENT_BYTES} are kept"
+            )
+        transport.write(encode_frame(message))
+
+    def close(self) -> None:
+        """Send what is queued, then close. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # Called by asyncio.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        # uvloop's transports are no subclass of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Decode and deliver every message that ``data`` completes."""
+        assert self._transport is not None
+        try:
+            messages = [self._decoder.decode(payload) for payload in self._reader.feed(data)]
+        except (ChannelError, msgspec.MsgspecError) as error:
+            self._failure = error
+            self._transport.abort()
+            return
+        for message in messages:
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end."""
+        self._on_close(self._failure or exc)

@@ -1,0 +1,258 @@
+"""The engine's loop: messages in, a step, messages out, and sleep while there is nothing to do.
+
+``EngineHost`` applies messages to an assembled engine and collects what it has to say; the
+synchronous ``Engine`` drives it directly. ``EngineLoop`` drives it from a channel until the peer
+asks for the end or is gone. Both know the engine only through the protocols below: nothing of
+models, devices or of what is at the channel's other end.
+"""
+
+import selectors
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ..config.engine import EngineConfig
+from ..errors import CorunError, EngineDeadError, RequestError
+from .channel import Channel
+from .messages import (
+    AbortRequests,
+    AdapterInfo,
+    AdaptersChanged,
+    AddAdapter,
+    AddRequest,
+    EngineStats,
+    FromEngine,
+    ModelInfo,
+    OperationDone,
+    RemoveAdapter,
+    RequestUpdate,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+)
+
+_LAST_WORDS_TIMEOUT_S = 2.0
+
+
+class Core(Protocol):
+    """Requests in, tokens out; ``EngineCore`` is the one."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is open or any transfer is under way."""
+        ...
+
+    def add_request(self, message: AddRequest) -> None:
+        """Take a request. Raises ``RequestError`` if it is refused."""
+        ...
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End these; their final updates come with the next step."""
+        ...
+
+    def step(self) -> Sequence[RequestUpdate]:
+        """Schedule, submit, and take in what has ended."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Gauges and totals."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``step`` would get on."""
+        ...
+
+
+class AdapterManager(Protocol):
+    """Registers and unregisters adapters."""
+
+    def handle(self, message: AddAdapter | RemoveAdapter) -> None:
+        """Begin an operation; ``poll`` tells how it ended."""
+        ...
+
+    def poll(self) -> Sequence[OperationDone | AdaptersChanged]:
+        """Return what has happened since the last call."""
+        ...
+
+    def infos(self) -> Sequence[AdapterInfo]:
+        """Return the adapters registered now."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``poll`` would return something."""
+        ...
+
+
+class EngineAssembly(Protocol):
+    """An engine, put together."""
+
+    @property
+    def core(self) -> Core: ...
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def adapters(self) -> AdapterManager: ...
+
+    def close(self) -> None:
+        """Stop and free everything. Idempotent."""
+        ...
+
+
+class BuildEngine(Protocol):
+    """Makes an engine from its configuration."""
+
+    def __call__(
+        self, config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+    ) -> EngineAssembly: ...
+
+
+class EngineHost:
+    """One engine, driven by messages: ``handle`` them, then ``turn`` and send what it returns.
+
+    Keeps the protocol's promise that every request and every operation ends exactly once.
+    """
+
+    def __init__(self, assembly: EngineAssembly) -> None:
+        self._core = assembly.core
+        self._adapters = assembly.adapters
+        self._open_ids: set[int] = set()
+        self._refusals: list[RequestUpdate] = []
+        self._failed_operations: list[OperationDone] = []
+        self._stats = EngineStats()
+        self._is_stalled = False
+
+    @property
+    def can_turn(self) -> bool:
+        """Whether a turn would get on now; otherwise a descriptor or a message must come first."""
+        if self._refusals or self._failed_operations:
+            return True
+        return self._core.has_work and not self._is_stalled
+
+    def filenos(self) -> list[int]:
+        """Descriptors of which one is readable when a turn would get on."""
+        return [self._core.fileno(), self._adapters.fileno()]
+
+    def handle(self, message: ToEngine) -> None:
+        """Apply one message (``Shutdown`` is the driver's business)."""
+        self._is_stalled = False
+        match message:
+            case AddRequest():
+                self._add_request(message)
+            case AbortRequests(request_ids):
+                self._core.abort(request_ids)
+            case AddAdapter() | RemoveAdapter():
+                self._begin_operation(message)
+
+    def turn(self) -> list[FromEngine]:
+        """Compute a step if there is work; return what is to be told, possibly nothing."""
+        updates, self._refusals = self._refusals, []
+        if self._core.has_work:
+            updates += self._core.step()
+        stats = self._core.stats()
+        # Nothing came and nothing went: the step waits for the executor.
+        self._is_stalled = not updates and stats == self._stats
+        told: list[FromEngine] = []
+        if not self._is_stalled:
+            told.append(StepOutputs(tuple(updates), stats))
+        self._open_ids.difference_update(
+            update.request_id for update in updates if update.finish_reason is not None
+        )
+        self._stats = stats
+        told += self._failed_operations
+        self._failed_operations = []
+        told += self._adapters.poll()
+        return told
+
+    def end_all(self, error: CorunError) -> StepOutputs:
+        """Return final updates that end every open request with ``error``."""
+        updates = [_failed(request_id, error) for request_id in sorted(self._open_ids)]
+        self._open_ids.clear()
+        return StepOutputs(tuple(updates), self._stats)
+
+    def _add_request(self, message: AddRequest) -> None:
+        self._open_ids.add(message.request_id)
+        try:
+            self._core.add_request(message)
+        except RequestError as error:
+            self._refusals.append(_failed(message.request_id, error))
+
+    def _begin_operation(self, message: AddAdapter | RemoveAdapter) -> None:
+        try:
+            self._adapters.handle(message)
+        except CorunError as error:
+            self._failed_operations.append(
+                OperationDone(message.operation_id, str(error), type(error).__name__)
+            )
+
+
+def _failed(request_id: int, error: CorunError) -> RequestUpdate:
+    return RequestUpdate(
+        request_id, finish_reason="error", error_kind=type(error).__name__, error=str(error)
+    )
+
+
+class EngineLoop:
+    """Runs an engine from a channel until ``Shutdown`` or the channel's end."""
+
+    def __init__(self, assembly: EngineAssembly, channel: Channel[ToEngine]) -> None:
+        self._host = EngineHost(assembly)
+        self._channel = channel
+
+    def run(self) -> None:
+        """Return at the end; whatever an engine raises on its own account passes through."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            for fileno in set(self._host.filenos()):
+                selector.register(fileno, selectors.EVENT_READ)
+            while self._take_messages():
+                for message in self._host.turn():
+                    self._channel.send(message)
+                if self._channel.has_unsent:
+                    self._channel.flush()
+                if not self._host.can_turn:
+                    self._sleep(selector)
+
+    def _take_messages(self) -> bool:
+        """Apply what has arrived; return whether to go on."""
+        for message in self._channel.receive():
+            if isinstance(message, Shutdown):
+                self._channel.send(self._host.end_all(EngineDeadError("the engine was shut down")))
+                return False
+            self._host.handle(message)
+        return not self._channel.at_end
+
+    def _sleep(self, selector: selectors.BaseSelector) -> None:
+        """Wait until something can be read, or sent where something is left to send."""
+        events = selectors.EVENT_READ
+        if self._channel.has_unsent:
+            events |= selectors.EVENT_WRITE
+        selector.modify(self._channel, events)
+        selector.select()
+
+
+def serve_channel(
+    channel: Channel[ToEngine], config: EngineConfig, build: BuildEngine, *, own_process: bool
+) -> None:
+    """Build an engine, tell the peer, run it to its end, free it.
+
+    Raises what the engine raises, after the peer has been told why it could not start.
+    """
+
+    def report(text: str) -> None:
+        channel.send(StartupProgress(text))
+        if channel.at_end:
+            raise EngineDeadError("the front end has gone while the engine was starting")
+
+    try:
+        assembly = build(config, on_progress=report, own_process=own_process)
+    except Exception as error:
+        channel.send(StartupFailed(type(error).__name__, str(error)))
+        channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
+        raise
+    try:
+        channel.send(Ready(assembly.info, tuple(assembly.adapters.infos())))
+        EngineLoop(assembly, channel).run()
+        channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
+    finally:
+        assembly.close()

@@ -1,0 +1,96 @@
+"""The engine process: ``python -m corun.runtime.engine.process --fd N --parent-pid PID``.
+
+Descriptor N is the process's end of a socket pair; the first frame on it is the ``EngineConfig``.
+The process lives as long as the other end: it ignores SIGINT and SIGTERM, which reach whole
+groups of processes, so that the front end decides when to drain and when to stop. It dies with
+its parent. The exit status is 0 after ``Shutdown`` or the channel's end, otherwise 1.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any, cast
+
+from ..config.codec import config_from_dict
+from ..config.engine import EngineConfig
+from ..errors import CorunError
+from .channel import Channel, ChannelError
+from .loop import BuildEngine, serve_channel
+from .messages import ToEngine
+
+DEFAULT_FACTORY = f"{__package__}.build:build_engine"
+_PR_SET_PDEATHSIG = 1
+_CONFIG_TIMEOUT_S = 30.0
+_LOG_FORMAT = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+
+_logger = logging.getLogger(__name__)
+
+
+def load_factory(dotted_name: str) -> BuildEngine:
+    """Return the function that ``module:name`` names."""
+    module_name, _, name = dotted_name.partition(":")
+    return cast(BuildEngine, getattr(importlib.import_module(module_name), name))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the process; return its exit status."""
+    parser = argparse.ArgumentParser(prog="corun engine")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--factory", default=DEFAULT_FACTORY)
+    parser.add_argument("--log-level", default="info")
+    options = parser.parse_args(arguments)
+
+    _own_this_process(options.parent_pid, options.log_level)
+    os.set_inheritable(options.fd, False)
+    sock = socket.socket(fileno=options.fd)
+    try:
+        config = _receive_config(sock)
+        channel: Channel[ToEngine] = Channel(sock, ToEngine)
+        serve_channel(channel, config, load_factory(options.factory), own_process=True)
+    except CorunError as error:
+        _logger.error("the engine stops: %s", error)
+        return 1
+    except Exception:
+        _logger.exception("the engine stops because of an unexpected error")
+        return 1
+    finally:
+        sock.close()
+    return 0
+
+
+def _own_this_process(parent_pid: int, log_level: str) -> None:
+    """Set what only the owner of a process may set: signals, logging, crash reports."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the call above
+        raise SystemExit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(level=log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
+
+
+def _receive_config(sock: socket.socket) -> EngineConfig:
+    """Wait for the first frame. Nothing else may follow before ``Ready``."""
+    channel: Channel[Any] = Channel(sock, dict[str, Any])
+    while not channel.at_end:
+        for data in channel.receive():
+            return config_from_dict(EngineConfig, data)
+        readable, _, _ = select.select([sock], [], [], _CONFIG_TIMEOUT_S)
+        if not readable:
+            raise ChannelError(f"no configuration came within {_CONFIG_TIMEOUT_S} s")
+    raise ChannelError("the front end has gone before it sent a configuration")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""``AsyncEngine``: many requests at once on an event loop, over an engine somewhere else.
+
+Owns open requests and operations, and turns the engine's death into an error for each of them.
+Knows nothing of HTTP, and of the engine only its client.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any
+
+from ..config.engine import EngineConfig
+from ..engine.client import EngineClient, ProcessClient, ThreadClient
+from ..engine.messages import (
+    AbortRequests,
+    AdapterInfo,
+    AdaptersChanged,
+    AddRequest,
+    EngineStats,
+    FromEngine,
+    ModelInfo,
+    OperationDone,
+    StepOutputs,
+)
+from ..errors import EngineDeadError, OverloadedError, RequestError
+from ..sampling import SamplingParams
+from .generation import Asked, Generation
+from .inputs import Prompt, check_prompt, engine_sampling
+from .lora_client import LoraClient
+from .outputs import LoRARequest, RequestOutput
+from .tokenizer import Tokenizer
+
+
+class AsyncEngine:
+    """An engine on an event loop; its methods belong to the loop that first uses it.
+
+    ``AsyncEngine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``. By
+    default the engine computes in a thread of this process; with ``own_process=True`` in a
+    process of its own, where nothing that this process does can slow it down.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, own_process: bool = False, **options: Any
+    ) -> None:
+        config = make_config(config, options)
+        client: EngineClient = ProcessClient(config) if own_process else ThreadClient(config)
+        self._set_up(client, chat_template=None)
+
+    @classmethod
+    def from_client(
+        cls, client: EngineClient, *, chat_template: str | None = None
+    ) -> "AsyncEngine":
+        """Use ``client``, not yet started; ``chat_template`` replaces the model's own."""
+        engine = cls.__new__(cls)
+        engine._set_up(client, chat_template=chat_template)
+        return engine
+
+    def _set_up(self, client: EngineClient, *, chat_template: str | None) -> None:
+        self._client = client
+        self._chat_template = chat_template
+        self._rng = random.Random(client.config.seed)
+        self._engine_ids = itertools.count(1)
+        self._generations: dict[int, Generation] = {}  # by engine request
+        self._wakers: dict[str, asyncio.Event] = {}  # by request id: what is open
+        self._loras = LoraClient(client)
+        self._stats = EngineStats()
+        self._model: ModelInfo | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._error: EngineDeadError | None = None
+        self._dead = asyncio.Event()
+
+    # Life.
+
+    async def start(self) -> None:
+        """Start the engine and wait until it serves; ``generate`` does it too when needed.
+
+        Raises what keeps the engine from starting (``ConfigError``, ``ModelError``,
+        ``ResourceError``, ``EngineDeadError``).
+        """
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start())
+        await asyncio.shield(self._starting)
+        self._check_alive()
+
+    async def _start(self) -> None:
+        ready = await self._client.start(self._receive, self._die)
+        config = self._client.config
+        self._loras.directory.replace(ready.adapters)
+        self._tokenizer = await asyncio.to_thread(
+            Tokenizer.load,
+            ready.model.tokenizer_path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            chat_template=self._chat_template,
+        )
+        self._model = ready.model
+
+    async def shutdown(self) -> None:
+        """End the engine; open requests fail with ``EngineDeadError``. Idempotent."""
+        self._die(EngineDeadError("the engine was shut down"))
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._client.close()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the engine is dead; None while it lives."""
+        return self._error
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Return, once the engine has died or was shut down, why."""
+        await self._dead.wait()
+        assert self._error is not None
+        return self._error
+
+    # Facts.
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, with the chat template."""
+        assert self._tokenizer is not None, "the engine has not been started"
+        return self._tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers."""
+        return self.tokenizer.hf
+
+    def get_model_info(self) -> ModelInfo:
+        """Return what the engine is: name, device, limits."""
+        assert self._model is not None, "the engine has not been started"
+        return self._model
+
+    def get_stats(self) -> EngineStats:
+        """Return the engine's latest gauges and totals."""
+        return self._stats
+
+    # Adapters.
+
+    async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+        """Register an adapter; the same name with the same path is left alone unless ``reload``.
+
+        Another path makes a new version; running requests finish on the old one.
+        Raises ``AdapterError``.
+        """
+        await self.start()
+        await self._loras.add(lora_request, reload=reload)
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Unregister an adapter; running requests finish. Raises ``UnknownModelError``."""
+        await self.start()
+        await self._loras.remove(lora_name)
+
+    def list_loras(self) -> list[AdapterInfo]:
+        """Return the registered adapters, by name."""
+        return self._loras.directory.list()
+
+    # Requests.
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | str | None = None,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the request's state whenever there is something new, the last one ``finished``.
+
+        ``prompt`` is text or token ids; a prompt that a chat template rendered needs
+        ``add_special_tokens=False``. ``lora_request`` may be the name of a registered adapter.
+        Closing the generator aborts the request. Raises ``RequestError``, ``AdapterError``,
+        ``EngineDeadError``.
+        """
+        await self.start()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        adapter_name = await self._loras.resolve(lora_request)
+        tokens = await self._tokens(prompt, add_special_tokens=add_special_tokens)
+        asked = Asked(
+            request_id=request_id or f"request-{next(self._engine_ids)}",
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=tokens,
+            params=params,
+            lora_request=lora_request,
+        )
+        waker, generation = self._submit(asked, adapter_name, cache_salt)
+        try:
+            while True:
+                await waker.wait()
+                waker.clear()
+                if generation.error is not None:
+                    raise generation.error
+                output = generation.output()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._retire(asked.request_id, generation)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its generator yields what there is, with finish reason "abort"."""
+        for generation in set(self._generations.values()):
+            if generation.request_id == request_id:
+                self._client.send(AbortRequests(tuple(generation.open_engine_ids)))
+
+    async def _tokens(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+        token_ids: Sequence[int]
+        if isinstance(prompt, str):
+            token_ids = await self.tokenizer.encode_async(
+                prompt, add_special_tokens=add_special_tokens
+            )
+        else:
+            token_ids = prompt
+        return check_prompt(token_ids, self.get_model_info())
+
+    def _submit(
+        self, asked: Asked, adapter_name: str | None, cache_salt: str
+    ) -> tuple[asyncio.Event, Generation]:
+        """Send one engine request per choice. Nothing is awaited: all or none are open."""
+        self._check_alive()
+        if asked.request_id in self._wakers:
+            raise RequestError(
+                f"a request with id {asked.request_id!r} is running", param="request_id"
+            )
+        self._check_room(asked.params.n)
+        samplings = engine_sampling(
+            asked.params,
+            num_prompt_tokens=len(asked.prompt_token_ids),
+            max_model_len=self.get_model_info().max_model_len,
+            rng=self._rng,
+        )
+        engine_ids = [next(self._engine_ids) for _ in samplings]
+        generation = Generation(asked, engine_ids, self.tokenizer)
+        prompt = tuple(asked.prompt_token_ids)
+        for engine_id, sampling in zip(engine_ids, samplings, strict=True):
+            self._generations[engine_id] = generation
+            self._client.send(AddRequest(engine_id, prompt, sampling, adapter_name, cache_salt))
+        waker = self._wakers[asked.request_id] = asyncio.Event()
+        return waker, generation
+
+    def _check_room(self, num_choices: int) -> None:
+        """Refuse what cannot even wait, before the engine has to hear of it."""
+        config = self._client.config
+        limit = config.max_num_seqs + config.max_num_waiting
+        num_open = len(self._generations)
+        if num_open + num_choices > limit:
+            raise OverloadedError(
+                f"{num_open} requests are open and {num_choices} more would exceed {limit}: "
+                f"{config.max_num_seqs} running (--max-num-seqs) "
+                f"and {config.max_num_waiting} waiting (--max-num-waiting)"
+            )
+
+    def _retire(self, request_id: str, generation: Generation) -> None:
+        """Forget a request; abort what the engine still computes for it."""
+        self._wakers.pop(request_id, None)
+        open_ids = generation.open_engine_ids
+        for engine_id in generation.engine_ids:
+            self._generations.pop(engine_id, None)
+        if open_ids and self._error is None:
+            self._client.send(AbortRequests(tuple(open_ids)))
+
+    # From the engine.
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs():
+                self._take_step(message)
+            case OperationDone():
+                self._loras.operation_done(message)
+            case AdaptersChanged(adapters):
+                self._loras.directory.replace(adapters)
+
+    def _take_step(self, message: StepOutputs) -> None:
+        self._stats = message.stats
+        unneeded = []
+        for update in message.updates:
+            generation = self._generations.get(update.request_id)
+            if generation is None:
+                continue
+            if generation.update(update):
+                unneeded.append(update.request_id)
+            waker = self._wakers.get(generation.request_id)
+            if waker is not None:
+                waker.set()
+        if unneeded:
+            self._client.send(AbortRequests(tuple(unneeded)))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        self._dead.set()
+        self._loras.fail_all(error)
+        for generation in set(self._generations.values()):
+            generation.fail(error)
+        for waker in self._wakers.values():
+            waker.set()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
+    """Return ``config``, or one made of ``options``; giving both is an error of the caller."""
+    if config is None:
+        return EngineConfig(**options)
+    if options:
+        raise TypeError(f"give a config or options, not both: {', '.join(sorted(options))}")
+    return config

@@ -1,0 +1,200 @@
+"""One caller's request while it runs: its choices, their text, and what is new since last asked.
+
+Owns the way from engine updates to ``RequestOutput``; knows nothing of how updates arrive or who
+waits for them. Updates that come faster than somebody asks are merged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..engine.messages import RequestUpdate
+from ..errors import CorunError, StepFailedError, rebuild_error
+from ..plan import TokenLogprobs
+from ..sampling import SamplingParams
+from .detokenizer import IncrementalDetokenizer
+from .outputs import (
+    ChoiceHistory,
+    CompletionOutput,
+    Logprob,
+    LoRARequest,
+    RequestOutput,
+    TokenCandidates,
+)
+from .tokenizer import Tokenizer
+
+
+class Choice:
+    """One choice, which is one request of the engine."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
+    ) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens),
+            stops=params.stop,
+            include_stop_in_text=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self._params = params
+        wants_logprobs = params.logprobs is not None
+        self._history = ChoiceHistory(logprobs=[] if wants_logprobs else None)
+        self._cumulative_logprob = 0.0
+        self._num_pieces_told = 0
+        self._num_tokens_told = 0
+        self._stop_reason: str | int | None = None
+        self.finish_reason: str | None = None
+        self.error: CorunError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes."""
+        return self.finish_reason is not None
+
+    def update(self, update: RequestUpdate) -> bool:
+        """Take what the engine says; return whether it still computes what nobody needs."""
+        if self.has_ended:
+            return False
+        for position, token_id in enumerate(update.token_ids):
+            if update.logprobs is not None:
+                self._add_logprobs(token_id, update.logprobs[position])
+            self._history.token_ids.append(token_id)
+            is_last = position == len(update.token_ids) - 1
+            if is_last and self._is_hidden_stop(update, token_id):
+                break
+            text, stop = self._detokenizer.push(token_id)
+            self._add_text(text)
+            if stop is not None:
+                self._stop_reason = stop
+                self.finish_reason = "stop"
+                return update.finish_reason is None
+        if update.finish_reason is not None:
+            self._end(update)
+        return False
+
+    def output(self) -> CompletionOutput:
+        """Return what is new since the last call, and everything."""
+        history = self._history
+        first_token, first_piece = self._num_tokens_told, self._num_pieces_told
+        self._num_tokens_told = len(history.token_ids)
+        self._num_pieces_told = len(history.pieces)
+        logprobs = history.logprobs
+        return CompletionOutput(
+            index=self._index,
+            new_text="".join(history.pieces[first_piece:]),
+            new_token_ids=history.token_ids[first_token:],
+            new_logprobs=None if logprobs is None else logprobs[first_token:],
+            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            history=history,
+            num_pieces=self._num_pieces_told,
+            num_tokens=self._num_tokens_told,
+        )
+
+    def fail(self, error: CorunError) -> None:
+        """End with ``error``."""
+        self.error = error
+        self.finish_reason = "error"
+
+    def _end(self, update: RequestUpdate) -> None:
+        if update.finish_reason == "error":
+            message = update.error or "the engine gave no reason"
+            self.fail(rebuild_error(update.error_kind, message, default=StepFailedError))
+            return
+        self._add_text(self._detokenizer.finish())
+        self.finish_reason = update.finish_reason
+        if update.stop_token_id in self._params.stop_token_ids:
+            self._stop_reason = update.stop_token_id
+
+    def _is_hidden_stop(self, update: RequestUpdate, token_id: int) -> bool:
+        """Whether ``token_id`` ended the choice and its text is not wanted."""
+        return update.stop_token_id == token_id and not self._params.include_stop_str_in_output
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._history.pieces.append(text)
+
+    def _add_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        assert self._history.logprobs is not None
+        self._cumulative_logprob += logprobs.logprob
+        text = self._tokenizer.token_text
+        candidates: TokenCandidates = {
+            token_id: Logprob(logprobs.logprob, logprobs.rank, text(token_id))
+        }
+        pairs = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        for rank, (top_id, logprob) in enumerate(pairs, start=1):
+            candidates.setdefault(top_id, Logprob(logprob, rank, text(top_id)))
+        self._history.logprobs.append(candidates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the caller asked, as its outputs repeat it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    lora_request: LoRARequest | str | None
+
+
+class Generation:
+    """One caller's request with its choices; ``engine_ids`` are theirs in the engine, in order."""
+
+    def __init__(self, asked: Asked, engine_ids: Sequence[int], tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._choices = {
+            engine_id: Choice(index, tokenizer, asked.prompt_token_ids, asked.params)
+            for index, engine_id in enumerate(engine_ids)
+        }
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self._asked.request_id
+
+    @property
+    def engine_ids(self) -> list[int]:
+        """All its engine requests, in the order of the choices."""
+        return list(self._choices)
+
+    @property
+    def open_engine_ids(self) -> list[int]:
+        """Engine requests that still compute."""
+        return [key for key, choice in self._choices.items() if not choice.has_ended]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all choices have ended, or one has failed."""
+        choices = self._choices.values()
+        return self.error is not None or all(choice.has_ended for choice in choices)
+
+    @property
+    def error(self) -> CorunError | None:
+        """Why the request failed, if it did."""
+        errors = (choice.error for choice in self._choices.values())
+        return next((error for error in errors if error is not None), None)
+
+    def update(self, update: RequestUpdate) -> bool:
+        """Take an engine update; return whether that engine request should be aborted now."""
+        return self._choices[update.request_id].update(update)
+
+    def fail(self, error: CorunError) -> None:
+        """End all open choices with ``error``."""
+        for choice in self._choices.values():
+            if not choice.has_ended:
+                choice.fail(error)
+
+    def output(self) -> RequestOutput:
+        """Return the state of all choices, with what is new since the last call."""
+        asked = self._asked
+        return RequestOutput(
+            request_id=asked.request_id,
+            prompt=asked.prompt,
+            prompt_token_ids=asked.prompt_token_ids,
+            outputs=[choice.output() for choice in self._choices.values()],
+            finished=self.has_ended,
+            lora_request=asked.lora_request,
+        )

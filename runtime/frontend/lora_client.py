@@ -1,0 +1,76 @@
+"""Adapter operations of ``AsyncEngine``: asked once, however many requests wait for them."""
+
+import asyncio
+import itertools
+import os
+
+from ..engine.client import EngineClient
+from ..engine.messages import AddAdapter, OperationDone, RemoveAdapter
+from ..errors import AdapterError, EngineDeadError, rebuild_error
+from .lora_directory import LoraDirectory, check_lora_request
+from .outputs import LoRARequest
+
+
+class LoraClient:
+    """Registers, unregisters and looks up adapters through an engine client."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.directory = LoraDirectory()
+        self._client = client
+        self._operation_ids = itertools.count(1)
+        self._operations: dict[int, asyncio.Future[None]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}  # by adapter name
+
+    async def resolve(self, lora: LoRARequest | str | None) -> str | None:
+        """Return the engine's name for what a request asked; registers what is new."""
+        if lora is None:
+            return None
+        if isinstance(lora, str):
+            self.directory.check_name(lora)
+            return lora
+        await self.add(check_lora_request(lora), reload=False)
+        return lora.lora_name
+
+    async def add(self, lora: LoRARequest, *, reload: bool) -> None:
+        """See ``AsyncEngine.add_lora``."""
+        check_lora_request(lora)
+        if not reload and self.directory.has(lora):
+            return
+        lock = self._locks.setdefault(lora.lora_name, asyncio.Lock())
+        async with lock:
+            if reload or not self.directory.has(lora):
+                path = os.path.abspath(lora.lora_path)
+                await self._run(AddAdapter(next(self._operation_ids), lora.lora_name, path))
+
+    async def remove(self, name: str) -> None:
+        """See ``AsyncEngine.remove_lora``."""
+        self.directory.check_known(name)
+        await self._run(RemoveAdapter(next(self._operation_ids), name))
+
+    def operation_done(self, message: OperationDone) -> None:
+        """Take the end of an operation."""
+        future = self._operations.pop(message.operation_id, None)
+        if future is None or future.done():
+            return
+        if message.error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(
+                rebuild_error(message.error_kind, message.error, default=AdapterError)
+            )
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """End every operation with ``error``."""
+        for future in self._operations.values():
+            if not future.done():
+                future.set_exception(error)
+        self._operations.clear()
+
+    async def _run(self, message: AddAdapter | RemoveAdapter) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._operations[message.operation_id] = future
+        try:
+            self._client.send(message)
+            await future
+        finally:
+            self._operations.pop(message.operation_id, None)

@@ -1,0 +1,68 @@
+"""The adapters that an engine has, as a front end sees them, and what to ask to get another.
+
+Pure bookkeeping: paths and names. Knows nothing of channels or of how adapters are loaded.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable
+
+from ..engine.messages import AdapterInfo
+from ..errors import AdapterUnavailableError, RequestError, UnknownModelError
+from .outputs import LoRARequest
+
+
+class LoraDirectory:
+    """Adapters by name."""
+
+    def __init__(self, infos: Iterable[AdapterInfo] = ()) -> None:
+        self._infos: dict[str, AdapterInfo] = {}
+        self.replace(infos)
+
+    def replace(self, infos: Iterable[AdapterInfo]) -> None:
+        """Take the list that the engine has now."""
+        self._infos = {info.name: info for info in infos}
+
+    def list(self) -> list[AdapterInfo]:
+        """Return all, by name."""
+        return [self._infos[name] for name in sorted(self._infos)]
+
+    def has(self, lora: LoRARequest) -> bool:
+        """Whether this very adapter (name and path) is registered and has not failed."""
+        info = self._infos.get(lora.lora_name)
+        if info is None or info.state == "failed":
+            return False
+        return os.path.realpath(info.path) == os.path.realpath(lora.lora_path)
+
+    def check_known(self, name: str) -> None:
+        """Raise ``UnknownModelError`` unless an adapter has this name."""
+        if name not in self._infos:
+            raise UnknownModelError(unknown_adapter(name, self._infos), param="lora_request")
+
+    def check_name(self, name: str) -> None:
+        """Raise unless requests can name this adapter."""
+        self.check_known(name)
+        info = self._infos[name]
+        if info.state == "failed":
+            raise AdapterUnavailableError(
+                f"adapter {name!r} failed to load: {info.reason}", param="lora_request"
+            )
+
+
+def unknown_adapter(name: str, names: Iterable[str]) -> str:
+    """Return a message that says what is not there and what is similar."""
+    near = difflib.get_close_matches(name, list(names), n=3)
+    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+    return f"no adapter is named {name!r}{hint}"
+
+
+def check_lora_request(lora: object) -> LoRARequest:
+    """Return ``lora``; raises ``RequestError`` if it is something else or names nothing."""
+    if not isinstance(lora, LoRARequest):
+        raise RequestError(
+            f"lora_request is {lora!r}, expected a LoRARequest, an adapter's name or None",
+            param="lora_request",
+        )
+    if not lora.lora_name or not lora.lora_path:
+        raise RequestError("a LoRARequest needs a name and a path", param="lora_request")
+    return lora

@@ -1,0 +1,204 @@
+"""Text to tokens and back, and the model's chat template, around transformers' tokenizer.
+
+Owns special tokens (added exactly once), checks of token ids, and the thread in which long texts
+are encoded so that an event loop never stalls. Knows nothing of requests or of the engine.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any
+
+from ..errors import ModelError, RequestError
+from .token_stream import REPLACEMENT, WindowStream
+from .token_text import token_bytes
+
+_MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to the thread
+_PROBE_TEXT = " The 3 cafés,\n\tmore…"
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class Tokenizer:
+    """A tokenizer as the front ends use it. ``hf`` is the one of transformers."""
+
+    def __init__(self, hf: Any, *, chat_template: str | None = None) -> None:
+        self.hf = hf
+        if chat_template is not None:
+            self.hf.chat_template = chat_template
+        self._backend = _plain_backend(hf)
+        self._pool: ThreadPoolExecutor | None = None
+        self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
+        self._anchor_ids: list[int] | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+    ) -> "Tokenizer":
+        """Load from a directory or hub id. Raises ``ModelError`` if there is no tokenizer."""
+        from transformers import AutoTokenizer
+
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                path, revision=revision, trust_remote_code=trust_remote_code
+            )
+        # Tokenizer files fail in many ways (JSON, missing packages, Rust errors): all mean this.
+        except Exception as error:
+            raise ModelError(f"no tokenizer can be loaded from {path!r}: {error}") from error
+        return cls(hf, chat_template=chat_template)
+
+    def close(self) -> None:
+        """End the encoding thread. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+    # Text to tokens.
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of ``text``, with the model's special tokens around them if asked.
+
+        A text that a chat template rendered brings its special tokens along: encode it without.
+        Raises ``RequestError`` if ``text`` is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not valid Unicode: {error.reason} at character {error.start}",
+                param="prompt",
+            ) from error
+        if self._backend is not None:
+            encoding = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )[0]
+            return list(encoding.ids)
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """``encode`` that leaves the event loop free while it works on a long text."""
+        if len(text) <= _MAX_INLINE_CHARS and self._backend is not None:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        if self._pool is None:
+            # One thread: tokenizers written in Python need not be safe for several.
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="corun-tokenizer")
+        work = partial(self.encode, text, add_special_tokens=add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **template_arguments: Any,
+    ) -> str:
+        """Render ``messages`` as the model's prompt. Raises ``RequestError`` if that fails."""
+        from jinja2 import TemplateError
+
+        if not self.hf.chat_template:
+            raise RequestError(
+                "the model has no chat template; give one with --chat-template FILE "
+                "or use /v1/completions",
+                param="messages",
+            )
+        try:
+            text = self.hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_arguments,
+            )
+        except (TemplateError, *_TEMPLATE_ERRORS) as error:
+            raise RequestError(
+                f"the model's chat template refuses the messages: {error}", param="messages"
+            ) from error
+        return str(text)
+
+    # Tokens to text.
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``; incomplete characters show as U+FFFD."""
+        return self._decoder(skip_special_tokens=skip_special_tokens)(token_ids)
+
+    def stream(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> WindowStream:
+        """Return an incremental decoder for the tokens that follow ``prompt_token_ids``."""
+        return WindowStream(
+            self._decoder(skip_special_tokens=skip_special_tokens), prompt_token_ids
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token's text, with its leading space.
+
+        A token that is not a whole number of characters reads ``bytes:\\xe2\\x82``.
+        """
+        return self._token_text(token_id)
+
+    def _decoder(self, *, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+        if self._backend is not None:
+            return partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
+        return partial(_decode_with_python, self.hf, skip_special_tokens=skip_special_tokens)
+
+    def _make_token_text(self, token_id: int) -> str:
+        raw = token_bytes(self.hf.convert_ids_to_tokens(token_id))
+        if self._anchor_ids is None:
+            self._anchor_ids = self.encode("a", add_special_tokens=False)
+        # After another token, because the first token of a text may lose its space.
+        anchor = self.decode(self._anchor_ids, skip_special_tokens=False)
+        text = self.decode([*self._anchor_ids, token_id], skip_special_tokens=False)
+        text = text[len(anchor) :]
+        if REPLACEMENT in text and raw is not None:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return text
+
+
+def check_token_ids(token_ids: Sequence[int], *, vocab_size: int) -> list[int]:
+    """Return ``token_ids`` as a list; raises ``RequestError`` unless all are in the vocabulary."""
+    checked = list(token_ids)
+    for position, token_id in enumerate(checked):
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise RequestError(
+                f"token {position} of the prompt is {token_id!r}, token ids are integers",
+                param="prompt",
+            )
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"token {position} of the prompt has id {token_id}, "
+                f"the model's ids are 0 to {vocab_size - 1}",
+                param="prompt",
+            )
+    return checked
+
+
+def _plain_backend(hf: Any) -> Any:
+    """Return the Rust tokenizer behind ``hf`` if it alone gives the same tokens, else None.
+
+    Called directly it lets other threads run, and never changes state that threads share.
+    """
+    if not getattr(hf, "is_fast", False):
+        return None
+    backend = hf.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    for add_special_tokens in (True, False):
+        expected = list(hf.encode(_PROBE_TEXT, add_special_tokens=add_special_tokens))
+        encoding = backend.encode_batch_fast([_PROBE_TEXT], add_special_tokens=add_special_tokens)
+        if list(encoding[0].ids) != expected:
+            return None
+    return backend
+
+
+def _decode_with_python(hf: Any, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    return str(
+        hf.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+    )
