@@ -14,12 +14,13 @@ from .option import OptionSpec, option_specs
 _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def check_config(config: object) -> None:
+def check_config(config: Any) -> None:
     """Check every option of a frozen configuration dataclass and bring it to its exact type.
 
     Called from ``__post_init__``. Raises ``ConfigError``.
     """
-    for spec in option_specs(type(config)):
+    config_class: type = type(config)
+    for spec in option_specs(config_class):
         value = check_value(spec, getattr(config, spec.name), label=spec.flag)
         object.__setattr__(config, spec.name, value)
 
@@ -56,9 +57,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
-    if spec.kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if spec.kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not spec.kind:
+    if not _is_exactly(value, spec.kind):
         kind = _KIND_NAMES[spec.kind]
         raise ConfigError(f"{label} is {value!r}, must be {kind}")
     if spec.choices and value not in spec.choices:
@@ -70,6 +71,11 @@ def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
     if spec.kind is str and not value:
         raise ConfigError(f"{label} is empty")
     return value
+
+
+def _is_exactly(value: object, kind: type) -> bool:
+    """Tell ``True`` from ``1``, which ``isinstance`` does not."""
+    return type(value) is kind
 
 
 def _check_range(spec: OptionSpec, value: float, label: str) -> None:

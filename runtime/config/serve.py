@@ -28,6 +28,9 @@ class ServeConfig:
         metavar="FILE",
         help="File with a Jinja chat template, instead of the tokenizer's own.",
     )
+    max_body_mib: int = option(
+        32, minimum=1, maximum=4096, help="Largest request body, in MiB; larger ones get a 413."
+    )
     drain_timeout_s: float = option(
         30.0,
         minimum=0,

@@ -1,0 +1,30 @@
+"""``corun check``: says whether an adapter can be served over a model."""
+
+import argparse
+from pathlib import Path
+
+from ..config.engine import EngineConfig
+from ..config.flags import read_flags
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; return 0 if the adapter can be served, else 1."""
+    config = EngineConfig(**read_flags(vars(arguments), EngineConfig))
+    from ..adapters.check import run_check
+
+    report = run_check(
+        Path(arguments.adapter),
+        config.model or _demo_model(),
+        max_rank=config.max_lora_rank,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    for line in report.lines():
+        print(line)
+    return 0 if report.ok else 1
+
+
+def _demo_model() -> str:
+    from ..demo import demo_model_path
+
+    return str(demo_model_path())

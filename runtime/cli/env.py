@@ -1,0 +1,111 @@
+"""``corun env``: versions, devices and limits; what a bug report needs."""
+
+import argparse
+import importlib
+import os
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+
+from ..facts import MachineFacts, read_machine_facts
+
+_PACKAGES = (
+    "corun",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "triton",
+    "numba",
+    "numpy",
+    "msgspec",
+    "pydantic",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "peft",
+)
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "NUMBA_NUM_THREADS",
+    "NUMBA_THREADING_LAYER",
+    "OMP_NUM_THREADS",
+    "TRITON_INTERPRET",
+)
+_GIB = 2**30
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one "name: value" line per fact."""
+    del arguments  # the command has no options
+    for name, value in environment(read_machine_facts()):
+        print(f"{name + ':':<22} {value}")
+    return 0
+
+
+def environment(facts: MachineFacts) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) for everything that can make two machines differ."""
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", platform.platform()
+    for package in _PACKAGES:
+        yield package, _version(package)
+    yield from _machine(facts)
+    yield from _devices()
+    yield "numba threading", ", ".join(_numba_layers()) or "none"
+    for name in _VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+
+
+def _machine(facts: MachineFacts) -> Iterator[tuple[str, str]]:
+    quota = "no quota" if facts.cpu_quota is None else f"quota of {facts.cpu_quota:g} CPUs"
+    limit = facts.memory_limit_bytes
+    yield "cpu", facts.cpu_model
+    yield "cpu features", ", ".join(facts.cpu_features) or "none that matter"
+    yield "cpus", f"{len(facts.allowed_cpus)} allowed, {quota}, {facts.num_cpus} used"
+    yield "numa nodes", str(len(facts.numa_nodes))
+    yield "memory", f"{_gib(facts.memory_total_bytes)}, {_gib(facts.memory_available_bytes)} free"
+    yield "memory limit", "none" if limit is None else _gib(limit)
+    yield (
+        "/dev/shm",
+        f"{_gib(facts.shm_total_bytes)}, {_gib(facts.shm_available_bytes)} free",
+    )
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    yield "torch threads", str(torch.get_num_threads())
+    yield "onednn", "yes" if torch.backends.mkldnn.is_available() else "no"
+    yield "torch built for cuda", torch.version.cuda or "no"
+    if not torch.cuda.is_available():
+        yield "cuda devices", "none"
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        memory = _gib(properties.total_memory)
+        yield f"cuda device {index}", f"{properties.name}, {memory}, capability {capability}"
+
+
+def _numba_layers() -> list[str]:
+    """Return numba's threading layers that can be loaded here, in its order of preference."""
+    layers = []
+    for name, module in (("tbb", "tbbpool"), ("omp", "omppool"), ("workqueue", "workqueue")):
+        try:
+            importlib.import_module(f"numba.np.ufunc.{module}")
+        except ImportError:
+            continue
+        layers.append(name)
+    return layers
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

@@ -1,0 +1,100 @@
+"""The command line: which commands there are and which flags each takes.
+
+Imports nothing heavy, so that ``corun --help`` answers at once.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ... import __version__
+from ..config.check import suggestion
+from ..config.engine import EngineConfig
+from ..config.flags import add_flag, add_flags
+from ..config.option import option_specs
+from ..config.serve import ServeConfig
+from ..errors import ConfigError
+
+_CHECK_OPTIONS = ("revision", "trust_remote_code", "max_lora_rank")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours: one line, exit code 2, no usage dump."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments; options that were not given are absent.
+
+    Raises ``ConfigError`` for an unknown command or flag.
+    """
+    arguments, unknown = _build_parser().parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown_message(unknown[0], arguments.command))
+    return arguments
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="corun",
+        description="Serve many LoRA adapters over one base language model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"corun {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = {}
+    for name, text in _COMMANDS.items():
+        commands[name] = subparsers.add_parser(
+            name, help=text, description=text, allow_abbrev=False
+        )
+    _add_serve_flags(commands["serve"])
+    _add_check_flags(commands["check"])
+    commands["options"].add_argument(
+        "--update", metavar="FILE", help="Rewrite the table in FILE, between its marks."
+    )
+    return parser
+
+
+_COMMANDS = {
+    "serve": "Serve a model and its adapters over the OpenAI API; without MODEL, the demo.",
+    "check": "Check whether an adapter can be served over a model, without loading weights.",
+    "env": "Show versions, devices and limits: what a bug report needs.",
+    "options": "Write the options of corun serve as a Markdown table.",
+}
+
+
+def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with these options; a flag on the command line goes before it.",
+    )
+    add_flags(parser, EngineConfig, title="model and engine")
+    add_flags(parser, ServeConfig, title="server")
+
+
+def _add_check_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", metavar="ADAPTER", help="PEFT directory of the adapter.")
+    parser.add_argument("--model", metavar="MODEL", help="Directory or hub id of the base model.")
+    for spec in option_specs(EngineConfig):
+        if spec.name in _CHECK_OPTIONS:
+            add_flag(parser, spec)
+
+
+def _unknown_message(word: str, command: str) -> str:
+    flag = word.split("=", 1)[0]
+    kind = "option" if flag.startswith("-") else "argument"
+    near = suggestion(flag, _known_flags(command))
+    return f"unknown {kind} {flag}{near} (see corun {command} --help)"
+
+
+def _known_flags(command: str) -> list[str]:
+    if command == "serve":
+        specs = option_specs(EngineConfig) + option_specs(ServeConfig)
+        return ["--config", *(spec.flag for spec in specs)]
+    if command == "check":
+        specs = option_specs(EngineConfig)
+        return ["--model", *(spec.flag for spec in specs if spec.name in _CHECK_OPTIONS)]
+    return ["--update"] if command == "options" else []

@@ -1,0 +1,73 @@
+"""``corun serve``: options in, a running server out."""
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+
+from ..config.engine import EngineConfig
+from ..config.flags import build_configs
+from ..config.lora_modules import parse_lora_modules
+from ..config.serve import ServeConfig
+from ..errors import ConfigError
+from .main import configure_logging
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal ends it; return the exit code."""
+    engine_config, serve_config = serve_configs(arguments)
+    configure_logging(serve_config.log_level)
+    return _serve(engine_config, serve_config)
+
+
+def serve_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
+    """Return the checked options of a ``corun serve`` command line, the demo filled in.
+
+    Raises ``ConfigError``.
+    """
+    engine_config, serve_config = build_configs(
+        vars(arguments), (EngineConfig, ServeConfig), yaml_path=arguments.config
+    )
+    check_paths(engine_config, serve_config)
+    return with_demo(engine_config), serve_config
+
+
+def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
+    """Raise ``ConfigError`` for a directory or file that an option names and that is not there."""
+    if engine_config.lora_dir is not None:
+        _check_directory(engine_config.lora_dir, "--lora-dir")
+    for module in parse_lora_modules(engine_config.lora_modules):
+        _check_directory(module.path, f"--lora-modules {module.name}")
+    template = serve_config.chat_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"--chat-template {template}: no such file")
+
+
+def with_demo(config: EngineConfig) -> EngineConfig:
+    """Without a model, return ``config`` with the demo's, and its adapters if none are named."""
+    if config.model is not None:
+        return config
+    from ..demo import demo_adapters_path, demo_model_path
+
+    lora_dir = config.lora_dir
+    if lora_dir is None and not config.lora_modules:
+        lora_dir = str(demo_adapters_path())
+    return dataclasses.replace(config, model=str(demo_model_path()), lora_dir=lora_dir)
+
+
+def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
+    from ..server.run import serve
+
+    server = serve(engine_config, serve_config)
+    if sys.platform == "linux":
+        import uvloop
+
+        return uvloop.run(server)
+    return asyncio.run(server)
+
+
+def _check_directory(path: str, flag: str) -> None:
+    if not Path(path).is_dir():
+        reason = "not a directory" if Path(path).exists() else "no such directory"
+        raise ConfigError(f"{flag} {path}: {reason}")

@@ -1,0 +1,137 @@
+"""What the machine offers this process: memory, CPUs, NUMA nodes, shared memory.
+
+Read once and passed on as plain data, so that whoever decides sizes can be tested with any
+machine. Control-group limits, CPU quotas and affinity are respected: a container's share counts,
+not the host's. Knows nothing of accelerators.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cgroup import cgroup_cpu_quota, cgroup_memory
+
+CPU_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "sve",
+)
+"""The flags of /proc/cpuinfo that change which kernels are fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """One memory node and the CPUs near it."""
+
+    index: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """The share of the machine that this process may use."""
+
+    memory_total_bytes: int  # of the machine
+    memory_limit_bytes: int | None  # of the tightest control group; None = no limit
+    memory_available_bytes: int  # what can be allocated now, limits and usage respected
+    allowed_cpus: tuple[int, ...]  # the affinity of this process
+    cpu_quota: float | None  # CPUs' worth of time; None = no quota
+    cpu_model: str
+    cpu_features: tuple[str, ...]  # of CPU_FEATURES, those present
+    numa_nodes: tuple[NumaNode, ...]
+    shm_total_bytes: int  # /dev/shm; 0 if there is none
+    shm_available_bytes: int
+
+    @property
+    def num_cpus(self) -> int:
+        """Threads that can run at once: affinity, cut by the quota, at least one."""
+        if self.cpu_quota is None:
+            return len(self.allowed_cpus)
+        return max(1, min(len(self.allowed_cpus), int(self.cpu_quota)))
+
+
+def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
+    """Read the facts of this machine, or of the tree under ``root`` that stands for one."""
+    meminfo = parse_meminfo(_read_text(root / "proc/meminfo"))
+    memory = cgroup_memory(root)
+    cpuinfo = _read_text(root / "proc/cpuinfo")
+    shm_total_bytes, shm_available_bytes = _shm_bytes(root / "dev/shm")
+    return MachineFacts(
+        memory_total_bytes=meminfo["MemTotal"],
+        memory_limit_bytes=memory.limit_bytes,
+        memory_available_bytes=_least(meminfo["MemAvailable"], memory.available_bytes),
+        allowed_cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpu_quota=cgroup_cpu_quota(root),
+        cpu_model=parse_cpu_model(cpuinfo),
+        cpu_features=parse_cpu_features(cpuinfo),
+        numa_nodes=_numa_nodes(root / "sys/devices/system/node"),
+        shm_total_bytes=shm_total_bytes,
+        shm_available_bytes=shm_available_bytes,
+    )
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """Return the entries of /proc/meminfo in bytes."""
+    pairs = re.findall(r"^(\S+):\s+(\d+) kB$", text, re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in pairs}
+
+
+def parse_cpu_model(text: str) -> str:
+    """Return the first model name of /proc/cpuinfo, or "unknown"."""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else "unknown"
+
+
+def parse_cpu_features(text: str) -> tuple[str, ...]:
+    """Return those of ``CPU_FEATURES`` that /proc/cpuinfo lists, in that order."""
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    present = set(match.group(1).split()) if match else set()
+    return tuple(feature for feature in CPU_FEATURES if feature in present)
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as "0-3,8"."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
+
+
+def _least(value: int, other: int | None) -> int:
+    return value if other is None else min(value, other)
+
+
+def _numa_nodes(directory: Path) -> tuple[NumaNode, ...]:
+    nodes = []
+    for path in directory.glob("node[0-9]*"):
+        nodes.append(NumaNode(int(path.name[4:]), parse_cpu_list(_read_text(path / "cpulist"))))
+    return tuple(sorted(nodes, key=lambda node: node.index))
+
+
+def _shm_bytes(path: Path) -> tuple[int, int]:
+    try:
+        stat = os.statvfs(path)
+    except FileNotFoundError:
+        return 0, 0
+    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
