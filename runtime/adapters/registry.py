@@ -6,7 +6,7 @@ holds the bytes, and frees what this module says may be freed.
 
     begin_loading -> ready    the version serves; with other content it replaces the older one
                   -> failed   a first load is kept as "failed", a reload leaves the old one serving
-    remove        -> drained  no new request; freed at once, or with the last reference
+    remove        -> draining no new request; freed at once, or with the last reference
 """
 
 import difflib
@@ -48,9 +48,24 @@ class AdapterVersion:
     facts: AdapterFacts
 
     @property
+    def digest(self) -> str:
+        """Digest of configuration and tensors, hexadecimal."""
+        return self.facts.digest
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its targets."""
+        return self.facts.rank
+
+    @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
         return self.facts.num_bytes
+
+    @property
+    def scale(self) -> float:
+        """Factor on the adapter as a whole."""
+        return self.facts.scale
 
 
 @dataclass(frozen=True, slots=True)
