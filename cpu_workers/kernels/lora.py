@@ -1,0 +1,266 @@
+"""Grouped LoRA products on the CPU: y += scaling * (x A^T) B^T for all segments in one call.
+
+Owns how work is cut; knows nothing of tables, adapters or torch: it is handed raw addresses of
+what ``layout`` packs. Products accumulate in float32, and the sum is rounded to y's type once.
+
+Mixed ranks balance: shrink is cut by (segment, 8 tokens, 8 ranks), expand by (segment, 4 tokens,
+64 columns) weighted by rank, and each thread takes one contiguous share.
+"""
+
+# ruff: noqa: PLR0917 - numba passes by position
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, prange
+
+from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
+from .tiles import (
+    VECTOR_BYTES,
+    expand_1x1,
+    expand_1x4,
+    expand_4x1,
+    expand_4x4,
+    float32_at,
+    int32_at,
+    int64_at,
+    shrink_1x1,
+    shrink_1x2,
+    shrink_4x1,
+    shrink_4x2,
+    shrink_8x1,
+    shrink_8x2,
+)
+
+TILES_DIGEST = "1adf4448478127be"  # sha256 of tiles.py, first 16 digits: see there
+
+Plan: TypeAlias = npt.NDArray[np.int64]
+
+_SHRINK_TOKENS = 8
+_EXPAND_TOKENS = 4
+_GROUPS_PER_UNIT = 4  # 64 columns are the smallest work of a thread
+# Below this many bytes of A one thread is done before a second has woken up.
+_SERIAL_BYTES = 32 * 1024
+
+# Columns of a plan: one row per segment, and one more for the ends.
+_START, _TOKENS, _RANK, _A, _B, _SHRINK_UNIT, _EXPAND_UNIT, _HIDDEN = range(8)
+
+
+@njit(error_model="numpy", nogil=True)
+def _make_plan(
+    a_pointers: int,
+    b_pointers: int,
+    ranks: int,
+    row_stride: int,
+    starts: int,
+    ends: int,
+    rows: int,
+    num_segments: int,
+    num_columns: int,
+    h: int,
+) -> Plan:
+    plan = np.zeros((num_segments + 1, 8), np.int64)
+    column_units = -(-num_columns // (COLUMNS_PER_GROUP * _GROUPS_PER_UNIT))
+    for s in range(num_segments):
+        entry = int32_at(rows, s) * row_stride
+        tokens = int32_at(ends, s) - int32_at(starts, s)
+        rank = int32_at(ranks, entry)
+        tiles = -(-rank // RANKS_PER_TILE)
+        plan[s, _START] = int32_at(starts, s)
+        plan[s, _TOKENS] = tokens
+        plan[s, _RANK] = rank
+        plan[s, _A] = int64_at(a_pointers, entry)
+        plan[s, _B] = int64_at(b_pointers, entry)
+        plan[s, _HIDDEN] = h
+        h += 4 * tokens * tiles * RANKS_PER_TILE
+        following = plan[s + 1]
+        following[_SHRINK_UNIT] = plan[s, _SHRINK_UNIT] + tiles * -(-tokens // _SHRINK_TOKENS)
+        units = column_units * -(-tokens // _EXPAND_TOKENS)
+        following[_EXPAND_UNIT] = plan[s, _EXPAND_UNIT] + (units if rank else 0)
+    return plan
+
+
+@njit(error_model="numpy", nogil=True)
+def _expand_cost(
+    plan: Plan,
+) -> int:
+    cost = 0
+    for s in range(plan.shape[0] - 1):
+        cost += (plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]) * plan[s, _RANK]
+    return cost
+
+
+@njit(error_model="numpy", nogil=True)
+def _expand_unit_at(
+    plan: Plan,
+    cost: int,
+) -> int:
+    """The unit before which units cost ``cost`` ranks together."""
+    num_segments = plan.shape[0] - 1
+    for s in range(num_segments):
+        segment_cost = (plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]) * plan[s, _RANK]
+        if cost < segment_cost:
+            return int(plan[s, _EXPAND_UNIT] + cost // plan[s, _RANK])
+        cost -= segment_cost
+    return int(plan[num_segments, _EXPAND_UNIT])
+
+
+@njit(error_model="numpy", nogil=True)
+def _shrink_share(
+    tag: Any,
+    plan: Plan,
+    scalings: int,
+    row_stride: int,
+    rows: int,
+    x: int,
+    x_stride: int,
+    in_steps: int,
+    first: int,
+    last: int,
+) -> None:
+    """Units [first, last): 8 tokens and 8 ranks each; neighbours of one token block go in pairs."""
+    tile_bytes = in_steps * VECTOR_BYTES
+    s = 0
+    unit = first
+    while unit < last:
+        while plan[s + 1, _SHRINK_UNIT] <= unit:
+            s += 1
+        scaling = float32_at(scalings, int32_at(rows, s) * row_stride)
+        tiles = -(-plan[s, _RANK] // RANKS_PER_TILE)
+        h_stride = 4 * tiles * RANKS_PER_TILE
+        block, tile = divmod(unit - plan[s, _SHRINK_UNIT], tiles)
+        pair = tile + 1 < tiles and unit + 1 < last
+        token = block * _SHRINK_TOKENS
+        end = min(token + _SHRINK_TOKENS, plan[s, _TOKENS])
+        a = plan[s, _A] + tile * tile_bytes
+        values = x + (plan[s, _START] + token) * x_stride
+        h = plan[s, _HIDDEN] + token * h_stride + 4 * tile * RANKS_PER_TILE
+        while token < end:
+            num = 8 if end - token >= 8 else 4 if end - token >= 4 else 1
+            if pair:
+                if num == 8:
+                    shrink_8x2(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
+                elif num == 4:
+                    shrink_4x2(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
+                else:
+                    shrink_1x2(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
+            elif num == 8:
+                shrink_8x1(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
+            elif num == 4:
+                shrink_4x1(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
+            else:
+                shrink_1x1(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
+            token += num
+            values += num * x_stride
+            h += num * h_stride
+        unit += 2 if pair else 1
+
+
+@njit(error_model="numpy", nogil=True)
+def _expand_share(
+    tag: Any,
+    plan: Plan,
+    itemsize: int,
+    num_columns: int,
+    y: int,
+    y_stride: int,
+    first: int,
+    last: int,
+) -> None:
+    """Units [first, last): 4 tokens and 64 columns each."""
+    num_groups = num_columns // COLUMNS_PER_GROUP
+    column_units = -(-num_groups // _GROUPS_PER_UNIT)
+    s = 0
+    for unit in range(first, last):
+        while plan[s + 1, _EXPAND_UNIT] <= unit:
+            s += 1
+        rank = plan[s, _RANK]
+        steps = -(-rank * itemsize // 4)
+        group_bytes = steps * VECTOR_BYTES
+        h_stride = 4 * RANKS_PER_TILE * -(-rank // RANKS_PER_TILE)
+        block, column_unit = divmod(unit - plan[s, _EXPAND_UNIT], column_units)
+        token = block * _EXPAND_TOKENS
+        end = min(token + _EXPAND_TOKENS, plan[s, _TOKENS])
+        group = column_unit * _GROUPS_PER_UNIT
+        last_group = min(group + _GROUPS_PER_UNIT, num_groups)
+        num = 4 if end - token == 4 else 1
+        while token < end:
+            h = plan[s, _HIDDEN] + token * h_stride
+            row = y + (plan[s, _START] + token) * y_stride
+            g = group
+            while g < last_group:
+                b = plan[s, _B] + g * group_bytes
+                out = row + g * COLUMNS_PER_GROUP * itemsize
+                if last_group - g == 4:
+                    if num == 4:
+                        expand_4x4(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
+                    else:
+                        expand_1x4(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
+                    g += 4
+                else:
+                    if num == 4:
+                        expand_4x1(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
+                    else:
+                        expand_1x1(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
+                    g += 1
+            token += num
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def add_delta(
+    tag: Any,
+    itemsize: int,
+    x: int,
+    x_stride: int,
+    in_steps: int,
+    y: int,
+    y_stride: int,
+    num_columns: int,
+    a_pointers: int,
+    b_pointers: int,
+    ranks: int,
+    scalings: int,
+    row_stride: int,
+    starts: int,
+    ends: int,
+    rows: int,
+    num_segments: int,
+    h: int,
+    num_threads: int,
+) -> None:
+    """Add the deltas of one target to y for all segments.
+
+    tag, itemsize: a format tag of ``layout`` and the bytes of one of its values.
+    x, y: addresses; x_stride, y_stride: bytes from one token to the next; in_steps: units of
+        8 bytes in a padded row of x; num_columns: padded columns of y.
+    a_pointers, b_pointers (int64), ranks (int32), scalings (float32): addresses of this target's
+        entry for table row 0; the next row's lies ``row_stride`` entries further. Rank 0 = nothing
+        to add.
+    starts, ends, rows: addresses of int32 [num_segments], first token, one past the last, table
+        row.
+    h: address of float32 scratch, for each segment tokens * (rank rounded up to 8).
+    num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
+    """
+    plan = _make_plan(
+        a_pointers, b_pointers, ranks, row_stride, starts, ends, rows, num_segments, num_columns, h
+    )
+    shrink_units = plan[num_segments, _SHRINK_UNIT]
+    cost = _expand_cost(plan)
+    workers = num_threads
+    if shrink_units * in_steps * VECTOR_BYTES <= _SERIAL_BYTES:
+        workers = 1
+    if workers == 1:
+        _shrink_share(tag, plan, scalings, row_stride, rows, x, x_stride, in_steps, 0, shrink_units)
+        _expand_share(
+            tag, plan, itemsize, num_columns, y, y_stride, 0, plan[num_segments, _EXPAND_UNIT]
+        )
+        return
+    for worker in prange(workers):
+        first = shrink_units * worker // workers
+        last = shrink_units * (worker + 1) // workers
+        _shrink_share(tag, plan, scalings, row_stride, rows, x, x_stride, in_steps, first, last)
+    for worker in prange(workers):
+        first = _expand_unit_at(plan, cost * worker // workers)
+        last = _expand_unit_at(plan, cost * (worker + 1) // workers)
+        _expand_share(tag, plan, itemsize, num_columns, y, y_stride, first, last)

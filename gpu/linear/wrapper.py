@@ -1,0 +1,102 @@
+"""The one module that stands for every linear of the base model, and how it gets there.
+
+Adds the LoRA delta of the pass that is running, which it finds in its runner's ``StepContext``;
+knows nothing of adapters' names, requests or attention.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..lora.base import LoraBackend
+from ..step import StepContext
+from .base import LinearBackend, MakeLinear
+
+
+class CorunLinear(nn.Module):
+    """A base product and, if adapters may change this linear, their deltas."""
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        context: StepContext,
+        make_backend: MakeLinear,
+        lora: tuple[int, LoraBackend] | None,
+    ) -> None:
+        """Take over ``linear``; ``lora`` is its target index and the backend, if it is a target."""
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._backend: LinearBackend = make_backend(linear.weight, linear.bias)
+        self._context = context
+        self._lora = lora
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base weight [out_features, in_features]; perhaps unpacked at each access."""
+        return self._backend.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The base bias [out_features], if there is one."""
+        return self._backend.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias + deltas: [1, tokens, in_features] -> [1, tokens, out_features]."""
+        y = self._backend(x)
+        batch = self._context.lora
+        if batch is not None and self._lora is not None:
+            target_index, backend = self._lora
+            flat_x = x.reshape(-1, self.in_features)
+            backend.add_delta(flat_x, y.view(-1, self.out_features), target_index, batch)
+        return y
+
+    def extra_repr(self) -> str:
+        """What ``print(model)`` shows."""
+        target = "" if self._lora is None else f", target_index={self._lora[0]}"
+        return f"{self.in_features}, {self.out_features}, backend={self._backend.name}{target}"
+
+
+def wrap_linears(
+    model: nn.Module,
+    context: StepContext,
+    make_backend: MakeLinear,
+    lora_backend: LoraBackend | None,
+    target_of: Mapping[str, int],
+) -> int:
+    """Replace every ``nn.Linear`` of ``model`` in place and return how many there were.
+
+    Subclasses of nn.Linear are left alone. A linear reachable by several paths stays one module.
+    ``target_of`` maps module paths to target indices; all of them must be replaced. Weights are
+    taken over one by one, so that a packed copy and its original coexist for one linear only; a
+    weight tied to an embedding stays alive through it.
+    """
+    missing = set(target_of)
+    num_wrapped = 0
+    for paths in _linear_paths(model):
+        index = next((target_of[path] for path in paths if path in target_of), None)
+        lora = None
+        if index is not None:
+            assert lora_backend is not None, "targets need a LoRA backend"
+            lora = (index, lora_backend)
+        linear = model.get_submodule(paths[0])
+        assert isinstance(linear, nn.Linear)
+        wrapper = CorunLinear(linear, context, make_backend, lora)
+        del linear
+        for path in paths:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, wrapper)
+        missing.difference_update(paths)
+        num_wrapped += 1
+    assert not missing, f"no nn.Linear at {sorted(missing)[:3]}"
+    return num_wrapped
+
+
+def _linear_paths(model: nn.Module) -> list[list[str]]:
+    """The paths of each linear: names and not modules, so that nothing here keeps them alive."""
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear:
+            paths.setdefault(id(module), []).append(path)
+    return list(paths.values())

@@ -1,0 +1,107 @@
+"""Where the kernels find the adapters on the device: pointers, ranks and scalings by table row.
+
+Owns the rows and keeps the adapters' tensors alive; knows nothing of requests, steps or the memory
+budget. A row that a step in flight refers to must not be removed: that is the caller's concern.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...runtime.errors import ResourceError
+from .base import PackedLora
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdapter:
+    """One adapter on the device: its packed matrices by target index."""
+
+    targets: Mapping[int, PackedLora]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(packed.num_bytes for packed in self.targets.values())
+
+    @property
+    def max_rank(self) -> int:
+        """Highest rank over the targets; 0 if there are none."""
+        return max((packed.rank for packed in self.targets.values()), default=0)
+
+
+class LoraTable:
+    """Per (row, target): base pointers of A and B, rank, scaling; rank 0 = nothing to add.
+
+    Every array is [capacity, num_targets] and stays at one address for life, so that captured
+    graphs may read it: ``a_pointers`` and ``b_pointers`` int64, ``ranks`` int32, ``scalings``
+    float32, all on ``device``. ``host_*`` are the same values as numpy arrays (on the CPU they
+    share the memory).
+    """
+
+    def __init__(self, num_targets: int, capacity: int, device: torch.device | str) -> None:
+        """Make an empty table for ``capacity`` adapters at once."""
+        shape = (capacity, num_targets)
+        self.num_targets = num_targets
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self.host_a_pointers = np.zeros(shape, np.int64)
+        self.host_b_pointers = np.zeros(shape, np.int64)
+        self.host_ranks = np.zeros(shape, np.int32)
+        self.host_scalings = np.zeros(shape, np.float32)
+        self.a_pointers, self.b_pointers, self.ranks, self.scalings = (
+            torch.from_numpy(host).to(self.device) for host in self._host_arrays()
+        )
+        self._adapters: list[DeviceAdapter | None] = [None] * capacity
+        self._free_rows = list(range(capacity - 1, -1, -1))
+
+    def _host_arrays(self) -> tuple[np.ndarray, ...]:
+        return self.host_a_pointers, self.host_b_pointers, self.host_ranks, self.host_scalings
+
+    @property
+    def num_free_rows(self) -> int:
+        """Adapters that can still be added."""
+        return len(self._free_rows)
+
+    def add(self, adapter: DeviceAdapter) -> int:
+        """Enter an adapter and return its row, which stays its until ``remove``.
+
+        Raises ResourceError if the table is full.
+        """
+        if not self._free_rows:
+            raise ResourceError(
+                f"the LoRA table is full: {self.capacity} adapters are on the device; "
+                "unload one, or allow more at start"
+            )
+        row = self._free_rows.pop()
+        self._adapters[row] = adapter
+        for target_index, packed in adapter.targets.items():
+            self.host_a_pointers[row, target_index] = packed.a.data_ptr()
+            self.host_b_pointers[row, target_index] = packed.b.data_ptr()
+            self.host_ranks[row, target_index] = packed.rank
+            self.host_scalings[row, target_index] = packed.scaling
+        self._upload(row)
+        return row
+
+    def remove(self, row: int) -> None:
+        """Forget the adapter of ``row`` and release its tensors; the row may be given out again."""
+        assert self._adapters[row] is not None, f"table row {row} is empty"
+        for host in self._host_arrays():
+            host[row] = 0
+        self._upload(row)
+        self._adapters[row] = None
+        self._free_rows.append(row)
+
+    def packed(self, row: int, target_index: int) -> PackedLora | None:
+        """The matrices of one target, or None if this adapter does not have it."""
+        adapter = self._adapters[row]
+        assert adapter is not None, f"table row {row} is empty"
+        return adapter.targets.get(target_index)
+
+    def _upload(self, row: int) -> None:
+        if self.device.type == "cpu":
+            return  # the tensors are views of the host arrays
+        tensors = (self.a_pointers, self.b_pointers, self.ranks, self.scalings)
+        for tensor, host in zip(tensors, self._host_arrays(), strict=True):
+            tensor[row].copy_(torch.from_numpy(host[row]))

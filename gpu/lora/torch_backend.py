@@ -1,0 +1,47 @@
+"""LoRA products with torch alone: any device and dtype, one segment after the other.
+
+The plain reading of the formula, accumulated in float32. Other backends are held to it.
+"""
+
+import torch
+
+from ..step import LoraBatch
+from .base import PackedLora
+from .table import LoraTable
+
+
+class TorchLora:
+    """Loops over the segments of a batch."""
+
+    name = "torch"
+
+    def __init__(self, table: LoraTable, *, dtype: torch.dtype) -> None:
+        """Serve the adapters of ``table``, in ``dtype``."""
+        self._table = table
+        self._dtype = dtype
+
+    def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
+        """A [rank, in_features] and B [out_features, rank] as they are, contiguous."""
+        device = self._table.device
+        return PackedLora(
+            a=a.to(device, self._dtype).contiguous(),
+            b=b.to(device, self._dtype).contiguous(),
+            rank=a.shape[0],
+            scaling=scaling,
+        )
+
+    def add_delta(
+        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
+    ) -> None:
+        """Add the deltas of one target to y, in place; see ``LoraBackend``."""
+        segments = zip(
+            batch.segment_starts_host, batch.segment_ends_host, batch.table_rows_host, strict=True
+        )
+        for start, end, row in segments:
+            packed = self._table.packed(row, target_index)
+            if packed is None:
+                continue
+            hidden = x[start:end].float() @ packed.a.float().t()
+            delta = (hidden * packed.scaling) @ packed.b.float().t()
+            rows = y[start:end]
+            rows.copy_(rows.float() + delta)

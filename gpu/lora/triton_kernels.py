@@ -1,0 +1,143 @@
+"""Triton kernels of LoRA products; imported only where Triton is to be used.
+
+Both read base pointers, rank and scaling per (table row, target) from the ``LoraTable``: A is
+[rank, in_features] and B [out_features, rank], contiguous, and a rank is padded inside a tile only.
+A program of a segment or rank tile that does not exist returns at once, so the grid may be the
+largest one of a batch.
+"""
+
+# ruff: noqa: PLR0917 - Triton passes by position
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_NOT_SPECIALIZED = ["target_index", "rank_stride", "split_stride"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def shrink_kernel(
+    x: Any,
+    hidden: Any,
+    segment_starts: Any,
+    segment_ends: Any,
+    table_rows: Any,
+    a_pointers: Any,
+    ranks: Any,
+    scalings: Any,
+    target_index: Any,
+    num_targets: Any,
+    in_features: Any,
+    x_stride: Any,
+    rank_stride: Any,
+    split_stride: Any,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """hidden[split, token, rank] = scaling * x[token, part of in] A[rank, part of in]^T.
+
+    Grid: (segments, token tiles, rank tiles * NUM_SPLITS). hidden: float32.
+    """
+    segment = tl.program_id(0)
+    rank_tile = tl.program_id(2) // NUM_SPLITS
+    split = tl.program_id(2) % NUM_SPLITS
+    entry = tl.load(table_rows + segment) * num_targets + target_index
+    rank = tl.load(ranks + entry)
+    start = tl.load(segment_starts + segment) + tl.program_id(1) * BLOCK_TOKENS
+    end = tl.load(segment_ends + segment)
+    if rank_tile * BLOCK_RANKS >= rank:
+        return
+    if start >= end:
+        return
+    # The allocator's alignment; without the hint loads would not be vectors.
+    address = tl.multiple_of(tl.load(a_pointers + entry), 16)
+    a = address.to(tl.pointer_type(x.dtype.element_ty))
+    token = start + tl.arange(0, BLOCK_TOKENS)
+    r = rank_tile * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
+    k = tl.arange(0, BLOCK_IN)
+    token_ok = token < end
+    rank_ok = r < rank
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_RANKS), tl.float32)
+    x_rows = x + token.to(tl.int64)[:, None] * x_stride
+    a_rows = a + r.to(tl.int64)[None, :] * in_features
+    # Splits take every NUM_SPLITS-th block, so that they are equal whatever in_features is.
+    for first in range(split * BLOCK_IN, in_features, NUM_SPLITS * BLOCK_IN):
+        column = first + k
+        column_ok = column < in_features
+        values = tl.load(
+            x_rows + column[None, :], mask=token_ok[:, None] & column_ok[None, :], other=0.0
+        )
+        weights = tl.load(
+            a_rows + column[:, None], mask=rank_ok[None, :] & column_ok[:, None], other=0.0
+        )
+        total = tl.dot(values, weights, total, input_precision=PRECISION)
+    total *= tl.load(scalings + entry)
+    target = hidden + split * split_stride + token.to(tl.int64)[:, None] * rank_stride + r[None, :]
+    tl.store(target, total, mask=token_ok[:, None] & rank_ok[None, :])
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def expand_kernel(
+    hidden: Any,
+    y: Any,
+    segment_starts: Any,
+    segment_ends: Any,
+    table_rows: Any,
+    b_pointers: Any,
+    ranks: Any,
+    target_index: Any,
+    num_targets: Any,
+    out_features: Any,
+    y_stride: Any,
+    rank_stride: Any,
+    split_stride: Any,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """y[token, column] += sum over splits and ranks of hidden[split, token, rank] B[column, rank].
+
+    Grid: (segments, token tiles, column tiles). The sum is rounded to y's type once.
+    """
+    segment = tl.program_id(0)
+    entry = tl.load(table_rows + segment) * num_targets + target_index
+    rank = tl.load(ranks + entry)
+    start = tl.load(segment_starts + segment) + tl.program_id(1) * BLOCK_TOKENS
+    end = tl.load(segment_ends + segment)
+    if rank == 0:
+        return
+    if start >= end:
+        return
+    address = tl.multiple_of(tl.load(b_pointers + entry), 16)
+    b = address.to(tl.pointer_type(y.dtype.element_ty))
+    token = start + tl.arange(0, BLOCK_TOKENS)
+    column = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    token_ok = token < end
+    column_ok = column < out_features
+    h_rows = hidden + token.to(tl.int64)[:, None] * rank_stride
+    b_rows = b + column.to(tl.int64)[None, :] * rank
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_OUT), tl.float32)
+    for first in range(0, rank, BLOCK_RANKS):
+        r = first + tl.arange(0, BLOCK_RANKS)
+        rank_ok = r < rank
+        values = tl.zeros((BLOCK_TOKENS, BLOCK_RANKS), tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            values += tl.load(
+                h_rows + split * split_stride + r[None, :],
+                mask=token_ok[:, None] & rank_ok[None, :],
+                other=0.0,
+            )
+        weights = tl.load(
+            b_rows + r[:, None], mask=rank_ok[:, None] & column_ok[None, :], other=0.0
+        )
+        total = tl.dot(values, weights.to(tl.float32), total, input_precision=PRECISION)
+    target = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]
+    mask = token_ok[:, None] & column_ok[None, :]
+    old = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, (old + total).to(y.dtype.element_ty), mask=mask)
