@@ -1,0 +1,134 @@
+"""The ASGI application: routes, authentication, errors of routing, counts of requests."""
+
+import hmac
+from collections.abc import Awaitable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..errors import CorunError
+from .basic_routes import BasicRoutes
+from .chat import ChatEndpoint
+from .completions import CompletionEndpoint
+from .errors import ClientGoneError, ErrorReply, error_response, response_of, routing_error
+from .lora_routes import LoraRoutes
+from .metrics import ServerMetrics
+from .state import ServerState
+
+# Probes and scrapers carry no key.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def build_app(state: ServerState) -> ASGIApp:
+    """Return the application for ``state``."""
+    starlette = Starlette(
+        routes=_routes(state),
+        exception_handlers={
+            HTTPException: _on_routing_error,
+            ClientGoneError: _on_client_gone,
+            CorunError: _on_error,
+            Exception: _on_error,
+        },
+    )
+    starlette.router.redirect_slashes = False
+    return _Gate(starlette, state.settings.api_key, state.metrics)
+
+
+def _routes(state: ServerState) -> list[Route]:
+    basic, lora = BasicRoutes(state), LoraRoutes(state)
+    routes = [
+        Route("/v1/completions", CompletionEndpoint(state), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(state), methods=["POST"]),
+        Route("/v1/models", basic.list_models),
+        Route("/v1/models/{model:path}", basic.get_model),
+        Route("/v1/lora_adapters", basic.list_adapters),
+        Route("/health", basic.health),
+        Route("/ready", basic.ready),
+        Route("/metrics", basic.metrics),
+        Route("/version", basic.version),
+        Route("/tokenize", basic.tokenize, methods=["POST"]),
+        Route("/detokenize", basic.detokenize, methods=["POST"]),
+    ]
+    for prefix in ("/v1", ""):
+        routes.append(Route(f"{prefix}/load_lora_adapter", lora.load, methods=["POST"]))
+        routes.append(Route(f"{prefix}/unload_lora_adapter", lora.unload, methods=["POST"]))
+    return routes
+
+
+async def _on_routing_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    return routing_error(exc, method=request.method, path=request.url.path)
+
+
+async def _on_error(request: Request, exc: Exception) -> Response:
+    return error_response(exc)
+
+
+async def _on_client_gone(request: Request, exc: Exception) -> Response:
+    return Response(status_code=400)  # read by nobody
+
+
+class _Gate:
+    """Checks the key and counts requests. Adds one plain call to each message of an answer."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        counted = _StatusOf(send)
+        try:
+            if self._is_allowed(scope):
+                await self._app(scope, receive, counted)
+            else:
+                await response_of(_UNAUTHORIZED)(scope, receive, counted)
+        finally:
+            self._count(scope, counted.status)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        if self._expected is None or scope["path"] in OPEN_PATHS:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)
+
+    def _count(self, scope: Scope, status: int | None) -> None:
+        """Count under the route's pattern, so that clients cannot invent labels."""
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        endpoint = scope.get("endpoint")
+        handler = "other" if endpoint is None or status == 405 else _pattern(scope)
+        labels = (method, handler, "disconnected" if status is None else str(status))
+        self._metrics.http_requests[labels] += 1
+
+
+def _pattern(scope: Scope) -> str:
+    """Return the route's path without what its parameters stood for."""
+    return "/v1/models/{model}" if scope.get("path_params") else str(scope["path"])
+
+
+class _StatusOf:
+    """Passes messages on and remembers the status; deliberately not a coroutine function."""
+
+    __slots__ = ("_send", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+
+    def __call__(self, message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        return self._send(message)
+
+
+_UNAUTHORIZED = ErrorReply(
+    401, "the header Authorization: Bearer KEY is missing or wrong (--api-key)", "invalid_api_key"
+)

@@ -1,0 +1,83 @@
+"""Turns outputs into the events of a stream.
+
+Most chunks of a stream differ only in a few characters of text: the rest of their JSON is written
+once per choice, as bytes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from ..frontend.outputs import CompletionOutput, RequestOutput
+from .responses import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is the same in an answer and in all chunks of it."""
+
+    id: str
+    object: str
+    created: int  # Unix time
+    model: str
+
+
+class ChunkEncoder(ABC):
+    """Encodes what is new in every output. One per stream."""
+
+    def __init__(
+        self, envelope: Envelope, *, num_choices: int, with_logprobs: bool, with_usage: bool
+    ) -> None:
+        self._num_choices = num_choices  # per prompt
+        self._with_logprobs = with_logprobs
+        self._head = b"data: " + msgspec.json.encode(envelope)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._encode_json = msgspec.json.Encoder().encode
+        self._text_events: dict[int, Callable[[str], bytes]] = {}  # by choice
+        self._ended: set[int] = set()
+
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """Return the events for what is new in ``output``, possibly none."""
+        events = b""
+        for choice in output.outputs:
+            index = prompt_index * self._num_choices + choice.index
+            text_event = self._text_events.get(index)
+            if text_event is None:
+                text_event = self._text_event(*self._around_text(index))
+                self._text_events[index] = text_event
+                events += self._first_event(prompt_index, index)
+            if choice.finish_reason is not None:
+                if index not in self._ended:
+                    self._ended.add(index)
+                    events += self._event(self._part(index, choice))
+            elif self._with_logprobs:
+                if choice.new_token_ids:
+                    events += self._event(self._part(index, choice))
+            elif choice.new_text:
+                events += text_event(choice.new_text)
+        return events
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event that reports token counts and holds no choice."""
+        return self._head + b'],"usage":' + self._encode_json(usage) + b"}\n\n"
+
+    def _event(self, part: msgspec.Struct) -> bytes:
+        return self._head + self._encode_json(part) + self._tail
+
+    def _text_event(self, before: bytes, after: bytes) -> Callable[[str], bytes]:
+        head, tail, encode = self._head + before, after + self._tail, self._encode_json
+        return lambda text: head + encode(text) + tail
+
+    @abstractmethod
+    def _first_event(self, prompt_index: int, index: int) -> bytes:
+        """Return what precedes the first text of choice ``index``, possibly nothing."""
+
+    @abstractmethod
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Return the JSON of choice ``index`` before and after a text that is all it says."""
+
+    @abstractmethod
+    def _part(self, index: int, choice: CompletionOutput) -> msgspec.Struct:
+        """Return all that is new in ``choice``, with log-probabilities and its end."""

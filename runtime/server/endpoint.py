@@ -1,0 +1,110 @@
+"""The way of every request that generates: body, names, disconnects, errors.
+
+Subclasses know one body and one form of answer each. An endpoint is an ASGI application, because
+streams are written without a response object in between.
+"""
+
+import uuid
+from abc import ABC, abstractmethod
+from contextlib import aclosing
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from ..frontend.outputs import RequestOutput
+from .body import read_body
+from .chunks import ChunkEncoder, Envelope
+from .errors import ClientGoneError
+from .generation import Generation, UsageCounter, run
+from .lifecycle import ended_by_disconnect
+from .responses import Answer
+from .sse import DONE_EVENT, EventStream
+from .state import ServerState
+
+
+class Form(ABC):
+    """One parsed request: what to generate and how to write the answer."""
+
+    generation: Generation
+    envelope: Envelope
+    stream: bool
+    stream_usage: bool
+
+    @abstractmethod
+    def chunk_encoder(self) -> ChunkEncoder:
+        """Return a fresh encoder for a stream."""
+
+    @abstractmethod
+    def choices(self, prompt_index: int, output: RequestOutput) -> list[msgspec.Struct]:
+        """Return the finished choices of one prompt."""
+
+
+class GenerationEndpoint(ABC):
+    """Answers ``POST`` requests by generating."""
+
+    id_prefix: str
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    @abstractmethod
+    async def read_form(self, body: bytes, request_id: str) -> Form:
+        """Parse ``body``. Raises ``RequestError``."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        stream = EventStream(scope, receive, send)
+        try:
+            self.state.check_accepting()
+            with self.state.open_requests.track() as request:
+                body = await read_body(scope, receive, self.state.settings.max_body_bytes)
+                with ended_by_disconnect(receive, request):
+                    await self._answer(body, stream)
+        except ClientGoneError:
+            return
+        except Exception as exc:
+            await stream.fail(exc)
+
+    async def _answer(self, body: bytes, stream: EventStream) -> None:
+        request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        form = await self.read_form(body, request_id)
+        if form.stream:
+            await self._answer_stream(form, stream)
+        else:
+            await self._answer_whole(form, stream)
+
+    async def _answer_stream(self, form: Form, stream: EventStream) -> None:
+        encoder = form.chunk_encoder()
+        counter = UsageCounter()
+        request_id = form.generation.request_id
+        async with aclosing(run(self.state.engine, form.generation, self.state.metrics)) as batches:
+            async for batch in batches:
+                for index, output in batch:
+                    counter.count(index, output)
+                events = b"".join([encoder.encode(index, output) for index, output in batch])
+                if events:
+                    await stream.write(events, request_id=request_id)
+        last = encoder.usage_event(counter.usage()) if form.stream_usage else b""
+        await stream.close(last + DONE_EVENT)
+
+    async def _answer_whole(self, form: Form, stream: EventStream) -> None:
+        final: dict[int, RequestOutput] = {}
+        counter = UsageCounter()
+        async with aclosing(run(self.state.engine, form.generation, self.state.metrics)) as batches:
+            async for batch in batches:
+                for index, output in batch:
+                    counter.count(index, output)
+                    final[index] = output
+        choices: list[msgspec.Struct] = []
+        for index, output in sorted(final.items()):
+            choices.extend(form.choices(index, output))
+        envelope = form.envelope
+        answer = Answer(
+            id=envelope.id,
+            object=envelope.object,
+            created=envelope.created,
+            model=envelope.model,
+            choices=choices,
+            usage=counter.usage(),
+        )
+        await stream.reply(msgspec.json.encode(answer), request_id=form.generation.request_id)

@@ -1,0 +1,76 @@
+"""What the HTTP server needs of an engine, and nothing more.
+
+``AsyncEngine`` satisfies ``EnginePort``; so does the fake of the tests. The server knows nothing
+of processes, tensors or the scheduler.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..engine.messages import AdapterInfo, EngineStats, ModelInfo
+from ..frontend.outputs import LoRARequest, RequestOutput
+from ..sampling import SamplingParams
+
+
+class TokenizerPort(Protocol):
+    """Text to tokens and back, and the model's chat template."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **template_arguments: Any,
+    ) -> str:
+        """Render a conversation. Raises ``RequestError`` if the template refuses it."""
+        ...
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of ``text`` without holding up the event loop."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``."""
+        ...
+
+
+class EnginePort(Protocol):
+    """An engine that is ready. All its errors are classes of ``runtime/errors.py``."""
+
+    @property
+    def tokenizer(self) -> TokenizerPort: ...
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs until all choices have ended; closing the generator aborts the request."""
+        ...
+
+    def get_model_info(self) -> ModelInfo: ...
+
+    def get_stats(self) -> EngineStats: ...
+
+    def list_loras(self) -> Sequence[AdapterInfo]: ...
+
+    async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+        """Register an adapter and wait until it is ready. Raises ``AdapterError``."""
+        ...
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Unregister an adapter; requests that run under it finish."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine is dead; None while it lives."""
+        ...
+
+    async def wait_dead(self) -> BaseException:
+        """Return, once the engine has died, why."""
+        ...

@@ -1,0 +1,56 @@
+"""The listening socket: bound before the model is loaded, so that a taken port shows at once."""
+
+import errno
+import socket
+
+from ..errors import ConfigError
+
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to ``host`` and ``port`` (0 = any free one), not listening yet.
+
+    Raises ``ConfigError`` that names the flag to change.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as exc:
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {exc}") from exc
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setblocking(False)
+    except OSError as exc:
+        sock.close()
+        raise _explain(exc, host, port) from exc
+    return sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Accept connections from now on. Raises ``ConfigError`` if the port was taken meanwhile."""
+    host, port = sock.getsockname()[:2]
+    try:
+        sock.listen(_BACKLOG)
+    except OSError as exc:
+        raise _explain(exc, host, port) from exc
+
+
+def url_of(sock: socket.socket) -> str:
+    """Return the URL of the server behind ``sock``."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _explain(exc: OSError, host: str, port: int) -> ConfigError:
+    if exc.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {port} on {host} is in use by another process; choose another with --port"
+        )
+    if exc.errno == errno.EACCES:
+        return ConfigError(
+            f"this user may not listen on port {port}; choose one from 1024 up with --port"
+        )
+    return ConfigError(f"cannot listen on {host}:{port} (--host, --port): {exc.strerror}")

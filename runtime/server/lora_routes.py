@@ -1,0 +1,114 @@
+"""Loading and unloading adapters over HTTP. Off unless the operator allows it."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..engine.messages import AdapterInfo
+from ..errors import NotServedError, RequestError, UnknownModelError
+from ..frontend.outputs import LoRARequest
+from .basic_routes import adapter_dict
+from .body import RequestModel, did_you_mean, parse_body, read_body
+from .errors import HttpError
+from .state import ServerState
+
+ALLOW_VARIABLE = "CORUN_ALLOW_RUNTIME_LORA_UPDATING"
+MAX_NAME_CHARS = 256
+_UNUSED_INT_ID = 1  # the name identifies an adapter
+
+
+class LoadRequest(RequestModel):
+    """Which directory to serve under which name."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None  # a name that is taken gets a new version
+    pinned: bool | None = None
+
+
+class UnloadRequest(RequestModel):
+    """Which adapter to stop serving."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # accepted for compatibility; the name decides
+
+
+class LoraRoutes:
+    """Handlers bound to one server's state."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def load(self, request: Request) -> Response:
+        """Register an adapter; answers when it is ready or refused."""
+        body = parse_body(LoadRequest, await self._read(request))
+        self._check_name(body.lora_name)
+        if not body.lora_path:
+            raise HttpError(400, "lora_path is empty", code="invalid_value", param="lora_path")
+        if body.pinned:
+            raise NotServedError("pinned is not served: adapters cannot be pinned", param="pinned")
+        if self._find(body.lora_name) is not None and not body.load_inplace:
+            raise HttpError(
+                400,
+                f"the adapter {body.lora_name!r} is loaded already; "
+                "set load_inplace to replace it with a new version",
+                code="adapter_exists",
+                param="lora_name",
+            )
+        await self._state.engine.add_lora(
+            LoRARequest(body.lora_name, _UNUSED_INT_ID, body.lora_path),
+            reload=bool(body.load_inplace),
+        )
+        return self._done("loaded", body.lora_name)
+
+    async def unload(self, request: Request) -> Response:
+        """Unregister an adapter; requests that run under it finish."""
+        body = parse_body(UnloadRequest, await self._read(request))
+        if self._find(body.lora_name) is None:
+            names = [adapter.name for adapter in self._state.engine.list_loras()]
+            hint = did_you_mean(body.lora_name, names)
+            raise UnknownModelError(
+                f"there is no adapter {body.lora_name[:100]!r} here{hint}", param="lora_name"
+            )
+        await self._state.engine.remove_lora(body.lora_name)
+        return self._done("unloaded", body.lora_name)
+
+    async def _read(self, request: Request) -> bytes:
+        if not self._state.settings.allow_lora_updates:
+            raise HttpError(
+                403,
+                f"adapters cannot be changed over HTTP: the server runs without {ALLOW_VARIABLE}=1",
+                code="lora_updates_not_allowed",
+            )
+        self._state.check_accepting()
+        limit = self._state.settings.max_body_bytes
+        return await read_body(request.scope, request.receive, limit)
+
+    def _check_name(self, name: str) -> None:
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise RequestError(
+                f"lora_name has {len(name)} characters, 1 to {MAX_NAME_CHARS} printable ones "
+                "are accepted",
+                param="lora_name",
+            )
+        if name in self._state.names.base_names:
+            raise RequestError(
+                f"lora_name {name!r} is the name of the base model", param="lora_name"
+            )
+
+    def _find(self, name: str) -> AdapterInfo | None:
+        found = [
+            adapter
+            for adapter in self._state.engine.list_loras()
+            if adapter.name == name and adapter.state in ("ready", "loading")
+        ]
+        return found[0] if found else None
+
+    def _done(self, verb: str, name: str) -> Response:
+        adapter = self._find(name)
+        answer: dict[str, Any] = {"status": verb, "lora_name": name}
+        if adapter is not None:
+            answer["adapter"] = adapter_dict(adapter)
+        return Response(msgspec.json.encode(answer), media_type="application/json")

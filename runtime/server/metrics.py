@@ -1,0 +1,217 @@
+"""What ``/metrics`` shows: counted here per request, read from the engine at the scrape.
+
+Owns its own registry; nothing is global, so several servers can live in one process. Labels are
+bounded: outcomes, routes and status codes are closed sets, adapters are capped.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+
+from ..engine.messages import AdapterInfo
+from ..frontend.outputs import RequestOutput
+from .engine_port import EnginePort
+from .histogram import Histogram
+
+MAX_ADAPTER_SERIES = 256
+MAX_ADAPTERS_IN_LABEL = 64
+
+_FIRST_TOKEN_BOUNDS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+_INTER_TOKEN_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2),
+    *(0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+_REQUEST_BOUNDS_S = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricLabels:
+    """What the metrics must know of the configuration."""
+
+    prefix: str  # "corun" gives corun:num_requests_running
+    model_name: str
+    block_size: int  # tokens
+    max_num_seqs: int
+
+
+class RequestTimer:
+    """Follows the outputs of one prompt and reports to ``ServerMetrics``."""
+
+    __slots__ = ("_last_s", "_metrics", "_started_s")
+
+    def __init__(self, metrics: "ServerMetrics") -> None:
+        self._metrics = metrics
+        self._started_s = metrics.clock()
+        self._last_s: float | None = None
+
+    def observe(self, output: RequestOutput) -> None:
+        """Take the next output of the request."""
+        now_s = self._metrics.clock()
+        num_new = max((len(choice.new_token_ids) for choice in output.outputs), default=0)
+        if self._last_s is None:
+            self._metrics.first_token_s.observe(now_s - self._started_s)
+            self._metrics.prompt_tokens += len(output.prompt_token_ids)
+        elif num_new:
+            # Outputs that were merged on the way hold several tokens per choice.
+            self._metrics.inter_token_s.observe((now_s - self._last_s) / num_new, weight=num_new)
+        self._last_s = now_s
+        for choice in output.outputs:
+            self._metrics.generation_tokens += len(choice.new_token_ids)
+        if output.finished:
+            self._metrics.request_s.observe(now_s - self._started_s)
+            for choice in output.outputs:
+                self._metrics.finished[choice.finish_reason or "abort"] += 1
+
+
+class ServerMetrics:
+    """Counters of this server, and the collector that renders them."""
+
+    def __init__(
+        self, engine: EnginePort, labels: MetricLabels, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock
+        self.first_token_s = Histogram(_FIRST_TOKEN_BOUNDS_S)
+        self.inter_token_s = Histogram(_INTER_TOKEN_BOUNDS_S)
+        self.request_s = Histogram(_REQUEST_BOUNDS_S)
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
+        self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
+        self._engine = engine
+        self._labels = labels
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Return the exposition and its content type, in the format that ``accept`` prefers."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def describe(self) -> Sequence[Metric]:
+        """Return nothing: names are known only with the prefix, and collecting them is cheap."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families of the moment."""
+        yield from self._engine_gauges()
+        yield from self._adapter_gauges()
+        yield from self._counters()
+        yield self._histogram("time_to_first_token_seconds", self.first_token_s)
+        yield self._histogram("inter_token_latency_seconds", self.inter_token_s)
+        yield self._histogram("e2e_request_latency_seconds", self.request_s)
+
+    def _name(self, name: str) -> str:
+        return f"{self._labels.prefix}:{name}"
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(self._name(name), text, labels=["model_name"])
+        family.add_metric([self._labels.model_name], value)
+        return family
+
+    def _engine_gauges(self) -> Iterator[Metric]:
+        stats = self._engine.get_stats()
+        yield self._gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
+        yield self._gauge("num_requests_running", "Requests that run.", stats.num_running)
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 means all.", used)
+        cache = GaugeMetricFamily(
+            self._name("cache_config_info"),
+            "The KV cache.",
+            labels=["block_size", "num_gpu_blocks"],
+        )
+        cache.add_metric([str(self._labels.block_size), str(stats.kv_blocks_total)], 1.0)
+        yield cache
+        yield self._gauge("adapter_bytes", "Device memory of adapters.", stats.adapter_bytes_used)
+        alive = 0.0 if self._engine.error else 1.0
+        yield self._gauge("engine_alive", "1 while the engine lives.", alive)
+
+    def _adapter_gauges(self) -> Iterator[Metric]:
+        stats = self._engine.get_stats()
+        # One series, stamped with the time: of several, readers take the newest.
+        info = GaugeMetricFamily(
+            self._name("lora_requests_info"),
+            "Adapters of running and of waiting requests; the value is the Unix time.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        running = ",".join(stats.running_adapters[:MAX_ADAPTERS_IN_LABEL])
+        waiting = ",".join(stats.waiting_adapters[:MAX_ADAPTERS_IN_LABEL])
+        # There are no adapter slots: every running request may use another adapter.
+        info.add_metric([str(self._labels.max_num_seqs), running, waiting], time.time())
+        yield info
+        loaded = [
+            adapter
+            for adapter in self._engine.list_loras()
+            if adapter.state in ("ready", "draining")
+        ]
+        resident = sum(adapter.resident for adapter in loaded)
+        yield self._gauge("num_gpu_loaded_lora_adapters", "Adapters on the device.", resident)
+        yield self._gauge(
+            "num_cpu_loaded_lora_adapters", "Adapters in host memory only.", len(loaded) - resident
+        )
+        yield self._loaded_adapters(loaded)
+
+    def _loaded_adapters(self, loaded: Sequence[AdapterInfo]) -> Metric:
+        family = GaugeMetricFamily(
+            self._name("lora_adapter_loaded"),
+            f"One series per adapter held, at most {MAX_ADAPTER_SERIES}.",
+            labels=["adapter_name", "level", "pinned", "rank"],
+        )
+        # A name may have a draining version beside the ready one; the ready one is shown.
+        newest = {
+            info.name: info for info in sorted(loaded, key=lambda info: info.state == "ready")
+        }
+        shown = sorted(newest.values(), key=lambda info: (not info.resident, info.name))
+        for adapter in shown[:MAX_ADAPTER_SERIES]:
+            level = "gpu" if adapter.resident else "cpu"
+            family.add_metric([adapter.name, level, "false", str(adapter.rank)], 1.0)
+        return family
+
+    def _counters(self) -> Iterator[Metric]:
+        stats = self._engine.get_stats()
+        for name, text, value in (
+            ("num_preemptions", "Requests sent back to waiting.", stats.num_preemptions),
+            ("engine_steps", "Steps of the engine.", stats.num_steps),
+            ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
+            ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", self.generation_tokens),
+        ):
+            family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
+            family.add_metric([self._labels.model_name], value)
+            yield family
+        success = CounterMetricFamily(
+            self._name("request_success"),
+            "Choices that ended, by reason.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in sorted(self.finished.items()):
+            success.add_metric([self._labels.model_name, reason], count)
+        yield success
+        http = CounterMetricFamily(
+            self._name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
+        )
+        for labels, count in sorted(self.http_requests.items()):
+            http.add_metric(list(labels), count)
+        yield http
+
+    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(
+            self._name(name), name.replace("_", " "), labels=["model_name"]
+        )
+        family.add_metric([self._labels.model_name], histogram.buckets(), histogram.total)
+        return family

@@ -1,0 +1,107 @@
+"""``corun serve``: from configuration to a running server and its exit code."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ... import __version__
+from ..config.engine import EngineConfig
+from ..config.serve import ServeConfig
+from ..engine.client import EngineClient, ProcessClient
+from ..errors import ConfigError
+from ..frontend.async_engine import AsyncEngine
+from .listening import bind
+from .lora_routes import ALLOW_VARIABLE
+from .state import AppSettings, make_state
+from .supervise import EXIT_OK, StopSignals, supervise
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_logger = logging.getLogger(__name__)
+
+
+async def serve(
+    engine_config: EngineConfig,
+    serve_config: ServeConfig,
+    *,
+    make_client: Callable[[EngineConfig], EngineClient] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> int:
+    """Serve until a signal (exit code 0) or the engine's death (1).
+
+    Handles SIGTERM and SIGINT meanwhile: the first one drains, the second one ends at once.
+    ``make_client`` replaces the engine process. Raises ``ConfigError`` for a port that is in use
+    and for files that cannot be read, and whatever keeps the engine from starting.
+    """
+    chat_template = _read_template(serve_config.chat_template)
+    stop = StopSignals()
+    with bind(serve_config.host, serve_config.port) as sock, _handled_signals(stop):
+        if make_client is None:
+            client: EngineClient = ProcessClient(engine_config, log_level=serve_config.log_level)
+        else:
+            client = make_client(engine_config)
+        engine = AsyncEngine.from_client(client, chat_template=chat_template)
+        try:
+            if not await _start(engine, stop):
+                _logger.info("stopped before the engine was ready")
+                return EXIT_OK
+            settings = _settings(engine_config, serve_config, environment)
+            state = make_state(engine, settings, now_s=int(time.time()))
+            return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
+        finally:
+            await engine.shutdown()
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--chat-template {path!r} cannot be read: {exc}") from exc
+
+
+@contextmanager
+def _handled_signals(stop: StopSignals) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.receive)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _start(engine: AsyncEngine, stop: StopSignals) -> bool:
+    """Start the engine; return False if a signal came first."""
+    starting = asyncio.ensure_future(engine.start())
+    stopped = asyncio.ensure_future(stop.first.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    return False
+
+
+def _settings(
+    engine_config: EngineConfig, serve_config: ServeConfig, environment: Mapping[str, str]
+) -> AppSettings:
+    return AppSettings(
+        served_names=serve_config.served_model_name,
+        api_key=serve_config.api_key,
+        metrics_prefix=serve_config.metrics_prefix,
+        max_body_bytes=serve_config.max_body_mib << 20,
+        allow_lora_updates=environment.get(ALLOW_VARIABLE, "") == "1",
+        block_size=engine_config.block_size,
+        max_num_seqs=engine_config.max_num_seqs,
+        version=__version__,
+    )

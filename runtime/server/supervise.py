@@ -1,0 +1,141 @@
+"""Runs the HTTP server over an engine that is ready, until a signal or the engine's death.
+
+Owns the order of ending: refuse new requests, let the running ones finish, cut what is left, close.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from ..errors import EngineDeadError
+from .app import build_app
+from .errors import SHUTTING_DOWN, HttpError
+from .listening import listen, url_of
+from .state import ServerState
+
+EXIT_OK = 0
+EXIT_ENGINE_DEAD = 1
+
+_DEATH_GRACE_S = 1.0  # for the engine's own errors to reach their clients
+_CUT_GRACE_S = 1.0  # for the errors of requests that were cut
+_CLOSE_TIMEOUT_S = 2  # whole seconds; for connections whose client does not read
+
+_logger = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """How often somebody asked the server to stop."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def receive(self) -> None:
+        """Take one request to stop: the second means at once."""
+        if self.first.is_set():
+            self.second.set()
+        self.first.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def supervise(
+    state: ServerState, sock: socket.socket, stop: StopSignals, *, drain_timeout_s: float
+) -> int:
+    """Serve until the end and return the exit code. The engine is left to the caller.
+
+    Raises ``ConfigError`` if the port was taken since it was bound.
+    """
+    listen(sock)
+    server = _Server(_uvicorn_config(state))
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    died = asyncio.ensure_future(state.engine.wait_dead())
+    stopped = asyncio.ensure_future(stop.first.wait())
+    _announce(state, url_of(sock))
+    try:
+        await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving  # raises what ended it
+            return EXIT_OK
+        if not died.done():
+            await _drain(state, stop, died, drain_timeout_s)
+        exit_code = EXIT_OK
+        if died.done():
+            exit_code = EXIT_ENGINE_DEAD
+            await _report_death(state, died.result())
+        server.should_exit = True
+        server.force_exit = stop.second.is_set()
+        await serving
+        return exit_code
+    finally:
+        for task in (serving, died, stopped):
+            task.cancel()
+        await asyncio.gather(serving, died, stopped, return_exceptions=True)
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(state),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+    )
+
+
+def _announce(state: ServerState, url: str) -> None:
+    for line in state.engine.get_model_info().summary:
+        _logger.info("%s", line)
+    _logger.info("serving %s at %s/v1", ", ".join(state.names.base_names), url)
+
+
+async def _drain(
+    state: ServerState,
+    stop: StopSignals,
+    died: "asyncio.Future[BaseException]",
+    timeout_s: float,
+) -> None:
+    """Refuse new requests and wait for the running ones; cut them at the deadline."""
+    state.draining = True
+    requests = state.open_requests
+    _logger.info("stopping: %d requests have %g s to finish", len(requests), timeout_s)
+    idle = asyncio.ensure_future(requests.wait_none(timeout_s))
+    hurry = asyncio.ensure_future(stop.second.wait())
+    ends: list[asyncio.Future[Any]] = [idle, hurry, died]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in (idle, hurry):
+        task.cancel()
+    await asyncio.gather(idle, hurry, return_exceptions=True)
+    if len(requests) and not died.done():
+        _logger.warning("%d requests did not finish and are ended", len(requests))
+        requests.end_all(
+            HttpError(
+                503,
+                f"the server shut down before this request had finished (it had {timeout_s:g} s, "
+                "--drain-timeout-s)",
+                code=SHUTTING_DOWN,
+            )
+        )
+        await requests.wait_none(_CUT_GRACE_S)
+
+
+async def _report_death(state: ServerState, error: BaseException) -> None:
+    """Give every open request the engine's end as its error."""
+    _logger.error("the engine is dead, the server ends: %s", error)
+    if not await state.open_requests.wait_none(_DEATH_GRACE_S):
+        state.open_requests.end_all(EngineDeadError(str(error)))
+        await state.open_requests.wait_none(_CUT_GRACE_S / 2)
