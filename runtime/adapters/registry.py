@@ -159,6 +159,10 @@ class AdapterRegistry:
         entry = self._entries.pop(name, None)
         return () if entry is None else self._drain(entry.version)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether ``name`` is registered, in whatever state."""
+        return name in self._entries
+
     def resolve(self, name: str) -> AdapterVersion:
         """The version that serves new requests for ``name``.
 
@@ -172,7 +176,7 @@ class AdapterRegistry:
             raise AdapterUnavailableError(f"adapter {name!r} is {entry.state}{because}")
         if self._draining(name):
             raise AdapterUnavailableError(f"adapter {name!r} is draining: it was removed")
-        raise UnknownModelError(f"unknown model or adapter {name!r}{self._near(name)}")
+        raise UnknownModelError(f"unknown model or adapter {name!r}{self.near_names(name)}")
 
     def acquire(self, adapter_id: AdapterId) -> None:
         """Take a reference; a version is not freed while one is held."""
@@ -200,6 +204,11 @@ class AdapterRegistry:
             else:
                 infos[name] = _info(entry.version, READY, entry.reason, resident)
         return tuple(infos[name] for name in sorted(infos))
+
+    def near_names(self, name: str) -> str:
+        """A phrase that names what ``name`` may have been meant for, or nothing."""
+        near = difflib.get_close_matches(name, [*self.base_names, *self._entries], n=3)
+        return f"; near names: {', '.join(near)}" if near else ""
 
     def check_invariants(self) -> None:
         """Assert that every version is either served or draining with references."""
@@ -235,11 +244,6 @@ class AdapterRegistry:
 
     def _draining(self, name: str) -> bool:
         return any(held.version.name == name for held in self._held.values())
-
-    def _near(self, name: str) -> str:
-        known = [*self.base_names, *self._entries]
-        near = difflib.get_close_matches(name, known, n=3)
-        return f"; near names: {', '.join(near)}" if near else ""
 
 
 def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:

@@ -1,0 +1,176 @@
+"""Puts the device half together: model, kernels, KV pool, executor."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ..runtime.adapters.target_map import TargetMap
+from ..runtime.config.engine import EngineConfig
+from ..runtime.errors import ModelError
+from .adapter_loader import LoadAdapter
+from .attention.base import AttentionBackend
+from .attention.select import select_attention_backend
+from .executor import DeviceExecutor
+from .linear.select import select_linear_backend
+from .linear.wrapper import wrap_linears
+from .lora.base import LoraBackend
+from .lora.select import select_lora_backend
+from .lora.table import LoraTable
+from .model.attention_hook import PagedAttentionHook
+from .model.kv_pool import KvLayout, KvPool
+from .model.load import ModelSource, load_config, load_model, resolve_device, resolve_dtype
+from .model.probe import check_parity, layer_shapes, record_attention
+from .model.rope import guard_longrope, rope_max_length, rope_recompute_length
+from .model.runner import ModelRunner
+from .model.sampler import Sampler
+from .model.targets import build_target_map, record_input_groups, with_input_groups
+from .step import StepContext
+
+_LOG = logging.getLogger(__name__)
+
+_MAX_RESIDENT_ADAPTERS = 2048  # rows of the kernels' table, a few dozen bytes per target each
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with corun's modules in place, before its memory is planned."""
+
+    config: Any  # transformers' configuration of the text model
+    model: PreTrainedModel
+    context: StepContext
+    hook: PagedAttentionHook
+    layout: KvLayout
+    target_map: TargetMap
+    lora_table: LoraTable
+    lora_backend: LoraBackend
+    attention_backend: AttentionBackend
+    linear_backend_name: str
+    rope_max_len: int | None
+    recompute_at_tokens: int | None
+
+    @property
+    def backend_names(self) -> dict[str, str]:
+        """What computes what."""
+        return {
+            "linear": self.linear_backend_name,
+            "attention": self.attention_backend.name,
+            "LoRA": self.lora_backend.name,
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and KV."""
+        return self.layout.dtype
+
+
+def set_up_process(num_threads: int) -> None:
+    """Settings of a process that is corun's own: threads, and no progress bars of libraries."""
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load(
+    source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None]
+) -> LoadedModel:
+    """Load the model and replace its attention and its linears.
+
+    Raises ``ModelError`` or ``ConfigError`` with the reason.
+    """
+    device = resolve_device(config.device)
+    hf_config = load_config(source)
+    dtype = resolve_dtype(config.dtype, hf_config)
+    context = StepContext()
+    hook = PagedAttentionHook(context)
+    try:
+        on_progress(f"loading {source.path} as {str(dtype).removeprefix('torch.')} on {device}")
+        model = load_model(source, hf_config, dtype, device, hook.name)
+        guard_longrope(model, context)
+        return _equip(model, context, hook, config, on_progress)
+    except BaseException:
+        hook.close()
+        raise
+
+
+def _equip(
+    model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
+    config: EngineConfig, on_progress: Callable[[str], None],
+) -> LoadedModel:  # fmt: skip
+    device, dtype = model.device, model.dtype
+    on_progress("choosing and compiling kernels")
+    target_map = build_target_map(model)
+    record = None
+
+    def pass_through() -> None:
+        nonlocal record
+        record = record_attention(model, hook)
+
+    groups = record_input_groups(
+        model, [target.path for target in target_map.targets], pass_through
+    )
+    assert record is not None
+    target_map = with_input_groups(target_map, groups)
+    table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, device)
+    lora_backend = select_lora_backend(config.lora_backend, table=table, device=device, dtype=dtype)
+    make_linear = select_linear_backend(config.linear_backend, device=device, dtype=dtype)
+    target_of = {target.physical_path: target.index for target in target_map.targets}
+    wrap_linears(model, context, make_linear, lora_backend, target_of)
+    return LoadedModel(
+        config=model.config.get_text_config(),
+        model=model,
+        context=context,
+        hook=hook,
+        layout=KvLayout(layer_shapes(record), config.block_size, dtype),
+        target_map=target_map,
+        lora_table=table,
+        lora_backend=lora_backend,
+        attention_backend=select_attention_backend(
+            config.attention_backend, device=device, dtype=dtype
+        ),
+        linear_backend_name=make_linear.name,
+        rope_max_len=rope_max_length(model),
+        recompute_at_tokens=rope_recompute_length(model),
+    )
+
+
+def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
+    """Allocate the KV pool and connect the model to it."""
+    pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
+    loaded.hook.attach(loaded.attention_backend, pool)
+    return ModelRunner(loaded.model, loaded.context, loaded.hook, pool)
+
+
+def probe(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:
+    """Run the parity probe; a mismatch raises ``ModelError`` unless it is waived."""
+    try:
+        error = check_parity(loaded.model, runner.probe_step)
+    except ModelError as mismatch:
+        if not is_waived:
+            raise
+        _LOG.warning("the parity probe failed and is waived by --skip-parity-probe: %s", mismatch)
+        return
+    _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
+
+
+def make_executor(
+    loaded: LoadedModel, runner: ModelRunner, load_adapter: LoadAdapter,
+    *, eos_token_ids: tuple[int, ...], max_model_len: int,
+) -> DeviceExecutor:  # fmt: skip
+    """Make the executor of the engine; it owns the runner from now on."""
+    return DeviceExecutor(
+        runner, Sampler(eos_token_ids), loaded.lora_table, load_adapter,
+        max_model_len=max_model_len,
+    )  # fmt: skip
+
+
+def free_bytes(device: torch.device, cpu_available_bytes: int) -> int:
+    """Memory of the device that is free now; on the CPU what the caller has read."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return cpu_available_bytes

@@ -1,0 +1,23 @@
+"""Names a base model's content for the KV namespaces, without reading its weights."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from .load import ModelSource
+
+
+def model_fingerprint(source: ModelSource, config: Any) -> str:
+    """Hash the configuration with what identifies the weights: hexadecimal SHA-256.
+
+    For a hub model that is its commit; for a directory the name, size and modification time of
+    its weight files.
+    """
+    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    digest.update(str(getattr(config, "_commit_hash", None) or source.revision).encode())
+    directory = Path(source.path)
+    if directory.is_dir():
+        for file in sorted(directory.glob("*.safetensors")):
+            stat = file.stat()
+            digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.hexdigest()

@@ -1,0 +1,254 @@
+"""Builds an engine from its configuration: the one place that knows all the parts.
+
+``build_engine`` is imported by engine processes and by the in-process engines; importing this
+module loads no torch, calling it does.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..adapters.load import read_adapter
+from ..adapters.registry import AdapterFacts
+from ..adapters.sources import collect_sources, parse_lora_module
+from ..config.engine import EngineConfig
+from ..demo import demo_adapters_path, demo_model_path
+from ..errors import AdapterError
+from ..facts import MachineFacts, read_machine_facts
+from ..memory.adapter_cache import AdapterCache
+from ..memory.block_pool import BlockPool
+from ..memory.budget import MemoryBudget
+from ..memory.device_memory import DeviceMemory
+from ..plan import AdapterId
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.registry import make_policy
+from ..scheduler.scheduler import Scheduler
+from .adapter_manager import AdapterManager
+from .core import CoreConfig, EngineCore
+from .messages import ModelInfo
+from .resources import DeviceFacts, MemoryPlan, plan_max_model_len, plan_memory
+from .summary import summary_lines
+
+if TYPE_CHECKING:
+    from ...gpu.assemble import LoadedModel
+    from ...gpu.lora.table import DeviceAdapter
+    from ...gpu.model.generation import GenerationDefaults
+    from ...gpu.model.load import ModelSource
+
+_LOG = logging.getLogger(__name__)
+
+
+class EngineAssembly:
+    """An engine, put together; ``close`` takes it apart."""
+
+    def __init__(
+        self, core: EngineCore, info: ModelInfo, adapters: AdapterManager, close: Callable[[], None]
+    ) -> None:
+        self.core = core
+        self.info = info
+        self.adapters = adapters
+        self._close = close
+
+    def close(self) -> None:
+        """Stop the threads and free the memory. Idempotent."""
+        self._close()
+
+
+def with_demo(config: EngineConfig) -> EngineConfig:
+    """Without a model, serve the packaged one; without adapters, its own."""
+    if config.model is not None:
+        return config
+    has_adapters = config.lora_dir is not None or config.lora_modules
+    lora_dir = config.lora_dir if has_adapters else str(demo_adapters_path())
+    return replace(config, model=str(demo_model_path()), lora_dir=lora_dir)
+
+
+def build_engine(
+    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+) -> EngineAssembly:
+    """Load model and adapters and connect everything.
+
+    Args:
+        config: The options.
+        on_progress: Told what is being done, for people.
+        own_process: Whether settings of the whole process (threads, progress bars) may be made.
+
+    Raises:
+        CorunError: With the reason why the engine cannot start.
+    """
+    config = with_demo(config)
+    assert config.model is not None
+    from ...gpu import assemble
+    from ...gpu.model.load import ModelSource
+
+    facts = read_machine_facts()
+    if own_process:
+        assemble.set_up_process(config.cpu_threads or facts.num_cpus)
+    source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    loaded = assemble.load(source, config, on_progress)
+    try:
+        return _connect(config, source, loaded, on_progress)
+    except BaseException:
+        loaded.hook.close()
+        raise
+
+
+def _connect(
+    config: EngineConfig,
+    source: "ModelSource",
+    loaded: "LoadedModel",
+    on_progress: Callable[[str], None],
+) -> EngineAssembly:
+    """Plan the memory, probe the model, make core and executor, register the adapters."""
+    from ...gpu import assemble
+    from ...gpu.model.fingerprint import model_fingerprint
+    from ...gpu.model.generation import read_generation_defaults
+
+    memory = _plan_memory(config, loaded, read_machine_facts())
+    runner = assemble.make_runner(loaded, memory.num_blocks)
+    on_progress("comparing logits with transformers (parity probe)")
+    assemble.probe(loaded, runner, is_waived=config.skip_parity_probe)
+    defaults = read_generation_defaults(source, loaded.config)
+    manager = AdapterManager(_facts_reader(config, loaded))
+    executor = assemble.make_executor(
+        loaded, runner, _adapter_loader(config, loaded, manager),
+        eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
+    )  # fmt: skip
+    core = EngineCore(
+        _make_scheduler(config, loaded, memory, defaults.eos_token_ids),
+        executor,
+        manager,
+        CoreConfig(
+            base_fingerprint=model_fingerprint(source, loaded.config), dtype=str(loaded.dtype)
+        ),
+        clock=time.monotonic,
+        on_adapter_gone=manager.forget,
+    )
+    manager.attach(core)
+
+    def close() -> None:
+        manager.close()
+        executor.close()
+
+    try:
+        _register_adapters(config, manager, on_progress)
+    except BaseException:
+        close()
+        raise
+    info = _model_info(config, loaded, memory, defaults)
+    summary = summary_lines(info, manager.infos(), loaded.backend_names)
+    return EngineAssembly(core, msgspec.structs.replace(info, summary=summary), manager, close)
+
+
+def _plan_memory(config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts) -> MemoryPlan:
+    from ...gpu import assemble
+
+    device = loaded.model.device
+    model_limit = getattr(loaded.config, "max_position_embeddings", None)
+    max_model_len = plan_max_model_len(config.max_model_len, model_limit, loaded.rope_max_len)
+    device_facts = DeviceFacts(
+        type=device.type,
+        free_bytes=assemble.free_bytes(device, facts.memory_available_bytes),
+        block_bytes=loaded.layout.block_bytes,
+    )
+    return plan_memory(config, device_facts, max_model_len)
+
+
+def _make_scheduler(
+    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, eos_token_ids: tuple[int, ...]
+) -> Scheduler:
+    budget = MemoryBudget(plan.capacity_bytes)
+    memory = DeviceMemory(
+        budget,
+        BlockPool(plan.num_blocks, loaded.layout.block_bytes, budget),
+        AdapterCache(budget),
+    )
+    scheduler_config = SchedulerConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=config.block_size,
+        max_num_waiting=config.max_num_waiting,
+        recompute_at_tokens=loaded.recompute_at_tokens,
+    )
+    return Scheduler(scheduler_config, make_policy(config.scheduling_policy), memory, eos_token_ids)
+
+
+def _read(config: EngineConfig, loaded: "LoadedModel", path: str) -> "tuple[DeviceAdapter, str]":
+    """Read, check and pack a PEFT directory; returns it with its content digest."""
+    from ...gpu.lora.convert import convert_adapter
+
+    files = read_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
+    return convert_adapter(files.adapter, loaded.lora_backend, loaded.dtype), files.digest
+
+
+def _facts_reader(config: EngineConfig, loaded: "LoadedModel") -> Callable[[str], AdapterFacts]:
+    """What registering needs: the adapter is packed once to know its exact size, and dropped."""
+
+    def read_facts(path: str) -> AdapterFacts:
+        adapter, digest = _read(config, loaded, path)
+        return AdapterFacts(digest=digest, rank=adapter.max_rank, num_bytes=adapter.num_bytes)
+
+    return read_facts
+
+
+def _adapter_loader(
+    config: EngineConfig, loaded: "LoadedModel", manager: AdapterManager
+) -> "Callable[[AdapterId], DeviceAdapter]":
+    """What the executor's loads do: a version's files must still be what was registered."""
+
+    def load_adapter(adapter_id: AdapterId) -> "DeviceAdapter":
+        version = manager.version(adapter_id)
+        adapter, digest = _read(config, loaded, version.path)
+        if digest != version.digest:
+            raise AdapterError(
+                f"the files of adapter {version.name!r} in {version.path} have changed since it "
+                "was registered; register it again to serve the new content"
+            )
+        return adapter
+
+    return load_adapter
+
+
+def _register_adapters(
+    config: EngineConfig, manager: AdapterManager, on_progress: Callable[[str], None]
+) -> None:
+    """Register the adapters of the options; one that was named singly must be servable."""
+    sources = collect_sources(config.lora_dir, config.lora_modules)
+    named = {parse_lora_module(text).name for text in config.lora_modules}
+    for number, source in enumerate(sources, start=1):
+        on_progress(f"reading adapter {number} of {len(sources)}: {source.name}")
+        try:
+            manager.add_now(source.name, source.path)
+        except AdapterError as error:
+            if source.name in named:
+                raise
+            _LOG.error("not served: %s", error)
+
+
+def _model_info(
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    memory: MemoryPlan,
+    defaults: "GenerationDefaults",
+) -> ModelInfo:
+    assert config.model is not None
+    return ModelInfo(
+        name=config.model,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.model.device),
+        max_model_len=memory.max_model_len,
+        vocab_size=int(loaded.config.vocab_size),
+        eos_token_ids=defaults.eos_token_ids,
+        default_sampling=defaults.sampling,
+        kv_capacity_tokens=memory.num_blocks * config.block_size,
+        memory_bytes=memory.capacity_bytes,
+        max_num_waiting=config.max_num_waiting,
+        tokenizer_path=config.model,
+        summary=(),
+    )

@@ -1,0 +1,91 @@
+"""Turns options and facts into the sizes an engine is built with. Pure."""
+
+from dataclasses import dataclass
+
+from ..config.engine import EngineConfig
+from ..errors import ConfigError, ResourceError
+
+_GIB = 2**30
+# CUDA memory for the KV pool is taken whole at start; this share of the budget stays for adapters.
+# On the CPU blocks take memory only when they are written, so both share all of it.
+_CUDA_ADAPTER_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What the sizes depend on."""
+
+    type: str  # "cpu" or "cuda"
+    free_bytes: int  # after the model has been loaded
+    block_bytes: int  # one KV block over all layers
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The one budget, and the KV blocks that exist physically."""
+
+    capacity_bytes: int  # KV blocks and adapters together
+    num_blocks: int
+    max_model_len: int  # what the model allows, cut to what fits
+
+
+def plan_max_model_len(
+    requested: int | None, model_limit: int | None, rope_limit: int | None
+) -> int:
+    """Choose the longest context in tokens.
+
+    Args:
+        requested: ``--max-model-len``, or None.
+        model_limit: What the model's configuration states, or None.
+        rope_limit: Length up to which its rotary embeddings do not change, or None.
+
+    Raises:
+        ConfigError: A longer context is asked for than the model can answer rightly.
+    """
+    limits = [limit for limit in (model_limit, rope_limit) if limit is not None]
+    if not limits and requested is None:
+        raise ConfigError(
+            "the model's configuration states no context length; give --max-model-len"
+        )
+    limit = min(limits, default=requested)
+    assert limit is not None
+    if requested is not None and requested > limit:
+        raise ConfigError(
+            f"--max-model-len is {requested}, but the model was made for {limit} tokens at most"
+        )
+    return requested or limit
+
+
+def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
+    """Size the budget and the KV pool.
+
+    Raises:
+        ResourceError: There is less memory than was asked for, or too little for one request of
+            the context length that was asked for.
+    """
+    capacity_bytes = _capacity_bytes(config, facts)
+    share = 1.0 - (_CUDA_ADAPTER_SHARE if facts.type == "cuda" else 0.0)
+    num_blocks = int(capacity_bytes * share) // facts.block_bytes
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    num_blocks = min(num_blocks, most_useful)
+    num_tokens = num_blocks * config.block_size
+    if num_tokens >= max_model_len:
+        return MemoryPlan(capacity_bytes, num_blocks, max_model_len)
+    if config.max_model_len is not None or num_tokens < 2:
+        raise ResourceError(
+            f"{capacity_bytes / _GIB:.3g} GiB hold the KV of {num_tokens} tokens, but one request "
+            f"may take {max_model_len} (--max-model-len); lower it or raise --memory-gib"
+        )
+    return MemoryPlan(capacity_bytes, num_blocks, num_tokens)
+
+
+def _capacity_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
+    if config.memory_gib is None:
+        return int(facts.free_bytes * config.memory_fraction)
+    asked_bytes = int(config.memory_gib * _GIB)
+    if asked_bytes > facts.free_bytes:
+        raise ResourceError(
+            f"--memory-gib is {config.memory_gib:g}, but only {facts.free_bytes / _GIB:.3g} GiB "
+            f"are free on {facts.type} with the model loaded"
+        )
+    return asked_bytes

@@ -1,0 +1,127 @@
+"""Truth for what the engine computes: transformers + PEFT, run plainly."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from support.architectures import save_model
+from support.tokenizers import save_word_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 96
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """An adapter to make: PEFT's options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ATTENTION_AND_MLP = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
+    "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "c_fc", "c_proj",
+)  # fmt: skip
+ADAPTER_SPECS = (
+    AdapterSpec("plain", {"r": 4, "lora_alpha": 6}),
+    AdapterSpec("rs", {"r": 9, "lora_alpha": 4, "use_rslora": True}),
+    AdapterSpec("one", {"r": 1, "lora_alpha": 1, "layers_to_transform": [1]}),
+    AdapterSpec(
+        "patterns",
+        {
+            "r": 8,
+            "lora_alpha": 8,
+            "rank_pattern": {"o_proj": 3, "dense": 3, "^.*layers.0.*down_proj": 17, "c_proj": 17},
+            "alpha_pattern": {"o_proj": 5, "layers.1.*v_proj": 2},
+        },
+    ),
+)
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Names of the linears that adapters of this model may have, without expert routers."""
+    names = {path.rpartition(".")[2] for path, module in model.named_modules()
+             if isinstance(module, torch.nn.Linear)}  # fmt: skip
+    return sorted(names & set(ATTENTION_AND_MLP))
+
+
+class ParityCase:
+    """A model directory and its adapters, with their truth in any dtype."""
+
+    def __init__(self, architecture: str, directory: Path, *, seed: int = 0) -> None:
+        self.directory = save_model(architecture, directory / "model", seed=seed)
+        save_word_tokenizer(self.directory, VOCAB_SIZE)
+        self.adapters: dict[str, Path] = {}
+        torch.manual_seed(seed + 1)
+        for spec in ADAPTER_SPECS:
+            path = directory / "adapters" / spec.name
+            self._make_adapter(spec, path)
+            self.adapters[spec.name] = path
+
+    def truth(
+        self, adapter: str | None, token_ids: list[int], first: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Log-probabilities of the tokens from index ``first`` on: [tokens - first, vocabulary].
+
+        Each row is computed from its own prefix alone, so that models whose rotary factors depend
+        on the length are asked at the length at which a server would ask them.
+        """
+        model = self._load(adapter, dtype)
+        rows = []
+        with torch.inference_mode():
+            for end in range(first, len(token_ids)):
+                logits = model(input_ids=torch.tensor([token_ids[:end]])).logits[0, -1]
+                rows.append(torch.log_softmax(logits.float(), dim=-1))
+        return torch.stack(rows)
+
+    def _load(self, adapter: str | None, dtype: torch.dtype) -> Any:
+        key = (adapter, dtype)
+        cache = self.__dict__.setdefault("_models", {})
+        if key not in cache:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.directory, dtype=dtype, attn_implementation="eager"
+            )
+            if adapter is not None:
+                model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
+            cache[key] = model.eval()
+        return cache[key]
+
+    def _make_adapter(self, spec: AdapterSpec, path: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        targets = linear_names(model)
+        config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **spec.options)
+        adapted = peft.get_peft_model(model, config)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(0.0, 0.6 * parameter.shape[1] ** -0.5)
+        adapted.save_pretrained(path)
+        config_file = path / "adapter_config.json"
+        fields = json.loads(config_file.read_text())
+        fields["base_model_name_or_path"] = None
+        config_file.write_text(json.dumps(fields))
+
+
+def largest_error(case: ParityCase, output: Any, adapter: str | None) -> float:
+    """Largest error of an output's log-probabilities against float32 truth, relative to theirs.
+
+    Also asserts that every greedy token is a maximum of the truth, up to a near-tie.
+    """
+    choice = output.outputs[0]
+    tokens = [*output.prompt_token_ids, *choice.token_ids]
+    truth = case.truth(adapter, tokens, len(output.prompt_token_ids), torch.float32)
+    scale = float(truth.abs().max())
+    worst = 0.0
+    for position, (token, candidates) in enumerate(
+        zip(choice.token_ids, choice.logprobs, strict=True)
+    ):
+        row = truth[position]
+        for candidate, logprob in candidates.items():
+            worst = max(worst, abs(logprob.logprob - float(row[candidate])) / scale)
+        assert float(row.max() - row[token]) <= 1e-4 * scale, (position, token)
+    return worst
