@@ -1,0 +1,170 @@
+"""The allow-list of configuration fields."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun.runtime.adapters.peft_config import (
+    _IGNORED,
+    _REASONS,
+    _SERVED,
+    parse_peft_config,
+    read_peft_config,
+)
+from corun.runtime.errors import AdapterError
+from peft import LoraConfig
+
+_PATH = Path("some/adapter_config.json")
+_MINIMAL = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+
+
+def parse(**fields: Any) -> Any:
+    return parse_peft_config({**_MINIMAL, **fields}, _PATH)
+
+
+def test_minimal_configuration() -> None:
+    spec = parse()
+    assert (spec.r, spec.lora_alpha, spec.use_rslora) == (8, 16.0, False)
+    assert spec.target_modules == ("q_proj",)
+    assert spec.base_model_name_or_path is None
+    assert spec.layers_to_transform is None
+
+
+def test_configuration_of_the_installed_peft_is_accepted(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    config.save_pretrained(str(tmp_path))
+    spec = read_peft_config(tmp_path)
+    assert spec.r == 4
+    assert spec.target_modules == ("q_proj",)
+
+
+def test_every_field_of_the_installed_peft_is_known() -> None:
+    """A new field of PEFT is refused when it is set; this says that one is to be looked at."""
+    names = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert names - _SERVED - _IGNORED - set(_REASONS) == set()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("lora_bias", True),
+        ("fan_in_fan_out", True),
+        ("modules_to_save", ["lm_head"]),
+        ("trainable_token_indices", [1]),
+        ("target_parameters", ["experts.gate_up_proj"]),
+        ("alora_invocation_tokens", [1, 2]),
+        ("layer_replication", [[0, 4]]),
+        ("megatron_config", {"a": 1}),
+        ("arrow_config", {"top_k": 3}),
+        ("velora_config", {"x": 1}),
+        ("kasa_config", {"x": 1}),
+        ("monteclora_config", {"num_samples": 8}),
+        ("ensure_weight_tying", True),
+        ("a_field_of_the_future", 1),
+        ("a_field_of_the_future", 0),
+        ("a_field_of_the_future", "on"),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "lora_ga"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "an_init_of_the_future"),
+    ],
+)
+def test_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(AdapterError) as caught:
+        parse(**{field: value})
+    message = str(caught.value)
+    assert str(_PATH) in message
+    assert f"{field}={value!r}" in message
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_an_unknown_field_at_a_neutral_value_is_accepted(value: object) -> None:
+    parse(a_field_of_the_future=value)
+
+
+@pytest.mark.parametrize("value", [None, True, False, "gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_keep_the_base_are_accepted(value: object) -> None:
+    parse(init_lora_weights=value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"r": 0},
+        {"r": -1},
+        {"r": 8.0},
+        {"r": True},
+        {"r": "8"},
+        {"r": None},
+        {"lora_alpha": None},
+        {"lora_alpha": "16"},
+        {"lora_alpha": float("nan")},
+        {"lora_alpha": 10**400},
+        {"use_rslora": 1},
+        {"rank_pattern": {"q_proj": 0}},
+        {"rank_pattern": [1]},
+        {"rank_pattern": {"(": 2}},
+        {"alpha_pattern": {"q_proj": "x"}},
+        {"alpha_pattern": {"q_proj": float("inf")}},
+        {"target_modules": None},
+        {"target_modules": []},
+        {"target_modules": [1]},
+        {"target_modules": "("},
+        {"exclude_modules": 3},
+        {"exclude_modules": "*"},
+        {"layers_to_transform": "1"},
+        {"layers_to_transform": [1.5]},
+        {"layers_pattern": "layers"},  # needs layers_to_transform
+        {"layers_pattern": ["("], "layers_to_transform": [0]},
+        {"target_modules": ".*q_proj", "layers_to_transform": [0]},
+        {"base_model_name_or_path": 3},
+    ],
+)
+def test_wrong_values_name_a_field(fields: dict[str, object]) -> None:
+    with pytest.raises(AdapterError) as caught:
+        parse(**fields)
+    message = str(caught.value)
+    assert str(_PATH) in message
+    assert any(field in message for field in fields)
+
+
+@pytest.mark.parametrize(
+    ("content", "needle"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"[" * 200_000, "not valid JSON"),
+        (b" " * (5 << 20), "larger than"),
+        (json.dumps({"peft_type": "LORA", "r": 8}).encode(), "lora_alpha is missing"),
+    ],
+)
+def test_broken_files(tmp_path: Path, content: bytes, needle: str) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(AdapterError, match=needle):
+        read_peft_config(tmp_path)
+
+
+def test_missing_directory_and_file(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="no such adapter directory"):
+        read_peft_config(tmp_path / "nowhere")
+    with pytest.raises(AdapterError, match="holds no adapter_config.json"):
+        read_peft_config(tmp_path)
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    with pytest.raises(AdapterError) as caught:
+        parse(modules_to_save=["m" * 10_000])
+    assert len(str(caught.value)) < 500
