@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..adapters.registry import AdapterVersion
 from ..memory.namespace import kv_namespace
 from ..plan import BASE_ADAPTER, AdapterId, Executor, RequestId, StepPlan
 from ..scheduler.events import FinishReason, RequestEvent
@@ -19,34 +20,10 @@ from .request import Request
 _logger = logging.getLogger(__name__)
 
 
-class AdapterVersionLike(Protocol):
-    """What the engine must know of one immutable adapter version."""
-
-    @property
-    def adapter_id(self) -> AdapterId:
-        """Never reused."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Digest of configuration and tensors."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """Factor on the whole delta, beside the scaling that its configuration states."""
-        ...
-
-
 class AdapterSource(Protocol):
     """Where adapter names are resolved and references are counted: the registry."""
 
-    def resolve(self, name: str) -> AdapterVersionLike:
+    def resolve(self, name: str) -> AdapterVersion:
         """Return the version that new requests use.
 
         Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
@@ -57,8 +34,8 @@ class AdapterSource(Protocol):
         """A request uses this version from now on."""
         ...
 
-    def release(self, adapter_id: AdapterId) -> None:
-        """A request that used this version has ended."""
+    def release(self, adapter_id: AdapterId) -> bool:
+        """A request that used this version has ended; True = nothing names it any more."""
         ...
 
 
@@ -118,7 +95,7 @@ class EngineCore:
         if message.adapter_name is not None:
             version = self._adapters.resolve(message.adapter_name)
             adapter_id, num_bytes = version.adapter_id, version.num_bytes
-            adapters = ((version.digest, version.scale),)
+            adapters = ((version.facts.digest, version.facts.scale),)
         now_s = self._clock()
         request = Request(
             request_id=RequestId(message.request_id),
@@ -160,9 +137,14 @@ class EngineCore:
         """Submit what can be scheduled, take in what has ended, and return what is new.
 
         Waits up to ``timeout_s`` for the executor if something is in flight and nothing is new.
+        If it returns nothing, there is nothing to do before ``fileno()`` is readable or a request
+        comes. If it returns updates, the next step may be due: whoever brings new requests first
+        has them in it.
         """
         self._fill()
         self._poll(0.0 if self._updates else timeout_s)
+        if self._has_news and not self._updates:
+            self._fill()
         self._report_gone()
         updates, self._updates = self._updates, []
         return updates
@@ -252,8 +234,8 @@ class EngineCore:
         adapter_id = self._adapter_of.pop(event.request_id)
         if event.finish_reason is FinishReason.ERROR:
             _logger.error("request %d failed: %s", event.request_id, event.error)
-        if adapter_id != BASE_ADAPTER:
-            self._adapters.release(adapter_id)
+        if adapter_id != BASE_ADAPTER and self._adapters.release(adapter_id):
+            self.drop_adapter(adapter_id)
 
     def _report_gone(self) -> None:
         """Tell of dropped adapter versions that have left the device."""

@@ -1,0 +1,103 @@
+from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferId, TransferKind, TransferResult
+from support.scheduling import BLOCK_BYTES, make_memory
+
+
+def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
+    assert memory.load(AdapterId(adapter_id), num_bytes)
+    for transfer in memory.take_commands():
+        memory.settle(TransferResult(transfer.transfer_id))
+
+
+def reclaim(memory: DeviceMemory, num_blocks: int) -> bool:
+    return memory.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
+
+
+def test_a_load_is_one_command_and_ends_once() -> None:
+    memory = make_memory(num_blocks=4)
+    assert memory.load(AdapterId(1), 150)
+    (transfer,) = memory.take_commands()
+    assert (transfer.kind, transfer.adapter_id, transfer.num_bytes) == (
+        TransferKind.LOAD_ADAPTER,
+        1,
+        150,
+    )
+    assert memory.take_commands() == ()
+    assert memory.num_open_transfers == 1
+    assert memory.settle(TransferResult(transfer.transfer_id)) == transfer
+    assert memory.settle(TransferResult(transfer.transfer_id)) is None
+    assert memory.settle(TransferResult(TransferId(99))) is None
+    assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
+
+
+def test_blocks_push_out_idle_adapters_and_bytes_come_with_the_completion() -> None:
+    memory = make_memory(num_blocks=4)
+    load(memory, 1, 150)
+    load(memory, 2, 50)
+    assert memory.pool.allocate(3) is None
+    assert reclaim(memory, 3)
+    (eviction,) = memory.take_commands()
+    assert (eviction.kind, eviction.adapter_id) == (TransferKind.EVICT_ADAPTER, 1)
+    assert memory.pool.allocate(3) is None
+    assert reclaim(memory, 3), "the room is coming"
+    assert memory.take_commands() == ()
+    memory.settle(TransferResult(eviction.transfer_id))
+    assert memory.pool.allocate(3) is not None
+    memory.check_invariants()
+
+
+def test_nothing_is_evicted_where_it_would_not_be_enough() -> None:
+    memory = make_memory(num_blocks=4)
+    load(memory, 1, 100)
+    held = memory.pool.allocate(2)
+    assert held is not None
+    assert not reclaim(memory, 3)
+    assert not memory.reclaim(5, 0, include_waiting=True, keep=BASE_ADAPTER)
+    assert memory.take_commands() == ()
+    memory.retire(held)
+    assert reclaim(memory, 3), "with what drains it is enough"
+    assert memory.take_commands() == ()
+    memory.free_retired(list(held))
+    assert memory.pool.num_available_blocks == 3
+
+
+def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
+    memory = make_memory(num_blocks=4)
+    load(memory, 1, 100)
+    memory.cache.acquire(AdapterId(1))
+    memory.drop(AdapterId(1))
+    assert memory.take_commands() == ()
+    assert memory.has_dropped_adapters
+    memory.cache.release(AdapterId(1))
+    (eviction,) = memory.take_commands()
+    assert memory.take_gone() == []
+    memory.settle(TransferResult(eviction.transfer_id))
+    assert memory.take_gone() == [1]
+    assert memory.take_gone() == []
+    assert not memory.has_dropped_adapters
+
+
+def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
+    memory = make_memory(num_blocks=4)
+    memory.drop(AdapterId(7))
+    assert memory.take_commands() == ()
+    assert memory.take_gone() == [7]
+    assert memory.load(AdapterId(1), 100)
+    (transfer,) = memory.take_commands()
+    memory.drop(AdapterId(1))
+    memory.settle(TransferResult(transfer.transfer_id))
+    (eviction,) = memory.take_commands()
+    memory.settle(TransferResult(eviction.transfer_id, "still mapped"))
+    (again,) = memory.take_commands()
+    assert again.transfer_id != eviction.transfer_id
+    memory.settle(TransferResult(again.transfer_id))
+    assert memory.take_gone() == [1]
+    assert memory.budget.free_bytes == 4 * BLOCK_BYTES
+
+
+def test_what_can_ever_be_held() -> None:
+    memory = make_memory(num_blocks=4, capacity_bytes=350)
+    assert memory.can_ever_hold(3, 50)
+    assert not memory.can_ever_hold(3, 51)
+    assert not make_memory(num_blocks=4, capacity_bytes=10_000).can_ever_hold(5, 0)

@@ -1,0 +1,256 @@
+"""Anything may happen in any order: everything ends, and ends with the right tokens."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from corun.runtime.engine.request import Request
+from corun.runtime.errors import RequestError
+from corun.runtime.plan import AdapterId, Outcome, RequestId
+from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.fcfs import FcfsPolicy
+from support.fake_executor import expected_output
+from support.scheduling import (
+    BLOCK_BYTES,
+    make_executor,
+    make_memory,
+    make_request,
+    make_scheduler,
+)
+
+EOS = frozenset({3})
+MAX_MODEL_LEN = 24
+NUM_ADAPTERS = 4
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A scheduler, an executor that ends steps and transfers when told to, and bad luck."""
+
+    depth = 1
+
+    @initialize(
+        num_blocks=st.integers(2, 12),
+        spare_bytes=st.integers(-300, 700),
+        max_num_batched_tokens=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 5),
+        mix=st.booleans(),
+        recompute_at_tokens=st.none() | st.integers(4, 20),
+        max_overtaking_tokens=st.integers(0, 40),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        spare_bytes: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        mix: bool,
+        recompute_at_tokens: int | None,
+        max_overtaking_tokens: int,
+    ) -> None:
+        capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
+        self.scheduler = make_scheduler(
+            memory=make_memory(num_blocks=num_blocks, capacity_bytes=capacity_bytes),
+            policy=FcfsPolicy(max_overtaking_tokens),
+            eos_token_ids=EOS,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=MAX_MODEL_LEN,
+            mix_decode_with_prefill=mix,
+            recompute_at_tokens=recompute_at_tokens,
+        )
+        self.executor = make_executor(self.scheduler, is_automatic=False)
+        self.executor.outcome_of = self.outcome_of
+        self.outcomes: list[Outcome] = []  # of the next rows
+        self.requests: dict[RequestId, Request] = {}
+        self.outputs: dict[RequestId, list[int]] = {}
+        self.ended: dict[RequestId, RequestEvent] = {}
+        self.failing_adapters: set[AdapterId] = set()
+        self.was_failed: set[RequestId] = set()
+        self.now_s = 0.0
+
+    def outcome_of(self, request_id: RequestId, start: int) -> Outcome:
+        outcome = self.outcomes.pop() if self.outcomes else Outcome.TOKENS
+        if outcome is not Outcome.TOKENS:
+            self.was_failed.add(request_id)
+        return outcome
+
+    @rule(
+        prompt_len=st.integers(1, MAX_MODEL_LEN - 1),
+        max_tokens=st.none() | st.integers(1, 20),
+        adapter=st.integers(0, NUM_ADAPTERS),
+        ignore_eos=st.booleans(),
+        age_s=st.sampled_from([0.0, 0.0, 2.0]),
+    )
+    def arrive(
+        self,
+        prompt_len: int,
+        max_tokens: int | None,
+        adapter: int,
+        ignore_eos: bool,
+        age_s: float,
+    ) -> None:
+        request_id = RequestId(len(self.requests) + 1)
+        request = make_request(
+            request_id,
+            prompt=prompt_len,
+            max_tokens=max_tokens,
+            arrival_s=self.now_s - age_s,
+            adapter_id=AdapterId(adapter),
+            adapter_bytes=adapter * 130,
+            ignore_eos=ignore_eos,
+            min_tokens=min(2, max_tokens or 2),
+        )
+        self.now_s += 1.0
+        try:
+            self.scheduler.add_request(request, self.now_s)
+        except RequestError:
+            return
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+
+    @precondition(lambda self: self.scheduler.num_in_flight < self.depth)
+    @rule()
+    def schedule(self) -> None:
+        plan = self.scheduler.schedule(self.now_s)
+        if plan is not None:
+            self.executor.submit(plan)
+
+    @precondition(lambda self: self.executor.steps)
+    @rule(
+        outcomes=st.lists(
+            st.sampled_from([Outcome.TOKENS] * 6 + [Outcome.RETRY, Outcome.FAILED]), max_size=4
+        )
+    )
+    def finish_step(self, outcomes: list[Outcome]) -> None:
+        self.outcomes = list(outcomes)
+        self.executor.finish_step()
+        self.outcomes = []
+        self.poll()
+
+    @precondition(lambda self: self.executor.steps)
+    @rule()
+    def lose_step(self) -> None:
+        plan, rows = self.executor.steps.popleft()
+        self.was_failed |= {row.request_id for row in rows}
+        for transfer in plan.transfers:  # those that ended before are not given up
+            if self.executor.transfers.get(transfer.transfer_id) is transfer:
+                self.executor.finish_transfer(transfer.transfer_id, "the step was lost")
+                self.failing_adapters.add(transfer.adapter_id)
+        self.executor.poll()
+        self.take(self.scheduler.fail_step(plan.step_id, "lost", self.now_s))
+
+    @precondition(lambda self: self.executor.transfers)
+    @rule(index=st.integers(0, 10), is_failing=st.sampled_from([False, False, False, True]))
+    def finish_transfer(self, index: int, is_failing: bool) -> None:
+        transfers = list(self.executor.transfers.values())
+        transfer = transfers[index % len(transfers)]
+        if is_failing:
+            self.failing_adapters.add(transfer.adapter_id)
+        self.executor.finish_transfer(transfer.transfer_id, "bad luck" if is_failing else None)
+        self.poll()
+
+    @precondition(lambda self: self.requests)
+    @rule(index=st.integers(0, 50))
+    def abort(self, index: int) -> None:
+        request_id = RequestId(index % len(self.requests) + 1)
+        event = self.scheduler.abort(request_id, self.now_s)
+        assert (event is None) == (request_id not in self.requests or request_id in self.ended)
+        self.take([] if event is None else [event])
+
+    def poll(self) -> None:
+        for result in self.executor.poll():
+            self.take(self.scheduler.update(result, self.now_s))
+
+    def take(self, events: list[RequestEvent]) -> None:
+        for event in events:
+            assert event.request_id not in self.ended, "told of after its end"
+            self.outputs[event.request_id].extend(event.token_ids)
+            if event.finish_reason is not None:
+                self.ended[event.request_id] = event
+                self.check_output(self.requests[event.request_id], event)
+
+    def check_output(self, request: Request, event: RequestEvent) -> None:
+        expected, reason = expected_output(
+            request.prompt_token_ids,
+            request.sampling,
+            request.adapter_id,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=EOS,
+        )
+        output = self.outputs[request.request_id]
+        if event.finish_reason in ("stop", "length"):
+            assert (output, event.finish_reason) == (expected, reason)
+            is_stop = event.finish_reason == "stop"
+            assert event.stop_token_id == (output[-1] if is_stop else None)
+        else:
+            assert output == expected[: len(output)]
+        if event.finish_reason == "error":
+            has_bad_adapter = request.adapter_id in self.failing_adapters
+            assert has_bad_adapter or request.request_id in self.was_failed
+            assert event.error
+
+    @invariant()
+    def parts_agree(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        """Without further bad luck everything ends, and all memory comes back."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in self.turns_to_end():
+            self.parts_agree()
+        assert set(self.ended) == set(self.requests)
+        memory = self.scheduler.memory
+        for adapter_id in memory.cache.resident_ids():
+            self.scheduler.drop_adapter(adapter_id)
+        dropped = set(memory.cache.resident_ids())
+        for _ in self.turns_to_end():
+            self.parts_agree()
+        assert set(memory.take_gone()) == dropped
+        assert memory.budget.free_bytes == memory.budget.capacity_bytes
+
+    def turns_to_end(self) -> Iterator[int]:
+        for turn in range(3000):
+            if not self.scheduler.has_work():
+                return
+            while self.scheduler.num_in_flight < self.depth:
+                plan = self.scheduler.schedule(self.now_s)
+                if plan is None:
+                    break
+                self.executor.submit(plan)
+            assert self.executor.steps or self.executor.transfers, "stuck"
+            for transfer_id in list(self.executor.transfers):
+                self.executor.finish_transfer(transfer_id)
+            if self.executor.steps:
+                self.executor.finish_step()
+            self.poll()
+            yield turn
+        raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_everything_ends_with_the_right_tokens(depth: int) -> None:
+    machine = type(f"Depth{depth}", (SchedulerMachine,), {"depth": depth})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=int(os.environ.get('CORUN_EXAMPLES', 40)),
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,292 @@
+"""An executor without a device that checks every plan and computes tokens by a pure function.
+
+It keeps what a device would keep: token lists, block tables, adapters, and in every KV slot which
+request, position and token it was computed for. Steps end in order, when told to; a row may then
+be told to fail or to be retried.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from corun.runtime.plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    BlockId,
+    NewRequest,
+    Outcome,
+    RequestId,
+    RowResult,
+    StepPlan,
+    StepResult,
+    SubBatchKind,
+    Transfer,
+    TransferKind,
+    TransferResult,
+)
+from corun.runtime.sampling import SamplingParams
+
+VOCAB_SIZE = 97
+GARBAGE_TOKEN = -1  # sampled from what must not count; must never be seen outside
+
+OutcomeOf = Callable[[RequestId, int], Outcome]  # of a request's row that starts at a position
+
+
+def token_of(prompt_token_ids: tuple[int, ...], adapter_id: AdapterId, position: int) -> int:
+    """The token at ``position``, which depends on nothing but the request itself."""
+    seed = hash((prompt_token_ids, adapter_id, position))  # ints only: stable between runs
+    return (seed ^ (seed >> 17)) % VOCAB_SIZE
+
+
+def expected_output(
+    prompt_token_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    adapter_id: AdapterId = BASE_ADAPTER,
+    *,
+    max_model_len: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> tuple[list[int], str]:
+    """All output tokens and the finish reason, without batching, memory or time."""
+    stops = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stops |= eos_token_ids
+    output: list[int] = []
+    limit = max_model_len - len(prompt_token_ids)
+    if sampling.max_tokens is not None:
+        limit = min(limit, sampling.max_tokens)
+    while True:
+        output.append(token_of(prompt_token_ids, adapter_id, len(prompt_token_ids) + len(output)))
+        if output[-1] in stops and len(output) > sampling.min_tokens:
+            return output, "stop"
+        if len(output) == limit:
+            return output, "length"
+
+
+@dataclass
+class _Known:
+    """What the executor keeps of a request."""
+
+    new: NewRequest
+    token_ids: list[int]
+    block_table: list[BlockId] = field(default_factory=list)
+    num_submitted_tokens: int = 0  # computed if everything in flight succeeds
+    poisoned_from: int | None = None  # KV from this position on does not count
+
+
+@dataclass(frozen=True)
+class _Row:
+    request_id: RequestId
+    start: int
+    num_tokens: int
+    has_sample: bool
+    block_ids: tuple[BlockId, ...]
+
+
+class FakeExecutor:
+    """See the module's docstring. ``is_automatic``: ``poll`` ends whatever is in flight."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        block_bytes: int,
+        capacity_bytes: int,
+        max_num_tokens: int,
+        recompute_at_tokens: int | None = None,
+        is_automatic: bool = False,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_bytes = block_bytes
+        self.capacity_bytes = capacity_bytes
+        self.max_num_tokens = max_num_tokens
+        self.recompute_at_tokens = recompute_at_tokens
+        self.is_automatic = is_automatic
+        self.outcome_of: OutcomeOf = lambda request_id, start: Outcome.TOKENS
+        self.transfer_errors: dict[AdapterId, str] = {}  # loads that fail, in automatic mode
+        self.plans: list[StepPlan] = []
+        self.transfers: dict[int, Transfer] = {}  # in flight
+        self.steps: deque[tuple[StepPlan, list[_Row]]] = deque()  # in flight
+        self._known: dict[RequestId, _Known] = {}
+        self._adapters: dict[AdapterId, str] = {}  # loading | resident | evicting
+        self._adapter_bytes: dict[AdapterId, int] = {}
+        self._kv: dict[tuple[int, int], tuple[RequestId, int, int, bool]] = {}
+        self._results: list[StepResult | TransferResult] = []
+        self.num_retries = 0
+
+    # The Executor protocol.
+
+    def submit(self, plan: StepPlan) -> None:
+        assert not self.plans or plan.step_id > self.plans[-1].step_id
+        assert plan.num_tokens <= self.max_num_tokens
+        self.plans.append(plan)
+        for request_id in plan.forget_requests:
+            self._known.pop(request_id, None)
+        for new in plan.new_requests:
+            assert new.request_id not in self._known, "announced twice"
+            self._known[new.request_id] = _Known(new, list(new.prompt_token_ids))
+        for transfer in plan.transfers:
+            self._begin_transfer(transfer)
+        for update in plan.block_updates:
+            self._update_blocks(update.request_id, update.first_index, update.block_ids)
+        rows = [row for batch in plan.sub_batches for row in self._accept(batch)]
+        assert len({row.request_id for row in rows}) == len(rows), "two rows of one request"
+        self.steps.append((plan, rows))
+        self._check_ownership()
+        self._check_bytes()
+
+    def poll(self, timeout_s: float = 0.0) -> list[StepResult | TransferResult]:
+        if self.is_automatic:
+            for transfer_id in list(self.transfers):
+                error = self.transfer_errors.get(self.transfers[transfer_id].adapter_id)
+                self.finish_transfer(transfer_id, error)
+            if self.steps:
+                self.finish_step()
+        results, self._results = self._results, []
+        return results
+
+    def fileno(self) -> int:
+        raise NotImplementedError("nobody waits for a fake")
+
+    def close(self) -> None:
+        pass
+
+    # Control.
+
+    def finish_step(self) -> None:
+        """Execute the oldest step in flight; ``poll`` returns its result."""
+        plan, rows = self.steps.popleft()
+        results = [result for row in rows if (result := self._execute(row)) is not None]
+        self._results.append(StepResult(plan.step_id, tuple(results)))
+
+    def finish_transfer(self, transfer_id: int, error: str | None = None) -> None:
+        """End a transfer in flight; ``poll`` returns its result."""
+        transfer = self.transfers.pop(transfer_id)
+        is_load = transfer.kind is TransferKind.LOAD_ADAPTER
+        if is_load and error is None:
+            self._adapters[transfer.adapter_id] = "resident"
+        elif is_load or error is None:
+            del self._adapters[transfer.adapter_id]
+            del self._adapter_bytes[transfer.adapter_id]
+        else:
+            self._adapters[transfer.adapter_id] = "resident"
+        self._results.append(TransferResult(transfer.transfer_id, error))
+
+    @property
+    def resident_adapters(self) -> set[AdapterId]:
+        return {key for key, state in self._adapters.items() if state == "resident"}
+
+    # Checks.
+
+    def _begin_transfer(self, transfer: Transfer) -> None:
+        adapter_id = transfer.adapter_id
+        if transfer.kind is TransferKind.LOAD_ADAPTER:
+            assert adapter_id not in self._adapters, "loaded twice"
+            self._adapters[adapter_id] = "loading"
+            self._adapter_bytes[adapter_id] = transfer.num_bytes
+        else:
+            assert self._adapters[adapter_id] == "resident", "evicted but not there"
+            assert self._adapter_bytes[adapter_id] == transfer.num_bytes
+            for _, rows in self.steps:
+                users = {
+                    self._known[row.request_id].new.adapter_id
+                    for row in rows
+                    if row.request_id in self._known
+                }
+                assert adapter_id not in users, "evicted while a step in flight uses it"
+            self._adapters[adapter_id] = "evicting"
+        self.transfers[transfer.transfer_id] = transfer
+
+    def _update_blocks(
+        self, request_id: RequestId, first_index: int, block_ids: tuple[BlockId, ...]
+    ) -> None:
+        known = self._known[request_id]
+        assert first_index <= len(known.block_table)
+        for block_id in block_ids:
+            assert 0 <= block_id < self.num_blocks
+            for _, rows in self.steps:
+                assert not any(block_id in row.block_ids for row in rows), "in use by a step"
+        known.block_table[first_index:] = block_ids
+        if first_index == 0:
+            known.num_submitted_tokens = 0
+
+    def _accept(self, batch: object) -> list[_Row]:
+        rows = []
+        adapters = []
+        for request_id, start, num_tokens, has_sample in zip(
+            batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, strict=True
+        ):
+            known = self._known[request_id]
+            adapter_id = known.new.adapter_id
+            adapters.append(adapter_id)
+            assert num_tokens > 0
+            assert num_tokens == 1 or batch.kind is SubBatchKind.MIXED
+            assert adapter_id == BASE_ADAPTER or self._adapters.get(adapter_id) == "resident"
+            in_flight = any(row.request_id == request_id for _, rs in self.steps for row in rs)
+            if start != known.num_submitted_tokens:  # goes back: recomputed or retried
+                assert not in_flight, "rows are not contiguous"
+                assert start < known.num_submitted_tokens
+            end = start + num_tokens
+            known.num_submitted_tokens = end
+            assert end <= len(known.block_table) * self.block_size, "blocks are too few"
+            num_blocks = -(-end // self.block_size)
+            rows.append(
+                _Row(
+                    request_id, start, num_tokens, has_sample, tuple(known.block_table[:num_blocks])
+                )
+            )
+        assert adapters == sorted(adapters), "rows of one adapter are not adjacent"
+        return rows
+
+    def _check_ownership(self) -> None:
+        """No block is referred to by two requests among the steps in flight."""
+        owner: dict[BlockId, RequestId] = {}
+        for _, rows in self.steps:
+            for row in rows:
+                for block_id in row.block_ids:
+                    assert owner.setdefault(block_id, row.request_id) == row.request_id
+
+    def _check_bytes(self) -> None:
+        blocks = {block_id for _, rows in self.steps for row in rows for block_id in row.block_ids}
+        used_bytes = len(blocks) * self.block_bytes + sum(self._adapter_bytes.values())
+        assert used_bytes <= self.capacity_bytes, "more bytes in use than there are"
+
+    # Execution.
+
+    def _execute(self, row: _Row) -> RowResult | None:
+        known = self._known.get(row.request_id)
+        if known is None:  # ended while it was in flight
+            if not row.has_sample:
+                return None
+            return RowResult(row.request_id, Outcome.TOKENS, (GARBAGE_TOKEN,))
+        end = row.start + row.num_tokens
+        if known.poisoned_from is not None:
+            if row.start <= known.poisoned_from:
+                known.poisoned_from = None  # computed again from there, or from before
+            else:
+                return RowResult(row.request_id, Outcome.TOKENS, (GARBAGE_TOKEN,))
+        outcome = self.outcome_of(row.request_id, row.start)
+        if outcome is not Outcome.TOKENS:
+            self.num_retries += outcome is Outcome.RETRY
+            known.poisoned_from = row.start
+            return RowResult(row.request_id, outcome, error=f"told to {outcome}")
+        self._compute_kv(known, row, end)
+        if not row.has_sample:
+            assert end < len(known.token_ids), "the last known token is computed unsampled"
+            return None
+        assert end == len(known.token_ids), "samples before the last known token"
+        token_id = token_of(known.new.prompt_token_ids, known.new.adapter_id, end)
+        known.token_ids.append(token_id)
+        return RowResult(row.request_id, Outcome.TOKENS, (token_id,))
+
+    def _compute_kv(self, known: _Known, row: _Row, end: int) -> None:
+        """Write the row's KV and check everything that its attention reads."""
+        threshold = self.recompute_at_tokens
+        is_long = threshold is not None and len(known.token_ids) >= threshold
+        for position in range(end):
+            slot = (row.block_ids[position // self.block_size], position % self.block_size)
+            value = (row.request_id, position, known.token_ids[position], is_long)
+            if position >= row.start:
+                self._kv[slot] = value
+            assert self._kv.get(slot) == value, "foreign, stale or missing KV"

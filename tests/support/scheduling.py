@@ -1,0 +1,137 @@
+"""Builders for schedulers, requests and executors that fit each other."""
+
+from collections.abc import Iterable
+
+from corun.runtime.engine.request import Request
+from corun.runtime.memory.adapter_cache import AdapterCache
+from corun.runtime.memory.block_pool import BlockPool
+from corun.runtime.memory.budget import MemoryBudget
+from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.plan import BASE_ADAPTER, AdapterId, RequestId, StepPlan
+from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.config import SchedulerConfig
+from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.policy import SchedulerPolicy
+from corun.runtime.scheduler.registry import make_policy
+from corun.runtime.scheduler.scheduler import Scheduler
+
+from support.fake_executor import FakeExecutor
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 100
+
+
+def make_memory(
+    *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES
+) -> DeviceMemory:
+    """A budget that just holds the blocks, unless told otherwise."""
+    budget = MemoryBudget(num_blocks * block_bytes if capacity_bytes is None else capacity_bytes)
+    return DeviceMemory(budget, BlockPool(num_blocks, block_bytes, budget), AdapterCache(budget))
+
+
+def make_scheduler(
+    *,
+    memory: DeviceMemory | None = None,
+    policy: SchedulerPolicy | None = None,
+    eos_token_ids: Iterable[int] = (),
+    **limits: object,
+) -> Scheduler:
+    """``limits``: fields of ``SchedulerConfig``."""
+    settings: dict[str, object] = {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "block_size": BLOCK_SIZE,
+        **limits,
+    }
+    return Scheduler(
+        SchedulerConfig(**settings),
+        policy or make_policy("fcfs"),
+        memory or make_memory(),
+        eos_token_ids,
+    )
+
+
+def make_request(
+    request_id: int,
+    *,
+    prompt: int | tuple[int, ...] = 5,
+    max_tokens: int | None = 4,
+    arrival_s: float | None = None,
+    adapter_id: AdapterId = BASE_ADAPTER,
+    adapter_bytes: int = 0,
+    **sampling: object,
+) -> Request:
+    """``prompt``: token ids, or how many; by default requests arrive in the order of their ids."""
+    if isinstance(prompt, int):
+        prompt = tuple((request_id * 31 + index * 7) % 89 for index in range(prompt))
+    return Request(
+        request_id=RequestId(request_id),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        arrival_s=float(request_id) if arrival_s is None else arrival_s,
+        adapter_id=adapter_id,
+        adapter_bytes=adapter_bytes,
+    )
+
+
+def make_requests(num_requests: int, **options: object) -> list[Request]:
+    """Requests 1 to ``num_requests``, alike but for their prompts."""
+    return [make_request(request_id, **options) for request_id in range(1, num_requests + 1)]
+
+
+def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExecutor:
+    """An executor that holds the scheduler to its own limits."""
+    pool = scheduler.memory.pool
+    return FakeExecutor(
+        num_blocks=pool.num_blocks,
+        block_size=scheduler.config.block_size,
+        block_bytes=pool.block_bytes,
+        capacity_bytes=scheduler.memory.budget.capacity_bytes,
+        max_num_tokens=scheduler.config.max_num_batched_tokens,
+        recompute_at_tokens=scheduler.config.recompute_at_tokens,
+        is_automatic=is_automatic,
+    )
+
+
+def run_to_end(
+    scheduler: Scheduler, executor: FakeExecutor, *, depth: int = 1, max_turns: int = 10_000
+) -> list[RequestEvent]:
+    """Turn the loop until nothing is left to do; everything is checked after every turn."""
+    events: list[RequestEvent] = []
+    for turn in range(max_turns):
+        if not scheduler.has_work():
+            return events
+        while scheduler.num_in_flight < depth:
+            plan = scheduler.schedule(float(turn))
+            if plan is None:
+                break
+            executor.submit(plan)
+            scheduler.check_invariants()
+        for result in executor.poll():
+            events += scheduler.update(result, float(turn))
+            scheduler.check_invariants()
+    raise AssertionError(f"not finished after {max_turns} turns")
+
+
+def outputs_of(events: Iterable[RequestEvent]) -> dict[int, tuple[list[int], str | None]]:
+    """Token ids and finish reason of every request; asserts that each ends once, at the end."""
+    outputs: dict[int, tuple[list[int], str | None]] = {}
+    for event in events:
+        token_ids, reason = outputs.setdefault(event.request_id, ([], None))
+        assert reason is None, f"request {event.request_id} goes on after its end"
+        token_ids.extend(event.token_ids)
+        finish_reason = None if event.finish_reason is None else event.finish_reason.value
+        outputs[event.request_id] = (token_ids, finish_reason)
+    return outputs
+
+
+def rows_of(plan: StepPlan) -> dict[int, tuple[str, int, int, bool]]:
+    """Kind, start, tokens and sampling of every row by request."""
+    return {
+        request_id: (batch.kind.value, start, num_tokens, has_sample)
+        for batch in plan.sub_batches
+        for request_id, start, num_tokens, has_sample in zip(
+            batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, strict=True
+        )
+    }
