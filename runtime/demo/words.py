@@ -1,0 +1,28 @@
+"""The demo's lexicon: the words its sentences and task inputs are made of. Written for corun."""
+
+ADJECTIVES = (
+    "small", "big", "red", "blue", "green", "old", "young", "quiet", "loud", "bright", "dark",
+    "warm", "cold", "quick", "slow", "happy", "kind", "brave", "soft", "round", "clean", "wild",
+)  # fmt: skip
+
+NOUNS = (
+    "fox", "cat", "dog", "bird", "horse", "fish", "mouse", "bear", "tree", "river", "house",
+    "garden", "stone", "cloud", "road", "boat", "lamp", "book", "bridge", "market", "window",
+    "mountain", "forest", "village", "farmer", "teacher", "child", "sailor", "baker", "painter",
+    "apple", "bread", "letter", "music", "winter", "summer", "morning", "evening", "island",
+    "planet",
+)  # fmt: skip
+
+VERBS = (
+    "sees", "likes", "finds", "follows", "paints", "helps", "hears", "calls", "meets", "carries",
+    "watches", "visits", "draws", "knows", "greets", "misses",
+)  # fmt: skip
+
+PLACES = ("near", "behind", "under", "above", "beside", "in front of")
+
+SMALL_WORDS = (
+    "a", "the", "and", "we", "you", "it", "is", "hello", "world", "good", "day", "thanks", "yes",
+    "no", "open", "run", "now", "very", "new", "my", "our", "fast", "one", "two", "six", "zero",
+)  # fmt: skip
+
+ALL_WORDS = tuple(dict.fromkeys(ADJECTIVES + NOUNS + VERBS + SMALL_WORDS))
