@@ -35,6 +35,17 @@ def save_adapter(
     return model
 
 
+def load_with_peft(directory: Path, architecture: str = "llama3-rope") -> PeftModel:
+    """The adapter as PEFT serves it from the files.
+
+    That can differ from the model that saved it: PEFT sorts the keys of rank_pattern and
+    alpha_pattern when it saves, and the first that matches counts.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT about itself
+        return PeftModel.from_pretrained(make_model(architecture), directory)
+
+
 def edit_config(directory: Path, **changes: Any) -> None:
     """Change fields of a saved configuration; ``...`` deletes one."""
     path = directory / CONFIG
@@ -63,7 +74,9 @@ def edit_tensors(directory: Path, **changes: Any) -> None:
 def rename_tensors(directory: Path, old: str, new: str) -> None:
     """Replace ``old`` by ``new`` in the names of all saved tensors."""
     tensors = load_file(directory / WEIGHTS)
-    save_file({name.replace(old, new): value for name, value in tensors.items()}, directory / WEIGHTS)
+    save_file(
+        {name.replace(old, new): value for name, value in tensors.items()}, directory / WEIGHTS
+    )
 
 
 def write_raw_safetensors(path: Path, header: bytes, data: bytes = b"") -> None:

@@ -64,9 +64,7 @@ def test_targets_like_peft(targets: Any, excluded: Any, path: str) -> None:
     path=st.sampled_from(_PATHS),
 )
 def test_layers_like_peft(targets: list[str], layers: Any, pattern: Any, path: str) -> None:
-    config = LoraConfig(
-        target_modules=targets, layers_to_transform=layers, layers_pattern=pattern
-    )
+    config = LoraConfig(target_modules=targets, layers_to_transform=layers, layers_pattern=pattern)
     spec = make_spec(
         target_modules=tuple(targets),
         layers_to_transform=tuple(layers) if isinstance(layers, list) else (layers,),

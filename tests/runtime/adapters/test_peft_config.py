@@ -160,7 +160,7 @@ def test_broken_files(tmp_path: Path, content: bytes, needle: str) -> None:
 def test_missing_directory_and_file(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="no such adapter directory"):
         read_peft_config(tmp_path / "nowhere")
-    with pytest.raises(AdapterError, match="holds no adapter_config.json"):
+    with pytest.raises(AdapterError, match=r"holds no adapter_config.json"):
         read_peft_config(tmp_path)
 
 

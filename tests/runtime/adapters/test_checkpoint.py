@@ -1,0 +1,181 @@
+"""Reading of safetensors files, good and bad, and the digest of content."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corun.runtime.adapters.checkpoint import RawTensor, content_digest, read_checkpoint
+from corun.runtime.adapters.lora_spec import LoraSpec
+from corun.runtime.errors import AdapterError
+from safetensors.numpy import save_file
+
+_NAME = "adapter_model.safetensors"
+
+
+def write(directory: Path, **tensors: np.ndarray) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file(
+        tensors or {"b": np.zeros((2, 1), np.float16), "a": np.arange(3.0)}, directory / _NAME
+    )
+    return directory
+
+
+def read(directory: Path, max_tensor_bytes: int = 1 << 20) -> tuple[RawTensor, ...]:
+    return read_checkpoint(directory, max_tensor_bytes=max_tensor_bytes)
+
+
+def write_header(directory: Path, header: bytes, data: bytes = b"") -> Path:
+    (directory / _NAME).write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return directory
+
+
+def test_tensors_come_sorted_with_types_shapes_and_bytes(tmp_path: Path) -> None:
+    a, b = read(write(tmp_path))
+    assert (a.name, a.dtype, a.shape) == ("a", "F64", (3,))
+    assert (b.name, b.dtype, b.shape) == ("b", "F16", (2, 1))
+    assert np.frombuffer(a.data, np.float64).tolist() == [0.0, 1.0, 2.0]
+    assert b.num_bytes == 4
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 20, -1])
+def test_truncated_file(tmp_path: Path, keep: int) -> None:
+    path = write(tmp_path) / _NAME
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(AdapterError, match="truncated or damaged") as caught:
+        read(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_bytes_at_the_end_that_no_tensor_has(tmp_path: Path) -> None:
+    path = write(tmp_path) / _NAME
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(AdapterError, match="truncated or damaged"):
+        read(tmp_path)
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "num_data_bytes"),
+    [
+        (b"no json", 0),
+        (b'"text"', 0),
+        (json.dumps({"a": entry("F32", [2], 0, 4)}).encode(), 4),  # size is not that of the shape
+        (json.dumps({"a": entry("F32", [1], 4, 8)}).encode(), 8),  # a hole
+        (json.dumps({"a": entry("F32", [1], 0, 400)}).encode(), 4),  # beyond the end
+        (json.dumps({"a": entry("F99", [1], 0, 4)}).encode(), 4),
+        (json.dumps({"a": entry("F32", [2**62, 2**62], 0, 4)}).encode(), 4),
+        (json.dumps({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}).encode(), 4),
+    ],
+)
+def test_damaged_header(tmp_path: Path, header: bytes, num_data_bytes: int) -> None:
+    with pytest.raises(AdapterError, match="truncated or damaged"):
+        read(write_header(tmp_path, header, bytes(num_data_bytes)))
+
+
+def test_no_tensors(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="holds no tensors"):
+        read(write_header(tmp_path, b"{}"))
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt", "pytorch_model.bin"])
+def test_pickle_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(AdapterError, match="pickle files can run code") as caught:
+        read(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_several_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors.index.json").write_text("{}")
+    with pytest.raises(AdapterError, match="several files"):
+        read(tmp_path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"holds no adapter_model.safetensors"):
+        read(tmp_path)
+
+
+def test_a_file_larger_than_any_adapter_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path) / _NAME
+    os.truncate(path, 1 << 40)  # sparse
+    with pytest.raises(AdapterError, match="--max-lora-rank"):
+        read(tmp_path)
+
+
+def test_a_file_that_grows_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path) / _NAME
+    fstat = os.fstat
+
+    def append_and_stat(descriptor: int) -> os.stat_result:
+        result = fstat(descriptor)
+        with path.open("ab") as file:
+            file.write(b"more")
+        return result
+
+    monkeypatch.setattr(os, "fstat", append_and_stat)
+    with pytest.raises(AdapterError, match="changed while it was read"):
+        read(tmp_path)
+
+
+def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(AdapterError, match="Permission denied"):
+        read(tmp_path)
+
+
+def spec(**fields: Any) -> LoraSpec:
+    values = {"r": 8, "lora_alpha": 16.0, "use_rslora": False, "target_modules": ("q",), **fields}
+    return LoraSpec(**values)
+
+
+def test_digest_depends_on_content_only(tmp_path: Path) -> None:
+    one = read(write(tmp_path / "one", a=np.ones(2), b=np.zeros(3)))
+    two = read(write(tmp_path / "two", b=np.zeros(3), a=np.ones(2)))
+    digest = content_digest(spec(), one)
+    assert digest == content_digest(spec(base_model_name_or_path="x"), two)
+    assert len(digest) == 64
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": np.ones(2), "b": np.ones(3)},  # other values
+        {"a": np.ones(2), "c": np.zeros(3)},  # another name
+        {"a": np.ones(2), "b": np.zeros((3, 1))},  # another shape
+        {"a": np.ones(2), "b": np.zeros(3, np.int64)},  # another type, the same bytes
+        {"a": np.ones(2)},
+    ],
+)
+def test_digest_sees_every_difference(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    one = read(write(tmp_path / "one", a=np.ones(2), b=np.zeros(3)))
+    two = read(write(tmp_path / "two", **tensors))
+    assert content_digest(spec(), one) != content_digest(spec(), two)
+
+
+def test_digest_sees_the_scaling(tmp_path: Path) -> None:
+    tensors = read(write(tmp_path))
+    digests = {
+        content_digest(spec(**fields), tensors)
+        for fields in (
+            {},
+            {"lora_alpha": 17.0},
+            {"use_rslora": True},
+            {"rank_pattern": (("q", 4),)},
+            {"layers_to_transform": (0,)},
+        )
+    }
+    assert len(digests) == 5

@@ -1,0 +1,148 @@
+"""Genuine adapters of PEFT that are spoilt in one way each."""
+
+import json
+from pathlib import Path
+
+import pytest
+from corun.gpu.model.targets import build_target_map
+from corun.runtime.adapters.load import AdapterFiles, read_adapter
+from corun.runtime.errors import AdapterError
+from support.architectures import make_model
+from support.peft_adapters import (
+    WEIGHTS,
+    edit_config,
+    edit_tensors,
+    rename_tensors,
+    save_adapter,
+)
+
+_TARGET_MAP = build_target_map(make_model("llama3-rope"))
+
+
+def read(directory: Path, max_rank: int = 64) -> AdapterFiles:
+    return read_adapter(directory, _TARGET_MAP, max_rank=max_rank)
+
+
+def test_the_digest_is_the_same_in_any_directory_and_changes_with_content(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "one")
+    save_adapter(tmp_path / "two")
+    save_adapter(tmp_path / "other", seed=1)
+    edit_config(tmp_path / "two", base_model_name_or_path="elsewhere", lora_dropout=0.5)
+    digest = read(tmp_path / "one").digest
+    assert read(tmp_path / "two").digest == digest
+    assert read(tmp_path / "other").digest != digest
+    edit_config(tmp_path / "two", lora_alpha=9)
+    assert read(tmp_path / "two").digest != digest
+
+
+def test_names_with_the_adapters_name_in_them(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    rename_tensors(tmp_path, ".weight", ".default.weight")
+    assert len(read(tmp_path).adapter.targets) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices="),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication="),
+    ],
+)
+def test_variants_that_peft_writes_are_refused(
+    tmp_path: Path, config: dict[str, object], field: str
+) -> None:
+    save_adapter(tmp_path, **config)
+    with pytest.raises(AdapterError) as caught:
+        read(tmp_path)
+    assert field in str(caught.value)
+    assert "adapter_config.json" in str(caught.value)
+
+
+def test_adapted_embeddings_and_head_are_refused_by_name(tmp_path: Path) -> None:
+    save_adapter(tmp_path, target_modules=["q_proj", "embed_tokens", "lm_head"])
+    with pytest.raises(AdapterError) as caught:
+        read(tmp_path)
+    assert "embeddings are not served" in str(caught.value)
+    assert "output head (lm_head) is not served" in str(caught.value)
+
+
+def test_expert_parameters_are_refused(tmp_path: Path) -> None:
+    save_adapter(
+        tmp_path,
+        "mixtral",
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj"],
+    )
+    with pytest.raises(AdapterError, match="target_parameters"):
+        read(tmp_path)
+    edit_config(tmp_path, target_parameters=...)
+    with pytest.raises(AdapterError, match="expert targets are not served yet"):
+        read_adapter(tmp_path, build_target_map(make_model("mixtral")), max_rank=64)
+
+
+def test_truncated_tensors(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    path = tmp_path / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(AdapterError, match="truncated or damaged"):
+        read(tmp_path)
+
+
+def test_missing_and_extra_tensors(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    edit_tensors(
+        tmp_path,
+        layers__0__self_attn__q_proj__lora_A=...,
+        layers__1__self_attn__q_proj__lora_A="base_model.model.model.layers.1.extra.lora_A.weight",
+    )
+    with pytest.raises(AdapterError) as caught:
+        read(tmp_path)
+    message = str(caught.value)
+    assert str(tmp_path) in message
+    assert "model.layers.0.self_attn.q_proj: lora_A is missing" in message
+    assert "no linear module model.layers.1.extra" in message
+
+
+def test_shapes_of_another_model(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    edit_tensors(tmp_path, lora_A=lambda tensor: tensor[:, :-2])
+    with pytest.raises(AdapterError, match=r"shape \[4, 62\].*need \[4, 64\]"):
+        read(tmp_path)
+
+
+def test_adapter_of_another_architecture(tmp_path: Path) -> None:
+    save_adapter(tmp_path, "phi3", target_modules=["qkv_proj"])
+    with pytest.raises(AdapterError, match=r"no linear module model.layers.0.self_attn.qkv_proj"):
+        read(tmp_path)
+
+
+def test_rank_limit(tmp_path: Path) -> None:
+    save_adapter(tmp_path, r=64)
+    assert read(tmp_path).adapter.max_rank == 64
+    with pytest.raises(AdapterError, match=r"rank 64 is over the limit of 63 .--max-lora-rank"):
+        read(tmp_path, max_rank=63)
+
+
+def test_a_file_of_pickles(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"adapter_model.bin is refused"):
+        read(tmp_path)
+
+
+def test_configurations_of_an_older_peft(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    old = {"fan_in_fan_out", "inference_mode", "peft_type", "task_type", "bias", "lora_dropout"}
+    old |= {"r", "lora_alpha", "target_modules", "base_model_name_or_path", "modules_to_save"}
+    fields = json.loads((tmp_path / "adapter_config.json").read_text())
+    edit_config(
+        tmp_path,
+        **dict.fromkeys(set(fields) - old, ...),
+        enable_lora=None,
+        merge_weights=False,
+    )
+    assert len(read(tmp_path).adapter.targets) == 4
