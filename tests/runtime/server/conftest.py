@@ -27,7 +27,9 @@ from corun.runtime.frontend.outputs import (
 )
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.server.app import build_app
+from corun.runtime.server.listening import bind
 from corun.runtime.server.state import AppSettings, ServerState, make_state
+from corun.runtime.server.supervise import StopSignals, supervise
 
 BASE_NAME = "tiny"
 MAX_MODEL_LEN = 4096
@@ -44,7 +46,7 @@ class FakeTokenizer:
         add_generation_prompt: bool = True,
         **template_arguments: Any,
     ) -> str:
-        text = template_arguments.get("preamble", "")
+        text: str = template_arguments.get("preamble", "")
         for message in messages:
             if message["content"] == "refuse me":
                 raise RequestError(
@@ -72,6 +74,10 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to how a new engine is."""
         self.error: CorunError | None = None
         self.stats = EngineStats(
             num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
@@ -86,7 +92,9 @@ class FakeEngine:
         self.tokens_per_output = 3
         self.max_open = 1000
         self.fail_after_tokens: int | None = None
-        self.held = threading.Event()  # while set, requests stop after their first output
+        self.held = threading.Event()  # while set, requests make no progress
+        self.hold_after_first = True  # held requests give their first output
+        self.dies_silently = False  # requests do not notice that the engine is dead
         self.num_open = 0
         self.num_aborted = 0
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
@@ -101,6 +109,11 @@ class FakeEngine:
 
     def get_stats(self) -> EngineStats:
         return self.stats
+
+    async def wait_dead(self) -> CorunError:
+        while self.error is None:
+            await asyncio.sleep(0.005)
+        return self.error
 
     def list_loras(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.adapters.values())
@@ -153,10 +166,14 @@ class FakeEngine:
         await asyncio.sleep(0)
         if self.fail_after_tokens is not None and num_tokens >= self.fail_after_tokens:
             raise CorunError("the step fell over")
-        while num_tokens and self.held.is_set() and self.error is None:
+        held_at = 1 if self.hold_after_first else 0
+        while num_tokens >= held_at and self.held.is_set() and not self._dies_loudly():
             await asyncio.sleep(0.005)
-        if self.error is not None:
+        if self._dies_loudly():
             raise EngineDeadError(str(self.error))
+
+    def _dies_loudly(self) -> bool:
+        return self.error is not None and not self.dies_silently
 
 
 class _FakeChoice:
@@ -245,11 +262,51 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
 
+    def is_writing_paused(self) -> bool:
+        """Whether a client does not read what it is sent."""
+        connections: Any = tuple(self._server.server_state.connections)
+        return any(connection.flow.write_paused for connection in connections)
+
     def stop(self) -> None:
         self.engine.held.clear()
         self._server.should_exit = True
         self._thread.join(timeout=10)
         assert not self._thread.is_alive()
+
+
+class SupervisedServer:
+    """The whole life of a server, from listening to its exit code, in a thread."""
+
+    def __init__(self, engine: FakeEngine, *, drain_timeout_s: float) -> None:
+        self.engine = engine
+        self.exit_code: int | None = None
+        self._drain_timeout_s = drain_timeout_s
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(timeout=10)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = StopSignals()
+        self.state = make_state(self.engine, DEFAULT_SETTINGS, now_s=0)
+        with bind("127.0.0.1", 0) as sock:
+            self.port = sock.getsockname()[1]
+            self.url = f"http://127.0.0.1:{self.port}"
+            self._loop.call_soon(self._ready.set)
+            self.exit_code = await supervise(
+                self.state, sock, self._stop, drain_timeout_s=self._drain_timeout_s
+            )
+
+    def signal(self) -> None:
+        """Do what SIGTERM does."""
+        self._loop.call_soon_threadsafe(self._stop.receive)
+
+    def join(self) -> int | None:
+        """Wait for the end and return the exit code."""
+        self._thread.join(timeout=15)
+        assert not self._thread.is_alive()
+        return self.exit_code
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
@@ -279,12 +336,6 @@ DEFAULT_SETTINGS = AppSettings(
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    """A fresh fake engine."""
-    return FakeEngine()
-
-
-@pytest.fixture
 def start_server() -> Iterator[Callable[..., RunningServer]]:
     """Start servers with settings of one's own; they stop with the test."""
     with ExitStack() as stack:
@@ -297,26 +348,45 @@ def start_server() -> Iterator[Callable[..., RunningServer]]:
 
 
 @pytest.fixture
-def server(engine: FakeEngine, start_server: Callable[..., RunningServer]) -> RunningServer:
-    """A server with default settings over ``engine``."""
-    return start_server(engine)
-
-
-@pytest.fixture
-def http(server: RunningServer) -> Iterator[httpx.Client]:
-    """A plain HTTP client of ``server``."""
-    with httpx.Client(base_url=server.url, timeout=20) as client:
-        yield client
+def supervised() -> Callable[..., SupervisedServer]:
+    """Start a server that is supervised; the test must bring it to its end."""
+    return lambda **options: SupervisedServer(FakeEngine(), **options)
 
 
 @pytest.fixture(scope="module")
-def shared_http() -> Iterator[httpx.Client]:
-    """A client of one server for all tests of a module that leave it as it is."""
-    with (
-        running_server(FakeEngine(), DEFAULT_SETTINGS) as running,
-        httpx.Client(base_url=running.url, timeout=20) as client,
-    ):
+def module_server() -> Iterator[RunningServer]:
+    """One server for a module: starting and stopping takes most of a short test's time."""
+    with running_server(FakeEngine(), DEFAULT_SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture
+def server(module_server: RunningServer) -> RunningServer:
+    """A server with default settings, as good as new."""
+    module_server.engine.held.clear()
+    wait_until(lambda: module_server.engine.num_open == 0)
+    module_server.engine.reset()
+    module_server.state.draining = False
+    return module_server
+
+
+@pytest.fixture
+def engine(server: RunningServer) -> FakeEngine:
+    """The fake engine behind ``server``."""
+    return server.engine
+
+
+@pytest.fixture(scope="module")
+def module_http(module_server: RunningServer) -> Iterator[httpx.Client]:
+    """One client for a module: making one reads all certificates of the machine."""
+    with httpx.Client(base_url=module_server.url, timeout=20) as client:
         yield client
+
+
+@pytest.fixture
+def http(server: RunningServer, module_http: httpx.Client) -> httpx.Client:
+    """A plain HTTP client of ``server``."""
+    return module_http
 
 
 @pytest.fixture(scope="session", name="expected_text")

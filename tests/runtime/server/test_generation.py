@@ -37,9 +37,9 @@ def stream(
     return events(response)
 
 
-@pytest.fixture
-def client(server: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+@pytest.fixture(scope="module")
+def client(module_server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=module_server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -234,7 +234,7 @@ def test_model_names(
     assert engine.seen[-1][2] == adapter
 
 
-def test_openai_client(client: openai.OpenAI, expected_text: EXPECTED) -> None:
+def test_openai_client(server: Any, client: openai.OpenAI, expected_text: EXPECTED) -> None:
     done = client.completions.create(model="upper", prompt="hello", max_tokens=40)
     assert done.choices[0].text == expected_text("hello", 40, adapter="upper")
     messages: Any = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,275 @@
+"""Every fault of a request gets one OpenAI-shaped error that names the field and the limit."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+def check_error(
+    response: httpx.Response, status: int, code: str, param: str | None, *parts: str
+) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param), error
+    for part in parts:
+        assert part in error["message"], error["message"]
+    assert len(error["message"]) < 500
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "hi"} | fields).encode()
+
+
+def chat(*messages: Any, **fields: Any) -> bytes:
+    return json.dumps({"messages": messages or [USER]} | fields).encode()
+
+
+BAD_BODIES = [
+    # The bytes.
+    (COMPLETIONS, b"", 400, "invalid_json", None, "empty"),
+    (COMPLETIONS, b"{", 400, "invalid_json", None, "not valid JSON", "line 1 column 1"),
+    (COMPLETIONS, b'{"prompt": "hi",}', 400, "invalid_json", None, "trailing comma"),
+    (COMPLETIONS, b'["hi"]', 400, "invalid_json", None, "an array"),
+    (COMPLETIONS, b'{"prompt": "\xff"}', 400, "invalid_json", None, "UTF-8", "0xff", "offset 12"),
+    (COMPLETIONS, b"\x1f\x8b\x08", 400, "invalid_json", None, "UTF-8"),
+    (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "invalid_json", None, "not valid JSON"),
+    (COMPLETIONS, b"[" * 50_000, 400, "invalid_json", None, "recursion limit"),
+    (COMPLETIONS, b'{"n": ' + b"1" * 9_000 + b"}", 400, "invalid_json", None, "out of range"),
+    (COMPLETIONS, b" " * 100_001, 413, "body_too_large", None, "100001", "100000", "--max-body"),
+    # Types and absurd numbers.
+    (COMPLETIONS, completion(max_tokens="9"), 400, "invalid_type", "max_tokens", '"9"', "integer"),
+    (COMPLETIONS, completion(max_tokens=True), 400, "invalid_type", "max_tokens", "true (a bool"),
+    (COMPLETIONS, completion(max_tokens=1.5), 400, "invalid_type", "max_tokens", "1.5"),
+    (COMPLETIONS, completion(max_tokens=0), 400, "invalid_request_error", "max_tokens", "0", "[1"),
+    (COMPLETIONS, completion(max_tokens=10**30), 400, "invalid_request_error", "max_tokens"),
+    (COMPLETIONS, completion(max_tokens=10**300), 400, "invalid_request_error", "max_tokens"),
+    (COMPLETIONS, completion(max_completion_tokens=-4), 400, "invalid_request_error",
+     "max_completion_tokens", "max_completion_tokens is -4"),
+    (COMPLETIONS, completion(max_tokens=3, max_completion_tokens=4), 400, "invalid_value",
+     "max_completion_tokens", "3", "4"),
+    (COMPLETIONS, b'{"prompt": "hi", "temperature": 1e400}', 400, "invalid_type", "temperature",
+     "inf", "finite"),
+    (COMPLETIONS, b'{"prompt": "hi", "temperature": NaN}', 400, "invalid_type", "temperature",
+     "nan", "finite"),
+    (COMPLETIONS, completion(temperature=-1), 400, "invalid_request_error", "temperature", "-1"),
+    (COMPLETIONS, completion(temperature=10**400), 400, "invalid_type", "temperature", "1329 bits"),
+    (COMPLETIONS, completion(temperature=False), 400, "invalid_type", "temperature", "false"),
+    (COMPLETIONS, completion(top_p=1.01), 400, "invalid_request_error", "top_p", "1.01", "(0.0"),
+    (COMPLETIONS, completion(top_k=-2), 400, "invalid_request_error", "top_k", "-2"),
+    (COMPLETIONS, completion(min_p=2), 400, "invalid_request_error", "min_p", "2"),
+    (COMPLETIONS, completion(n=0), 400, "invalid_request_error", "n", "0", "128"),
+    (COMPLETIONS, completion(n=129), 400, "invalid_request_error", "n", "129", "128"),
+    (COMPLETIONS, completion(seed=2**64), 400, "invalid_request_error", "seed"),
+    (COMPLETIONS, completion(min_tokens=9, max_tokens=5), 400, "invalid_request_error",
+     "min_tokens", "9", "5"),
+    (COMPLETIONS, completion(presence_penalty=3), 400, "invalid_request_error",
+     "presence_penalty", "3", "2.0"),
+    (COMPLETIONS, completion(repetition_penalty=0), 400, "invalid_request_error",
+     "repetition_penalty", "0"),
+    (COMPLETIONS, completion(logprobs=21), 400, "invalid_request_error", "logprobs", "21", "20"),
+    (COMPLETIONS, completion(logprobs=True), 400, "invalid_type", "logprobs", "true"),
+    (COMPLETIONS, completion(stream="yes"), 400, "invalid_type", "stream", '"yes"'),
+    (COMPLETIONS, completion(stop=5), 400, "invalid_type", "stop", "5", "an integer"),
+    (COMPLETIONS, completion(stop=["a", None]), 400, "invalid_type", "stop[1]", "null"),
+    (COMPLETIONS, completion(stop=["a"] * 17), 400, "invalid_request_error", "stop", "17", "16"),
+    (COMPLETIONS, completion(stop=""), 400, "invalid_request_error", "stop", "empty"),
+    (COMPLETIONS, completion(stop_token_ids=[1, "2"]), 400, "invalid_type", "stop_token_ids[1]"),
+    (COMPLETIONS, completion(model=7), 400, "invalid_type", "model", "7", "string"),
+    (COMPLETIONS, completion(cache_salt=[]), 400, "invalid_type", "cache_salt", "an array"),
+    (COMPLETIONS, completion(stream_options={"include_usage": True}), 400, "invalid_value",
+     "stream_options", "stream is not true"),
+    (COMPLETIONS, completion(stream=True, stream_options={"usage": True}), 400, "unknown_field",
+     "stream_options.usage"),
+    # Prompts.
+    (COMPLETIONS, b"{}", 400, "missing_field", "prompt", "prompt"),
+    (COMPLETIONS, completion(prompt=None), 400, "invalid_type", "prompt", "null"),
+    (COMPLETIONS, completion(prompt=""), 400, "empty_prompt", "prompt"),
+    (COMPLETIONS, completion(prompt=[]), 400, "empty_prompt", "prompt"),
+    (COMPLETIONS, completion(prompt=["a", ""]), 400, "empty_prompt", "prompt[1]"),
+    (COMPLETIONS, completion(prompt=[[1], []]), 400, "empty_prompt", "prompt[1]"),
+    (COMPLETIONS, completion(prompt={"text": "a"}), 400, "invalid_type", "prompt", "an object"),
+    (COMPLETIONS, completion(prompt=[1, "a"]), 400, "invalid_type", "prompt[1]", '"a"'),
+    (COMPLETIONS, completion(prompt=[1, True]), 400, "invalid_type", "prompt[1]", "true"),
+    (COMPLETIONS, completion(prompt=[1, 2.0]), 400, "invalid_type", "prompt[1]", "2.0"),
+    (COMPLETIONS, completion(prompt=["a", [1]]), 400, "invalid_type", "prompt[1]"),
+    (COMPLETIONS, completion(prompt=[[1], "a"]), 400, "invalid_type", "prompt[1]"),
+    (COMPLETIONS, completion(prompt="x" * 5000), 400, "invalid_request_error", "prompt", "5000",
+     "4095"),
+    (COMPLETIONS, completion(prompt=[-1], echo=True), 400, "invalid_request_error", "prompt", "-1"),
+    # Messages.
+    (CHAT, b"{}", 400, "missing_field", "messages", "messages"),
+    (CHAT, b'{"messages": []}', 400, "empty_messages", "messages"),
+    (CHAT, b'{"messages": "hi"}', 400, "invalid_type", "messages", '"hi"'),
+    (CHAT, chat("hi"), 400, "invalid_type", "messages[0]", '"hi"'),
+    (CHAT, chat(USER, {"content": "hi"}), 400, "invalid_type", "messages[1].role", "null", "user"),
+    (CHAT, chat(USER | {"role": "boss"}), 400, "invalid_type", "messages[0].role", "boss"),
+    (CHAT, chat({"role": "user"}), 400, "invalid_type", "messages[0].content", "null"),
+    (CHAT, chat(USER | {"weight": 1}), 400, "unknown_field", "messages[0].weight"),
+    (CHAT, chat(USER | {"content": [5]}), 400, "invalid_type", "messages[0].content[0]", "5"),
+    (CHAT, chat(USER | {"content": [{"type": "text"}]}), 400, "invalid_type",
+     "messages[0].content[0].text", "null"),
+    (CHAT, chat(USER | {"name": 5}), 400, "invalid_type", "messages[0].name"),
+    (CHAT, chat(USER | {"content": "refuse me"}), 400, "invalid_request_error", "messages",
+     "chat template", "alternate"),
+    (CHAT, chat(logprobs=3), 400, "invalid_type", "logprobs", "3"),
+    (CHAT, chat(top_logprobs=3), 400, "invalid_value", "top_logprobs", "logprobs is not true"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "invalid_request_error", "top_logprobs",
+     "top_logprobs is 21", "20"),
+    # Names.
+    (COMPLETIONS, completion(model="uper"), 404, "model_not_found", "model", "'uper'", "'upper'"),
+    (COMPLETIONS, completion(model="tiny:digit"), 404, "model_not_found", "model", "'digits'"),
+    (COMPLETIONS, completion(model="gpt-4o"), 404, "model_not_found", "model", "'tiny'", "'upper'"),
+    (COMPLETIONS, completion(model=""), 404, "model_not_found", "model"),
+    (COMPLETIONS, completion(model="m" * 9999), 404, "model_not_found", "model", "…"),
+    (CHAT, chat(model="broken"), 503, "adapter_unavailable", "model", "failed", "rank 512"),
+    # Fields.
+    (COMPLETIONS, completion(max_token=5), 400, "unknown_field", "max_token", "'max_tokens'"),
+    (COMPLETIONS, completion(messages=[]), 400, "unknown_field", "messages"),
+    (CHAT, chat(prompt="hi"), 400, "unknown_field", "prompt"),
+    (CHAT, chat(**{"x" * 500: 1}), 400, "unknown_field", "x" * 60),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "code", "param", "parts"), [
+    (path, body, status, code, param, parts)
+    for path, body, status, code, param, *parts in BAD_BODIES
+])  # fmt: skip
+def test_bad_body(
+    http: httpx.Client,
+    path: str,
+    body: bytes,
+    status: int,
+    code: str,
+    param: str | None,
+    parts: list[str],
+) -> None:
+    check_error(http.post(path, content=body), status, code, param, *parts)
+    assert http.get("/health").status_code == 200  # the server goes on
+
+
+NOT_SERVED = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"json": {}},
+    "guided_json": {},
+    "guided_regex": "a*",
+    "best_of": 2,
+    "use_beam_search": True,
+    "suffix": "after",
+    "logit_bias": {"50256": -100},
+    "prompt_logprobs": 1,
+    "audio": {"voice": "alloy", "format": "wav"},
+    "modalities": ["text", "audio"],
+    "prediction": {"type": "content", "content": "x"},
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    "web_search_options": {},
+    "store": True,
+    "metadata": {"a": "b"},
+    "service_tier": "flex",
+    "chat_template": "{{ 1 }}",
+    "priority": 1,
+}
+
+
+@pytest.mark.parametrize("field", NOT_SERVED)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_not_served(http: httpx.Client, path: str, field: str) -> None:
+    make = completion if path == COMPLETIONS else chat
+    response = http.post(path, content=make(**{field: NOT_SERVED[field]}))
+    check_error(response, 400, "not_served", field, field, "not served")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "5", "tool_call_id": "1"}, "messages[0].role"),
+        (USER | {"tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        (
+            USER | {"content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+            "messages[0].content[0].type",
+        ),
+        (USER | {"content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
+    ],
+)
+def test_message_not_served(http: httpx.Client, message: dict[str, Any], param: str) -> None:
+    body = chat(message)
+    fields = json.loads(body)
+    fields["messages"][0].pop("tool_call_id", None)
+    response = http.post(CHAT, json=fields)
+    check_error(response, 400, "not_served", param)
+
+
+def test_values_that_ask_for_nothing_pass(http: httpx.Client) -> None:
+    neutral = {
+        "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1,
+        "suffix": None, "logit_bias": {}, "modalities": ["text"], "store": False, "user": "me",
+        "functions": None, "parallel_tool_calls": True, "service_tier": "auto",
+    }  # fmt: skip
+    assistant = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
+    body = chat(USER, assistant, USER, **neutral, max_tokens=1)
+    assert http.post(CHAT, content=body).status_code == 200
+
+
+def test_best_of_true_is_not_one(http: httpx.Client) -> None:
+    check_error(http.post(COMPLETIONS, content=completion(best_of=True)), 400, "not_served",
+                "best_of", "only 1 is accepted")  # fmt: skip
+
+
+def test_echo_with_logprobs(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, content=completion(echo=True, logprobs=1))
+    check_error(response, 400, "not_served", "echo", "logprobs")
+
+
+def test_reserved_template_argument(http: httpx.Client) -> None:
+    response = http.post(CHAT, content=chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}))
+    check_error(response, 400, "not_served", "chat_template_kwargs.chat_template")
+
+
+def test_unknown_routes_and_methods(http: httpx.Client) -> None:
+    check_error(http.get("/v2/nothing"), 404, "unknown_url", None, "/v2/nothing")
+    check_error(http.post("/v1/embeddings", json={}), 404, "unknown_url", None, "/v1/embeddings")
+    check_error(http.get("/v1/completions/"), 404, "unknown_url", None)
+    response = http.get(COMPLETIONS)
+    check_error(response, 405, "method_not_allowed", None, "POST", "GET")
+    assert response.headers["allow"] == "POST"
+    check_error(http.post("/v1/models", json={}), 405, "method_not_allowed", None, "GET")
+    check_error(http.get("/v1/models/uper"), 404, "model_not_found", "model", "'upper'")
+
+
+def test_errors_have_openai_types(http: httpx.Client) -> None:
+    def type_of(response: httpx.Response) -> str:
+        return str(response.json()["error"]["type"])
+
+    assert type_of(http.post(COMPLETIONS, content=b"")) == "invalid_request_error"
+    assert type_of(http.post(COMPLETIONS, content=completion(model="x"))) == "invalid_request_error"
+    unavailable = http.post(COMPLETIONS, content=completion(model="broken"))
+    assert type_of(unavailable) == "service_unavailable_error"
+    assert unavailable.headers["retry-after"] == "1"
+
+
+def test_large_body_without_a_length(http: httpx.Client) -> None:
+    chunks = (b"x" * 10_000 for _ in range(11))
+    check_error(http.post(COMPLETIONS, content=chunks), 413, "body_too_large", None, "100000")
+
+
+def test_hostile_body_is_cut_off(http: httpx.Client, server: Any) -> None:
+    endless = (b"x" * 100_000 for _ in range(2000))
+    try:
+        response = http.post(COMPLETIONS, content=endless)
+    except httpx.TransportError:
+        return  # the server closed the connection while the client was still sending
+    assert response.status_code == 413
