@@ -1,3 +1,82 @@
 """corun: many LoRA adapters over one base LLM, on the accelerator and the CPU beside it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .runtime.config.engine import EngineConfig
+    from .runtime.errors import (
+        AdapterError,
+        AdapterUnavailableError,
+        ConfigError,
+        CorunError,
+        EngineDeadError,
+        ModelError,
+        NotServedError,
+        OverloadedError,
+        RequestError,
+        ResourceError,
+        StepFailedError,
+        UnknownModelError,
+    )
+    from .runtime.frontend.async_engine import AsyncEngine
+    from .runtime.frontend.engine import Engine
+    from .runtime.frontend.outputs import (
+        CompletionOutput,
+        Logprob,
+        LoRARequest,
+        RequestOutput,
+    )
+    from .runtime.sampling import SamplingParams
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AdapterError",
+    "AdapterUnavailableError",
+    "AsyncEngine",
+    "CompletionOutput",
+    "ConfigError",
+    "CorunError",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "LoRARequest",
+    "Logprob",
+    "ModelError",
+    "NotServedError",
+    "OverloadedError",
+    "RequestError",
+    "RequestOutput",
+    "ResourceError",
+    "SamplingParams",
+    "StepFailedError",
+    "UnknownModelError",
+    "__version__",
+]
+
+# A name is imported when it is first used, so that ``import corun`` loads nothing heavy.
+_MODULES = {
+    "Engine": ".runtime.frontend.engine",
+    "AsyncEngine": ".runtime.frontend.async_engine",
+    "EngineConfig": ".runtime.config.engine",
+    "SamplingParams": ".runtime.sampling",
+    "LoRARequest": ".runtime.frontend.outputs",
+    "Logprob": ".runtime.frontend.outputs",
+    "CompletionOutput": ".runtime.frontend.outputs",
+    "RequestOutput": ".runtime.frontend.outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_MODULES.get(name, ".runtime.errors"), __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported yet or not."""
+    return sorted({*globals(), *__all__})

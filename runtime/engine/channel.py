@@ -29,7 +29,9 @@ def encode_frame(message: object) -> bytes:
     """Return ``message`` (anything msgspec encodes) as one frame."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
-        raise ChannelError(f"a message has {len(payload)} bytes, at most {MAX_FRAME_BYTES} are sent")
+        raise ChannelError(
+            f"a message has {len(payload)} bytes, at most {MAX_FRAME_BYTES} are sent"
+        )
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload
 
 

@@ -23,9 +23,12 @@ from .messages import (
     FromEngine,
     ModelInfo,
     OperationDone,
+    Ready,
     RemoveAdapter,
     RequestUpdate,
     Shutdown,
+    StartupFailed,
+    StartupProgress,
     StepOutputs,
     ToEngine,
 )
@@ -38,7 +41,12 @@ class Core(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open or any transfer is under way."""
+        """Whether any request is open, any step or transfer under way, or an update to tell."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``step`` might get on right now; otherwise ``fileno`` becomes readable first."""
         ...
 
     def add_request(self, message: AddRequest) -> None:
@@ -50,7 +58,7 @@ class Core(Protocol):
         ...
 
     def step(self) -> Sequence[RequestUpdate]:
-        """Schedule, submit, and take in what has ended."""
+        """Submit what can be scheduled, take in what has ended, return what is new."""
         ...
 
     def stats(self) -> EngineStats:
@@ -58,7 +66,7 @@ class Core(Protocol):
         ...
 
     def fileno(self) -> int:
-        """A descriptor that is readable while ``step`` would get on."""
+        """A descriptor that is readable while the executor has something to tell."""
         ...
 
 
@@ -86,13 +94,19 @@ class EngineAssembly(Protocol):
     """An engine, put together."""
 
     @property
-    def core(self) -> Core: ...
+    def core(self) -> Core:
+        """Computes requests."""
+        ...
 
     @property
-    def info(self) -> ModelInfo: ...
+    def info(self) -> ModelInfo:
+        """What a front end must know."""
+        ...
 
     @property
-    def adapters(self) -> AdapterManager: ...
+    def adapters(self) -> AdapterManager:
+        """Registers adapters."""
+        ...
 
     def close(self) -> None:
         """Stop and free everything. Idempotent."""
@@ -104,7 +118,9 @@ class BuildEngine(Protocol):
 
     def __call__(
         self, config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-    ) -> EngineAssembly: ...
+    ) -> EngineAssembly:
+        """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process."""
+        ...
 
 
 class EngineHost:
@@ -119,15 +135,13 @@ class EngineHost:
         self._open_ids: set[int] = set()
         self._refusals: list[RequestUpdate] = []
         self._failed_operations: list[OperationDone] = []
+        self._has_messages = True  # something was handled since the last turn
         self._stats = EngineStats()
-        self._is_stalled = False
 
     @property
     def can_turn(self) -> bool:
         """Whether a turn would get on now; otherwise a descriptor or a message must come first."""
-        if self._refusals or self._failed_operations:
-            return True
-        return self._core.has_work and not self._is_stalled
+        return self._has_messages or self._core.is_ready
 
     def filenos(self) -> list[int]:
         """Descriptors of which one is readable when a turn would get on."""
@@ -135,7 +149,7 @@ class EngineHost:
 
     def handle(self, message: ToEngine) -> None:
         """Apply one message (``Shutdown`` is the driver's business)."""
-        self._is_stalled = False
+        self._has_messages = True
         match message:
             case AddRequest():
                 self._add_request(message)
@@ -146,14 +160,13 @@ class EngineHost:
 
     def turn(self) -> list[FromEngine]:
         """Compute a step if there is work; return what is to be told, possibly nothing."""
+        self._has_messages = False
         updates, self._refusals = self._refusals, []
         if self._core.has_work:
             updates += self._core.step()
         stats = self._core.stats()
-        # Nothing came and nothing went: the step waits for the executor.
-        self._is_stalled = not updates and stats == self._stats
         told: list[FromEngine] = []
-        if not self._is_stalled:
+        if updates or stats != self._stats:
             told.append(StepOutputs(tuple(updates), stats))
         self._open_ids.difference_update(
             update.request_id for update in updates if update.finish_reason is not None

@@ -5,6 +5,7 @@ Knows nothing of HTTP, and of the engine only its client.
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections.abc import AsyncGenerator, Sequence
@@ -17,19 +18,19 @@ from ..engine.messages import (
     AbortRequests,
     AdapterInfo,
     AdaptersChanged,
-    AddRequest,
     EngineStats,
     FromEngine,
     ModelInfo,
     OperationDone,
     StepOutputs,
 )
-from ..errors import EngineDeadError, OverloadedError, RequestError
+from ..errors import EngineDeadError, OverloadedError
 from ..sampling import SamplingParams
-from .generation import Asked, Generation
-from .inputs import Prompt, check_prompt, engine_sampling
+from .generation import Generation
+from .inputs import Asked, Prompt, check_prompt, engine_requests, make_config
 from .lora_client import LoraClient
 from .outputs import LoRARequest, RequestOutput
+from .request_table import RequestTable
 from .tokenizer import Tokenizer
 
 
@@ -60,10 +61,9 @@ class AsyncEngine:
     def _set_up(self, client: EngineClient, *, chat_template: str | None) -> None:
         self._client = client
         self._chat_template = chat_template
-        self._rng = random.Random(client.config.seed)
+        self._rng = random.Random(client.config.seed)  # noqa: S311 -- seeds of samplers
         self._engine_ids = itertools.count(1)
-        self._generations: dict[int, Generation] = {}  # by engine request
-        self._wakers: dict[str, asyncio.Event] = {}  # by request id: what is open
+        self._open = RequestTable()
         self._loras = LoraClient(client)
         self._stats = EngineStats()
         self._model: ModelInfo | None = None
@@ -197,7 +197,7 @@ class AsyncEngine:
         """
         await self.start()
         params = SamplingParams() if sampling_params is None else sampling_params
-        adapter_name = await self._loras.resolve(lora_request)
+        await self._loras.resolve(lora_request)
         tokens = await self._tokens(prompt, add_special_tokens=add_special_tokens)
         asked = Asked(
             request_id=request_id or f"request-{next(self._engine_ids)}",
@@ -205,8 +205,9 @@ class AsyncEngine:
             prompt_token_ids=tokens,
             params=params,
             lora_request=lora_request,
+            cache_salt=cache_salt,
         )
-        waker, generation = self._submit(asked, adapter_name, cache_salt)
+        waker, generation = self._submit(asked)
         try:
             while True:
                 await waker.wait()
@@ -218,13 +219,13 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            self._retire(asked.request_id, generation)
+            self._retire(generation)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator yields what there is, with finish reason "abort"."""
-        for generation in set(self._generations.values()):
-            if generation.request_id == request_id:
-                self._client.send(AbortRequests(tuple(generation.open_engine_ids)))
+        generation = self._open.find(request_id)
+        if generation is not None:
+            self._client.send(AbortRequests(tuple(generation.open_engine_ids)))
 
     async def _tokens(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
         token_ids: Sequence[int]
@@ -236,36 +237,23 @@ class AsyncEngine:
             token_ids = prompt
         return check_prompt(token_ids, self.get_model_info())
 
-    def _submit(
-        self, asked: Asked, adapter_name: str | None, cache_salt: str
-    ) -> tuple[asyncio.Event, Generation]:
+    def _submit(self, asked: Asked) -> tuple[asyncio.Event, Generation]:
         """Send one engine request per choice. Nothing is awaited: all or none are open."""
         self._check_alive()
-        if asked.request_id in self._wakers:
-            raise RequestError(
-                f"a request with id {asked.request_id!r} is running", param="request_id"
-            )
+        self._open.check_new(asked.request_id)
         self._check_room(asked.params.n)
-        samplings = engine_sampling(
-            asked.params,
-            num_prompt_tokens=len(asked.prompt_token_ids),
-            max_model_len=self.get_model_info().max_model_len,
-            rng=self._rng,
-        )
-        engine_ids = [next(self._engine_ids) for _ in samplings]
-        generation = Generation(asked, engine_ids, self.tokenizer)
-        prompt = tuple(asked.prompt_token_ids)
-        for engine_id, sampling in zip(engine_ids, samplings, strict=True):
-            self._generations[engine_id] = generation
-            self._client.send(AddRequest(engine_id, prompt, sampling, adapter_name, cache_salt))
-        waker = self._wakers[asked.request_id] = asyncio.Event()
-        return waker, generation
+        requests = engine_requests(asked, self._engine_ids, self.get_model_info(), self._rng)
+        ids = [request.request_id for request in requests]
+        generation = Generation(asked, ids, self.tokenizer)
+        for request in requests:
+            self._client.send(request)
+        return self._open.add(generation, requests), generation
 
     def _check_room(self, num_choices: int) -> None:
         """Refuse what cannot even wait, before the engine has to hear of it."""
         config = self._client.config
         limit = config.max_num_seqs + config.max_num_waiting
-        num_open = len(self._generations)
+        num_open = len(self._open)
         if num_open + num_choices > limit:
             raise OverloadedError(
                 f"{num_open} requests are open and {num_choices} more would exceed {limit}: "
@@ -273,61 +261,35 @@ class AsyncEngine:
                 f"and {config.max_num_waiting} waiting (--max-num-waiting)"
             )
 
-    def _retire(self, request_id: str, generation: Generation) -> None:
+    def _retire(self, generation: Generation) -> None:
         """Forget a request; abort what the engine still computes for it."""
-        self._wakers.pop(request_id, None)
+        self._open.remove(generation)
         open_ids = generation.open_engine_ids
-        for engine_id in generation.engine_ids:
-            self._generations.pop(engine_id, None)
         if open_ids and self._error is None:
-            self._client.send(AbortRequests(tuple(open_ids)))
+            with contextlib.suppress(EngineDeadError):
+                self._client.send(AbortRequests(tuple(open_ids)))
 
     # From the engine.
 
     def _receive(self, message: FromEngine) -> None:
         match message:
-            case StepOutputs():
-                self._take_step(message)
+            case StepOutputs(updates, stats):
+                self._stats = stats
+                unneeded = self._open.take(updates)
+                if unneeded:
+                    self._client.send(AbortRequests(unneeded))
             case OperationDone():
                 self._loras.operation_done(message)
             case AdaptersChanged(adapters):
                 self._loras.directory.replace(adapters)
 
-    def _take_step(self, message: StepOutputs) -> None:
-        self._stats = message.stats
-        unneeded = []
-        for update in message.updates:
-            generation = self._generations.get(update.request_id)
-            if generation is None:
-                continue
-            if generation.update(update):
-                unneeded.append(update.request_id)
-            waker = self._wakers.get(generation.request_id)
-            if waker is not None:
-                waker.set()
-        if unneeded:
-            self._client.send(AbortRequests(tuple(unneeded)))
-
     def _die(self, error: EngineDeadError) -> None:
-        if self._error is not None:
-            return
-        self._error = error
-        self._dead.set()
-        self._loras.fail_all(error)
-        for generation in set(self._generations.values()):
-            generation.fail(error)
-        for waker in self._wakers.values():
-            waker.set()
+        if self._error is None:
+            self._error = error
+            self._dead.set()
+            self._loras.fail_all(error)
+            self._open.fail_all(error)
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            raise self._error
-
-
-def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
-    """Return ``config``, or one made of ``options``; giving both is an error of the caller."""
-    if config is None:
-        return EngineConfig(**options)
-    if options:
-        raise TypeError(f"give a config or options, not both: {', '.join(sorted(options))}")
-    return config
+            raise EngineDeadError(str(self._error))

@@ -5,18 +5,17 @@ waits for them. Updates that come faster than somebody asks are merged.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..engine.messages import RequestUpdate
 from ..errors import CorunError, StepFailedError, rebuild_error
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
 from .detokenizer import IncrementalDetokenizer
+from .inputs import Asked
 from .outputs import (
     ChoiceHistory,
     CompletionOutput,
     Logprob,
-    LoRARequest,
     RequestOutput,
     TokenCandidates,
 )
@@ -104,7 +103,7 @@ class Choice:
             self.fail(rebuild_error(update.error_kind, message, default=StepFailedError))
             return
         self._add_text(self._detokenizer.finish())
-        self.finish_reason = update.finish_reason
+        self.finish_reason = str(update.finish_reason)
         if update.stop_token_id in self._params.stop_token_ids:
             self._stop_reason = update.stop_token_id
 
@@ -127,17 +126,6 @@ class Choice:
         for rank, (top_id, logprob) in enumerate(pairs, start=1):
             candidates.setdefault(top_id, Logprob(logprob, rank, text(top_id)))
         self._history.logprobs.append(candidates)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the caller asked, as its outputs repeat it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    lora_request: LoRARequest | str | None
 
 
 class Generation:

@@ -6,14 +6,44 @@ Knows the model's facts and the limits; knows nothing of the engine that will co
 import dataclasses
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ..engine.messages import ModelInfo
+from ..config.engine import EngineConfig
+from ..engine.messages import AddRequest, ModelInfo
 from ..errors import RequestError
 from ..sampling import SamplingParams
+from .outputs import LoRARequest
 from .tokenizer import check_token_ids
 
 Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a caller asks, as its outputs repeat it."""
+
+    request_id: str
+    prompt: str | None  # None if it was given as token ids
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    lora_request: LoRARequest | str | None
+    cache_salt: str = ""
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The adapter's name, None for the base model."""
+        lora = self.lora_request
+        return lora.lora_name if isinstance(lora, LoRARequest) else lora
+
+
+def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
+    """Return ``config``, or one made of ``options``; giving both is an error of the caller."""
+    if config is None:
+        return EngineConfig(**options)
+    if options:
+        raise TypeError(f"give a config or options, not both: {', '.join(sorted(options))}")
+    return config
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
@@ -28,6 +58,20 @@ def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
             param="prompt",
         )
     return check_token_ids(token_ids, vocab_size=model.vocab_size)
+
+
+def engine_requests(
+    asked: Asked, engine_ids: Iterator[int], model: ModelInfo, rng: random.Random
+) -> list[AddRequest]:
+    """Return one engine request per choice, with ids drawn from ``engine_ids``."""
+    prompt = tuple(asked.prompt_token_ids)
+    samplings = engine_sampling(
+        asked.params, num_prompt_tokens=len(prompt), max_model_len=model.max_model_len, rng=rng
+    )
+    return [
+        AddRequest(next(engine_ids), prompt, sampling, asked.adapter_name, asked.cache_salt)
+        for sampling in samplings
+    ]
 
 
 def engine_sampling(

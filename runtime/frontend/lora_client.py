@@ -21,15 +21,12 @@ class LoraClient:
         self._operations: dict[int, asyncio.Future[None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}  # by adapter name
 
-    async def resolve(self, lora: LoRARequest | str | None) -> str | None:
-        """Return the engine's name for what a request asked; registers what is new."""
-        if lora is None:
-            return None
+    async def resolve(self, lora: LoRARequest | str | None) -> None:
+        """Raise unless requests can name ``lora``; registers what is new."""
         if isinstance(lora, str):
             self.directory.check_name(lora)
-            return lora
-        await self.add(check_lora_request(lora), reload=False)
-        return lora.lora_name
+        elif lora is not None:
+            await self.add(lora, reload=False)
 
     async def add(self, lora: LoRARequest, *, reload: bool) -> None:
         """See ``AsyncEngine.add_lora``."""
@@ -63,7 +60,7 @@ class LoraClient:
         """End every operation with ``error``."""
         for future in self._operations.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(EngineDeadError(str(error)))
         self._operations.clear()
 
     async def _run(self, message: AddAdapter | RemoveAdapter) -> None:

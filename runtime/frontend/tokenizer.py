@@ -134,9 +134,9 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """Return one token's text, with its leading space.
+        r"""Return one token's text, with its leading space.
 
-        A token that is not a whole number of characters reads ``bytes:\\xe2\\x82``.
+        A token that is not a whole number of characters reads ``bytes:\xe2\x82``.
         """
         return self._token_text(token_id)
 
