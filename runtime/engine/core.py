@@ -205,7 +205,8 @@ class EngineCore:
         """
         scheduler = self._scheduler
         if not (scheduler.num_in_flight or scheduler.memory.num_open_transfers):
-            assert not scheduler.has_work(), "there is work, but nothing to wait for"
+            is_stuck = scheduler.has_work() and not self._has_news
+            assert not is_stuck, "there is work, but nothing to wait for"
             return
         try:
             results = self._executor.poll(timeout_s)

@@ -19,6 +19,7 @@ from corun.runtime.plan import (
     RowResult,
     StepPlan,
     StepResult,
+    SubBatch,
     SubBatchKind,
     Transfer,
     TransferKind,
@@ -211,7 +212,7 @@ class FakeExecutor:
         if first_index == 0:
             known.num_submitted_tokens = 0
 
-    def _accept(self, batch: object) -> list[_Row]:
+    def _accept(self, batch: SubBatch) -> list[_Row]:
         rows = []
         adapters = []
         for request_id, start, num_tokens, has_sample in zip(

@@ -1,6 +1,7 @@
 """Builders for schedulers, requests and executors that fit each other."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterCache
@@ -14,7 +15,6 @@ from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.policy import SchedulerPolicy
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
-
 from support.fake_executor import FakeExecutor
 
 BLOCK_SIZE = 4
@@ -34,10 +34,10 @@ def make_scheduler(
     memory: DeviceMemory | None = None,
     policy: SchedulerPolicy | None = None,
     eos_token_ids: Iterable[int] = (),
-    **limits: object,
+    **limits: Any,
 ) -> Scheduler:
     """``limits``: fields of ``SchedulerConfig``."""
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "max_num_batched_tokens": 16,
         "max_num_seqs": 8,
         "max_model_len": 64,
@@ -46,7 +46,7 @@ def make_scheduler(
     }
     return Scheduler(
         SchedulerConfig(**settings),
-        policy or make_policy("fcfs"),
+        make_policy("fcfs") if policy is None else policy,
         memory or make_memory(),
         eos_token_ids,
     )
@@ -60,7 +60,7 @@ def make_request(
     arrival_s: float | None = None,
     adapter_id: AdapterId = BASE_ADAPTER,
     adapter_bytes: int = 0,
-    **sampling: object,
+    **sampling: Any,
 ) -> Request:
     """``prompt``: token ids, or how many; by default requests arrive in the order of their ids."""
     if isinstance(prompt, int):
@@ -75,7 +75,7 @@ def make_request(
     )
 
 
-def make_requests(num_requests: int, **options: object) -> list[Request]:
+def make_requests(num_requests: int, **options: Any) -> list[Request]:
     """Requests 1 to ``num_requests``, alike but for their prompts."""
     return [make_request(request_id, **options) for request_id in range(1, num_requests + 1)]
 

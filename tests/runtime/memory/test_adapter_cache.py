@@ -1,5 +1,4 @@
 import pytest
-
 from corun.runtime.memory.adapter_cache import AdapterCache, AdapterState
 from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.plan import BASE_ADAPTER, AdapterId

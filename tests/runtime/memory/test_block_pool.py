@@ -1,9 +1,8 @@
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
-
 from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
+from hypothesis import given
 
 
 def make_pool(num_blocks: int = 8, capacity_bytes: int = 10_000) -> BlockPool:

@@ -1,5 +1,4 @@
 import pytest
-
 from corun.runtime.memory.budget import MemoryBudget
 
 

@@ -22,7 +22,13 @@ def test_equal_inputs_share_and_any_difference_separates() -> None:
 
 
 def test_fields_cannot_run_into_each_other() -> None:
-    splits = [("ab", "c", "d"), ("a", "bc", "d"), ("a", "b", "cd"), ("abc", "", "d"), ("", "", "abcd")]
+    splits = [
+        ("ab", "c", "d"),
+        ("a", "bc", "d"),
+        ("a", "b", "cd"),
+        ("abc", "", "d"),
+        ("", "", "abcd"),
+    ]
     names = [kv_namespace(base, dtype, (), salt) for base, dtype, salt in splits]
     for one, other in itertools.combinations(names, 2):
         assert one != other

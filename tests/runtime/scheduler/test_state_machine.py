@@ -1,10 +1,14 @@
 """Anything may happen in any order: everything ends, and ends with the right tokens."""
 
-import os
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
+from corun.runtime.engine.request import Request
+from corun.runtime.errors import RequestError
+from corun.runtime.plan import AdapterId, Outcome, RequestId
+from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.fcfs import FcfsPolicy
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,12 +18,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-
-from corun.runtime.engine.request import Request
-from corun.runtime.errors import RequestError
-from corun.runtime.plan import AdapterId, Outcome, RequestId
-from corun.runtime.scheduler.events import RequestEvent
-from corun.runtime.scheduler.fcfs import FcfsPolicy
 from support.fake_executor import expected_output
 from support.scheduling import (
     BLOCK_BYTES,
@@ -246,7 +244,7 @@ def test_everything_ends_with_the_right_tokens(depth: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get('CORUN_EXAMPLES', 40)),
+            max_examples=40,
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

@@ -1,0 +1,153 @@
+"""Does scheduling stay cheap beside a step? Microseconds of one schedule + update.
+
+All rows decode, spread over as many adapters as asked for; the executor is a stub that returns a
+token per row, whose time is not counted. Prints one JSON line last.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+from corun.runtime.engine.request import Request
+from corun.runtime.memory.adapter_cache import AdapterCache
+from corun.runtime.memory.block_pool import BlockPool
+from corun.runtime.memory.budget import MemoryBudget
+from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.plan import (
+    AdapterId,
+    Outcome,
+    RequestId,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TransferResult,
+)
+from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.config import SchedulerConfig
+from corun.runtime.scheduler.registry import make_policy
+from corun.runtime.scheduler.scheduler import Scheduler
+
+BOUND_US = {64: 300.0}  # a step on a fast accelerator takes a few milliseconds
+BLOCK_BYTES = 1 << 20
+PROMPT_TOKENS = 128
+
+
+def make_scheduler(num_rows: int, max_tokens: int) -> Scheduler:
+    """A scheduler with room for ``num_rows`` requests to their end."""
+    blocks_per_row = (PROMPT_TOKENS + max_tokens) // 16 + 1
+    budget = MemoryBudget(2 * num_rows * blocks_per_row * BLOCK_BYTES)
+    pool = BlockPool(2 * num_rows * blocks_per_row, BLOCK_BYTES, budget)
+    config = SchedulerConfig(
+        max_num_batched_tokens=num_rows * PROMPT_TOKENS,
+        max_num_seqs=num_rows,
+        max_model_len=PROMPT_TOKENS + max_tokens,
+        block_size=16,
+    )
+    return Scheduler(
+        config, make_policy("fcfs"), DeviceMemory(budget, pool, AdapterCache(budget)), [0]
+    )
+
+
+def results_of(plan: StepPlan) -> list[StepResult | TransferResult]:
+    """What an executor would return."""
+    rows = tuple(
+        RowResult(request_id, Outcome.TOKENS, (7,))
+        for batch in plan.sub_batches
+        for request_id, has_sample in zip(batch.request_ids, batch.samples, strict=True)
+        if has_sample
+    )
+    transfers = [TransferResult(transfer.transfer_id) for transfer in plan.transfers]
+    return [*transfers, StepResult(plan.step_id, rows)]
+
+
+def measure(num_rows: int, num_adapters: int, num_waiting: int, num_steps: int) -> dict[str, float]:
+    """Time ``num_steps`` decode steps of ``num_rows`` rows; microseconds."""
+    scheduler = make_scheduler(num_rows, num_steps + 32)
+    for index in range(num_rows + num_waiting):
+        adapter = index % (num_adapters + 1)
+        request = Request(
+            request_id=RequestId(index + 1),
+            prompt_token_ids=(1,) * PROMPT_TOKENS,
+            sampling=SamplingParams(max_tokens=num_steps + 32),
+            arrival_s=float(index),
+            adapter_id=AdapterId(adapter),
+            adapter_bytes=BLOCK_BYTES * bool(adapter),
+        )
+        scheduler.add_request(request, 0.0)
+    schedule_us, update_us = [], []
+    while len(schedule_us) < num_steps:
+        start_s = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        scheduled_s = time.perf_counter()
+        assert plan is not None
+        results = results_of(plan)
+        begin_s = time.perf_counter()
+        for result in results:
+            scheduler.update(result, 0.0)
+        end_s = time.perf_counter()
+        if plan.num_tokens == num_rows == scheduler.num_running:
+            schedule_us.append((scheduled_s - start_s) * 1e6)
+            update_us.append((end_s - begin_s) * 1e6)
+    both_us = [one + other for one, other in zip(schedule_us, update_us, strict=True)]
+    return {
+        "num_rows": num_rows,
+        "num_adapters": num_adapters,
+        "num_waiting": num_waiting,
+        "schedule_us": round(statistics.median(schedule_us), 1),
+        "update_us": round(statistics.median(update_us), 1),
+        "both_us": round(statistics.median(both_us), 1),
+        "both_us_p99": round(statistics.quantiles(both_us, n=100)[98], 1),
+    }
+
+
+def commit() -> str:
+    """The commit measured."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+
+
+def main() -> None:
+    """Measure 64 and 256 rows, with and without a queue."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400, help="Decode steps per setting.")
+    parser.add_argument("--adapters", type=int, default=10, help="Adapters beside the base.")
+    options = parser.parse_args()
+    figures = []
+    for num_rows in (64, 256):
+        for num_waiting in (0, 512):
+            figure = measure(num_rows, options.adapters, num_waiting, options.steps)
+            print(figure)
+            figures.append(figure)
+    passes = {
+        f"both_us_{num_rows}_rows": max(
+            figure["both_us"] for figure in figures if figure["num_rows"] == num_rows
+        )
+        <= bound_us
+        for num_rows, bound_us in BOUND_US.items()
+    }
+    print(
+        json.dumps(
+            {
+                "bench": "scheduler",
+                "setup": {"steps": options.steps, "prompt_tokens": PROMPT_TOKENS},
+                "commit": commit(),
+                "machine": {"cpu": platform.machine(), "python": platform.python_version()},
+                "bound_us": BOUND_US,
+                "figures": figures,
+                "pass": passes,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

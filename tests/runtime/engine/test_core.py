@@ -1,0 +1,339 @@
+"""The engine's turn, with the real scheduler and registry and an executor without a device."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from corun.runtime.adapters.registry import AdapterFacts, AdapterRegistry
+from corun.runtime.engine.core import CoreConfig, EngineCore
+from corun.runtime.engine.messages import AddRequest, RequestUpdate
+from corun.runtime.errors import RequestError, UnknownModelError
+from corun.runtime.plan import AdapterId, StepPlan
+from corun.runtime.sampling import SamplingParams
+from support.fake_executor import FakeExecutor, expected_output
+from support.scheduling import make_executor, make_memory, make_scheduler
+
+MAX_MODEL_LEN = 64
+
+
+class Engine:
+    """A core and everything around it."""
+
+    def __init__(
+        self,
+        *,
+        depth: int = 1,
+        num_blocks: int = 64,
+        is_automatic: bool = True,
+        **limits: Any,
+    ) -> None:
+        self.scheduler = make_scheduler(memory=make_memory(num_blocks=num_blocks), **limits)
+        self.executor = make_executor(self.scheduler, is_automatic=is_automatic)
+        ids = itertools.count(1)
+        self.registry = AdapterRegistry(lambda: AdapterId(next(ids)))
+        self.gone: list[AdapterId] = []
+        self.core = EngineCore(
+            self.scheduler,
+            self.executor,
+            self.registry,
+            CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth),
+            clock=lambda: 0.0,
+            on_adapter_gone=self.gone.append,
+        )
+
+    def register(self, name: str, digest: str = "d", num_bytes: int = 200) -> AdapterId:
+        load_id = self.registry.begin_loading(name, "/path")
+        facts = AdapterFacts(digest, 8, num_bytes)
+        registered = self.registry.ready(name, "/path", load_id, facts)
+        assert registered is not None
+        for adapter_id in registered.freed:
+            self.core.drop_adapter(adapter_id)
+        return registered.version.adapter_id
+
+    def add(self, request_id: int, adapter: str | None = None, **sampling: Any) -> AddRequest:
+        sampling.setdefault("max_tokens", 4)
+        message = AddRequest(
+            request_id, (request_id, 2, 3), SamplingParams(**sampling), adapter_name=adapter
+        )
+        self.core.add_request(message)
+        return message
+
+    def run(self) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
+        for _ in range(1000):
+            if not self.core.has_work:
+                return updates
+            updates += self.core.step()
+        raise AssertionError("no end")
+
+
+def ends_of(updates: list[RequestUpdate]) -> dict[int, str | None]:
+    ends = [update for update in updates if update.finish_reason is not None]
+    assert len({update.request_id for update in ends}) == len(ends), "a request ends twice"
+    return {update.request_id: update.finish_reason for update in ends}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_come_in_order_and_everything_is_let_go(depth: int) -> None:
+    engine = Engine(depth=depth, num_blocks=17)
+    adapter_id = engine.register("a")
+    messages = [
+        engine.add(request_id, "a" if request_id % 2 else None, max_tokens=20)
+        for request_id in range(1, 11)
+    ]
+    updates = engine.run()
+    for message in messages:
+        tokens = [
+            token_id
+            for update in updates
+            if update.request_id == message.request_id
+            for token_id in update.token_ids
+        ]
+        expected, reason = expected_output(
+            message.prompt_token_ids,
+            message.sampling,
+            adapter_id if message.adapter_name else AdapterId(0),
+            max_model_len=MAX_MODEL_LEN,
+        )
+        assert tokens == expected
+        assert ends_of(updates)[message.request_id] == reason
+    stats = engine.core.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.kv_blocks_used, stats.kv_blocks_total) == (0, 17)
+    assert (stats.generated_tokens, stats.prompt_tokens_computed) == (200, 30)
+    assert (stats.num_running, stats.num_waiting, stats.num_failed_steps) == (0, 0, 0)
+    engine.registry.check_invariants()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_more_steps_are_in_flight_than_allowed(depth: int) -> None:
+    engine = Engine(depth=depth, is_automatic=False)
+    engine.add(1)
+    assert engine.core.step() == []
+    assert len(engine.executor.steps) == depth
+    assert not engine.core.is_ready
+    assert engine.core.step() == []
+    assert len(engine.executor.steps) == depth
+
+
+def test_an_idle_core_has_nothing_to_do_and_says_so() -> None:
+    engine = Engine()
+    assert not engine.core.has_work
+    assert not engine.core.is_ready
+    assert engine.core.step(timeout_s=60.0) == []
+    assert engine.executor.plans == []
+    engine.add(1)
+    assert engine.core.is_ready
+    engine.run()
+    engine.core.step()
+    assert not engine.core.is_ready
+
+
+def test_a_core_that_returns_nothing_waits_for_the_executor() -> None:
+    """Whoever sleeps on the descriptor after an empty step misses nothing."""
+    engine = Engine(is_automatic=False, max_num_batched_tokens=2)
+    engine.register("a")
+    engine.add(1, "a")
+    num_turns = 0
+    updates: list[RequestUpdate] = []
+    while engine.core.has_work:
+        news = engine.core.step()
+        updates += news
+        num_turns += 1
+        assert num_turns < 50
+        if not news:
+            assert not engine.core.is_ready
+            assert engine.executor.steps or engine.executor.transfers, "waits for nothing"
+            for transfer_id in list(engine.executor.transfers):
+                engine.executor.finish_transfer(transfer_id)
+            if engine.executor.steps:
+                engine.executor.finish_step()
+    assert ends_of(updates) == {1: "length"}
+
+
+def test_an_abort_is_told_with_the_next_step() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add(1, max_tokens=50)
+    engine.add(2)
+    engine.core.step()
+    engine.core.abort([1, 2, 77])
+    assert engine.core.has_work
+    assert engine.core.is_ready
+    assert ends_of(engine.core.step(timeout_s=60.0)) == {1: "abort", 2: "abort"}
+    assert engine.run() == []
+    engine.core.abort([1])
+    assert engine.run() == []
+
+
+def test_refused_requests_hold_nothing() -> None:
+    engine = Engine()
+    engine.register("a")
+    with pytest.raises(UnknownModelError):
+        engine.add(1, "b")
+    with pytest.raises(RequestError, match="--max-model-len"):
+        engine.core.add_request(AddRequest(2, (1,) * 64, SamplingParams(), adapter_name="a"))
+    assert not engine.core.has_work
+    assert engine.registry.remove("a") == (1,)
+
+
+class TestAdapters:
+    def test_a_removed_adapter_leaves_the_device_after_its_last_request(self) -> None:
+        engine = Engine()
+        adapter_id = engine.register("a")
+        engine.add(1, "a")
+        engine.core.step()
+        assert engine.registry.remove("a") == ()
+        assert ends_of(engine.run()) == {1: "length"}
+        assert engine.gone == [adapter_id]
+        assert engine.executor.resident_adapters == set()
+        assert engine.core.stats().adapter_bytes_used == 0
+
+    def test_a_reload_serves_new_requests_with_the_new_version(self) -> None:
+        engine = Engine()
+        old_id = engine.register("a", "old")
+        old = engine.add(1, "a", max_tokens=9)
+        engine.core.step()
+        new_id = engine.register("a", "new")
+        new = engine.add(2, "a", max_tokens=9)
+        updates = engine.run()
+        for message, adapter_id in ((old, old_id), (new, new_id)):
+            tokens = [
+                token_id
+                for update in updates
+                if update.request_id == message.request_id
+                for token_id in update.token_ids
+            ]
+            assert (
+                tokens
+                == expected_output(
+                    message.prompt_token_ids,
+                    message.sampling,
+                    adapter_id,
+                    max_model_len=MAX_MODEL_LEN,
+                )[0]
+            )
+        assert engine.gone == [old_id]
+        assert engine.core.resident_adapters() == {new_id}
+
+    def test_statistics_name_the_adapters(self) -> None:
+        engine = Engine(max_num_seqs=1)
+        engine.register("a")
+        engine.register("b")
+        engine.add(1, "a")
+        engine.core.step()
+        engine.core.step()
+        engine.add(2, "b")
+        stats = engine.core.stats()
+        assert (stats.running_adapters, stats.waiting_adapters) == (("a",), ("b",))
+        assert (stats.num_running, stats.num_waiting) == (1, 1)
+        assert stats.adapter_bytes_used == 200
+
+    def test_requests_have_the_namespace_of_all_that_shapes_their_kv(self) -> None:
+        engine = Engine()
+        engine.register("a", "d1")
+        engine.register("b", "d2")
+        engine.register("same", "d1")
+        for request_id, adapter in enumerate((None, "a", "b", "same"), start=1):
+            engine.add(request_id, adapter)
+        salted = AddRequest(5, (1,), SamplingParams(), cache_salt="tenant")
+        engine.core.add_request(salted)
+        base, a, b, same, tenant = (request.namespace for request in engine.scheduler.requests)
+        assert len({base, a, b, tenant}) == 4
+        assert same == a
+
+    def test_a_failed_load_is_told_and_the_reference_given_back(self) -> None:
+        engine = Engine()
+        adapter_id = engine.register("a")
+        engine.executor.transfer_errors[adapter_id] = "broken"
+        engine.add(1, "a")
+        (update,) = engine.run()
+        assert (update.finish_reason, update.error_kind) == ("error", "AdapterUnavailableError")
+        assert "broken" in (update.error or "")
+        assert engine.registry.remove("a") == (adapter_id,)
+
+
+def raise_once(function: Callable[..., object], error: Exception) -> Callable[..., object]:
+    """Raise on the first call, then do what ``function`` does."""
+    errors = [error]
+
+    def wrapper(*args: object) -> object:
+        if errors:
+            raise errors.pop()
+        return function(*args)
+
+    return wrapper
+
+
+class TestExceptions:
+    def test_a_submit_that_raises_fails_its_requests_and_no_other(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = Engine(max_num_seqs=2)
+        for request_id in (1, 2, 3):
+            engine.add(request_id)
+        submit = raise_once(engine.executor.submit, ValueError("bad plan"))
+        monkeypatch.setattr(engine.executor, "submit", submit)
+        with caplog.at_level(logging.ERROR):
+            updates = engine.run()
+        assert ends_of(updates) == {1: "error", 2: "error", 3: "length"}
+        assert {update.error for update in updates if update.error} == {"ValueError: bad plan"}
+        assert "Traceback" in caplog.text
+        assert engine.core.stats().num_failed_steps == 1
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_a_poll_that_raises_fails_the_oldest_step(
+        self, depth: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine(depth=depth, max_num_seqs=1)
+        engine.add(1)
+        engine.add(2)
+        poll = engine.executor.poll
+
+        def losing(timeout_s: float) -> object:
+            engine.executor.steps.popleft()
+            raise OSError("gone")
+
+        monkeypatch.setattr(engine.executor, "poll", raise_once(poll, OSError("gone")))
+        monkeypatch.setattr(engine.executor, "poll", losing)
+        updates = engine.core.step()
+        monkeypatch.setattr(engine.executor, "poll", poll)
+        updates += engine.run()
+        assert ends_of(updates) == {1: "error", 2: "length"}
+
+    def test_a_poll_that_raises_without_a_step_is_the_callers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine(is_automatic=False)
+        engine.register("a")
+        engine.add(1, "a")
+        engine.core.step()
+        engine.executor.finish_step()
+        engine.core.step()
+        assert engine.core.has_work
+        poll = raise_once(engine.executor.poll, OSError("device lost"))
+        monkeypatch.setattr(engine.executor, "poll", poll)
+        with pytest.raises(OSError, match="device lost"):
+            engine.core.step()
+
+    def test_an_executor_that_never_accepts_does_not_hang_the_loop(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine()
+        engine.register("a")
+        engine.add(1, "a")
+        engine.run()
+        engine.add(2, "a")
+
+        def refuse(self: FakeExecutor, plan: StepPlan) -> None:
+            raise RuntimeError("no")
+
+        monkeypatch.setattr(FakeExecutor, "submit", refuse)
+        assert engine.registry.remove("a") == ()
+        assert ends_of(engine.core.step()) == {2: "error"}
+        assert engine.core.step() == []
+        assert engine.core.has_work
+        monkeypatch.undo()
+        assert engine.run() == []
+        assert engine.gone == [1]

@@ -1,0 +1,254 @@
+"""Loads, evictions and failures of adapters, and who is overtaken meanwhile."""
+
+from typing import Any
+
+from corun.runtime.engine.request import Request
+from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.plan import AdapterId, StepPlan, TransferKind, TransferResult
+from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.scheduler import Scheduler
+from support.fake_executor import FakeExecutor
+from support.scheduling import (
+    BLOCK_BYTES,
+    make_executor,
+    make_memory,
+    make_request,
+    make_scheduler,
+    outputs_of,
+    rows_of,
+    run_to_end,
+)
+
+
+def adapter_request(
+    request_id: int, adapter: int, *, num_bytes: int = 200, **options: Any
+) -> Request:
+    return make_request(
+        request_id, adapter_id=AdapterId(adapter), adapter_bytes=num_bytes, **options
+    )
+
+
+def schedule(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    return plan
+
+
+def transfers_of(plan: StepPlan) -> list[tuple[str, int]]:
+    return [(transfer.kind.value, transfer.adapter_id) for transfer in plan.transfers]
+
+
+def end_step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
+    executor.finish_step()
+    return [event for result in executor.poll() for event in scheduler.update(result, 0.0)]
+
+
+def end_transfers(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
+    for transfer_id in list(executor.transfers):
+        executor.finish_transfer(transfer_id)
+    return [event for result in executor.poll() for event in scheduler.update(result, 0.0)]
+
+
+def test_rows_of_one_adapter_are_adjacent_and_the_base_comes_first() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    executor = make_executor(scheduler)
+    for request_id, adapter in enumerate((2, 0, 1, 2, 0, 1), start=1):
+        scheduler.add_request(
+            make_request(request_id, adapter_id=AdapterId(adapter), adapter_bytes=adapter), 0.0
+        )
+    run_to_end(scheduler, executor)
+    widest = max(executor.plans, key=lambda plan: plan.num_tokens)
+    # 2 and 5 came first: the others' adapters had to be loaded.
+    assert widest.sub_batches[0].request_ids == (2, 5, 3, 6, 1, 4)
+
+
+def test_others_pass_while_an_adapter_loads_and_its_load_starts_at_once() -> None:
+    scheduler = make_scheduler()
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(adapter_request(1, 1), 0.0)
+    scheduler.add_request(make_request(2), 0.0)
+    scheduler.add_request(adapter_request(3, 2), 0.0)
+    plan = schedule(scheduler)
+    assert transfers_of(plan) == [("load_adapter", 1), ("load_adapter", 2)]
+    assert list(rows_of(plan)) == [2]
+    executor.submit(plan)
+    end_step(scheduler, executor)
+    plan = schedule(scheduler)
+    assert list(rows_of(plan)) == [2]
+    executor.submit(plan)
+    end_transfers(scheduler, executor)
+    end_step(scheduler, executor)
+    assert sorted(rows_of(schedule(scheduler))) == [1, 2, 3]
+
+
+def test_a_waiting_request_is_overtaken_up_to_the_bound() -> None:
+    scheduler = make_scheduler(policy=FcfsPolicy(max_overtaking_tokens=12), max_num_seqs=2)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(adapter_request(1, 1), 0.0)
+    for request_id in range(2, 12):
+        scheduler.add_request(make_request(request_id, max_tokens=1), 0.0)
+    passed = set()
+    for _ in range(8):
+        plan = schedule(scheduler)
+        if plan is None:
+            break
+        passed |= set(rows_of(plan))
+        executor.submit(plan)
+        end_step(scheduler, executor)
+    assert passed == {2, 3, 4}, "three of five tokens each, the bound is twelve"
+    end_transfers(scheduler, executor)
+    plan = schedule(scheduler)
+    assert sorted(rows_of(plan)) == [1, 5]
+
+
+def test_a_head_without_memory_blocks_those_behind() -> None:
+    scheduler = make_scheduler(memory=make_memory(num_blocks=6), growth_headroom=0.0)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(make_request(1, prompt=13, max_tokens=1), 0.0)
+    scheduler.add_request(adapter_request(2, 1, num_bytes=300), 0.0)
+    scheduler.add_request(make_request(3, prompt=1), 0.0)
+    plan = schedule(scheduler)
+    assert transfers_of(plan) == []
+    assert list(rows_of(plan)) == [1]
+    executor.submit(plan)
+    end_step(scheduler, executor)
+    plan = schedule(scheduler)
+    assert transfers_of(plan) == [("load_adapter", 1)]
+    assert list(rows_of(plan)) == [3]
+
+
+def test_idle_adapters_make_room_least_recently_used_first() -> None:
+    scheduler = make_scheduler(memory=make_memory(num_blocks=16, capacity_bytes=1000))
+    executor = make_executor(scheduler)
+    for request_id, adapter in enumerate((1, 2, 1), start=1):
+        scheduler.add_request(adapter_request(request_id, adapter, max_tokens=1), 0.0)
+        run_to_end(scheduler, executor)
+    scheduler.add_request(adapter_request(4, 3, num_bytes=500), 0.0)
+    outputs = outputs_of(run_to_end(scheduler, executor))
+    assert outputs[4][1] == "length"
+    cache = scheduler.memory.cache
+    assert cache.state(AdapterId(2)) is AdapterState.ABSENT
+    assert cache.state(AdapterId(1)) is AdapterState.RESIDENT
+
+
+def test_growth_takes_idle_adapters_before_it_preempts() -> None:
+    scheduler = make_scheduler(memory=make_memory(num_blocks=8))
+    executor = make_executor(scheduler)
+    scheduler.add_request(adapter_request(1, 1, num_bytes=500, max_tokens=1), 0.0)
+    run_to_end(scheduler, executor)
+    scheduler.add_request(make_request(2, prompt=9, max_tokens=20), 0.0)
+    assert outputs_of(run_to_end(scheduler, executor))[2][1] == "length"
+    assert scheduler.counters.num_preemptions == 0
+    assert scheduler.memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
+
+
+def test_requests_that_wait_for_a_seat_have_their_adapters_loaded_ahead() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_prefetch_requests=3)
+    scheduler.add_request(make_request(1, max_tokens=9), 0.0)
+    for request_id in range(2, 7):
+        scheduler.add_request(adapter_request(request_id, request_id), 0.0)
+    plan = schedule(scheduler)
+    assert transfers_of(plan) == [("load_adapter", adapter) for adapter in (2, 3, 4)]
+
+
+def test_loading_ahead_spares_room_to_grow_and_the_adapters_of_those_in_front() -> None:
+    capacity_bytes = 2 * BLOCK_BYTES + 500
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=16, capacity_bytes=capacity_bytes), max_num_seqs=1
+    )
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(make_request(1, max_tokens=9), 0.0)
+    scheduler.add_request(adapter_request(2, 2, num_bytes=400), 0.0)
+    scheduler.add_request(adapter_request(3, 3, num_bytes=400), 0.0)
+    plan = schedule(scheduler)
+    assert transfers_of(plan) == [("load_adapter", 2)]
+    executor.submit(plan)
+    end_transfers(scheduler, executor)
+    end_step(scheduler, executor)
+    assert transfers_of(schedule(scheduler)) == []
+
+
+def test_two_requests_whose_adapters_do_not_fit_together_both_end() -> None:
+    scheduler = make_scheduler(memory=make_memory(num_blocks=16, capacity_bytes=900))
+    executor = make_executor(scheduler)
+    for request_id in range(1, 9):
+        adapter = 1 + request_id % 2
+        scheduler.add_request(adapter_request(request_id, adapter, num_bytes=500), 0.0)
+    outputs = outputs_of(run_to_end(scheduler, executor))
+    assert {reason for _, reason in outputs.values()} == {"length"}
+    num_loads = sum(
+        transfer.kind is TransferKind.LOAD_ADAPTER
+        for plan in executor.plans
+        for transfer in plan.transfers
+    )
+    assert num_loads <= 8, "adapters push each other out without being used"
+
+
+def test_a_failed_load_fails_its_requests_with_the_reason_and_the_next_one_tries_again() -> None:
+    scheduler = make_scheduler()
+    executor = make_executor(scheduler)
+    executor.transfer_errors[AdapterId(1)] = "no such tensor"
+    for request_id, adapter in enumerate((1, 0, 1), start=1):
+        scheduler.add_request(adapter_request(request_id, adapter), 0.0)
+    events = run_to_end(scheduler, executor)
+    outputs = outputs_of(events)
+    assert [outputs[request_id][1] for request_id in (1, 2, 3)] == ["error", "length", "error"]
+    errors = {event.error for event in events if event.error_kind == "AdapterUnavailableError"}
+    assert len(errors) == 1
+    assert "no such tensor" in errors.pop()
+    executor.transfer_errors.clear()
+    scheduler.add_request(adapter_request(4, 1), 0.0)
+    assert outputs_of(run_to_end(scheduler, executor))[4][1] == "length"
+
+
+def test_a_dropped_adapter_is_evicted_after_its_last_step() -> None:
+    scheduler = make_scheduler()
+    executor = make_executor(scheduler)
+    scheduler.add_request(adapter_request(1, 1), 0.0)
+    run_to_end(scheduler, executor)
+    scheduler.drop_adapter(AdapterId(1))
+    assert scheduler.has_work()
+    run_to_end(scheduler, executor)
+    assert scheduler.memory.take_gone() == [1]
+    assert executor.resident_adapters == set()
+    assert scheduler.memory.cache.used_bytes == 0
+
+
+def test_an_eviction_that_fails_is_tried_again() -> None:
+    scheduler = make_scheduler()
+    executor = make_executor(scheduler)
+    scheduler.add_request(adapter_request(1, 1), 0.0)
+    run_to_end(scheduler, executor)
+    scheduler.drop_adapter(AdapterId(1))
+    plan = schedule(scheduler)
+    (transfer,) = plan.transfers
+    scheduler.update(TransferResult(transfer.transfer_id, "busy"), 0.0)
+    assert scheduler.has_work()
+    assert transfers_of(schedule(scheduler)) == [("evict_adapter", 1)]
+
+
+def test_a_request_that_fits_is_admitted_in_spite_of_endless_later_arrivals() -> None:
+    """Small requests keep coming; the large one with a large adapter still gets in."""
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=12), policy=FcfsPolicy(max_overtaking_tokens=60)
+    )
+    executor = make_executor(scheduler)
+    scheduler.add_request(make_request(1, arrival_s=0.0), 0.0)
+    scheduler.add_request(
+        adapter_request(2, 9, num_bytes=400, prompt=20, max_tokens=12, arrival_s=0.5), 0.5
+    )
+    overtaking_tokens = 0
+    for index in range(3, 500):
+        scheduler.add_request(make_request(index, arrival_s=float(index)), float(index))
+        plan = scheduler.schedule(float(index))
+        if plan is not None:
+            if 2 in rows_of(plan):
+                break
+            overtaking_tokens += sum(len(new.prompt_token_ids) for new in plan.new_requests)
+            executor.submit(plan)
+            for result in executor.poll():
+                scheduler.update(result, float(index))
+    else:
+        raise AssertionError("never admitted")
+    assert overtaking_tokens <= 60 + 2 * 5
