@@ -78,7 +78,8 @@ def measure(num_rows: int, num_adapters: int, num_waiting: int, num_steps: int) 
             adapter_bytes=BLOCK_BYTES * bool(adapter),
         )
         scheduler.add_request(request, 0.0)
-    schedule_us, update_us = [], []
+    schedule_us: list[float] = []
+    update_us: list[float] = []
     while len(schedule_us) < num_steps:
         start_s = time.perf_counter()
         plan = scheduler.schedule(0.0)

@@ -2,6 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
+from corun.runtime.plan import BlockId
 from hypothesis import given
 
 
@@ -14,7 +15,7 @@ def test_lowest_ids_are_handed_out_first() -> None:
     first = pool.allocate(3)
     assert first == (0, 1, 2)
     assert pool.allocate(2) == (3, 4)
-    pool.free((1, 3))
+    pool.free((BlockId(1), BlockId(3)))
     assert pool.allocate(3) == (1, 3, 5)
     assert pool.num_touched_blocks == 6
     pool.check_invariants()
@@ -40,14 +41,14 @@ def test_a_block_that_is_not_out_cannot_come_back(block_id: int) -> None:
     pool = make_pool()
     pool.free(pool.allocate(1) or ())
     with pytest.raises(AssertionError, match=f"block {block_id} is freed but not allocated"):
-        pool.free((block_id,))
+        pool.free((BlockId(block_id),))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
 def test_any_sequence_keeps_the_account(operations: list[tuple[bool, int]]) -> None:
     budget = MemoryBudget(900)
     pool = BlockPool(12, 100, budget)
-    held: list[int] = []
+    held: list[BlockId] = []
     for is_allocation, count in operations:
         if is_allocation:
             available = pool.num_available_blocks

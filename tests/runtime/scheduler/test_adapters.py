@@ -88,9 +88,9 @@ def test_a_waiting_request_is_overtaken_up_to_the_bound() -> None:
     scheduler.add_request(adapter_request(1, 1), 0.0)
     for request_id in range(2, 12):
         scheduler.add_request(make_request(request_id, max_tokens=1), 0.0)
-    passed = set()
+    passed: set[int] = set()
     for _ in range(8):
-        plan = schedule(scheduler)
+        plan = scheduler.schedule(0.0)
         if plan is None:
             break
         passed |= set(rows_of(plan))
@@ -196,7 +196,7 @@ def test_a_failed_load_fails_its_requests_with_the_reason_and_the_next_one_tries
     assert [outputs[request_id][1] for request_id in (1, 2, 3)] == ["error", "length", "error"]
     errors = {event.error for event in events if event.error_kind == "AdapterUnavailableError"}
     assert len(errors) == 1
-    assert "no such tensor" in errors.pop()
+    assert "no such tensor" in str(errors.pop())
     executor.transfer_errors.clear()
     scheduler.add_request(adapter_request(4, 1), 0.0)
     assert outputs_of(run_to_end(scheduler, executor))[4][1] == "length"

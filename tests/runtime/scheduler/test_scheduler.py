@@ -238,11 +238,14 @@ class TestRetriesAndFailures:
         scheduler = make_scheduler(max_num_batched_tokens=4)
         executor = make_executor(scheduler)
         bad_starts = {0, 4, 7, 9}
-        executor.outcome_of = lambda request_id, start: (
-            Outcome.RETRY
-            if start in bad_starts and not bad_starts.discard(start)
-            else Outcome.TOKENS
-        )
+
+        def outcome_of(request_id: RequestId, start: int) -> Outcome:
+            if start not in bad_starts:
+                return Outcome.TOKENS
+            bad_starts.remove(start)
+            return Outcome.RETRY
+
+        executor.outcome_of = outcome_of
         request = make_request(1, prompt=7, max_tokens=6)
         add_all(scheduler, [request])
         outputs = outputs_of(run_to_end(scheduler, executor, depth=depth))
@@ -318,7 +321,7 @@ class TestRefusals:
         ],
     )
     def test_a_request_that_can_never_be_served(
-        self, options: dict[str, object], message: str
+        self, options: dict[str, Any], message: str
     ) -> None:
         scheduler = make_scheduler(memory=make_memory(num_blocks=8))
         with pytest.raises(RequestError, match=message):
@@ -358,7 +361,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "block_size"])
     def test_limits_below_one(self, name: str) -> None:
-        limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, name: 0}
+        limits: dict[str, Any] = {
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+            "block_size": 1,
+            name: 0,
+        }
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is 0"):
             SchedulerConfig(max_model_len=1, **limits)
 
