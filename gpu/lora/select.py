@@ -91,7 +91,9 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype) -> bool:
         y = base.clone()
         backend.add_delta(x, y, 0, _probe_batch(rows, device))
         results.append(y.float())
-    tolerance = 4 * torch.finfo(dtype).eps * (1 + results[1].abs())
+    # The rounding of both results, and float32 sums in another order: sums of absolute values are
+    # below 1000 here.
+    tolerance = torch.finfo(dtype).eps * results[1].abs() + 1000 * torch.finfo(torch.float32).eps
     return bool(((results[0] - results[1]).abs() <= tolerance).all())
 
 

@@ -13,7 +13,9 @@ from .table import LoraTable
 from .triton_kernels import expand_kernel, shrink_kernel
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
+    """Sizes of one program's tiles."""
+
     tokens: int
     ranks: int
     shrink_in: int
@@ -22,8 +24,8 @@ class _Tiles(NamedTuple):
 
 
 # Few tokens: little work per weight, so more programs share a row of A. Many: more reuse.
-_DECODE_TILES = _Tiles(tokens=16, ranks=16, shrink_in=128, expand_out=64, num_splits=8)
-_PREFILL_TILES = _Tiles(tokens=32, ranks=32, shrink_in=64, expand_out=128, num_splits=1)
+DECODE_TILES = Tiles(tokens=16, ranks=16, shrink_in=128, expand_out=64, num_splits=8)
+PREFILL_TILES = Tiles(tokens=32, ranks=32, shrink_in=64, expand_out=128, num_splits=1)
 
 
 class TritonLora:
@@ -63,9 +65,7 @@ class TritonLora:
         assert x.dtype == y.dtype == self._dtype, (x.dtype, y.dtype, self._dtype)
         assert x.stride(1) == 1 and y.stride(1) == 1, (x.stride(), y.stride())
         assert batch.segment_ends_host[-1] <= min(x.shape[0], y.shape[0])
-        tiles = (
-            _DECODE_TILES if batch.max_segment_tokens <= _DECODE_TILES.tokens else _PREFILL_TILES
-        )
+        tiles = DECODE_TILES if batch.max_segment_tokens <= DECODE_TILES.tokens else PREFILL_TILES
         num_tokens, max_rank = x.shape[0], batch.max_rank
         hidden = self._scratch(tiles.num_splits * num_tokens * max_rank)
         segments = (batch.segment_starts, batch.segment_ends, batch.table_rows)

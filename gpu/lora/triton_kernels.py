@@ -8,8 +8,6 @@ largest one of a batch.
 
 # ruff: noqa: PLR0917 - Triton passes by position
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -18,20 +16,20 @@ _NOT_SPECIALIZED = ["target_index", "rank_stride", "split_stride"]
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def shrink_kernel(
-    x: Any,
-    hidden: Any,
-    segment_starts: Any,
-    segment_ends: Any,
-    table_rows: Any,
-    a_pointers: Any,
-    ranks: Any,
-    scalings: Any,
-    target_index: Any,
-    num_targets: Any,
-    in_features: Any,
-    x_stride: Any,
-    rank_stride: Any,
-    split_stride: Any,
+    x: tl.tensor,
+    hidden: tl.tensor,
+    segment_starts: tl.tensor,
+    segment_ends: tl.tensor,
+    table_rows: tl.tensor,
+    a_pointers: tl.tensor,
+    ranks: tl.tensor,
+    scalings: tl.tensor,
+    target_index: tl.tensor,
+    num_targets: tl.tensor,
+    in_features: tl.tensor,
+    x_stride: tl.tensor,
+    rank_stride: tl.tensor,
+    split_stride: tl.tensor,
     NUM_SPLITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
@@ -82,19 +80,19 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def expand_kernel(
-    hidden: Any,
-    y: Any,
-    segment_starts: Any,
-    segment_ends: Any,
-    table_rows: Any,
-    b_pointers: Any,
-    ranks: Any,
-    target_index: Any,
-    num_targets: Any,
-    out_features: Any,
-    y_stride: Any,
-    rank_stride: Any,
-    split_stride: Any,
+    hidden: tl.tensor,
+    y: tl.tensor,
+    segment_starts: tl.tensor,
+    segment_ends: tl.tensor,
+    table_rows: tl.tensor,
+    b_pointers: tl.tensor,
+    ranks: tl.tensor,
+    target_index: tl.tensor,
+    num_targets: tl.tensor,
+    out_features: tl.tensor,
+    y_stride: tl.tensor,
+    rank_stride: tl.tensor,
+    split_stride: tl.tensor,
     NUM_SPLITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,

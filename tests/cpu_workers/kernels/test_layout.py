@@ -1,0 +1,54 @@
+"""Packed layouts, and that the kernels' cache notices a change of their tiles."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corun.cpu_workers import kernels
+from corun.cpu_workers.kernels import layout, lora
+
+FOLDER = Path(kernels.__path__[0])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+@pytest.mark.parametrize(("rank", "in_features"), [(1, 16), (8, 64), (13, 37)])
+def test_pack_a_keeps_every_value_in_place(dtype: type, rank: int, in_features: int) -> None:
+    a = np.arange(1, rank * in_features + 1, dtype=dtype).reshape(rank, in_features)
+    packed = layout.pack_a(a)
+    unit = 8 // a.itemsize
+    assert packed.nbytes % 64 == 0
+    for r in range(rank):
+        for k in range(in_features):
+            assert packed[r // 8, k // unit, r % 8, k % unit] == a[r, k]
+    assert np.count_nonzero(packed) == a.size
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+@pytest.mark.parametrize(("out_features", "rank"), [(16, 1), (48, 8), (37, 13)])
+def test_pack_b_keeps_every_value_in_place(dtype: type, out_features: int, rank: int) -> None:
+    b = np.arange(1, rank * out_features + 1, dtype=dtype).reshape(out_features, rank)
+    packed = layout.pack_b(b)
+    unit = 4 // b.itemsize
+    for n in range(out_features):
+        for r in range(rank):
+            assert packed[n // 16, r // unit, n % 16, r % unit] == b[n, r]
+    assert np.count_nonzero(packed) == b.size
+
+
+def test_ranks_are_padded_no_further_than_a_register() -> None:
+    a, b = np.ones((8, 64), np.uint16), np.ones((64, 8), np.uint16)
+    assert layout.pack_a(a).nbytes == a.nbytes
+    assert layout.pack_b(b).nbytes == b.nbytes
+
+
+def test_a_change_of_the_tiles_is_a_change_of_the_cached_kernels() -> None:
+    digest = hashlib.sha256((FOLDER / "tiles.py").read_bytes()).hexdigest()[:16]
+    assert digest == lora.TILES_DIGEST, f"set TILES_DIGEST in lora.py to {digest!r}"
+
+
+def test_kernels_load_without_torch() -> None:
+    code = "import sys, corun.cpu_workers.kernels.lora; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,112 @@
+"""Linears are replaced in place, release their weights, and add the deltas of their pass."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from corun.gpu.linear.base import MakeLinear
+from corun.gpu.linear.onednn import OnednnLinear
+from corun.gpu.linear.plain import PlainLinear
+from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
+from corun.gpu.lora.table import DeviceAdapter, LoraTable
+from corun.gpu.lora.torch_backend import TorchLora
+from corun.gpu.step import StepContext
+from support.lora import make_batch
+from torch import nn
+
+
+class SpecialLinear(nn.Linear):
+    """Not exactly nn.Linear: it may compute something else."""
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.block = nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6, bias=False)})
+        self.shared = self.block["up"]
+        self.special = SpecialLinear(6, 6)
+        self.lm_head = nn.Linear(6, 11, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        hidden = hidden + self.block["down"](torch.relu(self.block["up"](hidden)))
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("make", [PlainLinear, OnednnLinear])
+@torch.inference_mode()
+def test_wrapped_model_computes_the_same(make: MakeLinear) -> None:
+    model = Tiny().eval()
+    ids = torch.tensor([[1, 2, 3, 10]])
+    expected = model(ids)
+    assert wrap_linears(model, StepContext(), make, None, {}) == 3
+    torch.testing.assert_close(model(ids), expected)
+    assert isinstance(model.lm_head, CorunLinear)
+    assert model.shared is model.block["up"]
+    assert type(model.special) is SpecialLinear
+    assert wrap_linears(model, StepContext(), make, None, {}) == 0
+
+
+@torch.inference_mode()
+def test_packing_releases_the_weight_but_not_a_tied_one() -> None:
+    model = Tiny().eval()
+    alive = weakref.ref(model.block["down"].weight)
+    tied = model.embed.weight
+    wrap_linears(model, StepContext(), OnednnLinear, None, {})
+    gc.collect()
+    assert alive() is None
+    assert model.embed.weight is tied
+    assert torch.equal(model.lm_head.weight, tied)
+
+
+def test_features_and_dtype_can_still_be_read() -> None:
+    model = Tiny().eval()
+    bias = model.block["up"].bias.detach().clone()
+    wrap_linears(model, StepContext(), OnednnLinear, None, {})
+    up = model.block["up"]
+    assert (up.in_features, up.out_features) == (6, 8)
+    assert up.weight.dtype == torch.float32
+    assert torch.equal(up.bias, bias)
+    assert model.block["down"].bias is None
+    assert "backend=onednn" in repr(model)
+
+
+@torch.inference_mode()
+def test_deltas_of_the_pass_are_added_to_targets_only() -> None:
+    model = Tiny().eval()
+    table = LoraTable(2, 2, "cpu")
+    backend = TorchLora(table, dtype=torch.float32)
+    up_a, up_b = torch.randn(3, 6), torch.randn(8, 3)
+    row = table.add(DeviceAdapter({1: backend.pack(up_a, up_b, 2.0)}))
+    ids = torch.tensor([[4, 5, 6, 7]])
+    base = model(ids)
+    changed = Tiny().eval()
+    changed.load_state_dict(model.state_dict())
+    changed.block["up"].weight += 2.0 * up_b @ up_a
+    adapted = changed(ids)
+
+    context = StepContext()
+    wrap_linears(model, context, PlainLinear, backend, {"block.down": 0, "block.up": 1})
+    torch.testing.assert_close(model(ids), base)
+    context.lora = make_batch([(1, 3, 0)], table, [row])
+    mixed = model(ids)
+    torch.testing.assert_close(mixed[:, 1:3], adapted[:, 1:3], rtol=1e-4, atol=1e-5)
+    assert torch.equal(mixed[:, [0, 3]], base[:, [0, 3]])
+    context.lora = None
+    torch.testing.assert_close(model(ids), base)
+
+
+def test_unknown_target_path_is_our_bug() -> None:
+    table = LoraTable(1, 1, "cpu")
+    backend = TorchLora(table, dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"no nn.Linear at \['block.sideways'\]"):
+        wrap_linears(Tiny(), StepContext(), PlainLinear, backend, {"block.sideways": 0})

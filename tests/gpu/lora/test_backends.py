@@ -1,0 +1,120 @@
+"""Every LoRA backend against a plain loop, over shapes and mixtures of ranks."""
+
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from corun.gpu.lora.numba_backend import NumbaLora
+from corun.gpu.lora.table import DeviceAdapter, LoraTable
+from corun.gpu.lora.torch_backend import TorchLora
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.lora import CASES, LoraCase, check_case, make_batch
+
+TESTS = Path(__file__).parents[2]
+
+BACKENDS = {
+    "torch-float32": (TorchLora, torch.float32),
+    "torch-bfloat16": (TorchLora, torch.bfloat16),
+    "torch-float16": (TorchLora, torch.float16),
+    "numba-float32": (NumbaLora, torch.float32),
+    "numba-bfloat16": (NumbaLora, torch.bfloat16),
+    "numba-bfloat16-portable": (partial(NumbaLora, use_bfloat16_dot=False), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_agrees_with_a_plain_loop(name: str, case: LoraCase) -> None:
+    make, dtype = BACKENDS[name]
+    check_case(case, lambda table: make(table, dtype=dtype), dtype)
+
+
+@st.composite
+def lora_cases(draw: st.DrawFn) -> LoraCase:
+    ranks = draw(st.lists(st.one_of(st.none(), st.integers(1, 40)), min_size=1, max_size=5))
+    segments, start = [], 0
+    for _ in range(draw(st.integers(1, 6))):
+        start += draw(st.integers(0, 3))
+        end = start + draw(st.sampled_from((1, 2, 4, 7, 8, 9, 21)))
+        segments.append((start, end, draw(st.integers(0, len(ranks) - 1))))
+        start = end
+    return LoraCase(
+        name="drawn",
+        in_features=draw(st.integers(1, 70)),
+        out_features=draw(st.integers(1, 150)),
+        ranks=tuple(ranks),
+        segments=tuple(segments),
+        num_tokens=start + draw(st.integers(0, 2)),
+    )
+
+
+@pytest.mark.parametrize("name", ["numba-float32", "numba-bfloat16", "numba-bfloat16-portable"])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(case=lora_cases(), seed=st.integers(0, 1000))
+def test_agrees_on_drawn_shapes(name: str, case: LoraCase, seed: int) -> None:
+    make, dtype = BACKENDS[name]
+    check_case(case, lambda table: make(table, dtype=dtype), dtype, seed=seed)
+
+
+def test_rows_of_wider_tensors() -> None:
+    # x and y may be slices of wider tensors: fused linears hand out such views.
+    table = LoraTable(1, 1, "cpu")
+    backend = NumbaLora(table, dtype=torch.float32)
+    a, b = torch.randn(4, 64), torch.randn(32, 4)
+    row = table.add(DeviceAdapter({0: backend.pack(a, b, 1.0)}))
+    wide_x, wide_y = torch.randn(6, 80), torch.zeros(6, 100)
+    backend.add_delta(wide_x[:, 8:72], wide_y[:, 50:82], 0, make_batch([(1, 5, 0)], table, [row]))
+    expected = torch.zeros(6, 100)
+    expected[1:5, 50:82] = wide_x[1:5, 8:72] @ a.t() @ b.t()
+    torch.testing.assert_close(wide_y, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_non_finite_values_stay_in_their_row(portable: bool) -> None:
+    table = LoraTable(1, 1, "cpu")
+    backend = NumbaLora(table, dtype=torch.bfloat16, use_bfloat16_dot=False if portable else None)
+    a = torch.randn(3, 64, dtype=torch.bfloat16)
+    b = torch.randn(32, 3, dtype=torch.bfloat16)
+    row = table.add(DeviceAdapter({0: backend.pack(a, b, 1.0)}))
+    x = torch.randn(9, 64, dtype=torch.bfloat16)
+    x[4, 7] = math.nan
+    y = torch.zeros(9, 32, dtype=torch.bfloat16)
+    backend.add_delta(x, y, 0, make_batch([(0, 9, 0)], table, [row]))
+    assert bool(y[4].isnan().all())
+    assert bool(torch.cat((y[:4], y[5:])).isfinite().all())
+
+
+def _run_python(*arguments: str, **variables: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), **variables}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    # Triton decides at import whether it interprets, hence the process of its own.
+    _run_python("-m", "support.triton_lora", "interpret", TRITON_INTERPRET="1")
+
+
+def test_triton_compiles_for_hopper(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    _run_python("-m", "support.triton_lora", "compile", TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_triton_on_a_device(dtype: torch.dtype, case: LoraCase) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from corun.gpu.lora.triton_backend import TritonLora
+
+    check_case(case, lambda table: TritonLora(table, dtype=dtype), dtype, device="cuda")

@@ -1,0 +1,63 @@
+"""Which LoRA backend is taken, and what is said where one cannot be."""
+
+import logging
+
+import corun.gpu.lora.select as select_module
+import pytest
+import torch
+from corun.gpu.lora.numba_backend import NumbaLora
+from corun.gpu.lora.select import select_lora_backend
+from corun.gpu.lora.table import LoraTable
+from corun.runtime.errors import ConfigError
+
+
+def choose(name: str, dtype: torch.dtype, device: str = "cpu") -> str:
+    table = LoraTable(1, 1, "cpu")
+    return select_lora_backend(name, table=table, device=device, dtype=dtype).name
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("auto", torch.float32, "numba"),
+        ("auto", torch.bfloat16, "numba"),
+        ("auto", torch.float16, "torch"),
+        ("torch", torch.bfloat16, "torch"),
+        ("numba", torch.bfloat16, "numba"),
+    ],
+)
+def test_choice_on_the_cpu(
+    name: str, dtype: torch.dtype, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="corun.gpu.lora.select"):
+        assert choose(name, dtype) == expected
+    assert f"LoRA backend: {expected}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "reason"),
+    [
+        ("numba", torch.float16, "cpu", "float32 and bfloat16"),
+        ("numba", torch.float32, "cuda", "for the CPU"),
+        ("triton", torch.float32, "cpu", "for CUDA"),
+        ("cutlass", torch.float32, "cpu", "unknown"),
+    ],
+)
+def test_refusal_names_the_flag_and_the_reason(
+    name: str, dtype: torch.dtype, device: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--lora-backend '?{name}'? .*{reason}"):
+        choose(name, dtype, device)
+
+
+def test_wrong_products_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(NumbaLora):
+        def add_delta(self, x: torch.Tensor, y: torch.Tensor, *rest: object) -> None:
+            y += 0.25
+
+    monkeypatch.setattr(
+        select_module, "_make", lambda name, table, dtype: Wrong(table, dtype=dtype)
+    )
+    assert choose("auto", torch.float32) == "torch"
+    with pytest.raises(ConfigError, match="wrong on this machine"):
+        choose("numba", torch.float32)

@@ -1,0 +1,130 @@
+"""Batches of LoRA segments, the plain loop that is the truth, and the tolerance of each type."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from corun.gpu.lora.base import LoraBackend
+from corun.gpu.lora.table import DeviceAdapter, LoraTable
+from corun.gpu.step import LoraBatch
+
+TARGET = 2
+NUM_TARGETS = 4
+SCALING = 0.75
+
+
+@dataclass(frozen=True)
+class LoraCase:
+    """ranks[i] None: adapter i does not have the target. Segments: (start, end, adapter)."""
+
+    name: str
+    in_features: int
+    out_features: int
+    ranks: tuple[int | None, ...]
+    segments: tuple[tuple[int, int, int], ...]
+    num_tokens: int
+
+
+def _zipf_segments(num_tokens: int, num_adapters: int) -> tuple[tuple[int, int, int], ...]:
+    shares = torch.tensor([1 / (k + 1) for k in range(num_adapters)])
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.multinomial(shares, num_tokens, replacement=True, generator=generator)
+    counts = torch.bincount(drawn, minlength=num_adapters).tolist()
+    segments, start = [], 0
+    for adapter, count in enumerate(counts):
+        if count:
+            segments.append((start, start + count, adapter))
+            start += count
+    return tuple(segments)
+
+
+def _ones(adapters: Sequence[int], gap: int = 0) -> tuple[tuple[int, int, int], ...]:
+    return tuple((i * (1 + gap), i * (1 + gap) + 1, a) for i, a in enumerate(adapters))
+
+
+CASES = (
+    LoraCase("distinct", 64, 48, (8, 16, 32, 64, 128, 256, 8, 16), _ones(range(8)), 8),
+    LoraCase("identical", 64, 80, (16,), _ones([0] * 6, gap=1), 12),
+    LoraCase("skewed", 128, 64, (8,) * 7 + (128,), _ones(range(8)), 8),
+    LoraCase("zipf", 96, 160, (8, 4, 64, 2, 16, 32), _zipf_segments(60, 6), 64),
+    LoraCase("odd", 37, 29, (1, 3, 17), ((1, 2, 2), (2, 5, 0), (9, 22, 1)), 23),
+    LoraCase("missing target", 64, 48, (8, None, 5), ((0, 2, 1), (2, 3, 0), (4, 8, 2)), 9),
+    LoraCase("only missing", 64, 48, (None,), ((0, 3, 0),), 4),
+    LoraCase("long", 112, 144, (64, 3, 256, 8), ((2, 302, 0), (302, 315, 1), (320, 321, 2)), 330),
+    LoraCase("many groups", 64, 1040, (24, 8), ((0, 9, 1), (9, 14, 0)), 14),
+)
+
+
+def make_batch(
+    segments: Sequence[tuple[int, int, int]], table: LoraTable, rows: Sequence[int]
+) -> LoraBatch:
+    """A batch over adapters whose table rows are ``rows``."""
+    starts = tuple(start for start, _, _ in segments)
+    ends = tuple(end for _, end, _ in segments)
+    table_rows = tuple(rows[adapter] for _, _, adapter in segments)
+
+    def tensor(values: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=table.device)
+
+    return LoraBatch(
+        segment_starts=tensor(starts),
+        segment_ends=tensor(ends),
+        table_rows=tensor(table_rows),
+        segment_starts_host=starts,
+        segment_ends_host=ends,
+        table_rows_host=table_rows,
+        max_segment_tokens=max(e - s for s, e in zip(starts, ends, strict=True)),
+        max_rank=max(int(table.host_ranks[row].max()) for row in table_rows),
+    )
+
+
+def check_case(
+    case: LoraCase,
+    make_backend: Callable[[LoraTable], LoraBackend],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    seed: int = 0,
+) -> None:
+    """Run ``case`` and compare with a float64 loop; tokens outside segments keep their bits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    table = LoraTable(NUM_TARGETS, len(case.ranks) + 1, device)
+    backend = make_backend(table)
+    matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    rows = []
+    for rank in case.ranks:
+        # Every adapter has some other target, of another rank, whose matrices must not be read.
+        targets = {0: backend.pack(draw(5, case.in_features), draw(case.out_features, 5), 9.0)}
+        pair = None
+        if rank is not None:
+            pair = (draw(rank, case.in_features), draw(case.out_features, rank))
+            targets[TARGET] = backend.pack(*pair, SCALING)
+        matrices.append(pair)
+        rows.append(table.add(DeviceAdapter(targets)))
+    x = draw(case.num_tokens, case.in_features)
+    y = draw(case.num_tokens, case.out_features)
+    before = y.clone()
+    backend.add_delta(x, y, TARGET, make_batch(case.segments, table, rows))
+
+    covered = torch.zeros(case.num_tokens, dtype=torch.bool)
+    eps = torch.finfo(dtype).eps
+    for start, end, adapter in case.segments:
+        pair = matrices[adapter]
+        if pair is None:
+            continue
+        covered[start:end] = True
+        a, b = pair[0].double(), pair[1].double()
+        part = x[start:end].double()
+        truth = before[start:end].double() + SCALING * (part @ a.t()) @ b.t()
+        # Sums of absolute values bound what float32 accumulation may lose.
+        magnitude = before[start:end].double().abs() + part.abs() @ a.abs().t() @ b.abs().t()
+        allowed = (0 if dtype == torch.float32 else eps / 2) * truth.abs() + 4e-7 * magnitude
+        error = (y[start:end].double() - truth).abs()
+        excess = (error - allowed).max().item()
+        assert excess <= 0, f"{case.name}, segment {start}..{end}: {excess} over the tolerance"
+    integer = {2: torch.int16, 4: torch.int32}[y.element_size()]
+    same = y.view(integer).cpu()[~covered] == before.view(integer).cpu()[~covered]
+    assert bool(same.all()), f"{case.name}: tokens outside all segments changed"

@@ -1,0 +1,76 @@
+"""Runs the Triton LoRA kernels in a process of their own: ``interpret`` or ``compile``."""
+
+import sys
+
+import torch
+from corun.gpu.lora.triton_backend import DECODE_TILES, PREFILL_TILES, Tiles, TritonLora
+from support.lora import CASES, LoraCase, check_case
+
+# The interpreter runs one program at a time: rather many shapes than large ones.
+SMALL = (
+    LoraCase("decode", 72, 96, (8, 1, 3, 17, 64), tuple((i, i + 1, i) for i in range(5)), 5),
+    LoraCase("several splits", 300, 48, (16,), ((0, 3, 0),), 3),
+    LoraCase("prefill", 80, 140, (40, 8), ((1, 40, 0), (44, 50, 1), (50, 51, 0)), 53),
+)
+
+
+def interpret() -> None:
+    """bfloat16 is left out: the interpreter computes it wrongly."""
+    quick = [case for case in CASES if case.name in {"odd", "missing target", "only missing"}]
+    for dtype in (torch.float32, torch.float16):
+        for case in (*SMALL, *quick):
+            check_case(case, lambda table, dtype=dtype: TritonLora(table, dtype=dtype), dtype)
+
+
+def compile_for_hopper() -> None:
+    """Compile both kernels to machine code, without a device."""
+    import triton
+    from corun.gpu.lora.triton_kernels import expand_kernel, shrink_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for kernel in (shrink_kernel, expand_kernel):
+        for tiles in (DECODE_TILES, PREFILL_TILES):
+            constants = _constants(tiles, kernel is shrink_kernel)
+            names = kernel.arg_names
+            source = ASTSource(
+                fn=kernel,
+                signature={name: _type_of(name, constants) for name in names},
+                constexprs={(names.index(name),): value for name, value in constants.items()},
+            )
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+            assert compiled.asm["cubin"]
+            assert "mma" in compiled.asm["ptx"], "16-bit products must use the tensor cores"
+
+
+def _constants(tiles: Tiles, is_shrink: bool) -> dict[str, object]:
+    common = {
+        "NUM_SPLITS": tiles.num_splits,
+        "BLOCK_TOKENS": tiles.tokens,
+        "BLOCK_RANKS": tiles.ranks,
+    }
+    if is_shrink:
+        return {**common, "BLOCK_IN": tiles.shrink_in, "PRECISION": "ieee"}
+    return {**common, "BLOCK_OUT": tiles.expand_out, "PRECISION": "tf32x3"}
+
+
+def _type_of(name: str, constants: dict[str, object]) -> str:
+    if name in constants:
+        return "constexpr"
+    pointers = {
+        "x": "*bf16",
+        "y": "*bf16",
+        "hidden": "*fp32",
+        "scalings": "*fp32",
+        "a_pointers": "*i64",
+        "b_pointers": "*i64",
+        "segment_starts": "*i32",
+        "segment_ends": "*i32",
+        "table_rows": "*i32",
+        "ranks": "*i32",
+    }
+    return pointers.get(name, "i32")
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_for_hopper}[sys.argv[1]]()
