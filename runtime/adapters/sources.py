@@ -1,6 +1,7 @@
 """Which adapters ``--lora-dir`` and ``--lora-modules`` name. Touches no adapter file's content."""
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def parse_lora_module(text: str) -> AdapterSource:
             f'--lora-modules {text!r}: expected name=path or JSON such as {{"name": "a", '
             '"path": "dir"}'
         )
-    return AdapterSource(name, path)
+    return AdapterSource(name, os.path.expanduser(path))
 
 
 def _parse_json(text: str) -> AdapterSource:
@@ -94,4 +95,5 @@ def _parse_json(text: str) -> AdapterSource:
     base_model_name = fields.get("base_model_name")
     if not isinstance(base_model_name, str | None):
         raise ConfigError(f"--lora-modules {text!r}: 'base_model_name' must be a string")
-    return AdapterSource(fields["name"], fields["path"], base_model_name)
+    path = os.path.expanduser(fields["path"])
+    return AdapterSource(fields["name"], path, base_model_name)

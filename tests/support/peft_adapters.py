@@ -31,7 +31,7 @@ def save_adapter(
             for name, parameter in model.named_parameters():
                 if ".lora_" in name:
                     parameter.normal_(0.0, 0.1, generator=generator)
-        model.save_pretrained(directory)
+        model.save_pretrained(str(directory))
     return model
 
 

@@ -21,7 +21,8 @@ def make_skeleton(model_type: str, **overrides: Any) -> PreTrainedModel:
     """A model without weights, of two layers."""
     config = AutoConfig.for_model(model_type, num_hidden_layers=2, **overrides)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def grouped(model: PreTrainedModel) -> dict[int, dict[int, set[str]]]:
@@ -72,6 +73,7 @@ def test_targets_are_the_linears_of_the_layers(name: str) -> None:
     assert [target.index for target in target_map.targets] == list(range(len(target_map.targets)))
     for target in target_map.targets:
         module = model.get_submodule(target.path)
+        assert isinstance(module, torch.nn.Linear)
         assert (module.in_features, module.out_features) == (
             target.in_features,
             target.out_features,

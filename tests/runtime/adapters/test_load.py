@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corun.gpu.model.targets import build_target_map
@@ -53,7 +54,7 @@ def test_names_with_the_adapters_name_in_them(tmp_path: Path) -> None:
     ],
 )
 def test_variants_that_peft_writes_are_refused(
-    tmp_path: Path, config: dict[str, object], field: str
+    tmp_path: Path, config: dict[str, Any], field: str
 ) -> None:
     save_adapter(tmp_path, **config)
     with pytest.raises(AdapterError) as caught:

@@ -146,8 +146,8 @@ def test_one_load_per_name_at_a_time() -> None:
 def test_unknown_names_come_with_near_ones() -> None:
     registry = make_registry()
     load(registry, "summarise")
-    with pytest.raises(UnknownModelError, match="'sumarise'; near names: summarise"):
-        registry.resolve("sumarise")
+    with pytest.raises(UnknownModelError, match="'summary'; near names: summarise"):
+        registry.resolve("summary")
     with pytest.raises(UnknownModelError, match="near names: base"):
         registry.resolve("bace")
 

@@ -1,5 +1,6 @@
 """--lora-dir and --lora-modules."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def make_adapter(directory: Path) -> Path:
     ("text", "source"),
     [
         ("a=dir", AdapterSource("a", "dir")),
+        ("a=~/dir", AdapterSource("a", os.path.expanduser("~/dir"))),
         ("a=dir=with=equals", AdapterSource("a", "dir=with=equals")),
         ('{"name": "a", "path": "dir"}', AdapterSource("a", "dir")),
         (
