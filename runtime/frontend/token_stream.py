@@ -12,13 +12,7 @@ Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 _MAX_CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 40
-_MAX_PARTIAL_CHARS = 3  # a character of 4 bytes of which 3 have come, each shown as one
-
-
-def num_partial_chars(text: str) -> int:
-    """Return how many characters at the end may turn into others with the next token."""
-    run = len(text) - len(text.rstrip(REPLACEMENT))
-    return min(run, _MAX_PARTIAL_CHARS)
+_MAX_CHARACTER_BYTES = 4  # in UTF-8; a token has at least one
 
 
 class WindowStream:
@@ -29,26 +23,36 @@ class WindowStream:
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
+        """``prompt_token_ids``: what the tokens follow; its text is not repeated."""
         self._decode = decode
         self._window = _readable_tail(decode, prompt_token_ids)
-        text = decode(self._window)
-        self._num_shown = len(text) - num_partial_chars(text)
+        self._num_shown = _num_complete_chars(decode, self._window)
         self._num_context = len(self._window)  # tokens of the window whose text has been shown
 
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes: whole characters, possibly none."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        num_partial = num_partial_chars(text)
         is_overlong = len(self._window) >= _MAX_WINDOW_TOKENS
-        if is_overlong:  # invalid bytes or invisible tokens in a row: stop waiting for more
-            num_partial = 0
+        # Invalid bytes or invisible tokens in a row: stop waiting for more.
+        num_partial = 0 if is_overlong else self._num_partial_chars(text)
         new_text = text[self._num_shown : len(text) - num_partial]
         if num_partial:
             self._num_shown += len(new_text)
         elif new_text or is_overlong:
             self._shift()
         return new_text
+
+    def _num_partial_chars(self, text: str) -> int:
+        """Return how many characters at the end may turn into others with the next token.
+
+        One byte too few makes some decoders write U+FFFD for a whole run of bytes, complete
+        characters among them. But no character waits for more tokens than it has bytes.
+        """
+        num_replaced = len(text) - len(text.rstrip(REPLACEMENT))
+        if len(self._window) - self._num_context <= _MAX_CHARACTER_BYTES:
+            return num_replaced
+        return min(num_replaced, _MAX_CHARACTER_BYTES - 1)
 
     def _shift(self) -> None:
         """Forget the old context; the tokens just shown are the new one."""
@@ -66,3 +70,12 @@ def _readable_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
         if not decode(tail).startswith(REPLACEMENT):
             return tail
     return list(token_ids[-longest:]) if longest else []
+
+
+def _num_complete_chars(decode: Decode, token_ids: Sequence[int]) -> int:
+    """Return the length of the text before a character that the last tokens leave incomplete."""
+    for num_dropped in range(min(_MAX_CHARACTER_BYTES, len(token_ids) + 1)):
+        text = decode(token_ids[: len(token_ids) - num_dropped])
+        if not text.endswith(REPLACEMENT):
+            return len(text)
+    return len(decode(token_ids))

@@ -7,9 +7,6 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from corun.runtime.engine import channel as channel_module
 from corun.runtime.engine.channel import (
     AsyncChannel,
@@ -31,6 +28,8 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.plan import TokenLogprobs
 from corun.runtime.sampling import SamplingParams
+from hypothesis import given
+from hypothesis import strategies as st
 
 MESSAGES: list[ToEngine] = [
     AddRequest(
@@ -121,9 +120,13 @@ def test_what_is_kept_for_a_stalled_peer_is_bounded(
     monkeypatch.setattr(channel_module, "MAX_UNSENT_BYTES", 1 << 20)
     sender: Channel[FromEngine] = Channel(pair[0], FromEngine)
     message = AbortRequests(tuple(range(50_000)))
-    with pytest.raises(ChannelError, match="at most 1048576 are kept"):
+
+    def flood() -> None:
         for _ in range(100):
             sender.send(message)
+
+    with pytest.raises(ChannelError, match="at most 1048576 are kept"):
+        flood()
 
 
 def test_the_end_is_seen_after_the_last_message(
@@ -208,9 +211,14 @@ def test_the_async_side_bounds_what_it_keeps(
             ToEngine, lambda message: None, lambda error: closed.set()
         )
         await channel.open(pair[0])
-        with pytest.raises(ChannelError, match="at most 1048576 are kept"):
+        message = AbortRequests(tuple(range(50_000)))
+
+        def fill() -> None:
             for _ in range(100):
-                channel.send(AbortRequests(tuple(range(50_000))))
+                channel.send(message)
+
+        with pytest.raises(ChannelError, match="at most 1048576 are kept"):
+            fill()
         pair[1].close()
         channel.close()
         await closed.wait()

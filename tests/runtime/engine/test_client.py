@@ -9,9 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-from support import fake_engine
-from support.fake_engine import EOS_ID, FACTORY
-
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.client import ProcessClient, ThreadClient
@@ -24,6 +21,8 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.errors import EngineDeadError, ModelError
 from corun.runtime.sampling import SamplingParams
+from support import fake_engine
+from support.fake_engine import EOS_ID, FACTORY
 
 TESTS_DIR = Path(__file__).parents[2]
 IDLE_S = 2.0

@@ -1,0 +1,220 @@
+"""Encoding, templates, checks and incremental decoding with tokenizers of several kinds."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun.runtime.errors import ModelError, RequestError
+from corun.runtime.frontend.token_text import token_bytes
+from corun.runtime.frontend.tokenizer import Tokenizer, check_token_ids
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import BOS_ID, EOS_ID, save_tokenizer
+
+EMOJI = "😀"
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Words with a leading mark, like SentencePiece's, and bytes for everything else."""
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁Hello",
+        "▁world",
+        "!",
+        "a",
+        "▁",
+    ]
+    vocabulary = [(word, -1.0) for word in words]
+    tokenizer = RustTokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+
+
+class SlowTokenizer:
+    """A tokenizer written in Python: the part of transformers' interface that is used."""
+
+    is_fast = False
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS_ID] * add_special_tokens + list(text.encode())
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        assert options["clean_up_tokenization_spaces"] is False
+        return bytes(token for token in token_ids if token < BOS_ID).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return f"<0x{token_id:02X}>"
+
+
+@pytest.fixture(params=["bytes", "fallback", "slow"])
+def any_tokenizer(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
+    if request.param == "bytes":
+        return tokenizer
+    if request.param == "fallback":
+        return byte_fallback_tokenizer()
+    return Tokenizer(SlowTokenizer())
+
+
+def stream_pieces(tokenizer: Tokenizer, prompt: list[int], token_ids: list[int]) -> list[str]:
+    stream = tokenizer.stream(prompt)
+    return [stream.push(token_id) for token_id in token_ids]
+
+
+def test_special_tokens_are_added_once(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("ab") == [BOS_ID, 97, 98]
+    assert tokenizer.encode("<s>ab", add_special_tokens=False) == [BOS_ID, 97, 98]
+    assert tokenizer.encode("") == [BOS_ID]
+
+
+def test_long_and_short_texts_encode_alike_beside_the_loop(any_tokenizer: Tokenizer) -> None:
+    texts = ["short", "Hello world! " * 2000]
+
+    async def run() -> list[list[int]]:
+        return [await any_tokenizer.encode_async(text) for text in texts]
+
+    assert asyncio.run(run()) == [any_tokenizer.encode(text) for text in texts]
+    any_tokenizer.close()
+
+
+def test_the_event_loop_runs_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    async def run() -> int:
+        encoding = asyncio.ensure_future(tokenizer.encode_async("some words " * 20_000))
+        num_turns = 0
+        while not encoding.done():
+            num_turns += 1
+            await asyncio.sleep(0.001)
+        return num_turns
+
+    assert asyncio.run(run()) > 3
+    tokenizer.close()
+
+
+def test_text_that_is_no_unicode_is_refused(any_tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"not valid Unicode.*character 1"):
+        any_tokenizer.encode("a\ud800")
+
+
+def test_chat_templates(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(messages) == "<user>Hi<assistant>"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == "<user>Hi"
+    with pytest.raises(RequestError, match="no tools here"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": ""}])
+
+
+def test_a_missing_chat_template_is_named(tmp_path: Path) -> None:
+    path = save_tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(RequestError, match="--chat-template"):
+        Tokenizer.load(path).apply_chat_template(messages)
+    given_one = Tokenizer.load(path, chat_template="{{ messages[0]['content'] }}!")
+    assert given_one.apply_chat_template(messages) == "Hi!"
+    broken = Tokenizer.load(path, chat_template="{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(RequestError, match="refuses the messages"):
+        broken.apply_chat_template(messages)
+
+
+def test_a_directory_without_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer can be loaded"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "text"),
+    [([1, 260], r"token 1 .* id 260.* 0 to 259"), ([-1], "id -1"), ([True], "True")],
+)
+def test_token_ids_outside_the_vocabulary(token_ids: list[int], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        check_token_ids(token_ids, vocab_size=260)
+
+
+@given(st.lists(st.integers(0, 255)), st.lists(st.integers(0, 255), max_size=60))
+def test_any_bytes_give_the_text_of_decoding_at_once(prompt: list[int], output: list[int]) -> None:
+    tokenizer = Tokenizer(SlowTokenizer())
+    streamed = "".join(stream_pieces(tokenizer, [*prompt, 32], output))
+    assert streamed.rstrip("\ufffd") == bytes(output).decode(errors="replace").rstrip("\ufffd")
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_the_stream_equals_decoding_at_once(prompt: str, text: str) -> None:
+    tokenizer = Tokenizer(SlowTokenizer())
+    pieces = stream_pieces(tokenizer, list(prompt.encode()), list(text.encode()))
+    assert "".join(pieces).rstrip("\ufffd") == text.rstrip("\ufffd")
+    assert all(piece in text for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "text", ["é", "€ and €", EMOJI * 3, f"a{EMOJI}\n", "中文字" * 30], ids=range(5)
+)
+def test_characters_come_whole(any_tokenizer: Tokenizer, text: str) -> None:
+    token_ids = any_tokenizer.encode("a" + text, add_special_tokens=False)[1:]
+    if any_tokenizer.decode(token_ids[:1]) == "":  # the mark of a word's beginning
+        token_ids = token_ids[1:]
+    pieces = stream_pieces(any_tokenizer, any_tokenizer.encode("a"), token_ids)
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == any_tokenizer.decode(token_ids)
+
+
+def test_a_cut_character_is_left_out(any_tokenizer: Tokenizer) -> None:
+    token_ids = any_tokenizer.encode("a" + EMOJI, add_special_tokens=False)
+    assert "".join(stream_pieces(any_tokenizer, [], token_ids[:-1])).strip() == "a"
+
+
+def test_a_character_may_begin_in_the_prompt(tokenizer: Tokenizer) -> None:
+    raw = list(EMOJI.encode())
+    assert stream_pieces(tokenizer, raw[:2], [*raw[2:], 33]) == ["", EMOJI, "!"]
+
+
+def test_invalid_bytes_do_not_hold_text_back_for_ever(any_tokenizer: Tokenizer) -> None:
+    (lead,) = any_tokenizer.encode("a" + EMOJI, add_special_tokens=False)[-1:]
+    (letter,) = any_tokenizer.encode("a", add_special_tokens=False)[-1:]
+    pieces = stream_pieces(any_tokenizer, [letter], [lead] * 200)
+    assert len("".join(pieces)) >= 190
+    assert set("".join(pieces)) == {"\ufffd"}
+
+
+def test_leading_spaces_survive_after_a_prompt() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    hello, world = tokenizer.encode("Hello world")
+    assert stream_pieces(tokenizer, [hello], [world, world]) == [" world", " world"]
+    assert stream_pieces(tokenizer, [], [hello, world]) == ["Hello", " world"]
+    assert tokenizer.token_text(world) == " world"
+
+
+def test_special_tokens_show_only_if_asked(tokenizer: Tokenizer) -> None:
+    assert stream_pieces(tokenizer, [97], [98, EOS_ID, BOS_ID, 99]) == ["b", "", "", "c"]
+    stream = tokenizer.stream([97], skip_special_tokens=False)
+    assert [stream.push(token_id) for token_id in [98, EOS_ID]] == ["b", "</s>"]
+
+
+def test_the_text_of_single_tokens(any_tokenizer: Tokenizer) -> None:
+    letter, *emoji = any_tokenizer.encode("a" + EMOJI, add_special_tokens=False)[-5:]
+    assert any_tokenizer.token_text(letter) == "a"
+    assert any_tokenizer.token_text(emoji[0]) == "bytes:\\xf0"
+
+
+def test_tokens_beyond_the_tokenizer_have_no_text(tokenizer: Tokenizer) -> None:
+    assert stream_pieces(tokenizer, [97], [259, 98]) == ["", "b"]
+    assert tokenizer.token_text(259) == ""
+
+
+def test_token_bytes() -> None:
+    assert token_bytes("Ġa") == b" a"
+    assert token_bytes("<0xE2>") == b"\xe2"
+    assert token_bytes("▁word") is None
+    assert token_bytes(None) is None
