@@ -1,0 +1,142 @@
+"""How many times transformers + PEFT's mixed-adapter batch does the engine compute?
+
+Both get the same batch of prompts, each with an adapter of its own (ranks 8 to 128), and produce
+the same number of tokens greedily, in turn (ABBA), in one process and on the same cores.
+
+    python bench/against_peft.py [--pairs 7]
+"""
+
+import argparse
+import random
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from corun import Engine, SamplingParams
+from models import RANKS, VOCAB_SIZE, make_adapters, make_model
+from paired import MAX_CONTROL_SPREAD, compare, report, seconds
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+REQUIRED_RATIO = 1.8
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One cell: requests that start together."""
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+BATCHES = (Batch(8, 128, 32), Batch(16, 64, 64))
+
+
+class PeftRunner:
+    """transformers + PEFT, as its documentation says to run mixed batches."""
+
+    def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        names = list(adapters)
+        self._model = peft.PeftModel.from_pretrained(base, adapters[names[0]], names[0])
+        for name in names[1:]:
+            self._model.load_adapter(adapters[name], name)
+        self._model.eval()
+
+    def run(self, prompts: list[list[int]], names: list[str], batch: Batch) -> None:
+        """Generate for one batch."""
+        inputs = torch.tensor(prompts)
+        with torch.inference_mode():
+            self._model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                adapter_names=names,
+                max_new_tokens=batch.output_tokens,
+                min_new_tokens=batch.output_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+
+class CorunRunner:
+    """The engine, with adapters that stay on the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, prompts: list[list[int]], names: list[str | None], batch: Batch) -> None:
+        """Generate for one batch."""
+        params = SamplingParams(temperature=0, max_tokens=batch.output_tokens, ignore_eos=True)
+        outputs = self._engine.generate(prompts, params, names)
+        assert all(len(o.outputs[0].token_ids) == batch.output_tokens for o in outputs)
+
+
+def measure(batch: Batch, ours: CorunRunner, theirs: PeftRunner, num_pairs: int) -> dict[str, Any]:
+    """Measure one cell with its A/A control."""
+    rng = random.Random(batch.num_requests)
+    prompts = [
+        [rng.randrange(3, VOCAB_SIZE) for _ in range(batch.prompt_tokens)]
+        for _ in range(batch.num_requests)
+    ]
+    names = [f"adapter-{i % len(RANKS)}-r{RANKS[i % len(RANKS)]}" for i in range(len(prompts))]
+    num_tokens = batch.num_requests * batch.output_tokens
+
+    def corun_rate() -> float:
+        return num_tokens / seconds(lambda: ours.run(prompts, list(names), batch))
+
+    def base_rate() -> float:
+        return num_tokens / seconds(lambda: ours.run(prompts, [None] * len(names), batch))
+
+    def peft_rate() -> float:
+        return num_tokens / seconds(lambda: theirs.run(prompts, names, batch))
+
+    corun_rate(), base_rate(), peft_rate()
+    label = f"{batch.num_requests} requests"
+    control, _, _ = compare(corun_rate, corun_rate, num_pairs, progress=f"{label}, control")
+    ratio, ours_rates, peft_rates = compare(
+        corun_rate, peft_rate, num_pairs, progress=f"{label}, corun / PEFT"
+    )
+    lora_cost, _, _ = compare(corun_rate, base_rate, num_pairs)
+    return {
+        "batch": asdict(batch),
+        "corun_tokens_per_s": round(sorted(ours_rates)[num_pairs // 2], 1),
+        "peft_tokens_per_s": round(sorted(peft_rates)[num_pairs // 2], 1),
+        "ratio": ratio.to_json(),
+        "ten_adapters_over_base_only": lora_cost.to_json(),
+        "control": control.to_json(),
+        "control_spread": round(control.spread, 4),
+    }
+
+
+def main() -> None:
+    """Run all cells and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=7)
+    arguments = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory) / "model")
+        adapters = make_adapters(model, Path(directory) / "adapters")
+        theirs = PeftRunner(model, adapters)
+        with Engine(
+            model=str(model), dtype="bfloat16", lora_dir=str(Path(directory) / "adapters")
+        ) as engine:
+            print("\n".join(engine.get_model_info().summary), flush=True)
+            ours = CorunRunner(engine)
+            cells = [measure(batch, ours, theirs, arguments.pairs) for batch in BATCHES]
+    bounds = {
+        f"{cell['batch']['num_requests']} requests >= {REQUIRED_RATIO} x PEFT": (
+            None if cell["control_spread"] > MAX_CONTROL_SPREAD
+            else cell["ratio"]["low"] >= REQUIRED_RATIO
+        )
+        for cell in cells
+    }  # fmt: skip
+    report("against_peft", {"ranks": RANKS, "model": "llama-150m bf16"}, {"cells": cells}, bounds)
+
+
+if __name__ == "__main__":
+    main()

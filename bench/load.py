@@ -1,0 +1,153 @@
+"""A load generator for OpenAI-compatible servers: closed loop or Poisson arrivals.
+
+It speaks HTTP/1.1 on plain sockets and looks at nothing but the "data:" lines, because it shares
+the machine with the server that it measures.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent. Adapter k of n is drawn with probability proportional to (k + 1) ** -alpha."""
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    adapters: tuple[str, ...]  # "" = the base model
+    alpha: float = 0.0
+    vocab_size: int = 8000
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request."""
+
+    prompt: list[int]
+    model: str
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class Sample:
+    """What one request experienced, in seconds."""
+
+    ttft_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    e2e_s: float = 0.0
+    num_tokens: int = 0
+
+
+# Sends one job and tells the arrival of tokens: called with how many have come.
+Send = Callable[[Job, Callable[[int], None]], Awaitable[None]]
+
+
+def make_jobs(workload: Workload) -> list[Job]:
+    """Draw prompts and adapters."""
+    rng = random.Random(workload.seed)
+    weights = [(k + 1) ** -workload.alpha for k in range(len(workload.adapters))]
+    return [
+        Job(
+            [rng.randrange(3, workload.vocab_size) for _ in range(workload.prompt_tokens)],
+            rng.choices(workload.adapters, weights)[0],
+            workload.output_tokens,
+        )
+        for _ in range(workload.num_requests)
+    ]
+
+
+async def closed_loop(send: Send, jobs: Sequence[Job], num_clients: int) -> list[Sample]:
+    """Keep ``num_clients`` requests in flight until all jobs are done."""
+    queue = list(reversed(jobs))
+    samples: list[Sample] = []
+
+    async def client() -> None:
+        while queue:
+            samples.append(await _timed(send, queue.pop()))
+
+    await asyncio.gather(*(client() for _ in range(num_clients)))
+    return samples
+
+
+async def open_loop(send: Send, jobs: Sequence[Job], rate_per_s: float, seed: int) -> list[Sample]:
+    """Send at Poisson arrivals, whether or not earlier requests have ended."""
+    rng = random.Random(seed)
+    tasks: list[asyncio.Task[Sample]] = []
+    for job in jobs:
+        tasks.append(asyncio.create_task(_timed(send, job)))
+        await asyncio.sleep(rng.expovariate(rate_per_s))
+    return list(await asyncio.gather(*tasks))
+
+
+async def _timed(send: Send, job: Job) -> Sample:
+    start = time.perf_counter()
+    sample = Sample()
+    last = start
+
+    def on_tokens(count: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if sample.num_tokens == 0:
+            sample.ttft_s = now - start
+        else:
+            sample.gaps_s.append(now - last)
+        sample.num_tokens += count
+        last = now
+
+    await send(job, on_tokens)
+    sample.e2e_s = time.perf_counter() - start
+    return sample
+
+
+def http_sender(host: str, port: int, *, api_key: str = "") -> Send:
+    """Send jobs as streaming /v1/completions requests, one connection each."""
+
+    async def send(job: Job, on_tokens: Callable[[int], None]) -> None:
+        body = json.dumps(
+            {"model": job.model, "prompt": job.prompt, "max_tokens": job.output_tokens,
+             "temperature": 0, "ignore_eos": True, "stream": True}
+        ).encode()  # fmt: skip
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {api_key}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            writer.write(head.encode() + body)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise RuntimeError((status + await reader.read()).decode())
+            while line := await reader.readline():
+                if line.startswith(b"data: {"):
+                    on_tokens(1)
+        finally:
+            writer.close()
+
+    return send
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of the values lie (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def describe(samples: Sequence[Sample], wall_s: float) -> dict[str, float]:
+    """Rates and latencies of a run, times in milliseconds."""
+    gaps = [gap for sample in samples for gap in sample.gaps_s]
+    figures = {"tokens_per_s": sum(s.num_tokens for s in samples) / wall_s}
+    for name, values in (
+        ("ttft_ms", [s.ttft_s for s in samples]),
+        ("gap_ms", gaps),
+        ("e2e_ms", [s.e2e_s for s in samples]),
+    ):
+        for share in (0.5, 0.95, 0.99):
+            figures[f"{name}_p{int(share * 100)}"] = percentile(values, share) * 1e3
+    return {name: round(value, 2) for name, value in figures.items()}

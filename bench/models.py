@@ -1,0 +1,57 @@
+"""The model and the adapters of the benchmarks: random weights, real shapes."""
+
+from pathlib import Path
+
+import peft
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 8000
+RANKS = (8, 16, 32, 64, 128) * 2
+
+
+def make_model(directory: Path) -> Path:
+    """Save a Llama of about 150 million parameters in bfloat16 with a word tokenizer."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    vocab = {f"t{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2")  # noqa: S106
+    fast.save_pretrained(directory)
+    return directory
+
+
+def make_adapters(model: Path, directory: Path) -> dict[str, Path]:
+    """Save ten adapters of ranks 8 to 128, two of each, on q, k, v and o."""
+    adapters = {}
+    for index, rank in enumerate(RANKS):
+        base = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        config = peft.LoraConfig(
+            r=rank,
+            lora_alpha=rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            task_type="CAUSAL_LM",
+        )
+        adapted = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        path = directory / f"adapter-{index}-r{rank}"
+        adapted.save_pretrained(path)
+        adapters[path.name] = path
+    return adapters

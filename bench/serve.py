@@ -1,0 +1,197 @@
+"""What does serving over HTTP cost, and how do latencies behave under load?
+
+Without --url it makes the benchmark's model and adapters, starts ``corun serve`` and compares, in
+turn (ABBA), closed loops over HTTP with the same loops on an engine in a process of its own; then
+it runs an open loop with Poisson arrivals and power-law adapters.
+
+    python bench/serve.py [--pairs 7] [--rate 2.0] [--alpha 1.0]
+    python bench/serve.py --url http://127.0.0.1:8000 --models a b c    # any compatible server
+"""
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from corun import AsyncEngine, SamplingParams
+from load import (
+    Job,
+    Send,
+    Workload,
+    closed_loop,
+    describe,
+    http_sender,
+    make_jobs,
+    open_loop,
+)
+from models import make_adapters, make_model
+from paired import MAX_CONTROL_SPREAD, compare, report
+
+REQUIRED_HTTP_SHARE = 0.85
+# (clients, prompt tokens, output tokens, requests)
+CLOSED_LOOPS = ((8, 128, 32, 24), (16, 64, 64, 48))
+START_TIMEOUT_S = 180.0
+
+
+@contextlib.contextmanager
+def corun_server(model: Path, lora_dir: Path) -> Iterator[tuple[str, int]]:
+    """Run ``corun serve`` and wait until it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "corun.runtime.cli.main", "serve", str(model), "--lora-dir",
+        str(lora_dir), "--port", str(port), "--log-level", "warning",
+    ]  # fmt: skip
+    process = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_ready(f"http://127.0.0.1:{port}/ready"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("corun serve did not become ready")
+            time.sleep(0.2)
+        yield "127.0.0.1", port
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def engine_sender(engine: AsyncEngine) -> Send:
+    """Send jobs to an engine without HTTP."""
+
+    async def send(job: Job, on_tokens: Callable[[int], None]) -> None:
+        params = SamplingParams(temperature=0, max_tokens=job.output_tokens, ignore_eos=True)
+        async for output in engine.generate(job.prompt, params, lora_request=job.model or None):
+            on_tokens(len(output.outputs[0].new_token_ids))
+
+    return send
+
+
+async def compare_with_engine(
+    loop: tuple[int, int, int, int], over_http: Send, engine: AsyncEngine,
+    adapters: Sequence[str], num_pairs: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure one closed loop both ways, with its A/A control."""
+    num_clients, prompt_tokens, output_tokens, num_requests = loop
+    jobs = make_jobs(Workload(num_requests, prompt_tokens, output_tokens, tuple(adapters)))
+    running = asyncio.get_running_loop()
+
+    def rate(send: Send) -> Callable[[], float]:
+        def run() -> float:
+            start = time.perf_counter()
+            future = asyncio.run_coroutine_threadsafe(closed_loop(send, jobs, num_clients), running)
+            samples = future.result()
+            return sum(s.num_tokens for s in samples) / (time.perf_counter() - start)
+
+        return run
+
+    http, direct = rate(over_http), rate(engine_sender(engine))
+    await asyncio.to_thread(http)
+    await asyncio.to_thread(direct)
+    label = f"{num_clients} clients"
+    control, _, _ = await asyncio.to_thread(
+        compare, direct, direct, num_pairs, progress=f"{label}, control"
+    )
+    share, http_rates, direct_rates = await asyncio.to_thread(
+        compare, http, direct, num_pairs, progress=f"{label}, HTTP / engine"
+    )
+    return {
+        "clients": num_clients,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "http_tokens_per_s": round(sorted(http_rates)[num_pairs // 2], 1),
+        "engine_tokens_per_s": round(sorted(direct_rates)[num_pairs // 2], 1),
+        "http_over_engine": share.to_json(),
+        "control_spread": round(control.spread, 4),
+    }
+
+
+async def run_open_loop(send: Send, models: Sequence[str], arguments: Any) -> dict[str, float]:
+    """Poisson arrivals with adapters drawn by a power law."""
+    workload = Workload(
+        num_requests=arguments.requests, prompt_tokens=128, output_tokens=32,
+        adapters=tuple(models), alpha=arguments.alpha, seed=1,
+    )  # fmt: skip
+    start = time.perf_counter()
+    samples = await open_loop(send, make_jobs(workload), arguments.rate, seed=2)
+    return describe(samples, time.perf_counter() - start)
+
+
+async def measure_corun(arguments: Any) -> None:
+    """Everything about our own server."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory) / "model")
+        lora_dir = Path(directory) / "adapters"
+        adapters = list(make_adapters(model, lora_dir))
+        with corun_server(model, lora_dir) as (host, port):
+            over_http = http_sender(host, port)
+            async with AsyncEngine(
+                own_process=True, model=str(model), lora_dir=str(lora_dir)
+            ) as engine:
+                cells = [
+                    await compare_with_engine(loop, over_http, engine, adapters, arguments.pairs)
+                    for loop in CLOSED_LOOPS
+                ]
+            latencies = await run_open_loop(over_http, adapters, arguments)
+    bounds = {
+        f"{cell['clients']} clients: HTTP >= {REQUIRED_HTTP_SHARE} of the engine": (
+            None if cell["control_spread"] > MAX_CONTROL_SPREAD
+            else cell["http_over_engine"]["low"] >= REQUIRED_HTTP_SHARE
+        )
+        for cell in cells
+    }  # fmt: skip
+    workload = {"model": "llama-150m bf16", "rate_per_s": arguments.rate, "alpha": arguments.alpha}
+    report("serve", workload, {"closed": cells, "open": latencies}, bounds)
+
+
+async def measure_url(arguments: Any) -> None:
+    """The open and closed loops alone, against any server."""
+    address = urllib.parse.urlsplit(arguments.url)
+    send = http_sender(address.hostname or "127.0.0.1", address.port or 80)
+    closed = []
+    for num_clients, prompt_tokens, output_tokens, num_requests in CLOSED_LOOPS:
+        jobs = make_jobs(
+            Workload(num_requests, prompt_tokens, output_tokens, tuple(arguments.models),
+                     vocab_size=arguments.vocab_size)
+        )  # fmt: skip
+        start = time.perf_counter()
+        samples = await closed_loop(send, jobs, num_clients)
+        figures = describe(samples, time.perf_counter() - start)
+        closed.append({"clients": num_clients, **figures})
+    latencies = await run_open_loop(send, arguments.models, arguments)
+    workload = {"url": arguments.url, "rate_per_s": arguments.rate, "alpha": arguments.alpha}
+    report("serve", workload, {"closed": closed, "open": latencies}, {})
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (open loop)")
+    parser.add_argument("--requests", type=int, default=60, help="requests of the open loop")
+    parser.add_argument("--alpha", type=float, default=1.0, help="power law of the adapters")
+    parser.add_argument("--url", help="a server that runs already")
+    parser.add_argument("--models", nargs="+", default=[""], help="model names to ask --url for")
+    parser.add_argument("--vocab-size", type=int, default=250, help="token ids sent to --url")
+    arguments = parser.parse_args()
+    asyncio.run(measure_url(arguments) if arguments.url else measure_corun(arguments))
+
+
+if __name__ == "__main__":
+    main()

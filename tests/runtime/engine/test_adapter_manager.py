@@ -1,0 +1,187 @@
+"""The adapter manager: operations end exactly once, versions live as long as they are used."""
+
+import select
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from corun.runtime.adapters.registry import AdapterFacts
+from corun.runtime.engine.adapter_manager import AdapterManager
+from corun.runtime.engine.messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
+from corun.runtime.errors import AdapterError, AdapterUnavailableError, UnknownModelError
+from corun.runtime.plan import AdapterId
+
+
+class FakeDevice:
+    """Remembers what was dropped; knows what is resident."""
+
+    def __init__(self) -> None:
+        self.dropped: list[AdapterId] = []
+        self.resident: set[AdapterId] = set()
+
+    def drop_adapter(self, adapter_id: AdapterId) -> None:
+        self.dropped.append(adapter_id)
+
+    def resident_adapters(self) -> frozenset[AdapterId]:
+        return frozenset(self.resident)
+
+
+class Files:
+    """Stands for adapter directories: path -> digest, or an error."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, str | Exception] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def read(self, path: str) -> AdapterFacts:
+        assert self.gate.wait(10)
+        content = self.content[path]
+        if isinstance(content, Exception):
+            raise content
+        return AdapterFacts(digest=content, rank=8, num_bytes=100)
+
+
+@pytest.fixture
+def files() -> Files:
+    return Files()
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture
+def manager(files: Files, device: FakeDevice) -> Iterator[AdapterManager]:
+    manager = AdapterManager(files.read)
+    manager.attach(device)
+    yield manager
+    manager.close()
+
+
+def wait_done(manager: AdapterManager) -> tuple[OperationDone, AdaptersChanged | None]:
+    """Poll as the loop does until an operation has ended."""
+    changed = None
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for message in manager.poll():
+            if isinstance(message, OperationDone):
+                return message, changed
+            changed = message
+        select.select([manager], [], [], 1.0)
+    raise AssertionError("the operation did not end")
+
+
+def add(
+    manager: AdapterManager, files: Files, digest: str | Exception, path: str = "/a"
+) -> tuple[OperationDone, AdaptersChanged | None]:
+    files.content[path] = digest
+    manager.handle(AddAdapter(7, "a", path))
+    return wait_done(manager)
+
+
+def test_adds_an_adapter_and_tells(manager: AdapterManager, files: Files) -> None:
+    done, changed = add(manager, files, "d1")
+    assert done == OperationDone(7)
+    assert changed is not None
+    assert [(a.name, a.state, a.version) for a in changed.adapters] == [("a", "ready", "d1")]
+    assert manager.resolve("a").digest == "d1"
+
+
+def test_says_loading_while_files_are_read(manager: AdapterManager, files: Files) -> None:
+    files.gate.clear()
+    files.content["/a"] = "d1"
+    manager.handle(AddAdapter(7, "a", "/a"))
+    (changed,) = manager.poll()
+    assert isinstance(changed, AdaptersChanged)
+    assert changed.adapters[0].state == "loading"
+    with pytest.raises(AdapterUnavailableError, match="loading"):
+        manager.resolve("a")
+    files.gate.set()
+    assert wait_done(manager)[0].error is None
+
+
+@pytest.mark.parametrize("error", [AdapterError("bad rank"), ZeroDivisionError("a bug")])
+def test_a_failure_is_told_and_kept(
+    manager: AdapterManager, files: Files, error: Exception
+) -> None:
+    done, changed = add(manager, files, error)
+    assert done.error_kind == "AdapterError"
+    assert str(error) in (done.error or "")
+    assert changed is not None
+    assert changed.adapters[0].state == "failed"
+    with pytest.raises(AdapterUnavailableError, match=str(error)):
+        manager.resolve("a")
+    assert add(manager, files, "d1")[0].error is None  # and the thread has survived
+
+
+def test_a_reload_drains_the_old_version(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    add(manager, files, "d1")
+    old = manager.resolve("a").adapter_id
+    manager.acquire(old)
+    add(manager, files, "d2")
+    new = manager.resolve("a").adapter_id
+    assert new != old
+    assert device.dropped == []
+    assert manager.version(old).digest == "d1"
+    manager.release(old)
+    assert device.dropped == [old]
+    manager.forget(old)
+    with pytest.raises(KeyError):
+        manager.version(old)
+
+
+def test_the_same_content_stays_the_same_version(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    add(manager, files, "d1")
+    version = manager.resolve("a").adapter_id
+    add(manager, files, "d1", path="/elsewhere")
+    assert manager.resolve("a").adapter_id == version
+    assert device.dropped == []
+
+
+def test_removal(manager: AdapterManager, files: Files, device: FakeDevice) -> None:
+    add(manager, files, "d1")
+    version = manager.resolve("a").adapter_id
+    manager.handle(RemoveAdapter(8, "a"))
+    done, changed = wait_done(manager)
+    assert done == OperationDone(8)
+    assert changed is not None and changed.adapters == ()
+    assert device.dropped == [version]
+    with pytest.raises(UnknownModelError):
+        manager.handle(RemoveAdapter(9, "a"))
+
+
+def test_removal_while_loading_ends_both_operations(manager: AdapterManager, files: Files) -> None:
+    files.gate.clear()
+    files.content["/a"] = "d1"
+    manager.handle(AddAdapter(1, "a", "/a"))
+    manager.handle(RemoveAdapter(2, "a"))
+    assert wait_done(manager)[0] == OperationDone(2)
+    files.gate.set()
+    done, _ = wait_done(manager)
+    assert done.operation_id == 1
+    assert "removed while" in (done.error or "")
+
+
+def test_tells_what_has_become_resident_and_nothing_else(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    add(manager, files, "d1")
+    assert manager.poll() == []
+    device.resident.add(manager.resolve("a").adapter_id)
+    (changed,) = manager.poll()
+    assert isinstance(changed, AdaptersChanged)
+    assert changed.adapters[0].resident
+    assert manager.poll() == []
+
+
+def test_add_now_raises_with_the_name(manager: AdapterManager, files: Files) -> None:
+    files.content["/a"] = AdapterError("bad rank")
+    with pytest.raises(AdapterError, match="'a': bad rank"):
+        manager.add_now("a", "/a")
