@@ -1,0 +1,364 @@
+"""``AsyncEngine`` over a fake engine: streaming, stops, choices, aborts, limits, death."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import fake_engine
+from support.fake_engine import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN
+
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.client import ProcessClient, ThreadClient
+from corun.runtime.errors import (
+    AdapterError,
+    EngineDeadError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    StepFailedError,
+    UnknownModelError,
+)
+from corun.runtime.frontend.async_engine import AsyncEngine
+from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
+from corun.runtime.sampling import SamplingParams
+
+TESTS_DIR = Path(__file__).parents[2]
+MAX_DEATH_S = 2.0
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 100, **fields})
+
+
+class Harness:
+    """Runs a coroutine with an engine that is started and shut down around it."""
+
+    def __init__(self, tokenizer_dir: str) -> None:
+        self._tokenizer_dir = tokenizer_dir
+
+    def config(self, **fields: Any) -> EngineConfig:
+        return EngineConfig(model=self._tokenizer_dir, **fields)
+
+    def run(self, test: Callable[[AsyncEngine], Awaitable[None]], **fields: Any) -> None:
+        async def body() -> None:
+            client = ThreadClient(self.config(**fields), factory=FACTORY)
+            async with AsyncEngine.from_client(client) as engine:
+                await test(engine)
+                await until(lambda: engine.get_stats().num_running == 0)
+
+        asyncio.run(body())
+
+
+@pytest.fixture
+def harness(tokenizer_dir: str) -> Harness:
+    return Harness(tokenizer_dir)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def collect(engine: AsyncEngine, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+    return [output async for output in engine.generate(*args, **kwargs)]
+
+
+def test_outputs_grow_and_deltas_add_up(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        outputs = await collect(engine, "Grüße 😀!", params(logprobs=2), "my-id")
+        last = outputs[-1]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert (last.request_id, last.prompt) == ("my-id", "Grüße 😀!")
+        assert last.prompt_token_ids == [BOS_ID, *"Grüße 😀!".encode()]
+        (choice,) = last.outputs
+        assert choice.text == "Grüße 😀!"
+        assert choice.token_ids == [*"Grüße 😀!".encode(), EOS_ID]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
+        new = [output.outputs[0] for output in outputs]
+        assert "".join(one.new_text for one in new) == choice.text
+        assert [token for one in new for token in one.new_token_ids] == choice.token_ids
+        assert "\ufffd" not in "".join(one.text for one in new)
+        assert choice.logprobs is not None
+        assert len(choice.logprobs) == len(choice.token_ids)
+        assert [entry for one in new for entry in one.new_logprobs or []] == choice.logprobs
+        assert choice.logprobs[0][ord("G")].decoded_token == "G"
+        assert [item.rank for item in choice.logprobs[0].values()] == [1, 2]
+        assert choice.cumulative_logprob == pytest.approx(-0.5 * len(choice.token_ids))
+        for earlier, later in zip(new, new[1:], strict=False):
+            assert later.text.startswith(earlier.text)
+
+    harness.run(test)
+
+
+def test_earlier_outputs_do_not_change(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        seen = []
+        async for output in engine.generate("some text", params()):
+            choice = output.outputs[0]
+            seen.append((choice, choice.text, choice.token_ids))
+        assert all(choice.text == text for choice, text, _ in seen)
+        assert all(choice.token_ids == token_ids for choice, _, token_ids in seen)
+
+    harness.run(test)
+
+
+def test_token_prompts_and_prompts_without_special_tokens(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        (*_, last) = await collect(engine, list(b"ids"), params())
+        assert (last.prompt, last.outputs[0].text) == (None, "ids")
+        (*_, last) = await collect(engine, "<s>chat", params(), add_special_tokens=False)
+        assert last.prompt_token_ids == [BOS_ID, *b"chat"]
+
+    harness.run(test)
+
+
+def test_a_stop_string_ends_and_aborts(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        sampling = params(max_tokens=4000, ignore_eos=True, stop=("cd",))
+        (*_, last) = await collect(engine, "abcdef", sampling)
+        (choice,) = last.outputs
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == ("ab", "stop", "cd")
+        assert choice.token_ids == [*b"abcd"]
+        sampling = params(stop=("cd",), include_stop_str_in_output=True, min_tokens=4)
+        (*_, last) = await collect(engine, "abcdef", sampling)
+        assert last.outputs[0].text == "abcd"
+        (*_, last) = await collect(engine, "abcdef", params(stop=("fg",)))
+        assert (last.outputs[0].text, last.outputs[0].stop_reason) == ("abcdef", None)
+
+    harness.run(test)
+
+
+def test_stop_tokens_have_no_text(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        (*_, last) = await collect(engine, "abc", params(stop_token_ids=(99,)))
+        (choice,) = last.outputs
+        assert (choice.text, choice.token_ids, choice.stop_reason) == ("ab", [97, 98, 99], 99)
+
+    harness.run(test)
+
+
+def test_choices_have_their_own_seeds(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        outputs = await collect(engine, "abc", params(n=3, seed=5))
+        assert all(len(output.outputs) == 3 for output in outputs)
+        assert [choice.index for choice in outputs[-1].outputs] == [0, 1, 2]
+        assert [choice.text for choice in outputs[-1].outputs] == ["abc"] * 3
+
+    harness.run(test)
+
+
+def test_without_max_tokens_the_context_is_filled(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        for max_tokens in (None, 10 * MAX_MODEL_LEN):
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            (*_, last) = await collect(engine, [97] * (MAX_MODEL_LEN - 50), sampling)
+            assert len(last.outputs[0].token_ids) == 50
+            assert last.outputs[0].finish_reason == "length"
+
+    harness.run(test)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "text"),
+    [
+        ([97] * MAX_MODEL_LEN, params(), r"4096 tokens.* 4095, .*4096 \(--max-model-len\)"),
+        ([], params(), "empty"),
+        ([5, 260], params(), "id 260"),
+        ("a\ud800", params(), "Unicode"),
+        (
+            [97] * (MAX_MODEL_LEN - 5),
+            SamplingParams(max_tokens=None, min_tokens=6),
+            r"min_tokens is 6.* 5 fit",
+        ),
+    ],
+)
+def test_bad_requests_are_refused_and_leave_nothing(
+    harness: Harness, prompt: Any, sampling: SamplingParams, text: str
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        with pytest.raises(RequestError, match=text):
+            await collect(engine, prompt, sampling, "same-id")
+        assert (await collect(engine, "ok", params(), "same-id"))[-1].finished
+
+    harness.run(test)
+
+
+def test_closing_the_generator_aborts(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        async with aclosing(engine.generate("abc", LONG)) as outputs:
+            async for _ in outputs:
+                break
+
+    harness.run(test)
+
+
+def test_cancelling_the_consumer_aborts(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))
+        await until(lambda: engine.get_stats().num_running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    harness.run(test)
+
+
+def test_abort_by_id_ends_the_stream(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, "to-abort"))
+        await until(lambda: engine.get_stats().num_running == 1)
+        await engine.abort("unknown")
+        await engine.abort("to-abort")
+        assert [output.outputs[0].finish_reason for output in await task] == ["abort"]
+
+    harness.run(test)
+
+
+def test_an_id_is_open_once(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, "one"))
+        await until(lambda: engine.get_stats().num_running == 1)
+        with pytest.raises(RequestError, match="'one' is open"):
+            await collect(engine, "x", params(), "one")
+        await engine.abort("one")
+        await task
+
+    harness.run(test)
+
+
+def test_both_limits_refuse(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        silent = [
+            asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, f"{index}"))
+            for index in range(2)
+        ]
+        await until(lambda: engine.get_stats().num_running == 2)
+        with pytest.raises(OverloadedError, match="2 requests wait"):  # the engine's own
+            await collect(engine, "x", params())
+        with pytest.raises(OverloadedError, match=r"2 requests are open.*--max-num-waiting"):
+            await collect(engine, "x", params(n=2))
+        for index in range(2):
+            await engine.abort(f"{index}")
+        await asyncio.gather(*silent)
+
+    harness.run(test, max_num_seqs=1, max_num_waiting=2)
+
+
+def test_a_failed_request_raises_alone(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        failed, fine = await asyncio.gather(
+            collect(engine, fake_engine.FAIL, params(n=2)),
+            collect(engine, "fine", params()),
+            return_exceptions=True,
+        )
+        assert isinstance(failed, StepFailedError)
+        assert "not a number" in str(failed)
+        assert isinstance(fine, list)
+
+    harness.run(test)
+
+
+def test_a_slow_consumer_gets_merged_outputs(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        outputs = []
+        async for output in engine.generate("x" * 500, params(max_tokens=1000)):
+            outputs.append(output)
+            await asyncio.sleep(0.05)
+        assert outputs[-1].outputs[0].text == "x" * 500
+        assert len(outputs) < 400
+
+    harness.run(test)
+
+
+def test_adapters(harness: Harness, tmp_path: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        upper = LoRARequest("upper", 1, str(tmp_path))
+        answers = await asyncio.gather(
+            *(collect(engine, "text", params(), lora_request=upper) for _ in range(4))
+        )
+        assert {answer[-1].outputs[0].text for answer in answers} == {"TEXT"}
+        assert [(info.name, info.version) for info in engine.list_loras()] == [("upper", "1")]
+        await engine.add_lora(upper)
+        assert engine.list_loras()[0].version == "1"
+        await engine.add_lora(upper, reload=True)
+        assert engine.list_loras()[0].version == "2"
+        other = tmp_path / "other"
+        other.mkdir()
+        await engine.add_lora(LoRARequest("upper", 1, str(other)))
+        assert (engine.list_loras()[0].version, engine.list_loras()[0].path) == ("3", str(other))
+        by_name = await collect(engine, "text", params(), lora_request="upper")
+        assert by_name[-1].outputs[0].text == "TEXT"
+        with pytest.raises(UnknownModelError, match="did you mean 'upper'"):
+            await collect(engine, "text", params(), lora_request="uper")
+        with pytest.raises(AdapterError, match="no directory"):
+            await engine.add_lora(LoRARequest("missing", 2, str(tmp_path / "missing")))
+        await engine.remove_lora("upper")
+        assert engine.list_loras() == []
+        with pytest.raises(UnknownModelError):
+            await engine.remove_lora("upper")
+
+    harness.run(test)
+
+
+def test_a_killed_engine_fails_every_request_in_time(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS_DIR))
+
+    async def run() -> None:
+        client = ProcessClient(harness.config(), factory=FACTORY)
+        async with AsyncEngine.from_client(client) as engine:
+            tasks = [asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))]
+            tasks += [asyncio.create_task(collect(engine, "abc", LONG)) for _ in range(5)]
+            await until(lambda: engine.get_stats().num_running == 6)
+            assert engine.error is None
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            async with asyncio.timeout(MAX_DEATH_S):
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                assert "SIGKILL" in str(await engine.wait_dead())
+            assert [type(result) for result in results] == [EngineDeadError] * 6
+            assert engine.error is not None
+            with pytest.raises(EngineDeadError):
+                await collect(engine, "too late", params())
+            with pytest.raises(EngineDeadError):
+                await engine.add_lora(LoRARequest("a", 1, "/"))
+
+    asyncio.run(run())
+
+
+def test_shutdown_fails_what_is_open(harness: Harness) -> None:
+    async def run() -> None:
+        engine = AsyncEngine.from_client(ThreadClient(harness.config(), factory=FACTORY))
+        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))  # starts it
+        await until(lambda: engine.get_stats().num_running == 1)
+        await engine.shutdown()
+        await engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+
+    asyncio.run(run())
+
+
+def test_a_failed_start_is_raised_to_all(harness: Harness) -> None:
+    async def run() -> None:
+        config = EngineConfig(model=fake_engine.FAILING_MODEL)
+        engine = AsyncEngine.from_client(ThreadClient(config, factory=FACTORY))
+        for _ in range(2):
+            with pytest.raises(ModelError, match="cannot load"):
+                await engine.start()
+        await engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_options_make_a_config(tokenizer_dir: str) -> None:
+    with pytest.raises(TypeError, match="max_num_seqs"):
+        AsyncEngine(EngineConfig(model=tokenizer_dir), max_num_seqs=3)
