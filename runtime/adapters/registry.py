@@ -11,7 +11,7 @@ holds the bytes, and frees what this module says may be freed.
 
 import difflib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 from ..engine.messages import AdapterInfo
@@ -132,8 +132,8 @@ class AdapterRegistry:
     ) -> Registered | None:
         """End a load with success; None if the name was removed meanwhile (free the bytes).
 
-        If the content is that of the version that serves, that version stays and the bytes just
-        read are not needed.
+        If the content is that of the version that serves, that version stays, found at ``path``
+        from now on, and the bytes just read are not needed.
         """
         entry = self._entry_of_load(name, load_id)
         if entry is None:
@@ -141,7 +141,8 @@ class AdapterRegistry:
         entry.load_id, entry.reason, entry.path = None, None, path
         old = entry.version
         if old is not None and old.facts == facts:
-            return Registered(old, is_new=False)
+            entry.version = self._held[old.adapter_id].version = replace(old, path=path)
+            return Registered(entry.version, is_new=False)
         version = AdapterVersion(self.next_adapter_id(), name, path, facts)
         assert version.adapter_id not in self._held, "adapter ids are never reused"
         self._held[version.adapter_id] = _Held(version)

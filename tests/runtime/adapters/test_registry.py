@@ -93,13 +93,24 @@ def test_reload_of_an_idle_version_frees_it_at_once() -> None:
     assert load(registry, "a", "d2").freed == (old.adapter_id,)
 
 
-def test_reload_of_the_same_content_keeps_the_version() -> None:
+def test_reload_of_the_same_content_keeps_the_version_at_its_new_path() -> None:
     registry = make_registry()
     old = load(registry, "a").version
-    registered = load(registry, "a")
+    registered = registry.ready("a", "moved", registry.begin_loading("a", "moved"), facts())
+    assert registered is not None
     assert not registered.is_new
-    assert registered.version is old
+    assert registered.version.adapter_id == old.adapter_id
     assert registered.freed == ()
+    assert registry.resolve("a").path == registry.version(old.adapter_id).path == "moved"
+
+
+def test_registered_names_and_near_ones() -> None:
+    registry = make_registry()
+    registry.begin_loading("upper", "dir")
+    assert "upper" in registry
+    assert "uper" not in registry
+    assert registry.near_names("uper") == "; near names: upper"
+    assert registry.near_names("zzz") == ""
 
 
 def test_remove_drains_and_is_idempotent() -> None:
