@@ -50,7 +50,7 @@ class FrameReader:
         while len(buffer) - start >= HEADER_BYTES:
             length = int.from_bytes(buffer[start : start + HEADER_BYTES], "little")
             if length > MAX_FRAME_BYTES:
-                raise ChannelError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} are")
+                raise ChannelError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} may")
             end = start + HEADER_BYTES + length
             if len(buffer) < end:
                 break
@@ -58,6 +58,27 @@ class FrameReader:
             start = end
         del buffer[:start]
         return payloads
+
+
+def receive_one_frame(sock: socket.socket) -> bytes:
+    """Return the next payload from a blocking socket, and take no byte beyond it.
+
+    Raises ``ChannelError`` if the stream ends before, ``TimeoutError`` as the socket does.
+    """
+    length = int.from_bytes(_receive_exactly(sock, HEADER_BYTES), "little")
+    if length > MAX_FRAME_BYTES:
+        raise ChannelError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} may")
+    return _receive_exactly(sock, length)
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        chunk = sock.recv(num_bytes - len(data))
+        if not chunk:
+            raise ChannelError("the peer has gone in the middle of a message, or before one")
+        data += chunk
+    return bytes(data)
 
 
 class Channel(Generic[Received]):

@@ -12,16 +12,17 @@ import faulthandler
 import importlib
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 from typing import Any, cast
 
+import msgspec
+
 from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
 from ..errors import CorunError
-from .channel import Channel, ChannelError
+from .channel import Channel, ChannelError, receive_one_frame
 from .loop import BuildEngine, serve_channel
 from .messages import ToEngine
 
@@ -81,15 +82,13 @@ def _own_this_process(parent_pid: int, log_level: str) -> None:
 
 
 def _receive_config(sock: socket.socket) -> EngineConfig:
-    """Wait for the first frame. Nothing else may follow before ``Ready``."""
-    channel: Channel[Any] = Channel(sock, dict[str, Any])
-    while not channel.at_end:
-        for data in channel.receive():
-            return config_from_dict(EngineConfig, data)
-        readable, _, _ = select.select([sock], [], [], _CONFIG_TIMEOUT_S)
-        if not readable:
-            raise ChannelError(f"no configuration came within {_CONFIG_TIMEOUT_S} s")
-    raise ChannelError("the front end has gone before it sent a configuration")
+    """Wait for the first frame and leave what follows it in the socket."""
+    sock.settimeout(_CONFIG_TIMEOUT_S)
+    try:
+        payload = receive_one_frame(sock)
+    except TimeoutError as error:
+        raise ChannelError(f"no configuration came within {_CONFIG_TIMEOUT_S} s") from error
+    return config_from_dict(EngineConfig, msgspec.msgpack.decode(payload, type=dict[str, Any]))
 
 
 if __name__ == "__main__":

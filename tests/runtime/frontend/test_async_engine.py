@@ -5,13 +5,11 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fake_engine
-from support.fake_engine import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN
-
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.errors import (
@@ -26,6 +24,8 @@ from corun.runtime.errors import (
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
+from support import fake_engine
+from support.fake_engine import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN
 
 TESTS_DIR = Path(__file__).parents[2]
 MAX_DEATH_S = 2.0
@@ -91,7 +91,7 @@ def test_outputs_grow_and_deltas_add_up(harness: Harness) -> None:
         assert choice.logprobs[0][ord("G")].decoded_token == "G"
         assert [item.rank for item in choice.logprobs[0].values()] == [1, 2]
         assert choice.cumulative_logprob == pytest.approx(-0.5 * len(choice.token_ids))
-        for earlier, later in zip(new, new[1:], strict=False):
+        for earlier, later in pairwise(new):
             assert later.text.startswith(earlier.text)
 
     harness.run(test)

@@ -1,0 +1,102 @@
+"""``EngineHost``: every request and operation ends exactly once; nothing turns in vain."""
+
+import pytest
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.loop import EngineHost
+from corun.runtime.engine.messages import (
+    AbortRequests,
+    AdaptersChanged,
+    AddAdapter,
+    AddRequest,
+    FromEngine,
+    OperationDone,
+    RemoveAdapter,
+    RequestUpdate,
+    StepOutputs,
+)
+from corun.runtime.errors import EngineDeadError
+from corun.runtime.sampling import SamplingParams
+from support import fake_engine
+from support.fake_engine import FakeAssembly
+
+
+@pytest.fixture
+def host() -> EngineHost:
+    return EngineHost(FakeAssembly(EngineConfig(model="fake", max_num_waiting=2)))
+
+
+def add(request_id: int, text: str, adapter_name: str | None = None) -> AddRequest:
+    params = SamplingParams(seed=0, max_tokens=100)
+    return AddRequest(request_id, tuple(text.encode()), params, adapter_name)
+
+
+def turn_until_idle(host: EngineHost) -> list[FromEngine]:
+    told: list[FromEngine] = []
+    while host.can_turn:
+        told += host.turn()
+    return told
+
+
+def updates(told: list[FromEngine]) -> list[RequestUpdate]:
+    return [one for step in told if isinstance(step, StepOutputs) for one in step.updates]
+
+
+def final_ids(told: list[FromEngine]) -> list[int]:
+    return [update.request_id for update in updates(told) if update.finish_reason is not None]
+
+
+def test_a_fresh_host_comes_to_rest(host: EngineHost) -> None:
+    turn_until_idle(host)
+    assert not host.can_turn
+
+
+def test_every_request_ends_once(host: EngineHost) -> None:
+    host.handle(add(1, "fine"))
+    host.handle(add(2, "fine", "no-such-adapter"))
+    host.handle(add(3, fake_engine.FAIL))
+    host.handle(add(4, "one too many"))
+    told = turn_until_idle(host)
+    assert sorted(final_ids(told)) == [1, 2, 3, 4]
+    kinds = {update.request_id: update.error_kind for update in updates(told)}
+    assert kinds == {
+        1: None,
+        2: "UnknownModelError",
+        3: "StepFailedError",
+        4: "OverloadedError",
+    }
+
+
+def test_a_silent_request_lets_the_host_rest_until_it_is_aborted(host: EngineHost) -> None:
+    host.handle(add(1, fake_engine.SILENT))
+    assert final_ids(turn_until_idle(host)) == []
+    host.handle(AbortRequests((1, 1, 99)))
+    assert final_ids(turn_until_idle(host)) == [1]
+
+
+def test_the_end_of_the_engine_ends_what_is_open(host: EngineHost) -> None:
+    host.handle(add(1, "fine"))
+    turn_until_idle(host)
+    host.handle(add(2, fake_engine.SILENT))
+    turn_until_idle(host)
+    ended = host.end_all(EngineDeadError("over"))
+    assert final_ids([ended]) == [2]
+    assert final_ids([host.end_all(EngineDeadError("over"))]) == []
+
+
+def test_operations_end_once_and_adapters_are_told_first(host: EngineHost) -> None:
+    turn_until_idle(host)
+    host.handle(AddAdapter(1, "a", "/"))
+    host.handle(AddAdapter(2, "b", "/no/such/directory"))
+    host.handle(RemoveAdapter(3, "c"))
+    host.handle(RemoveAdapter(4, "a"))
+    told = turn_until_idle(host)
+    done = [one for one in told if isinstance(one, OperationDone)]
+    assert {one.operation_id: one.error_kind for one in done} == {
+        1: None,
+        2: "AdapterError",
+        3: "UnknownModelError",
+        4: None,
+    }
+    lists = [one.adapters for one in told if isinstance(one, AdaptersChanged)]
+    assert [[info.name for info in infos] for infos in lists] == [["a"], []]
+    assert told.index(AdaptersChanged(lists[0])) < told.index(OperationDone(1))

@@ -1,0 +1,228 @@
+"""``Engine``: batches, adapters, notebooks, threads, and what it must leave alone."""
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.errors import (
+    AdapterError,
+    EngineDeadError,
+    ModelError,
+    RequestError,
+    StepFailedError,
+    UnknownModelError,
+)
+from corun.runtime.frontend.engine import Engine
+from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
+from corun.runtime.sampling import SamplingParams
+from support import fake_engine
+from support.fake_engine import BOS_ID, FACTORY
+
+TESTS_DIR = Path(__file__).parents[2]
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 100, **fields})
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture
+def engine(tokenizer_dir: str) -> Iterator[Engine]:
+    with Engine(model=tokenizer_dir, max_num_waiting=4, factory=FACTORY) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("one", ["one"]),
+        (["one"], ["one"]),
+        (["one", list(b"two"), "three"], ["one", "two", "three"]),
+        (list(b"ids"), ["ids"]),
+        ([list(b"a"), (98, 99)], ["a", "bc"]),
+        ([], []),
+    ],
+)
+def test_prompts_of_every_kind(engine: Engine, prompts: Any, expected: list[str]) -> None:
+    assert texts(engine.generate(prompts, params())) == expected
+
+
+def test_outputs_are_complete_and_in_order(engine: Engine) -> None:
+    prompts = [f"{'long ' * (7 - index)}{index}" for index in range(30)]  # more than may wait
+    outputs = engine.generate(prompts, params())
+    assert texts(outputs) == prompts
+    assert [output.prompt for output in outputs] == prompts
+    assert all(output.finished for output in outputs)
+    assert outputs[0].prompt_token_ids == [BOS_ID, *prompts[0].encode()]
+    assert len({output.request_id for output in outputs}) == 30
+
+
+def test_one_of_each_per_prompt(engine: Engine, tmp_path: Path) -> None:
+    lora = LoRARequest("upper", 1, str(tmp_path))
+    sampling = [params(), params(max_tokens=2), params(n=2, logprobs=1, stop="e")]
+    outputs = engine.generate(["one", "two", "three"], sampling, [None, lora, "upper"])
+    assert texts(outputs) == ["one", "TW", "THREE"]
+    assert [len(output.outputs) for output in outputs] == [1, 1, 2]
+    assert [output.lora_request for output in outputs] == [None, lora, "upper"]
+    assert outputs[1].outputs[0].finish_reason == "length"
+    assert outputs[2].outputs[0].logprobs is not None
+    assert outputs[0].outputs[0].logprobs is None
+
+
+def test_stop_strings_free_the_engine(engine: Engine) -> None:
+    sampling = params(max_tokens=4000, ignore_eos=True, stop="cd")
+    assert texts(engine.generate(["abcdef"] * 8, sampling)) == ["ab"] * 8
+    engine.generate("another", params())  # lets the aborts come through
+    assert engine.get_stats().num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((["a", "b"], [SamplingParams()]), "sampling_params has 1 entries for 2 prompts"),
+        ((["a", "b"], None, ["x"]), "lora_request has 1 entries for 2 prompts"),
+        (([1, "a"],), "mix token ids with 'a'"),
+        (("a", [3]), "sampling_params has 3"),
+        (("a", None, [3]), "lora_request is 3"),
+        ((["ok", ""], None), "ok"),
+        ((["ok", []],), "empty"),
+        ((["ok", [9999]],), "id 9999"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(
+    engine: Engine, arguments: Any, text: str
+) -> None:
+    if text == "ok":
+        engine.generate(*arguments[:1], params(ignore_eos=False))
+        return
+    with pytest.raises(RequestError, match=text):
+        engine.generate(*arguments)
+    assert engine.get_stats().num_steps == 0
+
+
+def test_adapters(engine: Engine, tmp_path: Path) -> None:
+    engine.add_lora(LoRARequest("upper", 1, str(tmp_path)))
+    engine.add_lora(LoRARequest("upper", 1, str(tmp_path)))
+    assert [(info.name, info.version) for info in engine.list_loras()] == [("upper", "1")]
+    assert texts(engine.generate("text", params(), "upper")) == ["TEXT"]
+    with pytest.raises(AdapterError, match="no directory"):
+        engine.add_lora(LoRARequest("missing", 2, str(tmp_path / "missing")))
+    engine.remove_lora("upper")
+    with pytest.raises(UnknownModelError):
+        engine.generate("text", params(), "upper")
+    with pytest.raises(UnknownModelError):
+        engine.remove_lora("upper")
+
+
+def test_a_failed_request_aborts_the_batch_and_raises(engine: Engine) -> None:
+    with pytest.raises(StepFailedError, match="not a number"):
+        engine.generate(["fine " * 50, fake_engine.FAIL, "fine"], params(max_tokens=1000))
+    assert texts(engine.generate("next", params())) == ["next"]
+    assert engine.get_stats().num_running == 0
+
+
+def test_seeds_repeat_with_the_engine_and_differ_between_requests(tokenizer_dir: str) -> None:
+    def seeds_of() -> list[int | None]:
+        with Engine(model=tokenizer_dir, seed=3, factory=FACTORY) as engine:
+            engine.generate(["a", "b"], params(n=2))
+            engine.generate("c", params(seed=7, n=2))
+            core = engine._driver._core
+            assert isinstance(core, fake_engine.FakeCore)
+            return core.seeds
+
+    seeds = seeds_of()
+    assert seeds == seeds_of()
+    assert len(set(seeds)) == 6
+    assert seeds[4] == 7
+
+
+def test_closing(tokenizer_dir: str) -> None:
+    engine = Engine(EngineConfig(model=tokenizer_dir), factory=FACTORY)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.generate("a")
+
+
+def test_a_failed_start_is_raised() -> None:
+    with pytest.raises(ModelError, match="cannot load"):
+        Engine(model=fake_engine.FAILING_MODEL, factory=FACTORY)
+
+
+def test_a_missing_tokenizer_frees_the_engine(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        Engine(model=str(tmp_path), factory=FACTORY)
+
+
+def test_it_runs_inside_a_running_event_loop(engine: Engine) -> None:
+    async def cell() -> list[RequestOutput]:
+        return engine.generate(["in", "a notebook"], params())
+
+    assert texts(asyncio.run(cell())) == ["in", "a notebook"]
+
+
+def test_threads_take_turns(engine: Engine) -> None:
+    answers: dict[int, list[str]] = {}
+
+    def work(index: int) -> None:
+        prompts = [f"{index}-{number}" for number in range(10)]
+        answers[index] = texts(engine.generate(prompts, params()))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {index: [f"{index}-{number}" for number in range(10)] for index in range(4)}
+
+
+def test_global_state_is_left_alone(tokenizer_dir: str) -> None:
+    def state() -> tuple[object, ...]:
+        root = logging.getLogger()
+        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+        return (handlers, tuple(root.handlers), root.level, threading.active_count())
+
+    before = state()
+    with Engine(model=tokenizer_dir, factory=FACTORY) as engine:
+        engine.generate("text", params())
+        assert state() == before
+    assert state() == before
+
+
+def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio, corun\n"
+        "from corun.runtime.engine.client import ProcessClient\n"
+        f"config = corun.EngineConfig(model={tokenizer_dir!r})\n"
+        "sampling = corun.SamplingParams(max_tokens=50)\n"
+        f"with corun.Engine(config, factory={FACTORY!r}) as engine:\n"
+        "    print(engine.generate('sync', sampling)[0].outputs[0].text)\n"
+        "async def main():\n"
+        f"    client = ProcessClient(config, factory={FACTORY!r})\n"
+        "    async with corun.AsyncEngine.from_client(client) as engine:\n"
+        "        async for output in engine.generate('async', sampling):\n"
+        "            pass\n"
+        "        print(output.outputs[0].text)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={"PYTHONPATH": str(TESTS_DIR), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["sync", "async"]), done.stderr

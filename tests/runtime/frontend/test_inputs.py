@@ -1,0 +1,52 @@
+"""Seeds and token limits of engine requests."""
+
+import random
+from itertools import count
+
+from corun.runtime.frontend.inputs import Asked, choice_seed, engine_requests
+from corun.runtime.sampling import SamplingParams
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import MAX_MODEL_LEN, model_info
+
+
+def asked(**sampling: object) -> Asked:
+    return Asked(
+        request_id="x",
+        prompt=None,
+        prompt_token_ids=[1, 2, 3],
+        params=SamplingParams(**sampling),  # type: ignore[arg-type]
+        lora_request="name",
+        cache_salt="salt",
+    )
+
+
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_choices_differ_and_the_first_keeps_the_seed(seed: int) -> None:
+    seeds = [choice_seed(seed, index) for index in range(50)]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == 50
+    assert all(0 <= one < 2**63 for one in seeds[1:])
+
+
+def test_one_engine_request_per_choice() -> None:
+    requests = engine_requests(
+        asked(n=3, seed=9, stop="x"), count(7), model_info(""), random.Random(0)
+    )
+    assert [request.request_id for request in requests] == [7, 8, 9]
+    for request in requests:
+        assert (request.sampling.n, request.sampling.stop) == (1, ())
+        assert (request.adapter_name, request.cache_salt) == ("name", "salt")
+        assert request.prompt_token_ids == (1, 2, 3)
+    assert [request.sampling.seed for request in requests] == [
+        choice_seed(9, index) for index in range(3)
+    ]
+
+
+def test_max_tokens_is_what_the_context_takes_at_most() -> None:
+    for max_tokens, expected in ((None, MAX_MODEL_LEN - 3), (10**6, MAX_MODEL_LEN - 3), (5, 5)):
+        (request,) = engine_requests(
+            asked(max_tokens=max_tokens), count(), model_info(""), random.Random(0)
+        )
+        assert request.sampling.max_tokens == expected
+        assert request.sampling.seed is not None
