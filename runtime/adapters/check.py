@@ -55,7 +55,8 @@ def run_check(
     """Check the PEFT directory ``adapter`` against the model directory or hub id ``model``.
 
     Builds the model's modules from its configuration, without weights. Raises ``ModelError`` if
-    that fails; what is wrong with the adapter is in the report.
+    that fails; what is wrong with the adapter is in the report. A module that the model never
+    calls is noticed only by the engine, which runs the model.
     """
     # Imported here so that the registry and its callers stay free of torch.
     from ...gpu.lora.convert import check_values
