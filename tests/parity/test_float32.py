@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
 from support.architectures import ARCHITECTURES
 from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
+from transformers import AutoConfig
 
 MAX_RELATIVE_ERROR = 1e-4
 
@@ -35,9 +35,7 @@ def run(case: ParityCase, requests: list[tuple[list[int], str | None]], **option
             None if name is None else LoRARequest(name, 1, str(case.adapters[name]))
             for _, name in requests
         ]
-        params = SamplingParams(
-            temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True
-        )
+        params = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
         outputs = engine.generate([tokens for tokens, _ in requests], params, loras)
         return outputs, engine.get_stats()
 
@@ -69,7 +67,10 @@ def test_preempted_requests(case: ParityCase) -> None:
 
 def kv_block_bytes(case: ParityCase) -> int:
     """Bytes of a block of four tokens of the test models."""
-    return 2 * 2 * 2 * 4 * 16 * 4  # layers, keys and values, KV heads, tokens, dim, float32
+    config = AutoConfig.from_pretrained(case.directory)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    num_layers, keys_and_values, num_tokens, dim, itemsize = 2, 2, 4, 16, 4
+    return num_layers * keys_and_values * num_kv_heads * num_tokens * dim * itemsize
 
 
 @pytest.fixture(autouse=True)

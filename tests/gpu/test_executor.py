@@ -1,0 +1,251 @@
+"""The device executor: results per row, failures that stay where they belong, memory given back."""
+
+import select
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu import assemble
+from corun.gpu.executor import DeviceExecutor
+from corun.gpu.lora.table import DeviceAdapter
+from corun.gpu.model.load import ModelSource
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.errors import AdapterError
+from corun.runtime.plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    BlockId,
+    BlockUpdate,
+    NewRequest,
+    Outcome,
+    RequestId,
+    StepId,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    SubBatchKind,
+    Transfer,
+    TransferId,
+    TransferKind,
+    TransferResult,
+)
+from corun.runtime.sampling import SamplingParams
+from support.architectures import save_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+ADAPTER = AdapterId(5)
+
+
+class Device:
+    """An executor over a tiny model, and what its loads bring."""
+
+    def __init__(self, directory: Path) -> None:
+        config = EngineConfig(
+            model=str(directory), device="cpu", dtype="float32", block_size=4,
+            linear_backend="plain", attention_backend="torch", lora_backend="torch",
+        )  # fmt: skip
+        self.loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
+        self.runner = assemble.make_runner(self.loaded, 32)
+        self.adapter: DeviceAdapter | Exception = AdapterError("its files have changed")
+        self.executor: DeviceExecutor = assemble.make_executor(
+            self.loaded, self.runner, self._load, eos_token_ids=(2,), max_model_len=64
+        )
+        self._num_steps = 0
+
+    def _load(self, adapter_id: AdapterId) -> DeviceAdapter:
+        if isinstance(self.adapter, Exception):
+            raise self.adapter
+        return self.adapter
+
+    def submit(self, *batches: SubBatch, **fields: Any) -> None:
+        self._num_steps += 1
+        self.executor.submit(StepPlan(StepId(self._num_steps), batches, **fields))
+
+    def run(self, *batches: SubBatch, **fields: Any) -> list[Any]:
+        self.submit(*batches, **fields)
+        return self.executor.poll()
+
+    def make_adapter(self, rank: int = 2) -> DeviceAdapter:
+        generator = torch.Generator().manual_seed(rank)
+        return DeviceAdapter(
+            {
+                target.index: self.loaded.lora_backend.pack(
+                    torch.randn(rank, target.in_features, generator=generator),
+                    torch.randn(target.out_features, rank, generator=generator),
+                    1.0,
+                )
+                for target in self.loaded.target_map.targets
+            }
+        )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama3-rope", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def device(directory: Path) -> Iterator[Device]:
+    device = Device(directory)
+    yield device
+    device.executor.close()
+
+
+def new(request_id: int, prompt: tuple[int, ...], adapter: AdapterId = BASE_ADAPTER) -> NewRequest:
+    return NewRequest(RequestId(request_id), prompt, GREEDY, adapter)
+
+
+def blocks(request_id: int, *ids: int, first: int = 0) -> BlockUpdate:
+    return BlockUpdate(RequestId(request_id), first, tuple(BlockId(i) for i in ids))
+
+
+def rows(*columns: tuple[int, int, int, bool]) -> SubBatch:
+    ids, starts, counts, samples = zip(*columns, strict=True)
+    kind = SubBatchKind.DECODE if set(counts) == {1} else SubBatchKind.MIXED
+    return SubBatch(kind, tuple(RequestId(i) for i in ids), starts, counts, samples)
+
+
+def load(transfer_id: int, adapter_id: AdapterId = ADAPTER) -> Transfer:
+    return Transfer(TransferId(transfer_id), TransferKind.LOAD_ADAPTER, adapter_id, 100)
+
+
+def wait(device: Device) -> list[Any]:
+    results = device.executor.poll(timeout_s=10)
+    assert results, "nothing came within ten seconds"
+    return results
+
+
+def test_rows_that_do_not_sample_have_no_result(device: Device) -> None:
+    (result,) = device.run(
+        rows((1, 0, 3, False), (2, 0, 2, True)),
+        new_requests=(new(1, (5, 6, 7, 8, 9)), new(2, (5, 6))),
+        block_updates=(blocks(1, 3, 7), blocks(2, 1)),
+    )
+    assert [row.request_id for row in result.rows] == [2]
+    assert result.rows[0].outcome is Outcome.TOKENS
+    (result,) = device.run(rows((1, 3, 2, False)))
+    assert result.rows == ()
+
+
+def test_chunks_and_other_blocks_do_not_change_the_tokens(device: Device) -> None:
+    prompt = (5, 6, 7, 8, 9, 10)
+    (whole,) = device.run(
+        rows((1, 0, 6, True)), new_requests=(new(1, prompt),), block_updates=(blocks(1, 0, 1),)
+    )
+    device.run(
+        rows((2, 0, 1, False)), new_requests=(new(2, prompt),), block_updates=(blocks(2, 9),)
+    )
+    (chunked,) = device.run(rows((2, 1, 5, True)), block_updates=(blocks(2, 4, first=1),))
+    assert whole.rows[0].token_ids == chunked.rows[0].token_ids
+    # Preempted: other blocks, computed again with the sampled token, then one further.
+    (again,) = device.run(rows((2, 0, 7, True)), block_updates=(blocks(2, 20, 22),))
+    (straight,) = device.run(rows((1, 6, 1, True)))
+    assert again.rows[0].token_ids == straight.rows[0].token_ids
+
+
+def test_an_exception_fails_its_sub_batch_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = device.runner.forward
+
+    def broken(inputs: Any, indices: Any) -> Any:
+        if inputs.attention.max_query_len > 1:
+            raise MemoryError("no room")
+        return forward(inputs, indices)
+
+    monkeypatch.setattr(device.runner, "forward", broken)
+    (result,) = device.run(
+        rows((1, 0, 1, True)),
+        rows((2, 0, 3, False), (3, 0, 2, True)),
+        new_requests=(new(1, (5,)), new(2, (5, 6, 7, 8)), new(3, (5, 6))),
+        block_updates=(blocks(1, 0), blocks(2, 1), blocks(3, 2)),
+    )
+    by_request = {row.request_id: row for row in result.rows}
+    assert by_request[RequestId(1)].outcome is Outcome.TOKENS
+    for request_id in (2, 3):
+        row = by_request[RequestId(request_id)]
+        assert row.outcome is Outcome.FAILED
+        assert "MemoryError: no room" in (row.error or "")
+    assert "sub-batch of 2 rows failed" in caplog.text
+    assert device.run(rows((1, 1, 1, True)))[0].rows[0].outcome is Outcome.TOKENS
+
+
+def test_logits_that_are_not_finite_fail_their_row_alone(device: Device) -> None:
+    device.adapter = device.make_adapter()
+    next(iter(device.adapter.targets.values())).b.fill_(float("inf"))
+    device.submit(transfers=(load(1),))
+    assert wait(device) == [TransferResult(TransferId(1))]
+    (result,) = device.run(
+        rows((1, 0, 2, True), (2, 0, 2, True)),
+        new_requests=(new(1, (5, 6)), new(2, (5, 6), ADAPTER)),
+        block_updates=(blocks(1, 0), blocks(2, 1)),
+    )
+    assert [row.outcome for row in result.rows] == [Outcome.TOKENS, Outcome.FAILED]
+    assert "not finite" in (result.rows[1].error or "")
+
+
+def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(device: Device) -> None:
+    device.adapter = device.make_adapter()
+    device.submit(transfers=(load(1),))
+    assert select.select([device.executor], [], [], 10)[0]
+    assert wait(device) == [TransferResult(TransferId(1))]
+    requests = (new(1, (5, 6)), new(2, (5, 6), ADAPTER))
+    (result,) = device.run(
+        rows((1, 0, 2, True), (2, 0, 2, True)),
+        new_requests=requests, block_updates=(blocks(1, 0), blocks(2, 1)),
+    )  # fmt: skip
+    base, adapted = (row.token_ids for row in result.rows)
+    assert base != adapted
+    evict = Transfer(TransferId(2), TransferKind.EVICT_ADAPTER, ADAPTER, 100)
+    assert device.run(transfers=(evict,)) == [TransferResult(TransferId(2))]
+    assert device.loaded.lora_table.num_free_rows == device.loaded.lora_table.capacity
+    (result,) = device.run(rows((2, 2, 1, True)))
+    assert result.rows[0].outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize("error", [AdapterError("its files have changed"), ZeroDivisionError("x")])
+def test_a_load_that_fails_says_why(device: Device, error: Exception) -> None:
+    device.adapter = error
+    device.submit(transfers=(load(1),))
+    (result,) = wait(device)
+    assert isinstance(result, TransferResult)
+    assert str(error) in (result.error or "")
+    device.adapter = device.make_adapter()
+    device.submit(transfers=(load(2),))
+    assert wait(device) == [TransferResult(TransferId(2))]
+
+
+def test_requests_are_forgotten_and_slots_reused(device: Device) -> None:
+    for request_id in range(1, 60):
+        (result,) = device.run(
+            rows((request_id, 0, 2, True)),
+            new_requests=(new(request_id, (5, 6)),),
+            block_updates=(blocks(request_id, 0),),
+            forget_requests=(RequestId(request_id - 1),),
+        )
+        assert isinstance(result, StepResult)
+        assert result.rows[0].outcome is Outcome.TOKENS
+
+
+def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(device: Device) -> None:
+    device.run(
+        rows((1, 0, 8, True), (2, 0, 4, True)),
+        new_requests=(new(1, (5,) * 8), new(2, (6,) * 4)),
+        block_updates=(blocks(1, 0, 1), blocks(2, 2)),
+    )
+    key, _ = device.runner.pool.layer(0)
+    assert all(bool(key[block].any()) for block in (0, 1, 2))
+    released: list[int] = []
+    pool_release = device.runner.pool.release
+    device.runner.pool.release = released.extend  # type: ignore[method-assign]
+    device.submit(forget_requests=(RequestId(1),), transfers=(load(1),))
+    device.runner.pool.release = pool_release  # type: ignore[method-assign]
+    assert released == [0, 1]
+    wait(device)
+
+
+def test_close_twice(device: Device) -> None:
+    device.executor.close()
+    device.executor.close()
