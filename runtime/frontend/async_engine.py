@@ -27,7 +27,14 @@ from ..engine.messages import (
 from ..errors import EngineDeadError, OverloadedError
 from ..sampling import SamplingParams
 from .generation import Generation
-from .inputs import Asked, Prompt, check_prompt, engine_requests, make_config
+from .inputs import (
+    Asked,
+    Prompt,
+    check_prompt,
+    default_sampling,
+    engine_requests,
+    make_config,
+)
 from .lora_client import LoraClient
 from .outputs import LoRARequest, RequestOutput
 from .request_table import RequestTable
@@ -152,6 +159,10 @@ class AsyncEngine:
         assert self._model is not None, "the engine has not been started"
         return self._model
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what applies to requests without sampling parameters."""
+        return default_sampling(self.get_model_info())
+
     def get_stats(self) -> EngineStats:
         """Return the engine's latest gauges and totals."""
         return self._stats
@@ -191,12 +202,13 @@ class AsyncEngine:
         """Yield the request's state whenever there is something new, the last one ``finished``.
 
         ``prompt`` is text or token ids; a prompt that a chat template rendered needs
-        ``add_special_tokens=False``. ``lora_request`` may be the name of a registered adapter.
+        ``add_special_tokens=False``. Without ``sampling_params`` the model's own defaults apply.
+        ``lora_request`` may be the name of a registered adapter.
         Closing the generator aborts the request. Raises ``RequestError``, ``AdapterError``,
         ``EngineDeadError``.
         """
         await self.start()
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         await self._loras.resolve(lora_request)
         tokens = await self._tokens(prompt, add_special_tokens=add_special_tokens)
         asked = Asked(

@@ -27,14 +27,14 @@ class BatchItem:
 
 def read_batch(
     prompts: Prompt | Sequence[Prompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
     lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None,
 ) -> list[BatchItem]:
     """Return one item per prompt. Raises ``RequestError`` for wrong types or numbers."""
     texts = _read_prompts(prompts)
     params: Sequence[SamplingParams]
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        params = [sampling_params or SamplingParams()] * len(texts)
+    if isinstance(sampling_params, SamplingParams):
+        params = [sampling_params] * len(texts)
     else:
         params = _one_per_prompt("sampling_params", sampling_params, len(texts))
     loras: Sequence[LoRARequest | str | None]

@@ -22,7 +22,14 @@ from ..errors import EngineDeadError
 from ..sampling import SamplingParams
 from .batch import BatchItem, read_batch
 from .generation import Generation
-from .inputs import Asked, Prompt, check_prompt, engine_requests, make_config
+from .inputs import (
+    Asked,
+    Prompt,
+    check_prompt,
+    default_sampling,
+    engine_requests,
+    make_config,
+)
 from .local_driver import LocalDriver
 from .lora_directory import check_lora_request
 from .outputs import LoRARequest, RequestOutput
@@ -90,6 +97,10 @@ class Engine:
         """Return what the engine is: name, device, limits."""
         return self._model
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what applies to requests without sampling parameters."""
+        return default_sampling(self._model)
+
     def get_stats(self) -> EngineStats:
         """Return the engine's latest gauges and totals."""
         return self._driver.stats
@@ -127,10 +138,12 @@ class Engine:
         """Return one finished output per prompt, in their order.
 
         A prompt is text or a list of token ids. ``sampling_params`` and ``lora_request`` are one
-        for all or one per prompt; None means defaults and the base model. Prompts are checked
-        before anything is computed. Raises ``RequestError`` or ``AdapterError``; if a request
-        fails later, the others are aborted and its error is raised.
+        for all or one per prompt; None means the model's own defaults and the base model. Prompts
+        are checked before anything is computed. Raises ``RequestError`` or ``AdapterError``; if a
+        request fails later, the others are aborted and its error is raised.
         """
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         items = read_batch(prompts, sampling_params, lora_request)
         with self._turn_of_this_thread():
             asked = [self._prepare(item, cache_salt) for item in items]

@@ -60,6 +60,17 @@ def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
     return check_token_ids(token_ids, vocab_size=model.vocab_size)
 
 
+def default_sampling(model: ModelInfo) -> SamplingParams:
+    """Return what applies to a request that says nothing: the model's own defaults.
+
+    They come from the model's ``generation_config.json``.
+    """
+    stated: dict[str, Any] = dict(model.default_sampling)
+    if "top_k" in stated:
+        stated["top_k"] = int(stated["top_k"])
+    return SamplingParams(**stated)
+
+
 def engine_requests(
     asked: Asked, engine_ids: Iterator[int], model: ModelInfo, rng: random.Random
 ) -> list[AddRequest]:

@@ -103,6 +103,22 @@ def test_requests_run_side_by_side(kind: str) -> None:
 
 
 @both
+def test_uvloop_does_as_well(kind: str) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def run() -> None:
+        async with Session(make_client(kind)) as session:
+            session.ask(1, "text", max_tokens=50)
+            await session.wait(lambda: session.ended() == {1})
+            if kind == "process":
+                os.kill(pid_of(session), signal.SIGKILL)
+                await session.wait(lambda: bool(session.deaths), MAX_DEATH_S)
+        assert_nothing_left(session.client)
+
+    uvloop.run(run())
+
+
+@both
 def test_aborts_and_refusals_end_requests(kind: str) -> None:
     async def run() -> None:
         async with Session(make_client(kind)) as session:

@@ -3,7 +3,8 @@
 import random
 from itertools import count
 
-from corun.runtime.frontend.inputs import Asked, choice_seed, engine_requests
+import msgspec
+from corun.runtime.frontend.inputs import Asked, choice_seed, default_sampling, engine_requests
 from corun.runtime.sampling import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,3 +51,12 @@ def test_max_tokens_is_what_the_context_takes_at_most() -> None:
         )
         assert request.sampling.max_tokens == expected
         assert request.sampling.seed is not None
+
+
+def test_the_model_states_the_defaults() -> None:
+    model = msgspec.structs.replace(
+        model_info(""), default_sampling={"temperature": 0.5, "top_k": 50.0}
+    )
+    params = default_sampling(model)
+    assert (params.temperature, params.top_k, params.top_p) == (0.5, 50, 1.0)
+    assert isinstance(params.top_k, int)
