@@ -1,0 +1,50 @@
+"""What every test gets: no network, GPU tests only with a GPU, and a time budget per folder."""
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.time_budget import TimeBudget
+
+# Before any library is imported, here and in the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-time-budget",
+        action="store_true",
+        help="do not fail when a folder's tests take longer than their budget",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    budget = TimeBudget(
+        settings["tool"]["corun"]["test-budget-s"],
+        enforced=not config.getoption("--no-time-budget"),
+    )
+    config.pluginmanager.register(budget, "corun-time-budget")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if gpu_items and not _has_cuda():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def repository() -> Path:
+    """The root of the working tree, which is also the root of the package."""
+    return _ROOT
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

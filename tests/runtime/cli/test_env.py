@@ -1,0 +1,18 @@
+"""``corun env`` says what a bug report needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_env_shows_versions_devices_and_limits() -> None:
+    script = Path(sys.executable).with_name("corun")
+    done = subprocess.run([script, "env"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    facts = dict(line.split(":", 1) for line in done.stdout.splitlines())
+    for name in ("corun", "python", "torch", "transformers", "triton", "numba"):
+        assert facts[name].strip()
+    for name in ("cpu", "cpu features", "cpus", "memory", "memory limit", "/dev/shm"):
+        assert facts[name].strip()
+    assert "numba threading" in facts
+    assert any(name.startswith("cuda device") for name in facts)

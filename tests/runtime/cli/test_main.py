@@ -1,0 +1,137 @@
+"""The command line: what is parsed, what is refused, and how fast help comes."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from corun.runtime.cli.main import main
+from corun.runtime.cli.parser import parse_arguments
+from corun.runtime.cli.serve import serve_configs, with_demo
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.option import option_specs
+from corun.runtime.config.serve import ServeConfig
+from corun.runtime.demo import demo_adapters_path, demo_model_path
+from corun.runtime.errors import ConfigError
+
+
+def _configs(*argv: str) -> tuple[EngineConfig, ServeConfig]:
+    return serve_configs(parse_arguments(["serve", *argv]))
+
+
+def _fails(capsys: pytest.CaptureFixture[str], argv: Sequence[str]) -> str:
+    """Run a command line that is wrong; return the one line that says why."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("corun: error: ")
+    return err
+
+
+def test_defaults_are_those_of_the_fields() -> None:
+    engine, serve = _configs("some/model")
+    assert engine == EngineConfig(model="some/model")
+    assert serve == ServeConfig()
+
+
+def test_flags_set_fields(tmp_path: Path) -> None:
+    argv = ["m", "--dtype", "float32", "--max-model-len=64", "--memory-gib", "1.5", "--port", "0"]
+    argv += ["--trust-remote-code", "--no-skip-parity-probe", "--seed", "-1"]
+    argv += ["--lora-modules", f"a={tmp_path}", f"b={tmp_path}", "--lora-modules", f"c={tmp_path}"]
+    engine, serve = _configs(*argv)
+    assert engine == EngineConfig(
+        model="m",
+        dtype="float32",
+        max_model_len=64,
+        memory_gib=1.5,
+        trust_remote_code=True,
+        seed=-1,
+        lora_modules=tuple(f"{name}={tmp_path}" for name in "abc"),
+    )
+    assert serve.port == 0
+
+
+def test_every_option_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for spec in option_specs(EngineConfig) + option_specs(ServeConfig):
+        assert spec.flag in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--max-model-length", "5"], "did you mean --max-model-len"),
+        (["serve", "--max-model", "5"], "unknown option --max-model "),
+        (["serve", "a", "b"], "unknown argument b"),
+        (["serve", "--port", "http"], "--port is 'http', must be a whole number"),
+        (["serve", "--port"], "--port: expected one argument"),
+        (["serve", "--memory-gib", "nan"], "must be a finite number"),
+        (["serve", "--device", "gpu"], "must be one of auto, cuda, cpu"),
+        (["serve", "--lora-dir", "/no/such"], "--lora-dir /no/such: no such directory"),
+        (["serve", "--lora-modules", "a=/no/such"], "--lora-modules a /no/such: no such directory"),
+        (["serve", "--lora-modules", "a"], "must be NAME=PATH"),
+        (["serve", "--chat-template", "/no/such"], "--chat-template /no/such: no such file"),
+        (["serve", "--config", "/no/such"], "--config /no/such: No such file"),
+        (["check"], "ADAPTER"),
+        (["check", "x", "--rank", "1"], "unknown option --rank"),
+        (["options", "--update", "/no/such"], "--update /no/such: No such file"),
+        (["sevre"], "invalid choice: 'sevre'"),
+        ([], "COMMAND"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert message in _fails(capsys, argv)
+
+
+def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--log-level", "debug", "--port", "-5"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "corun: error: --port is -5, must be at least 0" in err
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(ConfigError, match="not a directory"):
+        _configs("--lora-dir", str(path))
+
+
+def test_without_a_model_the_demo_is_served(tmp_path: Path) -> None:
+    config = with_demo(EngineConfig())
+    assert config.model == str(demo_model_path())
+    assert config.lora_dir == str(demo_adapters_path())
+    own = with_demo(EngineConfig(lora_modules=(f"a={tmp_path}",)))
+    assert (own.model, own.lora_dir) == (str(demo_model_path()), None)
+    assert with_demo(EngineConfig(model="m")) == EngineConfig(model="m")
+
+
+def test_options_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["options"]) == 0
+    assert capsys.readouterr().out.startswith("| option | default | meaning |")
+
+
+def test_help_loads_no_heavy_library() -> None:
+    script = (
+        "import sys\n"
+        "from corun.runtime.cli.main import main\n"
+        "try:\n    main(['serve', '--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numba', 'starlette'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_module_and_console_script_agree() -> None:
+    script = Path(sys.executable).with_name("corun")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("corun ")

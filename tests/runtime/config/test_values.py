@@ -1,0 +1,168 @@
+"""Values of options: types, ranges and choices, whether from a call, a flag or a file."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from corun.runtime.config.codec import config_from_dict, config_to_dict
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.flags import build_configs
+from corun.runtime.config.lora_modules import LoraModule, parse_lora_modules
+from corun.runtime.config.option import option_specs
+from corun.runtime.config.serve import ServeConfig
+from corun.runtime.config.yaml_file import read_yaml_options
+from corun.runtime.errors import ConfigError
+from hypothesis import given
+from hypothesis import strategies as st
+
+_SPECS = option_specs(EngineConfig) + option_specs(ServeConfig)
+
+
+def _write(directory: Path, text: str) -> str:
+    path = directory / "corun.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_model_len", 1, "--max-model-len is 1, must be at least 2"),
+        ("max_model_len", "8", "--max-model-len is '8', must be a whole number"),
+        ("max_num_seqs", True, "--max-num-seqs is True, must be a whole number"),
+        ("max_num_seqs", None, "--max-num-seqs is None, must be a whole number"),
+        ("max_num_batched_tokens", 2**40, "must be at most 1048576"),
+        ("memory_gib", 0, "--memory-gib is 0.0, must be more than 0"),
+        ("memory_gib", float("nan"), "--memory-gib is nan, must be a finite number"),
+        ("memory_gib", float("inf"), "must be a finite number"),
+        ("memory_fraction", 1.5, "--memory-fraction is 1.5, must be at most 1"),
+        ("max_lora_rank", 257, "--max-lora-rank is 257, must be at most 256"),
+        ("dtype", "bf16", r"must be one of auto, float32, .* \(did you mean bfloat16\?\)"),
+        ("trust_remote_code", 1, "--trust-remote-code is 1, must be true or false"),
+        ("model", "", "MODEL is empty"),
+        ("model", 7, "MODEL is 7, must be text"),
+        ("lora_modules", (3,), "--lora-modules is 3, must be text"),
+    ],
+)
+def test_wrong_values_name_flag_value_and_limit(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_port_has_a_range(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--port is {port}"):
+        ServeConfig(port=port)
+
+
+def test_metrics_prefix_is_a_name() -> None:
+    with pytest.raises(ConfigError, match="--metrics-prefix is '1x'"):
+        ServeConfig(metrics_prefix="1x")
+
+
+def test_values_get_their_exact_types() -> None:
+    items: Any = ["a=b"]
+    config = EngineConfig(memory_gib=2, lora_modules=items)
+    assert type(config.memory_gib) is float
+    assert config.lora_modules == ("a=b",)
+
+
+def test_a_configuration_survives_the_way_to_another_process() -> None:
+    config = EngineConfig(model="m", lora_modules=("a=b", "c=d"), memory_gib=1.5, seed=-3)
+    wire = msgspec.msgpack.encode(config_to_dict(config))
+    assert config_from_dict(EngineConfig, msgspec.msgpack.decode(wire)) == config
+
+
+@pytest.mark.parametrize("data", [{"seed": "x"}, {"sede": 1}, {"max_num_seqs": 0}])
+def test_a_broken_message_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        config_from_dict(EngineConfig, data)
+
+
+def test_lora_modules_are_pairs_or_json() -> None:
+    items = ("up=/x/a=b", '{"name": "down", "path": "/y"}')
+    assert parse_lora_modules(items) == (LoraModule("up", "/x/a=b"), LoraModule("down", "/y"))
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (("nopath",), "must be NAME=PATH"),
+        (("=x",), "must not be empty"),
+        (("{",), "not valid JSON"),
+        (('{"name": "a"}',), "the keys must be name and path"),
+        (('{"name": "a", "path": 1}',), "must be text"),
+        (("a=x", "a=y"), "names 'a' twice: x and y"),
+    ],
+)
+def test_bad_lora_modules_are_refused(items: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(lora_modules=items)
+
+
+def test_yaml_takes_dashes_underscores_and_adapter_mappings(tmp_path: Path) -> None:
+    path = _write(
+        tmp_path,
+        "model: m\nmax-model-len: 64\nmax_num_seqs: 4\nserved-model-name: x\n"
+        "lora-modules:\n  - a=b\n  - {name: c, path: d}\n",
+    )
+    values = read_yaml_options(path, _SPECS)
+    assert values == {
+        "model": "m",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "served_model_name": ("x",),
+        "lora_modules": ("a=b", '{"name": "c", "path": "d"}'),
+    }
+
+
+def test_an_empty_yaml_file_changes_nothing(tmp_path: Path) -> None:
+    assert read_yaml_options(_write(tmp_path, "# nothing\n"), _SPECS) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-model-length: 5", r"unknown key 'max-model-length' \(did you mean max-model-len"),
+        ("max-model-len: 5\nmax_model_len: 6", "max_model_len is given twice"),
+        ("port: 1\nport: 2", "a key is given twice"),
+        ("port: '80'", "port is '80', must be a whole number"),
+        ("dtype: off", "dtype is False, must be text"),
+        ("port: 99999", "port is 99999, must be at most 65535"),
+        ("- port", "must be a mapping"),
+        ("1: 2", "must be a mapping"),
+        ("port: [", "not valid YAML: .* line 1"),
+        ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
+def test_bad_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_yaml_options(_write(tmp_path, text), _SPECS)
+
+
+def test_a_yaml_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_yaml_options(str(tmp_path / "none.yaml"), _SPECS)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_yaml_options(str(binary), _SPECS)
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    path = _write(tmp_path, "port: 1\nhost: h\nmax-num-seqs: 2")
+    given = {"port": "9", "trust_remote_code": True, "config": path}
+    engine, serve = build_configs(given, (EngineConfig, ServeConfig), yaml_path=path)
+    assert (serve.port, serve.host) == (9, "h")
+    assert (engine.max_num_seqs, engine.trust_remote_code) == (2, True)
+
+
+@given(st.text(max_size=80))
+def test_no_text_makes_a_file_fail_otherwise(tmp_path_factory: Any, text: str) -> None:
+    path = tmp_path_factory.mktemp("yaml") / "any.yaml"
+    path.write_text(text, encoding="utf-8", newline="")
+    try:
+        read_yaml_options(str(path), _SPECS)
+    except ConfigError as error:
+        assert "any.yaml" in str(error)
