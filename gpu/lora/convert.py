@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ...runtime.adapters.checkpoint import RawTensor
-from ...runtime.adapters.resolve import ResolvedAdapter
+from ...runtime.adapters.resolved import RawTensor, ResolvedAdapter
 from ...runtime.errors import AdapterError
 from .base import LoraBackend
 from .table import DeviceAdapter

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...runtime.adapters.target_map import Target, TargetMap
-from ...runtime.adapters.tensor_names import EXPERTS_REASON
+from ...runtime.adapters.target_map import EXPERTS_REASON, Target, TargetMap
 from ...runtime.errors import ModelError
 
 _ROUTER_NAMES = frozenset({"gate", "router"})

@@ -8,7 +8,8 @@ from ..errors import AdapterError
 from .checkpoint import content_digest, read_checkpoint
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
-from .resolve import ResolvedAdapter, ResolveError, max_tensor_bytes, resolve_adapter
+from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
+from .resolved import ResolvedAdapter
 from .target_map import TargetMap
 
 _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,13 @@ from safetensors import SafetensorError, deserialize
 
 from ..errors import AdapterError
 from .lora_spec import LoraSpec
+from .resolved import RawTensor
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _INDEX_NAME = "adapter_model.safetensors.index.json"
 _HEADER_SLACK_BYTES = 16 << 20  # names, shapes and metadata of the largest adapters stay below
-
-FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """One tensor as it lies in the file: row-major, little-endian."""
-
-    name: str
-    dtype: str  # of safetensors: F32, F16, BF16, …
-    shape: tuple[int, ...]
-    data: memoryview  # of bytes, writable, owned by this tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the data."""
-        return self.data.nbytes
 
 
 def read_checkpoint(directory: Path, *, max_tensor_bytes: int) -> tuple[RawTensor, ...]:

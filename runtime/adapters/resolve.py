@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import AdapterError
-from .checkpoint import FLOAT_BYTES, RawTensor
 from .lora_spec import ALL_LINEAR, LoraSpec
-from .target_map import Target, TargetMap
+from .resolved import FLOAT_BYTES, RawTensor, ResolvedAdapter, TargetLora
+from .target_map import EXPERTS_REASON, Target, TargetMap
 from .tensor_names import (
-    EXPERTS_REASON,
     PathIndex,
     PrefixChange,
     parse_tensor_name,
@@ -21,36 +20,6 @@ from .tensor_names import (
 )
 
 _MAX_LISTED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TargetLora:
-    """The matrices of one target. The delta of its output is scaling * (x A^T) B^T."""
-
-    target: Target
-    a: RawTensor  # [rank, in_features]
-    b: RawTensor  # [out_features, rank]
-    rank: int
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedAdapter:
-    """An adapter that fits the model: at least one target, by ascending index."""
-
-    targets: tuple[TargetLora, ...]
-
-    @property
-    def max_rank(self) -> int:
-        """The largest rank of any target."""
-        return max(lora.rank for lora in self.targets)
-
-    def num_bytes(self, bytes_per_element: int) -> int:
-        """Bytes on a device that stores elements of this size, without padding."""
-        return bytes_per_element * sum(
-            lora.rank * (lora.target.in_features + lora.target.out_features)
-            for lora in self.targets
-        )
 
 
 class ResolveError(AdapterError):

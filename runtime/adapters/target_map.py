@@ -7,6 +7,8 @@ names, so fusing q, k, v or gate, up later changes one table.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+EXPERTS_REASON = "expert targets are not served yet"
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

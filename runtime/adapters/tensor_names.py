@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-_Item = TypeVar("_Item")
+from .target_map import EXPERTS_REASON
 
-EXPERTS_REASON = "expert targets are not served yet"
+_Item = TypeVar("_Item")
 
 _LORA_TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
 _PEFT_PREFIX = "base_model.model."

@@ -9,8 +9,8 @@ from corun.gpu.lora.convert import check_values, convert_adapter, estimate_bytes
 from corun.gpu.lora.table import LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
-from corun.runtime.adapters.checkpoint import RawTensor
 from corun.runtime.adapters.load import AdapterFiles, read_adapter
+from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import AdapterError
 from support.architectures import make_model
 from support.peft_adapters import edit_config, edit_tensors, load_with_peft, save_adapter

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corun.runtime.adapters.checkpoint import RawTensor, content_digest, read_checkpoint
+from corun.runtime.adapters.checkpoint import content_digest, read_checkpoint
 from corun.runtime.adapters.lora_spec import LoraSpec
+from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import AdapterError
 from safetensors.numpy import save_file
 

@@ -3,14 +3,13 @@
 from typing import Any
 
 import pytest
-from corun.runtime.adapters.checkpoint import RawTensor
 from corun.runtime.adapters.lora_spec import LoraSpec
 from corun.runtime.adapters.resolve import (
-    ResolvedAdapter,
     ResolveError,
     max_tensor_bytes,
     resolve_adapter,
 )
+from corun.runtime.adapters.resolved import RawTensor, ResolvedAdapter
 from corun.runtime.adapters.target_map import Target, TargetMap
 
 _IN, _OUT = 12, 20
