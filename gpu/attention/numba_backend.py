@@ -4,7 +4,6 @@ Owns scratch memory and the plan of the last metadata it saw (which tokens go to
 masks of the others), reused by every layer of a pass. One instance serves one thread.
 """
 
-import logging
 from dataclasses import dataclass, field
 
 import numba
@@ -29,13 +28,9 @@ from .numba_layout import (
 )
 from .torch_backend import attend_chunk, first_visible_position
 
-_log = logging.getLogger("corun.attention")
-
 # Rows of up to this many tokens go through the paged kernel, token by token: there it costs less
 # than gathering the context and calling dense attention.
 _MAX_PAGED_QUERY_LEN = 4
-
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +76,11 @@ class NumbaAttention:
     def __init__(self) -> None:
         self._plan: _Plan | None = None
         self._scratch = np.empty(0, np.uint8)
+
+    @property
+    def threading_layer(self) -> str:
+        """What runs numba's threads: omp, tbb or workqueue. Known after the first ``forward``."""
+        return str(numba.threading_layer())
 
     def forward(
         self,
@@ -187,7 +187,11 @@ class NumbaAttention:
 
 
 def _make_plan(metadata: AttentionMetadata) -> _Plan:
-    paged: list[tuple[int, int, int]] = []
+    if metadata.max_query_len == 1:
+        rows = np.arange(metadata.num_rows, dtype=np.int32)
+        paged = np.stack((rows, rows, np.asarray(metadata.context_lens_host, np.int32)))
+        return _Plan(metadata, paged, _queries(paged, metadata.block_tables), ())
+    single: list[tuple[int, int, int]] = []
     chunks = []
     starts = metadata.query_starts_host
     for row, context_len in enumerate(metadata.context_lens_host):
@@ -196,18 +200,22 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
             chunks.append(_Chunk(row, start, end, context_len))
             continue
         for token in range(start, end):
-            paged.append((token, row, context_len - end + token + 1))
-    columns = np.array(paged, np.int32).reshape(-1, 3).T.copy()
-    address, stride = columns.ctypes.data, columns.strides[0]
-    queries = Queries(
-        len(paged),
+            single.append((token, row, context_len - end + token + 1))
+    paged = np.array(single, np.int32).reshape(-1, 3).T.copy()
+    return _Plan(metadata, paged, _queries(paged, metadata.block_tables), tuple(chunks))
+
+
+def _queries(paged: np.ndarray, block_tables: torch.Tensor) -> Queries:
+    """The addresses of int32 [3, queries]: packed token, row, positions seen."""
+    address, stride = paged.ctypes.data, paged.strides[0]
+    return Queries(
+        paged.shape[1],
         address,
         address + stride,
         address + 2 * stride,
-        metadata.block_tables.data_ptr(),
-        metadata.block_tables.stride(0),
+        block_tables.data_ptr(),
+        block_tables.stride(0),
     )
-    return _Plan(metadata, columns, queries, tuple(chunks))
 
 
 def _packed(tensor: torch.Tensor) -> Packed:

@@ -38,7 +38,7 @@ def _prefetch(address: int, num_bytes: int) -> None:
 
 
 @njit(error_model="numpy")
-def _attend_context(  # noqa: PLR0917
+def _attend_context(
     table: int,
     context_len: int,
     kv_head: int,
@@ -84,7 +84,7 @@ def _cost(queries: Queries, index: int, rules: Rules) -> int:
 
 
 @njit(error_model="numpy")
-def _run_share(  # noqa: PLR0917
+def _run_share(
     share: int,
     num_shares: int,
     query: Packed,
@@ -122,7 +122,7 @@ def _run_share(  # noqa: PLR0917
 
 
 @njit(parallel=True, error_model="numpy", cache=True, nogil=True)
-def attend(  # noqa: PLR0917
+def attend(
     num_shares: int,
     query: Packed,
     keys: Pool,

@@ -1,6 +1,6 @@
 """Builders of attention problems and a float64 oracle that loops over rows and heads."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,24 @@ class Call:
     params: AttentionParams
     row_keys: list[torch.Tensor] = field(default_factory=list)
     row_values: list[torch.Tensor] = field(default_factory=list)
+
+    def to(self, device: str) -> "Call":
+        """The same call with its arguments on a device, strided as before in the pool."""
+        params, metadata = self.params, self.metadata
+        if params.sinks is not None:
+            params = replace(params, sinks=params.sinks.to(device))
+        names = ("query_starts", "context_lens", "block_tables", "slot_mapping")
+        moved = {name: getattr(metadata, name).to(device) for name in names}
+        return replace(
+            self,
+            query=self.query.to(device),
+            key=self.key.to(device),
+            value=self.value.to(device),
+            key_blocks=self.key_blocks.to(device),
+            value_blocks=self.value_blocks.to(device),
+            metadata=replace(metadata, **moved),
+            params=params,
+        )
 
     def arguments(self) -> tuple[Any, ...]:
         """What ``AttentionBackend.forward`` takes."""

@@ -1,0 +1,125 @@
+"""Chooses the attention back end of a device and dtype, by trying it.
+
+A candidate is probed: it must reproduce the reference on a small problem, on this machine, with
+this dtype. ``auto`` takes the fastest candidate that passes and says in the log why it is not a
+faster one; a back end that was asked for by name and does not work is an error.
+"""
+
+import logging
+
+import numba
+import torch
+
+from ...runtime.errors import ConfigError
+from .base import AttentionBackend
+from .numba_backend import NumbaAttention
+from .probe import LayerShape, max_probe_error, probe_tolerance
+from .torch_backend import TorchAttention
+
+_LOGGER = logging.getLogger(__name__)
+
+_FLAG = "--attention-backend"
+_NAMES = ("auto", "numba", "triton", "torch")
+
+
+class _UnusableError(Exception):
+    """A back end cannot serve this device and dtype; the message says why."""
+
+
+def select_attention_backend(
+    name: str, *, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    """Make the back end called ``name``, or for ``auto`` the best that works here.
+
+    The kernels of the numba back end are compiled, or loaded from its cache, on the way.
+
+    Raises:
+        ConfigError: ``name`` is unknown, or was asked for and does not work here.
+    """
+    if name not in _NAMES:
+        raise ConfigError(f"{_FLAG}: no back end {name!r}; choose one of {', '.join(_NAMES)}")
+    if name == "auto":
+        return _select_best(device, dtype)
+    try:
+        backend = _make_probed(name, device, dtype)
+    except _UnusableError as error:
+        raise ConfigError(
+            f"{_FLAG} {name} does not work with {_setting(device, dtype)}: {error}; "
+            f"leave {_FLAG} at auto or choose another"
+        ) from error
+    _LOGGER.info("attention: %s (as asked)", name)
+    return backend
+
+
+def _select_best(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    fastest = "triton" if device.type == "cuda" else "numba"
+    try:
+        backend = _make_probed(fastest, device, dtype)
+    except _UnusableError as error:
+        _LOGGER.warning(
+            "attention: torch for %s, which is slow, because %s does not work: %s",
+            _setting(device, dtype),
+            fastest,
+            error,
+        )
+        return TorchAttention()
+    _LOGGER.info("attention: %s (probed with %s)", fastest, _setting(device, dtype))
+    return backend
+
+
+def _make_probed(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Make a back end and hold it to the reference; raises _UnusableError."""
+    if name == "torch":
+        return TorchAttention()
+    backend = _make_numba(device, dtype) if name == "numba" else _make_triton(device, dtype)
+    try:
+        error = max_probe_error(backend, LayerShape(device, dtype))
+    except Exception as failure:  # whatever a compiler or a driver raises
+        raise _UnusableError(f"its probe failed: {type(failure).__name__}: {failure}") from failure
+    tolerance = probe_tolerance(dtype)
+    if not error <= tolerance:
+        raise _UnusableError(f"its probe is off by {error:.3g}, more than {tolerance:g}")
+    if isinstance(backend, NumbaAttention):
+        _log_threads(backend)
+    return backend
+
+
+def _log_threads(backend: NumbaAttention) -> None:
+    layer, num_threads = backend.threading_layer, numba.get_num_threads()
+    if layer == "workqueue":
+        _LOGGER.warning(
+            "attention: numba runs %d threads with its slow workqueue layer; install an OpenMP "
+            "runtime (libgomp) for the omp layer",
+            num_threads,
+        )
+        return
+    _LOGGER.info("attention: numba runs %d threads with its %s layer", num_threads, layer)
+
+
+def _make_numba(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    if device.type != "cpu":
+        raise _UnusableError("it computes on the CPU only")
+    if dtype not in {torch.float32, torch.bfloat16}:
+        raise _UnusableError("it knows float32 and bfloat16 only")
+    return NumbaAttention()
+
+
+def _make_triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    if dtype not in {torch.float32, torch.float16, torch.bfloat16}:
+        raise _UnusableError("it knows float32, float16 and bfloat16 only")
+    from .triton_backend import TritonAttention
+
+    try:
+        backend = TritonAttention()
+    except ImportError as error:
+        raise _UnusableError("Triton is not installed") from error
+    if backend.is_interpreted:
+        if dtype == torch.bfloat16:
+            raise _UnusableError("Triton's interpreter computes bfloat16 wrongly")
+    elif device.type != "cuda":
+        raise _UnusableError("it needs a CUDA device, or TRITON_INTERPRET=1 to test without")
+    return backend
+
+
+def _setting(device: torch.device, dtype: torch.dtype) -> str:
+    return f"{device.type} and {str(dtype).removeprefix('torch.')}"

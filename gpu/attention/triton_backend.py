@@ -1,0 +1,188 @@
+"""Paged attention on a CUDA device, by Triton kernels; holds the choice of tile sizes.
+
+Importing this module does not import Triton: constructing ``TritonAttention`` does, so that
+machines without it can import everything else.
+"""
+
+import torch
+
+from ..step import AttentionMetadata
+from .base import AttentionParams
+
+# Programs that keep a large device busy: a decode batch with fewer is split along the context.
+_WANTED_PROGRAMS = 256
+_MAX_SPLITS = 16
+# A split covers at least this many positions, or merging costs more than it gains.
+_MIN_SPLIT_TOKENS = 512
+_MIN_TILE = 16  # of tl.dot
+
+
+class TritonAttention:
+    """The back end for CUDA devices, and for Triton's interpreter on the CPU."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        """Raises ImportError where Triton is not installed."""
+        from . import triton_kernels
+
+        self._kernels = triton_kernels
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels, as TRITON_INTERPRET=1 asks it to."""
+        import triton
+
+        return not isinstance(self._kernels.attend_kernel, triton.JITFunction)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_blocks: torch.Tensor,
+        value_blocks: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward``; float32, float16 or bfloat16."""
+        self._write_kv(key, value, key_blocks, value_blocks, metadata)
+        num_tokens, heads, _ = query.shape
+        attended = query.new_empty((num_tokens, heads, value_blocks.shape[3]))
+        num_splits = _num_splits(metadata, key_blocks.shape[1], params.sliding_window)
+        self._attend(query, key_blocks, value_blocks, attended, metadata, params, num_splits)
+        return attended
+
+    def _write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_blocks: torch.Tensor,
+        value_blocks: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        num_tokens, kv_heads, key_dim = key.shape
+        value_dim = value.shape[2]
+        self._kernels.write_kv_kernel[(num_tokens, kv_heads)](
+            key,
+            value,
+            key_blocks,
+            value_blocks,
+            metadata.slot_mapping,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            key_blocks.stride(0),
+            key_blocks.stride(1),
+            value_blocks.stride(0),
+            value_blocks.stride(1),
+            BLOCK_SIZE=metadata.block_size,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_PAD=_next_power_of_2(key_dim),
+            VALUE_PAD=_next_power_of_2(value_dim),
+            num_warps=1,
+        )
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key_blocks: torch.Tensor,
+        value_blocks: torch.Tensor,
+        attended: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        num_splits: int,
+    ) -> None:
+        num_tokens, heads, key_dim = query.shape
+        kv_heads, value_dim = key_blocks.shape[1], value_blocks.shape[3]
+        group = heads // kv_heads
+        group_pad = _next_power_of_2(group)
+        key_pad = max(_MIN_TILE, _next_power_of_2(key_dim))
+        value_pad = max(_MIN_TILE, _next_power_of_2(value_dim))
+        is_decode = metadata.max_query_len == 1
+        tile_m, tile_n = _tile_shape(
+            max(key_pad, value_pad), query.element_size(), is_decode=is_decode
+        )
+        tile_m = max(tile_m, group_pad)
+        num_tiles = -(-metadata.max_query_len // (tile_m // group_pad))
+        # The kernel takes the same arguments with and without splits; unused ones are any tensor.
+        sums = logs = attended
+        if num_splits > 1:
+            parts = (num_tokens, heads, num_splits)
+            sums = query.new_empty((*parts, value_dim), dtype=torch.float32)
+            logs = query.new_empty(parts, dtype=torch.float32)
+        self._kernels.attend_kernel[(num_tiles * num_splits, kv_heads, metadata.num_rows)](
+            query,
+            key_blocks,
+            value_blocks,
+            attended,
+            sums,
+            logs,
+            attended if params.sinks is None else params.sinks,
+            metadata.query_starts,
+            metadata.context_lens,
+            metadata.block_tables,
+            params.scaling,
+            params.softcap or 1.0,
+            query.stride(0),
+            query.stride(1),
+            key_blocks.stride(0),
+            key_blocks.stride(1),
+            value_blocks.stride(0),
+            value_blocks.stride(1),
+            metadata.block_tables.stride(0),
+            HEADS=heads,
+            GROUP=group,
+            GROUP_PAD=group_pad,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_PAD=key_pad,
+            VALUE_PAD=value_pad,
+            BLOCK_SIZE=metadata.block_size,
+            WINDOW=params.sliding_window or 0,
+            HAS_SOFTCAP=params.softcap is not None,
+            HAS_SINKS=params.sinks is not None,
+            NUM_SPLITS=num_splits,
+            TILE_M=tile_m,
+            TILE_N=tile_n,
+            num_warps=4,
+            num_stages=2,
+        )
+        if num_splits > 1:
+            self._kernels.merge_kernel[(num_tokens * heads,)](
+                sums,
+                logs,
+                attended,
+                VALUE_DIM=value_dim,
+                VALUE_PAD=value_pad,
+                NUM_SPLITS=num_splits,
+                num_warps=1,
+            )
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _tile_shape(dim: int, element_bytes: int, *, is_decode: bool) -> tuple[int, int]:
+    """Rows (query tokens x heads of a group) and keys of a tile.
+
+    A tile of keys and one of values take up to 32 KiB of shared memory each. float32 is multiplied
+    without tensor cores, by code that grows with the tile: there the tile is small.
+    """
+    if element_bytes > 2:
+        return _MIN_TILE, max(_MIN_TILE, min(32, (16 << 10) // (dim * element_bytes)))
+    num_rows = _MIN_TILE if is_decode else 64
+    return num_rows, max(_MIN_TILE, min(64, (32 << 10) // (dim * element_bytes)))
+
+
+def _num_splits(metadata: AttentionMetadata, kv_heads: int, sliding_window: int | None) -> int:
+    """Parts, a power of two, into which each context of a decode batch is divided."""
+    if metadata.max_query_len > 1:
+        return 1
+    programs = metadata.num_rows * kv_heads
+    visible = min(metadata.max_context_len, sliding_window or metadata.max_context_len)
+    wanted = min(_WANTED_PROGRAMS // programs, visible // _MIN_SPLIT_TOKENS, _MAX_SPLITS)
+    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -1,0 +1,72 @@
+"""Run the Triton back end in Triton's interpreter; to be run as a program, in a fresh process.
+
+TRITON_INTERPRET must be set before Triton is imported, which in a test process it may long be.
+Prints one JSON object: problem name -> largest error against the float64 oracle.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from corun.gpu.attention import triton_backend
+from support.attention import Problem, dense_oracle, make_call
+
+DECODE = Problem((1, 1, 1), (5, 16, 37))
+PREFILL = Problem((7, 33), (7, 33))
+CHUNK = Problem((9, 20), (40, 41))
+MIXED = Problem((1, 20, 1, 2), (17, 50, 1, 16))
+
+PROBLEMS = {
+    "decode": DECODE,
+    "decode-gqa-1": replace(DECODE, heads=2),
+    "decode-gqa-7": replace(DECODE, heads=14),
+    "decode-blocks-of-5": replace(DECODE, block_size=5),
+    "decode-window": replace(DECODE, sliding_window=10),
+    "decode-everything": replace(DECODE, sliding_window=21, softcap=5.0, with_sinks=True, heads=14),
+    "prefill": PREFILL,
+    "prefill-softcap": replace(PREFILL, softcap=2.0),
+    "prefill-sinks": replace(PREFILL, with_sinks=True, heads=6),
+    "chunk": replace(CHUNK, heads=8),
+    "chunk-window": replace(CHUNK, sliding_window=10),
+    "chunk-window-larger": replace(CHUNK, sliding_window=100),
+    "chunk-odd-dims": replace(CHUNK, key_dim=20, value_dim=7),
+    "chunk-key-wider": replace(CHUNK, key_dim=48, value_dim=32),
+    "mixed": MIXED,
+    "mixed-everything": replace(MIXED, sliding_window=12, softcap=5.0, with_sinks=True, heads=14),
+}
+# Contexts long enough to be split once splits may be small.
+SPLITS = {
+    "splits": Problem((1, 1), (257, 40)),
+    "splits-one-empty": Problem((1, 1, 1), (5, 300, 64)),
+    "splits-window": Problem((1,), (200,), sliding_window=70),
+    "splits-sinks": Problem((1, 1), (130, 3), with_sinks=True, heads=14),
+}
+
+
+def _error(problem: Problem, dtype: torch.dtype) -> float:
+    call = make_call(replace(problem, dtype=dtype))
+    attended = triton_backend.TritonAttention().forward(*call.arguments())
+    assert attended.dtype == dtype
+    return float((attended.double() - dense_oracle(call)).abs().max())
+
+
+def main() -> None:
+    """Compute all problems in float32 and float16."""
+    assert triton_backend.TritonAttention().is_interpreted
+    errors = {}
+    for dtype in (torch.float32, torch.float16):
+        for name, problem in PROBLEMS.items():
+            errors[f"{name}-{dtype}"] = _error(problem, dtype)
+        with mock.patch.object(triton_backend, "_MIN_SPLIT_TOKENS", 32):
+            for name, problem in SPLITS.items():
+                errors[f"{name}-{dtype}"] = _error(problem, dtype)
+    json.dump(errors, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
