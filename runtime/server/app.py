@@ -1,7 +1,7 @@
 """The ASGI application: routes, authentication, errors of routing, counts of requests."""
 
 import hmac
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -10,7 +10,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import CorunError
 from .basic_routes import BasicRoutes
 from .chat import ChatEndpoint
 from .completions import CompletionEndpoint
@@ -24,16 +23,14 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
+Handler = Callable[[Request], Awaitable[Response]]
+
+
 def build_app(state: ServerState) -> ASGIApp:
     """Return the application for ``state``."""
     starlette = Starlette(
         routes=_routes(state),
-        exception_handlers={
-            HTTPException: _on_routing_error,
-            ClientGoneError: _on_client_gone,
-            CorunError: _on_error,
-            Exception: _on_error,
-        },
+        exception_handlers={HTTPException: _on_routing_error},
     )
     starlette.router.redirect_slashes = False
     return _Gate(starlette, state.settings.api_key, state.metrics)
@@ -44,19 +41,21 @@ def _routes(state: ServerState) -> list[Route]:
     routes = [
         Route("/v1/completions", CompletionEndpoint(state), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(state), methods=["POST"]),
-        Route("/v1/models", basic.list_models),
-        Route("/v1/models/{model:path}", basic.get_model),
-        Route("/v1/lora_adapters", basic.list_adapters),
-        Route("/health", basic.health),
-        Route("/ready", basic.ready),
-        Route("/metrics", basic.metrics),
-        Route("/version", basic.version),
-        Route("/tokenize", basic.tokenize, methods=["POST"]),
-        Route("/detokenize", basic.detokenize, methods=["POST"]),
+        Route("/v1/models", _guarded(basic.list_models)),
+        Route("/v1/models/{model:path}", _guarded(basic.get_model)),
+        Route("/v1/lora_adapters", _guarded(basic.list_adapters)),
+        Route("/health", _guarded(basic.health)),
+        Route("/ready", _guarded(basic.ready)),
+        Route("/metrics", _guarded(basic.metrics)),
+        Route("/version", _guarded(basic.version)),
+        Route("/tokenize", _guarded(basic.tokenize), methods=["POST"]),
+        Route("/detokenize", _guarded(basic.detokenize), methods=["POST"]),
     ]
     for prefix in ("/v1", ""):
-        routes.append(Route(f"{prefix}/load_lora_adapter", lora.load, methods=["POST"]))
-        routes.append(Route(f"{prefix}/unload_lora_adapter", lora.unload, methods=["POST"]))
+        routes.append(Route(f"{prefix}/load_lora_adapter", _guarded(lora.load), methods=["POST"]))
+        routes.append(
+            Route(f"{prefix}/unload_lora_adapter", _guarded(lora.unload), methods=["POST"])
+        )
     return routes
 
 
@@ -65,12 +64,22 @@ async def _on_routing_error(request: Request, exc: Exception) -> Response:
     return routing_error(exc, method=request.method, path=request.url.path)
 
 
-async def _on_error(request: Request, exc: Exception) -> Response:
-    return error_response(exc)
+def _guarded(handler: Handler) -> Handler:
+    """Answer the errors of ``handler``, bugs too.
 
+    Starlette's own way for bugs ends with the exception in uvicorn, which closes the connection
+    under the client's next request.
+    """
 
-async def _on_client_gone(request: Request, exc: Exception) -> Response:
-    return Response(status_code=400)  # read by nobody
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientGoneError:
+            return Response(status_code=400)  # read by nobody
+        except Exception as exc:
+            return error_response(exc)
+
+    return endpoint
 
 
 class _Gate:
@@ -78,7 +87,7 @@ class _Gate:
 
     def __init__(self, app: ASGIApp, api_key: str | None, metrics: ServerMetrics) -> None:
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._api_key = None if api_key is None else api_key.encode()
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,10 +104,11 @@ class _Gate:
             self._count(scope, counted.status)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in OPEN_PATHS:
+        if self._api_key is None or scope["path"] in OPEN_PATHS:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)
 
     def _count(self, scope: Scope, status: int | None) -> None:
         """Count under the route's pattern, so that clients cannot invent labels."""

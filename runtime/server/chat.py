@@ -57,6 +57,7 @@ class ChatForm(Form):
         self.envelope = Envelope(generation.request_id, object_name, int(time.time()), model)
 
     def chunk_encoder(self) -> ChunkEncoder:
+        """See ``Form``."""
         return _ChatChunks(self)
 
     def logprobs(self, tokens: "list[TokenCandidates] | None") -> ChatLogprobs | None:
@@ -65,6 +66,7 @@ class ChatForm(Form):
         return None if num_top is None else chat_logprobs(tokens or (), num_top=num_top)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[msgspec.Struct]:
+        """See ``Form``."""
         return [
             ChatChoice(
                 index=choice.index,
@@ -112,8 +114,10 @@ class ChatEndpoint(GenerationEndpoint):
     """Answers ``/v1/chat/completions``."""
 
     id_prefix = "chatcmpl"
+    prompt_field = "messages"
 
     async def read_form(self, body: bytes, request_id: str) -> Form:
+        """See ``GenerationEndpoint``."""
         request = parse_body(ChatRequest, body)
         request.check_stream_options()
         target = self.state.resolve(request.model)

@@ -34,9 +34,11 @@ class CompletionForm(Form):
         self.echoes = echoes  # by prompt; empty = prompts are not shown
 
     def chunk_encoder(self) -> ChunkEncoder:
+        """See ``Form``."""
         return _CompletionChunks(self)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[msgspec.Struct]:
+        """See ``Form``."""
         echo = self.echoes[prompt_index] if self.echoes else ""
         return [
             CompletionChoice(
@@ -90,8 +92,10 @@ class CompletionEndpoint(GenerationEndpoint):
     """Answers ``/v1/completions``."""
 
     id_prefix = "cmpl"
+    prompt_field = "prompt"
 
     async def read_form(self, body: bytes, request_id: str) -> Form:
+        """See ``GenerationEndpoint``."""
         request = parse_body(CompletionRequest, body)
         request.check_stream_options()
         if request.echo and request.logprobs is not None:

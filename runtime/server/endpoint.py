@@ -11,10 +11,11 @@ from contextlib import aclosing
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ..errors import RequestError
 from ..frontend.outputs import RequestOutput
 from .body import read_body
 from .chunks import ChunkEncoder, Envelope
-from .errors import ClientGoneError
+from .errors import ClientGoneError, HttpError
 from .generation import Generation, UsageCounter, run
 from .lifecycle import ended_by_disconnect
 from .responses import Answer
@@ -43,6 +44,7 @@ class GenerationEndpoint(ABC):
     """Answers ``POST`` requests by generating."""
 
     id_prefix: str
+    prompt_field: str  # the field of the body that holds the prompt
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -68,10 +70,31 @@ class GenerationEndpoint(ABC):
     async def _answer(self, body: bytes, stream: EventStream) -> None:
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         form = await self.read_form(body, request_id)
-        if form.stream:
-            await self._answer_stream(form, stream)
-        else:
-            await self._answer_whole(form, stream)
+        self._check_size(form.generation)
+        try:
+            if form.stream:
+                await self._answer_stream(form, stream)
+            else:
+                await self._answer_whole(form, stream)
+        except RequestError as exc:
+            if exc.param == "prompt":
+                exc.param = self.prompt_field
+            raise
+
+    def _check_size(self, generation: Generation) -> None:
+        """Raise ``HttpError`` for more choices than could ever wait and run at once."""
+        num_prompts, num_choices = len(generation.prompts), generation.sampling.n
+        max_waiting = self.state.engine.get_model_info().max_num_waiting
+        limit = self.state.settings.max_num_seqs + max_waiting
+        if num_prompts * num_choices > limit:
+            raise HttpError(
+                400,
+                f"{num_prompts} prompts with {num_choices} choices each are "
+                f"{num_prompts * num_choices} sequences, the server holds at most {limit} "
+                "(--max-num-seqs and --max-num-waiting together)",
+                code="too_many_sequences",
+                param=self.prompt_field if num_prompts > num_choices else "n",
+            )
 
     async def _answer_stream(self, form: Form, stream: EventStream) -> None:
         encoder = form.chunk_encoder()

@@ -38,7 +38,9 @@ class EnginePort(Protocol):
     """An engine that is ready. All its errors are classes of ``runtime/errors.py``."""
 
     @property
-    def tokenizer(self) -> TokenizerPort: ...
+    def tokenizer(self) -> TokenizerPort:
+        """The tokenizer, with the chat template."""
+        ...
 
     def generate(
         self,
@@ -52,11 +54,17 @@ class EnginePort(Protocol):
         """Yield outputs until all choices have ended; closing the generator aborts the request."""
         ...
 
-    def get_model_info(self) -> ModelInfo: ...
+    def get_model_info(self) -> ModelInfo:
+        """Return name, device and limits."""
+        ...
 
-    def get_stats(self) -> EngineStats: ...
+    def get_stats(self) -> EngineStats:
+        """Return the latest gauges and totals."""
+        ...
 
-    def list_loras(self) -> Sequence[AdapterInfo]: ...
+    def list_loras(self) -> Sequence[AdapterInfo]:
+        """Return all registered adapters, in whatever state."""
+        ...
 
     async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
         """Register an adapter and wait until it is ready. Raises ``AdapterError``."""

@@ -72,7 +72,8 @@ _TYPES = {
 def error_reply(exc: BaseException) -> ErrorReply:
     """Describe ``exc`` to the client. Exceptions that are our bugs are logged, not shown."""
     if isinstance(exc, RequestError):
-        return ErrorReply(exc.status, str(exc), exc.code, exc.param)
+        param = "model" if exc.param == "lora_request" else exc.param  # HTTP's name for it
+        return ErrorReply(exc.status, str(exc), exc.code, param)
     if isinstance(exc, AdapterError):
         return ErrorReply(400, str(exc), "adapter_refused")
     if isinstance(exc, EngineDeadError):

@@ -62,21 +62,24 @@ class RequestTimer:
 
     def observe(self, output: RequestOutput) -> None:
         """Take the next output of the request."""
-        now_s = self._metrics.clock()
-        num_new = max((len(choice.new_token_ids) for choice in output.outputs), default=0)
-        if self._last_s is None:
-            self._metrics.first_token_s.observe(now_s - self._started_s)
-            self._metrics.prompt_tokens += len(output.prompt_token_ids)
-        elif num_new:
-            # Outputs that were merged on the way hold several tokens per choice.
-            self._metrics.inter_token_s.observe((now_s - self._last_s) / num_new, weight=num_new)
-        self._last_s = now_s
+        metrics = self._metrics
+        now_s = metrics.clock()
+        most_new = 0
         for choice in output.outputs:
-            self._metrics.generation_tokens += len(choice.new_token_ids)
+            num_new = len(choice.new_token_ids)
+            metrics.generation_tokens += num_new
+            most_new = max(most_new, num_new)
+        if self._last_s is None:
+            metrics.first_token_s.observe(now_s - self._started_s)
+            metrics.prompt_tokens += len(output.prompt_token_ids)
+        elif most_new:
+            # Outputs that were merged on the way hold several tokens per choice.
+            metrics.inter_token_s.observe((now_s - self._last_s) / most_new, weight=most_new)
+        self._last_s = now_s
         if output.finished:
-            self._metrics.request_s.observe(now_s - self._started_s)
+            metrics.request_s.observe(now_s - self._started_s)
             for choice in output.outputs:
-                self._metrics.finished[choice.finish_reason or "abort"] += 1
+                metrics.finished[choice.finish_reason or "abort"] += 1
 
 
 class ServerMetrics:

@@ -7,7 +7,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-
 Labels = tuple[tuple[str, str], ...]
 
 

@@ -105,6 +105,10 @@ BAD_BODIES = [
     (COMPLETIONS, completion(prompt=[[1], "a"]), 400, "invalid_type", "prompt[1]"),
     (COMPLETIONS, completion(prompt="x" * 5000), 400, "invalid_request_error", "prompt", "5000",
      "4095"),
+    (COMPLETIONS, completion(prompt=["x"] * 133, n=2), 400, "too_many_sequences", "prompt", "266",
+     "264", "--max-num-waiting"),
+    (CHAT, chat(USER | {"content": "x" * 5000}), 400, "invalid_request_error", "messages", "5017",
+     "4095"),
     (COMPLETIONS, completion(prompt=[-1], echo=True), 400, "invalid_request_error", "prompt", "-1"),
     # Messages.
     (CHAT, b"{}", 400, "missing_field", "messages", "messages"),

@@ -1,19 +1,26 @@
 """``serve``: what is checked before the model is loaded, and signals before it is ready."""
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
+import httpx
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.errors import ConfigError, ModelError
 from corun.runtime.server.listening import bind, listen, url_of
 from corun.runtime.server.run import serve
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 
 class FailingClient:
@@ -81,6 +88,18 @@ def test_failed_start_closes_the_engine() -> None:
     assert clients[0].closed
 
 
+@contextmanager
+def running(script: str, *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", IO[str]]]:
+    """Run ``script`` and give the process with its output; kill what is left of it."""
+    command = [sys.executable, "-c", script, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout
+        finally:
+            process.kill()
+
+
 _STARTING_SERVER = """
 import asyncio
 from corun.runtime.config.engine import EngineConfig
@@ -103,10 +122,80 @@ raise SystemExit(asyncio.run(serve(EngineConfig(), ServeConfig(port=0), make_cli
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_before_ready(number: signal.Signals) -> None:
-    command = [sys.executable, "-c", _STARTING_SERVER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "starting\n"
+    with running(_STARTING_SERVER) as (process, output):
+        assert output.readline() == "starting\n"
         process.send_signal(number)
-        assert process.stdout.read() == "closed\n"
+        assert output.read() == "closed\n"
+        assert process.wait(timeout=20) == 0
+
+
+_WHOLE_SERVER = """
+import asyncio, logging, sys
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.serve import ServeConfig
+from corun.runtime.engine.messages import (
+    AbortRequests, AddRequest, EngineStats, ModelInfo, Ready, RequestUpdate, StepOutputs,
+)
+from corun.runtime.server.run import serve
+
+class Client:
+    def __init__(self, config):
+        self.config = config
+
+    async def start(self, on_message, on_death):
+        self.on_message = on_message
+        self.generating = {}
+        return Ready(ModelInfo(
+            name="words", dtype="float32", device="cpu", max_model_len=1 << 30, vocab_size=3,
+            eos_token_ids=(0,), default_sampling={}, kv_capacity_tokens=1, memory_bytes=1,
+            max_num_waiting=1, tokenizer_path=sys.argv[1], summary=("a summary of the model",),
+        ), ())
+
+    def send(self, message):
+        match message:
+            case AddRequest(request_id=key):
+                self.generating[key] = asyncio.ensure_future(self.generate(key))
+            case AbortRequests(request_ids=keys):
+                for key in keys:
+                    self.generating[key].cancel()
+
+    async def generate(self, key):
+        while True:
+            self.on_message(StepOutputs((RequestUpdate(key, (1,)),), EngineStats()))
+            await asyncio.sleep(0.01)
+
+    async def close(self):
+        logging.info("closed")
+
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+config = ServeConfig(port=0, drain_timeout_s=0.2)
+raise SystemExit(asyncio.run(serve(EngineConfig(), config, make_client=Client)))
+"""
+
+
+@pytest.fixture
+def tokenizer_dir(tmp_path: Path) -> Path:
+    """A tokenizer of three words."""
+    backend = Tokenizer(WordLevel({"<end>": 0, "again": 1, "hello": 2}, unk_token="<end>"))
+    backend.pre_tokenizer = Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_sigterm_ends_a_server_that_serves(tokenizer_dir: Path) -> None:
+    """From the start to the exit code with real signals; only the engine is a fake."""
+    with running(_WHOLE_SERVER, str(tokenizer_dir)) as (process, output):
+        assert output.readline() == "a summary of the model\n"
+        url = output.readline().split()[-1]
+        body = {"prompt": "hello", "stream": True, "max_tokens": 1_000_000}
+        with httpx.stream("POST", url + "/completions", json=body, timeout=20) as response:
+            lines = response.iter_lines()
+            assert '"text":" again"' in next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert "again" in rest[0]
+        assert "--drain-timeout-s" in rest[-1]
+        assert output.read().splitlines()[-1] == "closed"
         assert process.wait(timeout=20) == 0

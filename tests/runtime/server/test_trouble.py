@@ -177,6 +177,8 @@ def test_api_key(start_server: Callable[..., Any], engine: Any) -> None:
                 assert response.status_code == 401
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.json()["error"]["type"] == "authentication_error"
+        lower = {b"Authorization": "bearer  schlüssel".encode()}
+        assert http.get("/v1/models", headers=lower).status_code == 200
         right = {b"Authorization": "Bearer schlüssel".encode()}
         assert http.get("/v1/models", headers=right).status_code == 200
         response = http.post("/v1/completions", json={"prompt": "hi"}, headers=right)
