@@ -33,11 +33,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/typos
 
 # The repository's root is the package, whatever its directory is called: mypy sees it through a
-# link named corun, and the tests find their shared parts in tests/support.
+# link named corun. Tests and benchmarks import their shared parts from their own folders.
 types: $(VENV)/.installed-dev
 	mkdir -p $(TYPING)
 	ln -sfn "$(CURDIR)" $(TYPING)/corun
-	MYPYPATH=$(TYPING):tests $(BIN)/mypy --explicit-package-bases \
+	MYPYPATH=$(TYPING):tests:bench $(BIN)/mypy --explicit-package-bases \
 		$(TYPING)/corun $(wildcard tests) $(wildcard bench)
 
 format: $(VENV)/.installed-dev
