@@ -87,7 +87,8 @@ def _metadata(
     block_size = shape.block_size
     counts = [-(-context // block_size) for context in context_lens]
     tables = torch.zeros((len(counts), max(counts)), dtype=torch.int32)
-    starts, slots, used = [0], [], 0
+    starts, used = [0], 0
+    slots: list[int] = []
     for row, (count, query_len) in enumerate(zip(counts, query_lens, strict=True)):
         tables[row, :count] = torch.arange(used, used + count)
         last = used * block_size + context_lens[row]

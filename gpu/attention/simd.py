@@ -34,7 +34,7 @@ class VectorType(types.Type):
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, vir.VECTOR)  # type: ignore[no-untyped-call]
+        super().__init__(manager, numba_type, vir.VECTOR)
 
 
 vector: Any = VectorType()

@@ -1,16 +1,13 @@
 """Run the Triton back end in Triton's interpreter; to be run as a program, in a fresh process.
 
-TRITON_INTERPRET must be set before Triton is imported, which in a test process it may long be.
+TRITON_INTERPRET=1 must be set before Triton is imported, which in a test process it may long be.
 Prints one JSON object: problem name -> largest error against the float64 oracle.
 """
 
 import json
-import os
 import sys
 from dataclasses import replace
 from unittest import mock
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from corun.gpu.attention import triton_backend

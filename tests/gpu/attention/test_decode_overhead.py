@@ -15,8 +15,8 @@ BACKENDS = [TorchAttention, NumbaAttention]
 
 class _CountOps(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
-        self.num_ops = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_ops: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_ops += 1
@@ -26,7 +26,7 @@ class _CountOps(TorchDispatchMode):
 def _count_ops(backend: AttentionBackend, call: Call) -> int:
     with _CountOps() as counter:
         backend.forward(*call.arguments())
-    return counter.num_ops
+    return int(counter.num_ops)
 
 
 def _count_python_calls(backend: AttentionBackend, call: Call) -> int:
