@@ -40,13 +40,8 @@ class Core(Protocol):
     """Requests in, tokens out; ``EngineCore`` is the one."""
 
     @property
-    def has_work(self) -> bool:
-        """Whether any request is open, any step or transfer under way, or an update to tell."""
-        ...
-
-    @property
     def is_ready(self) -> bool:
-        """Whether ``step`` might get on right now; otherwise ``fileno`` becomes readable first."""
+        """Whether ``step`` might get on now; if not, ``fileno`` or a request must come first."""
         ...
 
     def add_request(self, message: AddRequest) -> None:
@@ -159,11 +154,10 @@ class EngineHost:
                 self._begin_operation(message)
 
     def turn(self) -> list[FromEngine]:
-        """Compute a step if there is work; return what is to be told, possibly nothing."""
+        """Take a step; return what is to be told, possibly nothing."""
         self._has_messages = False
         updates, self._refusals = self._refusals, []
-        if self._core.has_work:
-            updates += self._core.step()
+        updates += self._core.step()
         stats = self._core.stats()
         told: list[FromEngine] = []
         if updates or stats != self._stats:

@@ -53,16 +53,13 @@ class FakeCore:
         self._num_generated: dict[int, int] = {}
         self._updates: list[RequestUpdate] = []
         self._num_steps = 0
+        self._has_news = False  # cleared by a step that finds nothing to do
         self._fd = os.eventfd(0)
         self.seeds: list[int | None] = []
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._open or self._updates)
-
-    @property
     def is_ready(self) -> bool:
-        return bool(self._updates) or any(map(self._computes, self._open.values()))
+        return self._has_news
 
     def add_request(self, message: AddRequest) -> None:
         if len(self._open) >= self._config.max_num_waiting:
@@ -75,15 +72,18 @@ class FakeCore:
         self.seeds.append(message.sampling.seed)
         self._open[message.request_id] = message
         self._num_generated[message.request_id] = 0
+        self._has_news = True
 
     def abort(self, request_ids: Sequence[int]) -> None:
+        self._has_news = True
         for request_id in request_ids:
             if self._open.pop(request_id, None) is not None:
                 self._updates.append(RequestUpdate(request_id, finish_reason="abort"))
 
     def step(self) -> list[RequestUpdate]:
-        self._num_steps += 1
         updates, self._updates = self._updates, []
+        self._has_news = any(map(self._computes, self._open.values()))
+        self._num_steps += self._has_news
         for request in tuple(self._open.values()):
             if self._computes(request):
                 updates.append(self._advance(request))
