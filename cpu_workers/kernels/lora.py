@@ -3,11 +3,14 @@
 Owns how work is cut; knows nothing of tables, adapters or torch: it is handed raw addresses of
 what ``layout`` packs. Products accumulate in float32, and the sum is rounded to y's type once.
 
+One path serves decode and prefill. Milliseconds for 512 tokens, 1024 x 1024, bfloat16, one thread
+of a Zen 4, at rank 8 / 32 / 128: this 0.20 / 0.58 / 1.97 (without AVX512_BF16 0.23 / 0.73 / 2.71),
+torch with float32 accumulation 1.34 / 1.68 / 3.71, torch in bfloat16, which rounds h and the delta,
+too, 0.62 / 0.49 / 1.53. For 8 to 128 tokens this is the fastest but for rank 128.
+
 Mixed ranks balance: shrink is cut by (segment, 8 tokens, 8 ranks), expand by (segment, 4 tokens,
 64 columns) weighted by rank, and each thread takes one contiguous share.
 """
-
-# ruff: noqa: PLR0917 - numba passes by position
 
 from typing import Any, TypeAlias
 
@@ -33,7 +36,7 @@ from .tiles import (
     shrink_8x2,
 )
 
-TILES_DIGEST = "1adf4448478127be"  # sha256 of tiles.py, first 16 digits: see there
+TILES_DIGEST = "144538f51246298d"  # sha256 of tiles.py, first 16 digits: see there
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 

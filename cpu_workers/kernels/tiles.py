@@ -7,8 +7,6 @@ numba's cache looks for changes at the file of a kernel alone. So ``lora.TILES_D
 file's content; a test holds it, and a change here thereby becomes a change there.
 """
 
-# ruff: noqa: PLR0917 - numba passes by position
-
 from collections.abc import Callable
 from typing import Any
 

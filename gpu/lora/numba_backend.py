@@ -42,8 +42,9 @@ class NumbaLora:
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """Lay out A and B as ``cpu_workers.kernels.layout`` says; the rank is padded to 8 and 2."""
-        packed_a = torch.from_numpy(layout.pack_a(self._bits(a).numpy()))
-        packed_b = torch.from_numpy(layout.pack_b(self._bits(b).numpy()))
+        # Clones, because torch aligns to the 64 bytes of a vector load and numpy does not.
+        packed_a = torch.from_numpy(layout.pack_a(self._bits(a).numpy())).clone()
+        packed_b = torch.from_numpy(layout.pack_b(self._bits(b).numpy())).clone()
         return PackedLora(
             a=packed_a.view(self._dtype),
             b=packed_b.view(self._dtype),

@@ -6,8 +6,6 @@ A program of a segment or rank tile that does not exist returns at once, so the 
 largest one of a batch.
 """
 
-# ruff: noqa: PLR0917 - Triton passes by position
-
 import triton
 import triton.language as tl
 
