@@ -103,8 +103,7 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
         request.is_held = True
         for step in later_steps:
             step.voided.add(request.request_id)
-    if request.status is RequestStatus.RUNNING:  # a preempted one starts anew anyway
-        request.num_computed_tokens = start
+    request.num_computed_tokens = start  # a preempted one starts from 0 when it runs again
 
 
 def _failure(request: Request, error: str) -> RequestEvent:

@@ -129,6 +129,8 @@ class FakeExecutor:
             self._known[new.request_id] = _Known(new, list(new.prompt_token_ids))
         for transfer in plan.transfers:
             self._begin_transfer(transfer)
+        handed_out = [block_id for update in plan.block_updates for block_id in update.block_ids]
+        assert len(set(handed_out)) == len(handed_out), "a block goes to two requests"
         for update in plan.block_updates:
             self._update_blocks(update.request_id, update.first_index, update.block_ids)
         rows = [row for batch in plan.sub_batches for row in self._accept(batch)]
@@ -160,6 +162,15 @@ class FakeExecutor:
         plan, rows = self.steps.popleft()
         results = [result for row in rows if (result := self._execute(row)) is not None]
         self._results.append(StepResult(plan.step_id, tuple(results)))
+
+    def lose_step(self) -> StepPlan:
+        """Drop the oldest step in flight without a result; transfers of its plan go on."""
+        plan, rows = self.steps.popleft()
+        for row in rows:
+            known = self._known.get(row.request_id)
+            if known is not None and known.poisoned_from is None:
+                known.poisoned_from = row.start - 1  # nothing after it in flight counts
+        return plan
 
     def finish_transfer(self, transfer_id: int, error: str | None = None) -> None:
         """End a transfer in flight; ``poll`` returns its result."""

@@ -292,10 +292,9 @@ class TestExceptions:
         poll = engine.executor.poll
 
         def losing(timeout_s: float) -> object:
-            engine.executor.steps.popleft()
+            engine.executor.lose_step()
             raise OSError("gone")
 
-        monkeypatch.setattr(engine.executor, "poll", raise_once(poll, OSError("gone")))
         monkeypatch.setattr(engine.executor, "poll", losing)
         updates = engine.core.step()
         monkeypatch.setattr(engine.executor, "poll", poll)

@@ -1,12 +1,15 @@
 """Loads, evictions and failures of adapters, and who is overtaken meanwhile."""
 
+from collections.abc import Generator
 from typing import Any
 
+import pytest
 from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import AdapterId, StepPlan, TransferKind, TransferResult
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.policy import Verdict
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor
 from support.scheduling import (
@@ -152,7 +155,46 @@ def test_requests_that_wait_for_a_seat_have_their_adapters_loaded_ahead() -> Non
     assert transfers_of(plan) == [("load_adapter", adapter) for adapter in (2, 3, 4)]
 
 
-def test_loading_ahead_spares_room_to_grow_and_the_adapters_of_those_in_front() -> None:
+@pytest.mark.parametrize("num_spare_bytes", [0, 1])
+def test_loading_ahead_leaves_each_running_request_a_block(num_spare_bytes: int) -> None:
+    capacity_bytes = 3 * BLOCK_BYTES + 400 - 1 + num_spare_bytes
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=16, capacity_bytes=capacity_bytes), max_num_seqs=1
+    )
+    scheduler.add_request(make_request(1, max_tokens=9), 0.0)
+    scheduler.add_request(adapter_request(2, 2, num_bytes=400), 0.0)
+    assert len(schedule(scheduler).transfers) == num_spare_bytes
+
+
+def test_who_is_offered_later_does_not_displace_the_adapters_of_those_in_front() -> None:
+    class Bypassing(FcfsPolicy):
+        """Goes on behind a head that has no memory."""
+
+        def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
+            for request in self.upcoming(9):
+                if (yield request) is Verdict.ADMITTED:
+                    self.remove(request)
+
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=16, capacity_bytes=900), policy=Bypassing()
+    )
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(adapter_request(1, 1, num_bytes=400, max_tokens=1), 0.0)
+    executor.submit(schedule(scheduler))
+    end_transfers(scheduler, executor)
+    end_step(scheduler, executor)
+    executor.submit(schedule(scheduler))
+    end_step(scheduler, executor)
+    assert executor.resident_adapters == {1}
+    scheduler.add_request(make_request(2, prompt=12), 0.0)
+    scheduler.add_request(adapter_request(3, 1, num_bytes=400, prompt=12), 0.0)
+    scheduler.add_request(adapter_request(4, 4, num_bytes=300), 0.0)
+    plan = schedule(scheduler)
+    assert list(rows_of(plan)) == [2]
+    assert transfers_of(plan) == []
+
+
+def test_loading_ahead_spares_the_adapters_of_those_in_front() -> None:
     capacity_bytes = 2 * BLOCK_BYTES + 500
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=16, capacity_bytes=capacity_bytes), max_num_seqs=1

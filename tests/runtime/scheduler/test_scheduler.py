@@ -23,6 +23,7 @@ from support.scheduling import (
 )
 
 MAX_MODEL_LEN = 64
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 
 
 def add_all(scheduler: Scheduler, requests: list[Request]) -> None:
@@ -308,6 +309,37 @@ class TestRetriesAndFailures:
         assert outputs_of(run_to_end(scheduler, executor))[3][1] == "length"
         assert scheduler.counters.num_failed_steps == 1
 
+    def test_a_lost_step_fails_requests_whose_blocks_it_would_have_told(self) -> None:
+        """A request that must not be scheduled yet grows all the same."""
+        scheduler = make_scheduler(recompute_at_tokens=9)
+        executor = make_executor(scheduler)
+        add_all(scheduler, [make_request(1, prompt=8)])
+        first = scheduler.schedule(0.0)
+        second = scheduler.schedule(0.0)
+        assert first is not None and second is not None
+        assert [update.request_id for update in second.block_updates] == [1]
+        assert rows_of(second) == {}
+        (event,) = scheduler.fail_step(second.step_id, "lost", 0.0)
+        assert (event.request_id, event.error) == (1, "lost")
+        executor.submit(first)
+        assert scheduler.update(executor.poll()[0], 0.0) == []
+        assert scheduler.memory.pool.num_used_blocks == 0
+
+    def test_a_lost_step_does_not_lose_what_is_to_be_forgotten(self) -> None:
+        scheduler = make_scheduler()
+        executor = make_executor(scheduler)
+        add_all(scheduler, [make_request(1, max_tokens=1)])
+        turn(scheduler, executor)
+        add_all(scheduler, [make_request(2)])
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        assert plan.forget_requests == (1,)
+        scheduler.fail_step(plan.step_id, "lost", 0.0)
+        add_all(scheduler, [make_request(3)])
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        assert set(plan.forget_requests) == {1, 2}
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -359,7 +391,7 @@ class TestRefusals:
         with pytest.raises(RequestError, match="in use"):
             scheduler.add_request(make_request(1), 0.0)
 
-    @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "block_size"])
+    @pytest.mark.parametrize("name", LIMITS)
     def test_limits_below_one(self, name: str) -> None:
         limits: dict[str, Any] = {
             "max_num_seqs": 1,

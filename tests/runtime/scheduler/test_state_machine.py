@@ -1,6 +1,7 @@
 """Anything may happen in any order: everything ends, and ends with the right tokens."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 
 import hypothesis.strategies as st
 import pytest
@@ -30,6 +31,7 @@ from support.scheduling import (
 EOS = frozenset({3})
 MAX_MODEL_LEN = 24
 NUM_ADAPTERS = 4
+OUTCOMES = (Outcome.TOKENS, Outcome.RETRY, Outcome.FAILED)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -38,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     depth = 1
 
     @initialize(
-        num_blocks=st.integers(2, 12),
+        num_blocks=st.integers(5, 14),
         spare_bytes=st.integers(-300, 700),
         max_num_batched_tokens=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
@@ -66,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             mix_decode_with_prefill=mix,
             recompute_at_tokens=recompute_at_tokens,
+            growth_headroom=0.0,
         )
         self.executor = make_executor(self.scheduler, is_automatic=False)
         self.executor.outcome_of = self.outcome_of
@@ -76,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.failing_adapters: set[AdapterId] = set()
         self.was_failed: set[RequestId] = set()
         self.now_s = 0.0
+        self.next_id = 1
 
     def outcome_of(self, request_id: RequestId, start: int) -> Outcome:
         outcome = self.outcomes.pop() if self.outcomes else Outcome.TOKENS
@@ -89,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter=st.integers(0, NUM_ADAPTERS),
         ignore_eos=st.booleans(),
         age_s=st.sampled_from([0.0, 0.0, 2.0]),
+        count=st.integers(1, 4),
     )
     def arrive(
         self,
@@ -97,18 +102,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter: int,
         ignore_eos: bool,
         age_s: float,
+        count: int,
     ) -> None:
-        request_id = RequestId(len(self.requests) + 1)
+        for index in range(count):
+            self.arrive_one(
+                max(1, prompt_len - index), max_tokens, adapter, ignore_eos, self.now_s - age_s
+            )
+
+    def arrive_one(
+        self,
+        prompt_len: int,
+        max_tokens: int | None,
+        adapter: int,
+        ignore_eos: bool,
+        arrival_s: float,
+    ) -> None:
+        request_id = RequestId(self.next_id)
         request = make_request(
             request_id,
             prompt=prompt_len,
             max_tokens=max_tokens,
-            arrival_s=self.now_s - age_s,
+            arrival_s=arrival_s,
             adapter_id=AdapterId(adapter),
             adapter_bytes=adapter * 130,
             ignore_eos=ignore_eos,
             min_tokens=min(2, max_tokens or 2),
         )
+        self.next_id += 1
         self.now_s += 1.0
         try:
             self.scheduler.add_request(request, self.now_s)
@@ -139,14 +159,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.steps)
     @rule()
     def lose_step(self) -> None:
-        plan, rows = self.executor.steps.popleft()
-        self.was_failed |= {row.request_id for row in rows}
+        plan = self.executor.lose_step()
+        for batch in plan.sub_batches:
+            self.was_failed |= set(batch.request_ids)
+        self.was_failed |= {update.request_id for update in plan.block_updates}
         for transfer in plan.transfers:  # those that ended before are not given up
             if self.executor.transfers.get(transfer.transfer_id) is transfer:
                 self.executor.finish_transfer(transfer.transfer_id, "the step was lost")
                 self.failing_adapters.add(transfer.adapter_id)
         self.executor.poll()
         self.take(self.scheduler.fail_step(plan.step_id, "lost", self.now_s))
+
+    @rule(num_turns=st.integers(1, 12), with_transfers=st.booleans())
+    def run(self, num_turns: int, with_transfers: bool) -> None:
+        """Some turns without bad luck: most of what is interesting takes a while to come about."""
+        for _ in range(num_turns):
+            self.fill()
+            if with_transfers:
+                for transfer_id in list(self.executor.transfers):
+                    self.executor.finish_transfer(transfer_id)
+            if self.executor.steps:
+                self.executor.finish_step()
+            self.poll()
 
     @precondition(lambda self: self.executor.transfers)
     @rule(index=st.integers(0, 10), is_failing=st.sampled_from([False, False, False, True]))
@@ -161,10 +195,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 50))
     def abort(self, index: int) -> None:
-        request_id = RequestId(index % len(self.requests) + 1)
+        request_id = RequestId(index % (self.next_id - 1) + 1)
         event = self.scheduler.abort(request_id, self.now_s)
         assert (event is None) == (request_id not in self.requests or request_id in self.ended)
         self.take([] if event is None else [event])
+
+    def fill(self) -> None:
+        while self.scheduler.num_in_flight < self.depth:
+            plan = self.scheduler.schedule(self.now_s)
+            if plan is None:
+                break
+            self.executor.submit(plan)
+            self.parts_agree()
 
     def poll(self) -> None:
         for result in self.executor.poll():
@@ -223,11 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for turn in range(3000):
             if not self.scheduler.has_work():
                 return
-            while self.scheduler.num_in_flight < self.depth:
-                plan = self.scheduler.schedule(self.now_s)
-                if plan is None:
-                    break
-                self.executor.submit(plan)
+            self.fill()
             assert self.executor.steps or self.executor.transfers, "stuck"
             for transfer_id in list(self.executor.transfers):
                 self.executor.finish_transfer(transfer_id)
@@ -244,11 +282,78 @@ def test_everything_ends_with_the_right_tokens(depth: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=50,
+            max_examples=60,
+            stateful_step_count=30,
             deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
         ),
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_long_crowded_histories(depth: int) -> None:
+    """More requests than fit, in histories longer than hypothesis makes them."""
+    num_preemptions = 0
+    for seed in range(40):
+        num_preemptions += live_through(random.Random(seed), depth)
+    assert num_preemptions > 40
+
+
+def live_through(rng: random.Random, depth: int) -> int:
+    """Run one random history and return how many requests were preempted in it."""
+    machine = SchedulerMachine()
+    machine.depth = depth
+    machine.build(
+        num_blocks=rng.randint(6, 12),
+        spare_bytes=rng.choice([0, 0, 130, 400, 900]),
+        max_num_batched_tokens=rng.randint(2, 20),
+        max_num_seqs=rng.randint(2, 6),
+        mix=rng.random() < 0.5,
+        recompute_at_tokens=rng.choice([None, None, 8, 14]),
+        max_overtaking_tokens=rng.choice([0, 20, 1000]),
+    )
+    for _ in range(80):
+        act(machine, rng)
+        machine.parts_agree()
+    num_preemptions = machine.scheduler.counters.num_preemptions
+    machine.teardown()
+    return num_preemptions
+
+
+def act(machine: SchedulerMachine, rng: random.Random) -> None:
+    """Let one thing happen, if it can."""
+    scheduler, executor = machine.scheduler, machine.executor
+    actions: list[tuple[int, bool, Callable[[], None]]] = [
+        (20, True, lambda: arrive(machine, rng)),
+        (25, scheduler.num_in_flight < machine.depth, machine.schedule),
+        (
+            30,
+            bool(executor.steps),
+            lambda: machine.finish_step(rng.choices(OUTCOMES, weights=(60, 2, 1), k=6)),
+        ),
+        (
+            15,
+            bool(executor.transfers),
+            lambda: machine.finish_transfer(rng.randint(0, 10), rng.random() < 0.1),
+        ),
+        (5, True, lambda: machine.run(rng.randint(1, 6), rng.random() < 0.5)),
+        (3, bool(machine.requests), lambda: machine.abort(rng.randint(0, 50))),
+        (2, bool(executor.steps), machine.lose_step),
+    ]
+    (_, can_happen, action), *_ = rng.choices(actions, weights=[one[0] for one in actions])
+    if can_happen:
+        action()
+
+
+def arrive(machine: SchedulerMachine, rng: random.Random) -> None:
+    """Let a few requests arrive."""
+    machine.arrive(
+        prompt_len=rng.randint(1, 12),
+        max_tokens=rng.choice([None, 3, 9]),
+        adapter=rng.choice([0, 0, 1, 2, 3, 4]),
+        ignore_eos=rng.random() < 0.5,
+        age_s=rng.choice([0.0, 0.0, 2.0]),
+        count=rng.randint(1, 3),
     )
