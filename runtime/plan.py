@@ -66,7 +66,7 @@ class TransferKind(StrEnum):
     """What a transfer moves."""
 
     LOAD_ADAPTER = "load_adapter"  # to the device; rows may use it after its completion
-    EVICT_ADAPTER = "evict_adapter"  # free the device copy
+    EVICT_ADAPTER = "evict_adapter"  # free the device copy; no row in flight uses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,11 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> None:
         """Accept ``plan``; plans run in the order in which they are submitted.
 
-        Never raises for what happens inside the step: that is a result.
+        Each plan has one ``StepResult``, also one without rows, and each transfer one
+        ``TransferResult``. A token sampled by a row has position ``start_position + num_tokens``
+        and is kept there: a row that is computed again replaces it and what was kept behind it.
+        Requests to forget may be unknown. Never raises for what happens inside the step: that is
+        a result.
         """
         ...
 

@@ -137,6 +137,28 @@ def test_the_latest_arrival_is_preempted_and_goes_on_where_it_was() -> None:
     assert num_prompts == 2, "a preempted request is not announced again"
 
 
+def test_who_is_preempted_in_the_step_in_which_it_grew_is_told_of_no_blocks() -> None:
+    """And nobody is admitted into a step that had to preempt, however much room that made."""
+    scheduler = make_scheduler(memory=make_memory(num_blocks=5), growth_headroom=0.0)
+    executor = make_executor(scheduler)
+    add_all(scheduler, [make_request(2, prompt=7, max_tokens=9)])
+    turn(scheduler, executor)
+    add_all(scheduler, [make_request(1, prompt=8, max_tokens=9)])
+    turn(scheduler, executor)
+    add_all(scheduler, [make_request(3, prompt=1, arrival_s=0.0)])
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert scheduler.counters.num_preemptions == 1
+    assert scheduler.memory.pool.num_available_blocks == 2
+    assert list(rows_of(plan)) == [1]
+    assert [update.request_id for update in plan.block_updates] == [1]
+    executor.submit(plan)
+    scheduler.update(executor.poll()[0], 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert list(rows_of(plan)) == [1, 3]
+
+
 def test_nobody_is_admitted_while_a_running_request_waits_for_memory() -> None:
     scheduler = make_scheduler(memory=make_memory(num_blocks=4), growth_headroom=0.0)
     executor = make_executor(scheduler)
