@@ -175,6 +175,16 @@ def test_nobody_is_admitted_while_a_running_request_waits_for_memory() -> None:
     assert len(outputs_of(events + run_to_end(scheduler, executor))) == 3
 
 
+def test_under_overload_everybody_is_admitted_in_order_of_arrival() -> None:
+    scheduler = make_scheduler(memory=make_memory(num_blocks=10))
+    executor = make_executor(scheduler)
+    add_all(scheduler, make_requests(200, prompt=6, max_tokens=10))
+    outputs = outputs_of(run_to_end(scheduler, executor, depth=2))
+    assert {reason for _, reason in outputs.values()} == {"length"}
+    admitted = [new.request_id for plan in executor.plans for new in plan.new_requests]
+    assert admitted == list(range(1, 201))
+
+
 def test_blocks_stay_taken_while_a_step_in_flight_refers_to_them() -> None:
     scheduler = make_scheduler()
     executor = make_executor(scheduler, is_automatic=False)
