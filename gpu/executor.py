@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ..runtime.plan import (
     AdapterId,
@@ -69,8 +68,6 @@ class DeviceExecutor:
             self._num_touched_blocks = max(self._num_touched_blocks, highest + 1)
         for transfer in plan.transfers:
             self._start_transfer(transfer)
-        if not plan.sub_batches:
-            return
         rows: list[RowResult] = []
         for batch in plan.sub_batches:
             rows.extend(self._run_batch(batch))
@@ -120,6 +117,8 @@ class DeviceExecutor:
         logits = self._runner.forward(inputs, indices)
         if not sampling_rows:
             return []
+        for row in sampling_rows:
+            states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
         drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
         results = []
         for row, sampled in zip(sampling_rows, drawn, strict=True):

@@ -27,6 +27,11 @@ class RequestState:
         self.tokens = np.zeros(min(longest, max_model_len) + 1, dtype=np.int64)
         self.tokens[: self.num_tokens] = request.prompt_token_ids
 
+    def cut(self, num_tokens: int) -> None:
+        """Forget tokens behind ``num_tokens``: a row that is computed again samples anew."""
+        assert num_tokens <= self.num_tokens, "a row reaches past the tokens that are known"
+        self.num_tokens = num_tokens
+
     def append(self, token_id: int) -> None:
         """Add a sampled token."""
         if self.num_tokens < len(self.tokens):

@@ -86,10 +86,11 @@ class AdapterManager:
         """A request uses this version from now on."""
         self._registry.acquire(adapter_id)
 
-    def release(self, adapter_id: AdapterId) -> None:
-        """A request that used this version has ended."""
-        if self._registry.release(adapter_id):
-            self._drop([adapter_id])
+    def release(self, adapter_id: AdapterId) -> bool:
+        """A request that used this version has ended; True = drop it, nobody can name it now."""
+        is_drained = self._registry.release(adapter_id)
+        self._is_changed |= is_drained
+        return is_drained
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
         """A version that may still be loaded. Called by the loader's thread."""

@@ -114,7 +114,7 @@ def _connect(
     on_progress("comparing logits with transformers (parity probe)")
     assemble.probe(loaded, runner, is_waived=config.skip_parity_probe)
     defaults = read_generation_defaults(source, loaded.config)
-    manager = AdapterManager(_facts_reader(config, loaded))
+    manager = AdapterManager(_facts_reader(config, loaded), _base_names(config))
     executor = assemble.make_executor(
         loaded, runner, _adapter_loader(config, loaded, manager),
         eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
@@ -215,11 +215,17 @@ def _adapter_loader(
     return load_adapter
 
 
+def _base_names(config: EngineConfig) -> tuple[str, ...]:
+    """What the base model is called, so that no adapter is called the same."""
+    assert config.model is not None
+    return tuple(dict.fromkeys((config.model, Path(config.model).name)))
+
+
 def _register_adapters(
     config: EngineConfig, manager: AdapterManager, on_progress: Callable[[str], None]
 ) -> None:
     """Register the adapters of the options; one that was named singly must be servable."""
-    sources = collect_sources(config.lora_dir, config.lora_modules)
+    sources = collect_sources(config.lora_dir, config.lora_modules, _base_names(config))
     named = {parse_lora_module(text).name for text in config.lora_modules}
     for number, source in enumerate(sources, start=1):
         on_progress(f"reading adapter {number} of {len(sources)}: {source.name}")

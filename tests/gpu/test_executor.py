@@ -111,10 +111,14 @@ def load(transfer_id: int, adapter_id: AdapterId = ADAPTER) -> Transfer:
     return Transfer(TransferId(transfer_id), TransferKind.LOAD_ADAPTER, adapter_id, 100)
 
 
-def wait(device: Device) -> list[Any]:
-    results = device.executor.poll(timeout_s=10)
-    assert results, "nothing came within ten seconds"
-    return results
+def wait_transfer(device: Device) -> TransferResult:
+    """Poll until a transfer has ended; steps without rows end on the way."""
+    for _ in range(3):
+        for result in device.executor.poll(timeout_s=10):
+            if isinstance(result, TransferResult):
+                return result
+            assert result.rows == ()
+    raise AssertionError("no transfer ended")
 
 
 def test_rows_that_do_not_sample_have_no_result(device: Device) -> None:
@@ -143,6 +147,20 @@ def test_chunks_and_other_blocks_do_not_change_the_tokens(device: Device) -> Non
     (again,) = device.run(rows((2, 0, 7, True)), block_updates=(blocks(2, 20, 22),))
     (straight,) = device.run(rows((1, 6, 1, True)))
     assert again.rows[0].token_ids == straight.rows[0].token_ids
+
+
+def test_a_row_computed_again_replaces_its_token(device: Device) -> None:
+    (first,) = device.run(
+        rows((1, 0, 2, True)), new_requests=(new(1, (5, 6)),), block_updates=(blocks(1, 0),)
+    )
+    (second,) = device.run(rows((1, 2, 1, True)))
+    (again,) = device.run(rows((1, 0, 2, True)))
+    assert again == StepResult(StepId(3), first.rows)
+    assert device.run(rows((1, 2, 1, True)))[0].rows == second.rows
+
+
+def test_a_plan_without_rows_has_a_result(device: Device) -> None:
+    assert device.run(forget_requests=(RequestId(9),)) == [StepResult(StepId(1), ())]
 
 
 def test_an_exception_fails_its_sub_batch_alone(
@@ -176,7 +194,7 @@ def test_logits_that_are_not_finite_fail_their_row_alone(device: Device) -> None
     device.adapter = device.make_adapter()
     next(iter(device.adapter.targets.values())).b.fill_(float("inf"))
     device.submit(transfers=(load(1),))
-    assert wait(device) == [TransferResult(TransferId(1))]
+    assert wait_transfer(device) == TransferResult(TransferId(1))
     (result,) = device.run(
         rows((1, 0, 2, True), (2, 0, 2, True)),
         new_requests=(new(1, (5, 6)), new(2, (5, 6), ADAPTER)),
@@ -190,7 +208,7 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(device: Dev
     device.adapter = device.make_adapter()
     device.submit(transfers=(load(1),))
     assert select.select([device.executor], [], [], 10)[0]
-    assert wait(device) == [TransferResult(TransferId(1))]
+    assert wait_transfer(device) == TransferResult(TransferId(1))
     requests = (new(1, (5, 6)), new(2, (5, 6), ADAPTER))
     (result,) = device.run(
         rows((1, 0, 2, True), (2, 0, 2, True)),
@@ -199,7 +217,8 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(device: Dev
     base, adapted = (row.token_ids for row in result.rows)
     assert base != adapted
     evict = Transfer(TransferId(2), TransferKind.EVICT_ADAPTER, ADAPTER, 100)
-    assert device.run(transfers=(evict,)) == [TransferResult(TransferId(2))]
+    device.submit(transfers=(evict,))
+    assert wait_transfer(device) == TransferResult(TransferId(2))
     assert device.loaded.lora_table.num_free_rows == device.loaded.lora_table.capacity
     (result,) = device.run(rows((2, 2, 1, True)))
     assert result.rows[0].outcome is Outcome.FAILED
@@ -209,12 +228,11 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(device: Dev
 def test_a_load_that_fails_says_why(device: Device, error: Exception) -> None:
     device.adapter = error
     device.submit(transfers=(load(1),))
-    (result,) = wait(device)
-    assert isinstance(result, TransferResult)
+    result = wait_transfer(device)
     assert str(error) in (result.error or "")
     device.adapter = device.make_adapter()
     device.submit(transfers=(load(2),))
-    assert wait(device) == [TransferResult(TransferId(2))]
+    assert wait_transfer(device) == TransferResult(TransferId(2))
 
 
 def test_requests_are_forgotten_and_slots_reused(device: Device) -> None:
@@ -243,7 +261,7 @@ def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(device: Device)
     device.submit(forget_requests=(RequestId(1),), transfers=(load(1),))
     device.runner.pool.release = pool_release  # type: ignore[method-assign]
     assert released == [0, 1]
-    wait(device)
+    wait_transfer(device)
 
 
 def test_close_twice(device: Device) -> None:

@@ -1,13 +1,14 @@
 """Truth for what the engine computes: transformers + PEFT, run plainly."""
 
-import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from support.architectures import save_model
+from support.architectures import make_model, save_model
+from support.peft_adapters import edit_config, save_adapter
 from support.tokenizers import save_word_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -57,10 +58,14 @@ class ParityCase:
         self.directory = save_model(architecture, directory / "model", seed=seed)
         save_word_tokenizer(self.directory, VOCAB_SIZE)
         self.adapters: dict[str, Path] = {}
-        torch.manual_seed(seed + 1)
-        for spec in ADAPTER_SPECS:
+        self._models: dict[tuple[str | None, torch.dtype], Any] = {}
+        targets = linear_names(make_model(architecture))
+        for number, spec in enumerate(ADAPTER_SPECS):
             path = directory / "adapters" / spec.name
-            self._make_adapter(spec, path)
+            save_adapter(
+                path, architecture, seed=seed + number, target_modules=targets, **spec.options
+            )
+            edit_config(path, base_model_name_or_path=None)
             self.adapters[spec.name] = path
 
     def truth(
@@ -81,30 +86,16 @@ class ParityCase:
 
     def _load(self, adapter: str | None, dtype: torch.dtype) -> Any:
         key = (adapter, dtype)
-        cache = self.__dict__.setdefault("_models", {})
-        if key not in cache:
+        if key not in self._models:
             model = AutoModelForCausalLM.from_pretrained(
                 self.directory, dtype=dtype, attn_implementation="eager"
             )
             if adapter is not None:
-                model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
-            cache[key] = model.eval()
-        return cache[key]
-
-    def _make_adapter(self, spec: AdapterSpec, path: Path) -> None:
-        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
-        targets = linear_names(model)
-        config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **spec.options)
-        adapted = peft.get_peft_model(model, config)
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(0.0, 0.6 * parameter.shape[1] ** -0.5)
-        adapted.save_pretrained(path)
-        config_file = path / "adapter_config.json"
-        fields = json.loads(config_file.read_text())
-        fields["base_model_name_or_path"] = None
-        config_file.write_text(json.dumps(fields))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of PEFT about itself
+                    model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
+            self._models[key] = model.eval()
+        return self._models[key]
 
 
 def largest_error(case: ParityCase, output: Any, adapter: str | None) -> float:
