@@ -1,26 +1,26 @@
-"""``Engine``: the synchronous front end, computing in the caller's own thread.
+"""``Engine``: the synchronous front end, with the model in this process.
 
-It starts no thread, sets no signal handler and touches no logging: a step runs inside
-``generate``, also in a notebook or under a running event loop. Calls from several threads take
-turns.
+It computes in a thread of its own and changes nothing that other threads share: no signal
+handler, no logging, no torch settings. It works in a notebook, under a running event loop, and
+for several threads at once, whose requests share the batches.
 """
 
-import contextlib
 import itertools
 import logging
 import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from ..config.engine import EngineConfig
 from ..engine.messages import AdapterInfo, AddAdapter, EngineStats, ModelInfo, RemoveAdapter
 from ..engine.process import DEFAULT_FACTORY, load_factory
-from ..errors import EngineDeadError
 from ..sampling import SamplingParams
 from .batch import BatchItem, read_batch
+from .engine_thread import EngineThread
 from .generation import Generation
 from .inputs import (
     Asked,
@@ -30,7 +30,7 @@ from .inputs import (
     engine_requests,
     make_config,
 )
-from .local_driver import LocalDriver
+from .jobs import AdapterJob, GenerateJob, Submission
 from .lora_directory import check_lora_request
 from .outputs import LoRARequest, RequestOutput
 from .tokenizer import Tokenizer
@@ -54,21 +54,26 @@ class Engine:
         **options: Any,
     ) -> None:
         self._config = make_config(config, options)
-        self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._rng = random.Random(self._config.seed)  # noqa: S311 -- seeds of samplers
+        self._encode_lock = threading.Lock()  # tokenizers in Python need not be safe for threads
         build = load_factory(factory)
-        assembly = build(self._config, on_progress=_logger.info, own_process=False)
-        with contextlib.ExitStack() as undo:
-            undo.callback(assembly.close)
-            self._model = assembly.info
+        built_from = self._config
+        self._thread = EngineThread(
+            lambda on_progress: build(built_from, on_progress=on_progress, own_process=False)
+        )
+        # Also at interpreter exit, and for an engine that nobody closed.
+        self._finalizer = weakref.finalize(self, self._thread.close)
+        self._model = self._thread.info
+        try:
             self._tokenizer = Tokenizer.load(
                 self._model.tokenizer_path,
                 revision=self._config.revision,
                 trust_remote_code=self._config.trust_remote_code,
             )
-            self._driver = LocalDriver(assembly)
-            self._close = undo.pop_all().close
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> "Engine":
         return self
@@ -82,10 +87,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the model and everything else. Idempotent."""
-        with self._lock:
-            self._driver.close()
-            self._close()
+        """Free the model and everything else; what runs fails. Idempotent."""
+        self._finalizer()
 
     # Facts.
 
@@ -103,7 +106,7 @@ class Engine:
 
     def get_stats(self) -> EngineStats:
         """Return the engine's latest gauges and totals."""
-        return self._driver.stats
+        return self._thread.driver.stats
 
     # Adapters.
 
@@ -112,18 +115,16 @@ class Engine:
 
         Another path makes a new version. Raises ``AdapterError``.
         """
-        with self._turn_of_this_thread():
-            self._register(check_lora_request(lora_request), reload=reload)
+        self._register(check_lora_request(lora_request), reload=reload)
 
     def remove_lora(self, lora_name: str) -> None:
         """Unregister an adapter. Raises ``UnknownModelError``."""
-        with self._turn_of_this_thread():
-            self._driver.directory.check_known(lora_name)
-            self._driver.run_operation(RemoveAdapter(next(self._ids), lora_name))
+        self._thread.driver.directory.check_known(lora_name)
+        self._thread.run(AdapterJob(RemoveAdapter(next(self._ids), lora_name)))
 
     def list_loras(self) -> list[AdapterInfo]:
         """Return the registered adapters, by name."""
-        return self._driver.directory.list()
+        return self._thread.driver.directory.list()
 
     # Requests.
 
@@ -145,25 +146,18 @@ class Engine:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         items = read_batch(prompts, sampling_params, lora_request)
-        with self._turn_of_this_thread():
-            asked = [self._prepare(item, cache_salt) for item in items]
-            for lora in dict.fromkeys(item.lora_request for item in items):
-                self._register(lora, reload=False)
-            return self._generate(asked)
+        with self._encode_lock:
+            batch = [self._prepare(item, cache_salt) for item in items]
+        for lora in dict.fromkeys(item.lora_request for item in items):
+            self._register(lora, reload=False)
+        return self._thread.run(GenerateJob(batch, self._config.max_num_waiting))
 
-    @contextlib.contextmanager
-    def _turn_of_this_thread(self) -> Iterator[None]:
-        with self._lock:
-            if self._driver.is_closed:
-                raise EngineDeadError("the engine is closed")
-            yield
-
-    def _prepare(self, item: BatchItem, cache_salt: str) -> Asked:
+    def _prepare(self, item: BatchItem, cache_salt: str) -> Submission:
         if isinstance(item.prompt, str):
             text, tokens = item.prompt, self._tokenizer.encode(item.prompt)
         else:
             text, tokens = None, list(item.prompt)
-        return Asked(
+        asked = Asked(
             request_id=f"request-{next(self._ids)}",
             prompt=text,
             prompt_token_ids=check_prompt(tokens, self._model),
@@ -171,32 +165,15 @@ class Engine:
             lora_request=item.lora_request,
             cache_salt=cache_salt,
         )
+        requests = engine_requests(asked, self._ids, self._model, self._rng)
+        ids = [request.request_id for request in requests]
+        return Submission(Generation(asked, ids, self._tokenizer), requests)
 
     def _register(self, lora: LoRARequest | str | None, *, reload: bool) -> None:
         """Raise unless requests can name ``lora``; registers what is new."""
-        directory = self._driver.directory
+        directory = self._thread.driver.directory
         if isinstance(lora, str):
             directory.check_name(lora)
         elif lora is not None and (reload or not directory.has(lora)):
             path = os.path.abspath(lora.lora_path)
-            self._driver.run_operation(AddAdapter(next(self._ids), lora.lora_name, path))
-
-    def _generate(self, batch: Sequence[Asked]) -> list[RequestOutput]:
-        generations: list[Generation] = []
-        try:
-            for asked in batch:
-                requests = engine_requests(asked, self._ids, self._model, self._rng)
-                # A batch may be longer than the engine's waiting queue.
-                while not self._driver.has_room(len(requests), self._config.max_num_waiting):
-                    self._driver.turn()
-                ids = [request.request_id for request in requests]
-                generations.append(Generation(asked, ids, self._tokenizer))
-                self._driver.submit(generations[-1], requests)
-            for generation in generations:
-                while not generation.has_ended:
-                    self._driver.turn()
-                if generation.error is not None:
-                    raise generation.error
-            return [generation.output() for generation in generations]
-        finally:
-            self._driver.abort(generations)
+            self._thread.run(AdapterJob(AddAdapter(next(self._ids), lora.lora_name, path)))

@@ -1,9 +1,11 @@
-"""Drives an engine in the calling thread: submit, then turn until what is wanted has come.
+"""Drives an engine in the current thread: submit, then turn until what is wanted has come.
 
 Owns the way of updates to their generations; knows nothing of prompts or text.
 """
 
+import contextlib
 import selectors
+import socket
 from collections.abc import Iterable, Sequence
 
 from ..engine.loop import EngineAssembly, EngineHost
@@ -19,29 +21,31 @@ from ..engine.messages import (
     RequestUpdate,
     StepOutputs,
 )
-from ..errors import AdapterError, rebuild_error
 from .generation import Generation
 from .lora_directory import LoraDirectory
 
 
 class LocalDriver:
-    """One assembled engine, for one thread at a time. ``close`` leaves the assembly alone."""
+    """One assembled engine, in one thread. ``close`` leaves the assembly alone.
 
-    def __init__(self, assembly: EngineAssembly) -> None:
+    ``directory`` and ``stats`` may be read from other threads.
+    """
+
+    def __init__(self, assembly: EngineAssembly, wake: socket.socket) -> None:
+        """``wake``: non-blocking; what arrives on it ends a wait."""
         self._core = assembly.core
         self._host = EngineHost(assembly)
         self._selector = selectors.DefaultSelector()
-        for fileno in set(self._host.filenos()):
+        self._wake = wake
+        for fileno in {wake.fileno(), *self._host.filenos()}:
             self._selector.register(fileno, selectors.EVENT_READ)
         self._generations: dict[int, Generation] = {}  # by engine request
         self._ended_operations: dict[int, OperationDone] = {}
         self.directory = LoraDirectory(assembly.adapters.infos())
         self.stats = EngineStats()
-        self.is_closed = False
 
     def close(self) -> None:
         """Forget everything. Idempotent."""
-        self.is_closed = True
         self._generations.clear()
         self._selector.close()
 
@@ -67,19 +71,20 @@ class LocalDriver:
         if open_ids:
             self._host.handle(AbortRequests(tuple(open_ids)))
 
-    def run_operation(self, message: AddAdapter | RemoveAdapter) -> None:
-        """Run an adapter operation to its end. Raises its error."""
+    def begin_operation(self, message: AddAdapter | RemoveAdapter) -> None:
+        """Begin an adapter operation."""
         self._host.handle(message)
-        while message.operation_id not in self._ended_operations:
-            self.turn()
-        done = self._ended_operations.pop(message.operation_id)
-        if done.error is not None:
-            raise rebuild_error(done.error_kind, done.error, default=AdapterError)
+
+    def take_operation(self, operation_id: int) -> OperationDone | None:
+        """Return how an operation ended, once."""
+        return self._ended_operations.pop(operation_id, None)
 
     def turn(self) -> None:
         """Let the engine take one step, as soon as it can, and deliver what it says."""
         if not self._host.can_turn:
             self._selector.select()
+            with contextlib.suppress(BlockingIOError):
+                self._wake.recv(4096)
         for message in self._host.turn():
             self._take(message)
 

@@ -25,7 +25,7 @@ class LoraDirectory:
 
     def list(self) -> list[AdapterInfo]:
         """Return all, by name."""
-        return [self._infos[name] for name in sorted(self._infos)]
+        return sorted(self._infos.values(), key=lambda info: info.name)
 
     def has(self, lora: LoRARequest) -> bool:
         """Whether this very adapter (name and path) is registered and has not failed."""

@@ -1,11 +1,13 @@
 """``Engine``: batches, adapters, notebooks, threads, and what it must leave alone."""
 
 import asyncio
+import gc
 import logging
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,7 @@ def test_stop_strings_free_the_engine(engine: Engine) -> None:
         ((["ok", ""], None), "ok"),
         ((["ok", []],), "empty"),
         ((["ok", [9999]],), "id 9999"),
+        (([[97] * 4090], SamplingParams(max_tokens=None, min_tokens=7)), "min_tokens is 7"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(
@@ -137,7 +140,7 @@ def test_seeds_repeat_with_the_engine_and_differ_between_requests(tokenizer_dir:
         with Engine(model=tokenizer_dir, seed=3, factory=FACTORY) as engine:
             engine.generate(["a", "b"], params(n=2))
             engine.generate("c", params(seed=7, n=2))
-            core = engine._driver._core
+            core = engine._thread.driver._core
             assert isinstance(core, fake_engine.FakeCore)
             return core.seeds
 
@@ -172,7 +175,7 @@ def test_it_runs_inside_a_running_event_loop(engine: Engine) -> None:
     assert texts(asyncio.run(cell())) == ["in", "a notebook"]
 
 
-def test_threads_take_turns(engine: Engine) -> None:
+def test_threads_share_the_engine(engine: Engine) -> None:
     answers: dict[int, list[str]] = {}
 
     def work(index: int) -> None:
@@ -187,17 +190,66 @@ def test_threads_take_turns(engine: Engine) -> None:
     assert answers == {index: [f"{index}-{number}" for number in range(10)] for index in range(4)}
 
 
+def test_an_interrupt_withdraws_the_batch_and_leaves_the_engine_sound(engine: Engine) -> None:
+    def interrupt() -> None:
+        while engine.get_stats().num_running == 0:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["fine", fake_engine.SILENT], params())
+    killer.join()
+    assert texts(engine.generate("next", params())) == ["next"]
+    assert engine.get_stats().num_running == 0
+
+
+def test_closing_fails_what_runs(tokenizer_dir: str) -> None:
+    engine = Engine(model=tokenizer_dir, factory=FACTORY)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            engine.generate(fake_engine.SILENT, params())
+        except EngineDeadError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    while engine.get_stats().num_running == 0:
+        time.sleep(0.01)
+    engine.close()
+    waiter.join()
+    assert len(errors) == 1
+
+
+def test_a_bug_in_a_step_is_raised_and_ends_the_engine(engine: Engine) -> None:
+    with pytest.raises(EngineDeadError, match="RuntimeError: the step was told to crash"):
+        engine.generate(fake_engine.CRASH, params())
+    with pytest.raises(EngineDeadError, match="told to crash"):
+        engine.generate("more", params())
+
+
+def test_a_forgotten_engine_is_freed(tokenizer_dir: str) -> None:
+    engine = Engine(model=tokenizer_dir, factory=FACTORY)
+    engine.generate("text", params())
+    del engine
+    gc.collect()
+    assert "corun-engine" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_global_state_is_left_alone(tokenizer_dir: str) -> None:
     def state() -> tuple[object, ...]:
         root = logging.getLogger()
         handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-        return (handlers, tuple(root.handlers), root.level, threading.active_count())
+        return (handlers, tuple(root.handlers), root.level)
 
-    before = state()
+    before, threads = state(), threading.enumerate()
     with Engine(model=tokenizer_dir, factory=FACTORY) as engine:
         engine.generate("text", params())
         assert state() == before
-    assert state() == before
+    assert (state(), threading.enumerate()) == (before, threads)
 
 
 def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
