@@ -28,7 +28,7 @@ from paired import MAX_CONTROL_SPREAD, ratio_of, report
 BOUND = 1.1
 # Larger than a last-level cache. Between the LoRA products of two layers lie the weights of the
 # base model, so small adapters must not stay in the cache here either.
-FLUSH_BYTES = 256 * 2**20
+FLUSH_BYTES = 128 * 2**20
 MIXED = (8, 8, 8, 8, 8, 8, 8, 128)
 UNIFORM_RANKS = (8, 16, 24, 32, 64)
 

@@ -1,6 +1,7 @@
 """Runs the Triton LoRA kernels in a process of their own: ``interpret`` or ``compile``."""
 
 import sys
+from functools import partial
 
 import torch
 from corun.gpu.lora.triton_backend import DECODE_TILES, PREFILL_TILES, Tiles, TritonLora
@@ -19,7 +20,7 @@ def interpret() -> None:
     quick = [case for case in CASES if case.name in {"odd", "missing target", "only missing"}]
     for dtype in (torch.float32, torch.float16):
         for case in (*SMALL, *quick):
-            check_case(case, lambda table, dtype=dtype: TritonLora(table, dtype=dtype), dtype)
+            check_case(case, partial(TritonLora, dtype=dtype), dtype)
 
 
 def compile_for_hopper() -> None:

@@ -16,7 +16,7 @@ FOLDER = Path(kernels.__path__[0])
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
 @pytest.mark.parametrize(("rank", "in_features"), [(1, 16), (8, 64), (13, 37)])
 def test_pack_a_keeps_every_value_in_place(dtype: type, rank: int, in_features: int) -> None:
-    a = np.arange(1, rank * in_features + 1, dtype=dtype).reshape(rank, in_features)
+    a: np.ndarray = np.arange(1, rank * in_features + 1, dtype=dtype).reshape(rank, in_features)
     packed = layout.pack_a(a)
     unit = 8 // a.itemsize
     assert packed.nbytes % 64 == 0
@@ -29,7 +29,7 @@ def test_pack_a_keeps_every_value_in_place(dtype: type, rank: int, in_features: 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
 @pytest.mark.parametrize(("out_features", "rank"), [(16, 1), (48, 8), (37, 13)])
 def test_pack_b_keeps_every_value_in_place(dtype: type, out_features: int, rank: int) -> None:
-    b = np.arange(1, rank * out_features + 1, dtype=dtype).reshape(out_features, rank)
+    b: np.ndarray = np.arange(1, rank * out_features + 1, dtype=dtype).reshape(-1, rank)
     packed = layout.pack_b(b)
     unit = 4 // b.itemsize
     for n in range(out_features):

@@ -24,15 +24,15 @@ class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
-        self.block = nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6, bias=False)})
-        self.shared = self.block["up"]
+        self.up = nn.Linear(6, 8)
+        self.block = nn.ModuleDict({"up": self.up, "down": nn.Linear(8, 6, bias=False)})
         self.special = SpecialLinear(6, 6)
         self.lm_head = nn.Linear(6, 11, bias=False)
         self.lm_head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(ids)
-        hidden = hidden + self.block["down"](torch.relu(self.block["up"](hidden)))
+        hidden = hidden + self.block["down"](torch.relu(self.up(hidden)))
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
 
@@ -51,7 +51,7 @@ def test_wrapped_model_computes_the_same(make: MakeLinear) -> None:
     assert wrap_linears(model, StepContext(), make, None, {}) == 3
     torch.testing.assert_close(model(ids), expected)
     assert isinstance(model.lm_head, CorunLinear)
-    assert model.shared is model.block["up"]
+    assert model.up is model.block["up"]
     assert type(model.special) is SpecialLinear
     assert wrap_linears(model, StepContext(), make, None, {}) == 0
 
@@ -59,7 +59,7 @@ def test_wrapped_model_computes_the_same(make: MakeLinear) -> None:
 @torch.inference_mode()
 def test_packing_releases_the_weight_but_not_a_tied_one() -> None:
     model = Tiny().eval()
-    alive = weakref.ref(model.block["down"].weight)
+    alive = weakref.ref(model.block.get_parameter("down.weight"))
     tied = model.embed.weight
     wrap_linears(model, StepContext(), OnednnLinear, None, {})
     gc.collect()
@@ -70,9 +70,9 @@ def test_packing_releases_the_weight_but_not_a_tied_one() -> None:
 
 def test_features_and_dtype_can_still_be_read() -> None:
     model = Tiny().eval()
-    bias = model.block["up"].bias.detach().clone()
+    bias = model.up.bias.detach().clone()
     wrap_linears(model, StepContext(), OnednnLinear, None, {})
-    up = model.block["up"]
+    up = model.up
     assert (up.in_features, up.out_features) == (6, 8)
     assert up.weight.dtype == torch.float32
     assert torch.equal(up.bias, bias)
@@ -91,7 +91,7 @@ def test_deltas_of_the_pass_are_added_to_targets_only() -> None:
     base = model(ids)
     changed = Tiny().eval()
     changed.load_state_dict(model.state_dict())
-    changed.block["up"].weight += 2.0 * up_b @ up_a
+    changed.up.weight += 2.0 * up_b @ up_a
     adapted = changed(ids)
 
     context = StepContext()

@@ -4,11 +4,13 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from corun.gpu.lora.base import LoraBackend
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
@@ -18,7 +20,7 @@ from support.lora import CASES, LoraCase, check_case, make_batch
 
 TESTS = Path(__file__).parents[2]
 
-BACKENDS = {
+BACKENDS: dict[str, tuple[Callable[..., LoraBackend], torch.dtype]] = {
     "torch-float32": (TorchLora, torch.float32),
     "torch-bfloat16": (TorchLora, torch.bfloat16),
     "torch-float16": (TorchLora, torch.float16),
