@@ -3,9 +3,10 @@
 Pure. Knows nothing of tokens or of the engine.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from ..errors import RequestError
 from ..sampling import SamplingParams
@@ -59,19 +60,19 @@ def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     read: list[Prompt] = []
     for prompt in prompts:
-        if isinstance(prompt, int):
+        if isinstance(prompt, SupportsIndex):
             return [[_token_id(token_id) for token_id in prompts]]
         read.append(prompt if isinstance(prompt, str) else list(prompt))
     return read
 
 
 def _token_id(value: object) -> int:
-    if not isinstance(value, int):
+    if not isinstance(value, SupportsIndex):
         raise RequestError(
             f"the prompts mix token ids with {value!r}; give a list of prompts or one prompt",
             param="prompt",
         )
-    return value
+    return operator.index(value)
 
 
 def _one_per_prompt(name: str, values: Sequence[_Item], num_prompts: int) -> Sequence[_Item]:

@@ -7,7 +7,6 @@ for several threads at once, whose requests share the batches.
 
 import itertools
 import logging
-import os
 import random
 import threading
 import weakref
@@ -31,7 +30,7 @@ from .inputs import (
     make_config,
 )
 from .jobs import AdapterJob, GenerateJob, Submission
-from .lora_directory import check_lora_request
+from .lora_directory import adapter_path, check_lora_request
 from .outputs import LoRARequest, RequestOutput
 from .tokenizer import Tokenizer
 
@@ -175,5 +174,5 @@ class Engine:
         if isinstance(lora, str):
             directory.check_name(lora)
         elif lora is not None and (reload or not directory.has(lora)):
-            path = os.path.abspath(lora.lora_path)
+            path = adapter_path(lora)
             self._thread.run(AdapterJob(AddAdapter(next(self._ids), lora.lora_name, path)))

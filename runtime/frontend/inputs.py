@@ -48,7 +48,7 @@ def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineC
 
 def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
     """Return the prompt's tokens; raises ``RequestError`` if they cannot be computed."""
-    if not token_ids:
+    if len(token_ids) == 0:
         raise RequestError("the prompt is empty: it has no tokens", param="prompt")
     if len(token_ids) >= model.max_model_len:
         raise RequestError(

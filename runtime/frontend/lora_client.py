@@ -2,12 +2,11 @@
 
 import asyncio
 import itertools
-import os
 
 from ..engine.client import EngineClient
 from ..engine.messages import AddAdapter, OperationDone, RemoveAdapter
 from ..errors import AdapterError, EngineDeadError, rebuild_error
-from .lora_directory import LoraDirectory, check_lora_request
+from .lora_directory import LoraDirectory, adapter_path, check_lora_request
 from .outputs import LoRARequest
 
 
@@ -36,7 +35,7 @@ class LoraClient:
         lock = self._locks.setdefault(lora.lora_name, asyncio.Lock())
         async with lock:
             if reload or not self.directory.has(lora):
-                path = os.path.abspath(lora.lora_path)
+                path = adapter_path(lora)
                 await self._run(AddAdapter(next(self._operation_ids), lora.lora_name, path))
 
     async def remove(self, name: str) -> None:

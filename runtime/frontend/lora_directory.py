@@ -28,11 +28,11 @@ class LoraDirectory:
         return sorted(self._infos.values(), key=lambda info: info.name)
 
     def has(self, lora: LoRARequest) -> bool:
-        """Whether this very adapter (name and path) is registered and has not failed."""
+        """Whether this very adapter (name and path) is registered and ready."""
         info = self._infos.get(lora.lora_name)
-        if info is None or info.state == "failed":
+        if info is None or info.state != "ready":
             return False
-        return os.path.realpath(info.path) == os.path.realpath(lora.lora_path)
+        return os.path.realpath(info.path) == os.path.realpath(adapter_path(lora))
 
     def check_known(self, name: str) -> None:
         """Raise ``UnknownModelError`` unless an adapter has this name."""
@@ -47,6 +47,11 @@ class LoraDirectory:
             raise AdapterUnavailableError(
                 f"adapter {name!r} failed to load: {info.reason}", param="lora_request"
             )
+
+
+def adapter_path(lora: LoRARequest) -> str:
+    """Return the path of an adapter as the engine must hear it, from whatever directory it runs."""
+    return os.path.abspath(os.path.expanduser(lora.lora_path))
 
 
 def unknown_adapter(name: str, names: Iterable[str]) -> str:

@@ -5,10 +5,11 @@ are encoded so that an event loop never stalls. Knows nothing of requests or of 
 """
 
 import asyncio
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ..errors import ModelError, RequestError
 from .token_stream import REPLACEMENT, WindowStream
@@ -159,21 +160,30 @@ class Tokenizer:
 
 
 def check_token_ids(token_ids: Sequence[int], *, vocab_size: int) -> list[int]:
-    """Return ``token_ids`` as a list; raises ``RequestError`` unless all are in the vocabulary."""
+    """Return ``token_ids``, not empty, as a list of Python's integers.
+
+    Raises ``RequestError`` unless all are in the vocabulary.
+    """
     checked = list(token_ids)
-    for position, token_id in enumerate(checked):
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise RequestError(
-                f"token {position} of the prompt is {token_id!r}, token ids are integers",
-                param="prompt",
-            )
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"token {position} of the prompt has id {token_id}, "
-                f"the model's ids are 0 to {vocab_size - 1}",
-                param="prompt",
-            )
+    if set(map(type, checked)) != {int}:  # the loop is for what is rarely there
+        checked = [_integer(position, value) for position, value in enumerate(checked)]
+    if min(checked) < 0 or max(checked) >= vocab_size:
+        position = next(at for at, token in enumerate(checked) if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"token {position} of the prompt has id {checked[position]}, "
+            f"the model's ids are 0 to {vocab_size - 1}",
+            param="prompt",
+        )
     return checked
+
+
+def _integer(position: int, value: object) -> int:
+    """Return ``value``, an integer of whatever kind, as Python's own."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        return operator.index(value)
+    raise RequestError(
+        f"token {position} of the prompt is {value!r}, token ids are integers", param="prompt"
+    )
 
 
 def _plain_backend(hf: Any) -> Any:

@@ -97,7 +97,6 @@ def test_stop_strings_free_the_engine(engine: Engine) -> None:
         (([1, "a"],), "mix token ids with 'a'"),
         (("a", [3]), "sampling_params has 3"),
         (("a", None, [3]), "lora_request is 3"),
-        ((["ok", ""], None), "ok"),
         ((["ok", []],), "empty"),
         ((["ok", [9999]],), "id 9999"),
         (([[97] * 4090], SamplingParams(max_tokens=None, min_tokens=7)), "min_tokens is 7"),
@@ -106,12 +105,14 @@ def test_stop_strings_free_the_engine(engine: Engine) -> None:
 def test_bad_arguments_are_refused_before_anything_runs(
     engine: Engine, arguments: Any, text: str
 ) -> None:
-    if text == "ok":
-        engine.generate(*arguments[:1], params(ignore_eos=False))
-        return
     with pytest.raises(RequestError, match=text):
         engine.generate(*arguments)
     assert engine.get_stats().num_steps == 0
+
+
+def test_an_empty_text_is_a_prompt_if_special_tokens_make_it_one(engine: Engine) -> None:
+    (output,) = engine.generate("", params())
+    assert (output.prompt_token_ids, output.outputs[0].text) == ([BOS_ID], "")
 
 
 def test_adapters(engine: Engine, tmp_path: Path) -> None:

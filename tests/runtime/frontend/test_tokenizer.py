@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from corun.runtime.errors import ModelError, RequestError
 from corun.runtime.frontend.token_text import token_bytes
@@ -218,3 +219,11 @@ def test_token_bytes() -> None:
     assert token_bytes("<0xE2>") == b"\xe2"
     assert token_bytes("▁word") is None
     assert token_bytes(None) is None
+
+
+def test_token_ids_of_other_integer_types() -> None:
+    checked = check_token_ids(np.array([1, 2], dtype=np.int32), vocab_size=3)  # type: ignore[arg-type]
+    assert checked == [1, 2]
+    assert {type(token_id) for token_id in checked} == {int}
+    with pytest.raises(RequestError, match=r"token 1 of the prompt is 1\.5"):
+        check_token_ids([0, 1.5], vocab_size=3)  # type: ignore[list-item]
