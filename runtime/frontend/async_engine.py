@@ -24,13 +24,14 @@ from ..engine.messages import (
     OperationDone,
     StepOutputs,
 )
-from ..errors import EngineDeadError, OverloadedError
+from ..errors import EngineDeadError
 from ..sampling import SamplingParams
 from .generation import Generation
 from .inputs import (
     Asked,
     Prompt,
     check_prompt,
+    check_room,
     default_sampling,
     engine_requests,
     make_config,
@@ -253,25 +254,13 @@ class AsyncEngine:
         """Send one engine request per choice. Nothing is awaited: all or none are open."""
         self._check_alive()
         self._open.check_new(asked.request_id)
-        self._check_room(asked.params.n)
+        check_room(len(self._open), asked.params.n, self._client.config)
         requests = engine_requests(asked, self._engine_ids, self.get_model_info(), self._rng)
         ids = [request.request_id for request in requests]
         generation = Generation(asked, ids, self.tokenizer)
         for request in requests:
             self._client.send(request)
         return self._open.add(generation, requests), generation
-
-    def _check_room(self, num_choices: int) -> None:
-        """Refuse what cannot even wait, before the engine has to hear of it."""
-        config = self._client.config
-        limit = config.max_num_seqs + config.max_num_waiting
-        num_open = len(self._open)
-        if num_open + num_choices > limit:
-            raise OverloadedError(
-                f"{num_open} requests are open and {num_choices} more would exceed {limit}: "
-                f"{config.max_num_seqs} running (--max-num-seqs) "
-                f"and {config.max_num_waiting} waiting (--max-num-waiting)"
-            )
 
     def _retire(self, generation: Generation) -> None:
         """Forget a request; abort what the engine still computes for it."""

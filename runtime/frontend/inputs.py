@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config.engine import EngineConfig
 from ..engine.messages import AddRequest, ModelInfo
-from ..errors import RequestError
+from ..errors import OverloadedError, RequestError
 from ..sampling import SamplingParams
 from .outputs import LoRARequest
 from .tokenizer import check_token_ids
@@ -58,6 +58,17 @@ def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
             param="prompt",
         )
     return check_token_ids(token_ids, vocab_size=model.vocab_size)
+
+
+def check_room(num_open: int, num_new: int, config: EngineConfig) -> None:
+    """Raise ``OverloadedError`` for what cannot even wait, before the engine has to hear of it."""
+    limit = config.max_num_seqs + config.max_num_waiting
+    if num_open + num_new > limit:
+        raise OverloadedError(
+            f"{num_open} requests are open and {num_new} more would exceed {limit}: "
+            f"{config.max_num_seqs} running (--max-num-seqs) "
+            f"and {config.max_num_waiting} waiting (--max-num-waiting)"
+        )
 
 
 def default_sampling(model: ModelInfo) -> SamplingParams:
