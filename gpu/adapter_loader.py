@@ -1,7 +1,6 @@
 """Brings adapters to the device off the step: one thread that reads, checks and packs."""
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -30,11 +29,12 @@ class LoadedAdapter:
 class AdapterLoader:
     """Runs loads one after the other, in the order asked for."""
 
-    def __init__(self, load: LoadAdapter) -> None:
+    def __init__(self, load: LoadAdapter, notify: Callable[[], None]) -> None:
+        """``notify`` is called in the loading thread after each load that has ended."""
         self._load = load
+        self._notify = notify
         self._jobs: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[LoadedAdapter] = queue.SimpleQueue()
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True)
         self._thread.start()
@@ -45,18 +45,10 @@ class AdapterLoader:
 
     def take_done(self) -> list[LoadedAdapter]:
         """Return the loads that have ended since the last call."""
-        try:
-            os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            return []
         done = []
         while not self._done.empty():
             done.append(self._done.get())
         return done
-
-    def fileno(self) -> int:
-        """Readable while ``take_done`` would return something."""
-        return self._event_fd
 
     def close(self) -> None:
         """Finish the load that is running, drop the others, stop the thread. Idempotent."""
@@ -65,14 +57,13 @@ class AdapterLoader:
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
-        os.close(self._event_fd)
 
     def _run(self) -> None:
         while (transfer := self._jobs.get()) is not None:
             if self._closed:
                 continue
             self._done.put(self._run_one(transfer))
-            os.eventfd_write(self._event_fd, 1)
+            self._notify()
 
     def _run_one(self, transfer: Transfer) -> LoadedAdapter:
         try:

@@ -1,6 +1,7 @@
 """Runs step plans on the device: lowers them, runs the model, samples, moves adapters."""
 
 import logging
+import os
 import select
 from collections import deque
 from collections.abc import Sequence
@@ -54,7 +55,9 @@ class DeviceExecutor:
         self._requests = RequestTable(max_model_len, runner.block_size)
         self._resident: dict[AdapterId, _Resident] = {}
         self._results: deque[StepResult | TransferResult] = deque()
-        self._loader = AdapterLoader(load_adapter)
+        # Counts what poll has not taken yet; readable while that is more than nothing.
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loader = AdapterLoader(load_adapter, self._notify)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
         self._closed = False
 
@@ -72,19 +75,24 @@ class DeviceExecutor:
         for batch in plan.sub_batches:
             rows.extend(self._run_batch(batch))
         self._results.append(StepResult(plan.step_id, tuple(rows)))
+        self._notify()
 
     def poll(self, timeout_s: float = 0.0) -> list[StepResult | TransferResult]:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
-            select.select([self._loader], [], [], timeout_s)
+            select.select([self._event_fd], [], [], timeout_s)
+        try:
+            os.eventfd_read(self._event_fd)
+        except BlockingIOError:
+            return []
         self._take_loaded()
         results = list(self._results)
         self._results.clear()
         return results
 
     def fileno(self) -> int:
-        """Readable while a load has ended; steps end inside ``submit``."""
-        return self._loader.fileno()
+        """Readable while ``poll`` would return something."""
+        return self._event_fd
 
     def close(self) -> None:
         """Stop loading and free the model's pool. Idempotent."""
@@ -92,8 +100,12 @@ class DeviceExecutor:
             return
         self._closed = True
         self._loader.close()
+        os.close(self._event_fd)
         self._resident.clear()
         self._runner.close()
+
+    def _notify(self) -> None:
+        os.eventfd_write(self._event_fd, 1)
 
     def _run_batch(self, batch: SubBatch) -> list[RowResult]:
         """Compute one sub-batch; an exception fails its rows and no others."""

@@ -159,6 +159,15 @@ def test_a_row_computed_again_replaces_its_token(device: Device) -> None:
     assert device.run(rows((1, 2, 1, True)))[0].rows == second.rows
 
 
+def test_is_readable_while_there_are_results(device: Device) -> None:
+    assert not select.select([device.executor], [], [], 0)[0]
+    device.submit(forget_requests=(RequestId(9),))
+    assert select.select([device.executor], [], [], 0)[0]
+    assert len(device.executor.poll()) == 1
+    assert not select.select([device.executor], [], [], 0)[0]
+    assert device.executor.poll() == []
+
+
 def test_a_plan_without_rows_has_a_result(device: Device) -> None:
     assert device.run(forget_requests=(RequestId(9),)) == [StepResult(StepId(1), ())]
 
