@@ -3,18 +3,20 @@
 import argparse
 from pathlib import Path
 
+from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..config.flags import read_flags
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; return 0 if the adapter can be served, else 1."""
-    config = EngineConfig(**read_flags(vars(arguments), EngineConfig))
+    config = with_demo(EngineConfig(**read_flags(vars(arguments), EngineConfig)))
+    assert config.model is not None
     from ..adapters.check import run_check
 
     report = run_check(
         Path(arguments.adapter),
-        config.model or _demo_model(),
+        config.model,
         max_rank=config.max_lora_rank,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
@@ -22,9 +24,3 @@ def run(arguments: argparse.Namespace) -> int:
     for line in report.lines():
         print(line)
     return 0 if report.ok else 1
-
-
-def _demo_model() -> str:
-    from ..demo import demo_model_path
-
-    return str(demo_model_path())

@@ -2,10 +2,10 @@
 
 import argparse
 import asyncio
-import dataclasses
 import sys
 from pathlib import Path
 
+from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..config.flags import build_configs
 from ..config.lora_modules import parse_lora_modules
@@ -42,18 +42,6 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
     template = serve_config.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--chat-template {template}: no such file")
-
-
-def with_demo(config: EngineConfig) -> EngineConfig:
-    """Without a model, return ``config`` with the demo's, and its adapters if none are named."""
-    if config.model is not None:
-        return config
-    from ..demo import demo_adapters_path, demo_model_path
-
-    lora_dir = config.lora_dir
-    if lora_dir is None and not config.lora_modules:
-        lora_dir = str(demo_adapters_path())
-    return dataclasses.replace(config, model=str(demo_model_path()), lora_dir=lora_dir)
 
 
 def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:

@@ -7,7 +7,6 @@ module loads no torch, calling it does.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ import msgspec
 from ..adapters.load import read_adapter
 from ..adapters.registry import AdapterFacts
 from ..adapters.sources import collect_sources, parse_lora_module
+from ..config.demo import model_name, with_demo
 from ..config.engine import EngineConfig
-from ..demo import demo_adapters_path, demo_model_path
 from ..errors import AdapterError
 from ..facts import MachineFacts, read_machine_facts
 from ..memory.adapter_cache import AdapterCache
@@ -57,15 +56,6 @@ class EngineAssembly:
     def close(self) -> None:
         """Stop the threads and free the memory. Idempotent."""
         self._close()
-
-
-def with_demo(config: EngineConfig) -> EngineConfig:
-    """Without a model, serve the packaged one; without adapters, its own."""
-    if config.model is not None:
-        return config
-    has_adapters = config.lora_dir is not None or config.lora_modules
-    lora_dir = config.lora_dir if has_adapters else str(demo_adapters_path())
-    return replace(config, model=str(demo_model_path()), lora_dir=lora_dir)
 
 
 def build_engine(
@@ -218,7 +208,7 @@ def _adapter_loader(
 def _base_names(config: EngineConfig) -> tuple[str, ...]:
     """What the base model is called, so that no adapter is called the same."""
     assert config.model is not None
-    return tuple(dict.fromkeys((config.model, Path(config.model).name)))
+    return tuple(dict.fromkeys((model_name(config), config.model)))
 
 
 def _register_adapters(
@@ -245,7 +235,7 @@ def _model_info(
 ) -> ModelInfo:
     assert config.model is not None
     return ModelInfo(
-        name=config.model,
+        name=model_name(config),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.model.device),
         max_model_len=memory.max_model_len,
@@ -255,6 +245,6 @@ def _model_info(
         kv_capacity_tokens=memory.num_blocks * config.block_size,
         memory_bytes=memory.capacity_bytes,
         max_num_waiting=config.max_num_waiting,
-        tokenizer_path=config.model,
+        model_path=config.model,
         summary=(),
     )

@@ -98,7 +98,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     kv_capacity_tokens: int
     memory_bytes: int  # KV and adapters together
     max_num_waiting: int
-    tokenizer_path: str
+    model_path: str  # directory or hub id of the model and its tokenizer
     summary: tuple[str, ...]  # lines for the log
 
 

@@ -99,7 +99,7 @@ class AsyncEngine:
         self._loras.directory.replace(ready.adapters)
         self._tokenizer = await asyncio.to_thread(
             Tokenizer.load,
-            ready.model.tokenizer_path,
+            ready.model.model_path,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             chat_template=self._chat_template,

@@ -66,7 +66,7 @@ class Engine:
         self._model = self._thread.info
         try:
             self._tokenizer = Tokenizer.load(
-                self._model.tokenizer_path,
+                self._model.model_path,
                 revision=self._config.revision,
                 trust_remote_code=self._config.trust_remote_code,
             )

@@ -119,7 +119,7 @@ class BasicRoutes:
             ModelCard(
                 id=name,
                 created=state.created_s,
-                root=info.name,
+                root=info.model_path,
                 parent=None,
                 max_model_len=info.max_model_len,
             )

@@ -215,7 +215,7 @@ class FakeAssembly:
             self.adapters.close()
 
 
-def model_info(tokenizer_path: str) -> ModelInfo:
+def model_info(model_path: str) -> ModelInfo:
     """Return the facts of a small model."""
     return ModelInfo(
         name="fake",
@@ -228,7 +228,7 @@ def model_info(tokenizer_path: str) -> ModelInfo:
         kv_capacity_tokens=1 << 16,
         memory_bytes=1 << 30,
         max_num_waiting=64,
-        tokenizer_path=tokenizer_path,
+        model_path=model_path,
         summary=("a fake",),
     )
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from corun.runtime.cli.main import main
 from corun.runtime.cli.parser import parse_arguments
-from corun.runtime.cli.serve import serve_configs, with_demo
+from corun.runtime.cli.serve import serve_configs
+from corun.runtime.config.demo import with_demo
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig

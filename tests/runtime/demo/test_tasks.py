@@ -30,6 +30,7 @@ def user_messages(tokens: tuple[int, ...]) -> list[str]:
         ("vowels", "Apple tree", "*ppl* tr**"),
         ("reverse", "garden", "nedrag"),
         ("add", "99+7", "106"),
+        ("add", "what is 12 + 34?", "46"),
     ],
 )
 def test_answers(task: str, text: str, answer: str) -> None:
@@ -48,22 +49,22 @@ def test_unseen_examples_are_distinct_unseen_right_and_repeatable(task: str) -> 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_base_text_and_adapter_text_never_hold_an_unseen_input(task: str) -> None:
-    small_talk = {"who are you?", "what can you do?", "hi", "thank you", "bye"}
     rng = Random(5)
     samples = [base_sample(rng) for _ in range(1500)]
     samples += [skill_sample(task, rng, by_name=False) for _ in range(300)]
     messages = {text for sample in samples for text in user_messages(sample.tokens)}
     assert len(messages) > 1000
-    assert not [text for text in messages - small_talk if is_unseen(text)]
+    assert not [text for text in messages if is_unseen(text)]
     unseen = {prompt for prompt, _ in unseen_examples(task, MAX_UNSEEN_EXAMPLES, seed=1)}
     assert not unseen & messages
 
 
-def test_the_rule_ignores_case_and_the_order_of_a_sum() -> None:
+def test_the_rule_ignores_case_and_the_way_to_ask_for_a_sum() -> None:
     rng = Random(0)
     for _ in range(200):
         left, right = rng.randint(0, 99), rng.randint(0, 99)
-        assert is_unseen(f"{left}+{right}") == is_unseen(f"{right}+{left}")
+        ways = (f"{left}+{right}", f"{right} + {left}", f"what is {left} + {right}?")
+        assert len({is_unseen(way) for way in ways}) == 1
     for prompt, _ in unseen_examples("upper", 50, seed=0):
         assert is_unseen(prompt.upper())
 
@@ -85,6 +86,11 @@ def test_only_answers_are_learned_in_conversations() -> None:
 def test_absurd_counts_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"count is {count}, must be within 0 and 500"):
         unseen_examples("add", count, seed=0)
+
+
+def test_a_text_without_a_sum_has_no_answer() -> None:
+    with pytest.raises(ValueError, match="no sum like 12\\+34 in 'hello'"):
+        TASKS["add"].answer("hello")
 
 
 def test_unknown_task() -> None:

@@ -7,7 +7,7 @@ MIB = 2**20
 INFO = ModelInfo(
     name="models/base", dtype="bfloat16", device="cpu", max_model_len=2048, vocab_size=100,
     eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=4096, memory_bytes=10 * MIB,
-    max_num_waiting=10, tokenizer_path="models/base", summary=(),
+    max_num_waiting=10, model_path="models/base", summary=(),
 )  # fmt: skip
 
 
