@@ -68,10 +68,12 @@ def _measure(
     num_blocks = metadata.block_tables.numel()
     block_elements = layer.kv_heads * _BLOCK_SIZE * layer.head_dim
     layer_bytes = num_blocks * 2 * block_elements * dtype.itemsize
-    num_layers = max(2, -(-_MIN_POOL_BYTES // layer_bytes))
+    num_layers = max(12, -(-_MIN_POOL_BYTES // layer_bytes))
     # One slab [blocks, layers, key and value, ...], as the KV pool lays its layers out.
-    slab = torch.zeros(
+    # Filled, because untouched zeros would all be one page of physical memory.
+    slab = torch.full(
         (num_blocks, num_layers, 2, layer.kv_heads, _BLOCK_SIZE, layer.head_dim),
+        0.5,
         dtype=dtype,
         device=device,
     )

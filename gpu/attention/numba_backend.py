@@ -126,9 +126,10 @@ class NumbaAttention:
         params: AttentionParams,
     ) -> None:
         num_shares = numba.get_num_threads()
-        share_bytes = scratch_bytes(shape.group, shape.key_dim, shape.value_dim)
-        if self._scratch.size < num_shares * share_bytes:
-            self._scratch = np.empty(num_shares * share_bytes, np.uint8)
+        head_bytes = scratch_bytes(shape.group, shape.key_dim, shape.value_dim)
+        needed_bytes = num_shares * shape.kv_heads * head_bytes
+        if self._scratch.size < needed_bytes:
+            self._scratch = np.empty(needed_bytes, np.uint8)
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         rules = Rules(
             params.scaling,
@@ -146,7 +147,7 @@ class NumbaAttention:
             shape,
             rules,
             self._scratch.ctypes.data,
-            share_bytes,
+            head_bytes,
             FLOAT32 if query.dtype == torch.float32 else BFLOAT16,
         )
 

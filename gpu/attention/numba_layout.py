@@ -67,7 +67,7 @@ class Rules(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Addresses of one share's float32 working memory, rows by head of the group."""
+    """Addresses of one KV head's float32 working memory, rows by head of its group."""
 
     queries: int  # [group, key_dim], scaled; key_dim padded with zeros to whole tiles
     sums: int  # [group, value_dim], weighted values; value_dim padded to whole tiles
@@ -82,6 +82,6 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def scratch_bytes(group: int, key_dim: int, value_dim: int) -> int:
-    """Bytes of scratch memory that one share of ``attend`` needs, in whole cache lines."""
+    """Bytes of scratch memory that ``attend`` needs for one KV head, in whole cache lines."""
     row = round_up(key_dim, TILE) + round_up(value_dim, TILE) + 2 * TILE + 1
     return round_up(round_up(group, 4) * row * FLOAT_BYTES, CACHE_LINE_BYTES)
