@@ -1,4 +1,4 @@
-"""Builders of attention problems and a float64 oracle that loops over rows and heads."""
+"""Builders of attention problems and a float64 oracle that loops over tokens."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -161,28 +161,32 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
         past = context - query_len
         keys = normal(past, problem.kv_heads, problem.key_dim)
         values = normal(past, problem.kv_heads, problem.value_dim)
-        for position in range(past):
-            block = int(metadata.block_tables[row, position // problem.block_size])
-            offset = position % problem.block_size
-            call.key_blocks[block, :, offset] = keys[position]
-            call.value_blocks[block, :, offset] = values[position]
+        positions = torch.arange(past)
+        blocks = metadata.block_tables[row, positions // problem.block_size].long()
+        offsets = positions % problem.block_size
+        call.key_blocks[blocks, :, offsets] = keys
+        call.value_blocks[blocks, :, offsets] = values
         call.row_keys.append(torch.cat((keys, call.key[start:end])))
         call.row_values.append(torch.cat((values, call.value[start:end])))
     return call
 
 
-def _attend_one(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, params: AttentionParams, head: int
+def _attend_token(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, params: AttentionParams
 ) -> np.ndarray:
-    """One query [dim] over the keys that it may see, in float64."""
-    scores = keys @ query * params.scaling
+    """Queries [heads, dim] of one token over keys [positions, heads, dim], in float64."""
+    scores = np.einsum("hd,phd->hp", query, keys) * params.scaling
     if params.softcap is not None:
         scores = params.softcap * np.tanh(scores / params.softcap)
-    sink = None if params.sinks is None else float(params.sinks[head])
-    peak = scores.max() if sink is None else max(scores.max(), sink)
-    weights = np.exp(scores - peak)
-    total = weights.sum() + (0.0 if sink is None else np.exp(sink - peak))
-    attended: np.ndarray = weights @ values / total
+    peaks = scores.max(1)
+    if params.sinks is not None:
+        sinks = params.sinks.double().numpy()
+        peaks = np.maximum(peaks, sinks)
+    weights = np.exp(scores - peaks[:, None])
+    totals = weights.sum(1)
+    if params.sinks is not None:
+        totals += np.exp(sinks - peaks)
+    attended: np.ndarray = np.einsum("hp,phd->hd", weights, values) / totals[:, None]
     return attended
 
 
@@ -190,22 +194,19 @@ def dense_oracle(call: Call) -> torch.Tensor:
     """What ``forward`` must return, in float64: [tokens, heads, value_dim]."""
     tokens, heads, _ = call.query.shape
     kv_heads, value_dim = call.value.shape[1:]
+    shared = np.arange(heads) * kv_heads // heads
+    queries = call.query.double().numpy()
     expected = np.empty((tokens, heads, value_dim))
     for row, context in enumerate(call.metadata.context_lens_host):
         start, end = call.metadata.query_starts_host[row : row + 2]
-        keys = call.row_keys[row].double().numpy()
-        values = call.row_values[row].double().numpy()
+        keys = call.row_keys[row].double().numpy()[:, shared]
+        values = call.row_values[row].double().numpy()[:, shared]
         for token in range(start, end):
             last = context - end + token
             window = call.params.sliding_window
             first = 0 if window is None else max(0, last + 1 - window)
-            for head in range(heads):
-                shared = head * kv_heads // heads
-                expected[token, head] = _attend_one(
-                    call.query[token, head].double().numpy(),
-                    keys[first : last + 1, shared],
-                    values[first : last + 1, shared],
-                    call.params,
-                    head,
-                )
+            visible = slice(first, last + 1)
+            expected[token] = _attend_token(
+                queries[token], keys[visible], values[visible], call.params
+            )
     return torch.from_numpy(expected)

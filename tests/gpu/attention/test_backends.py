@@ -26,10 +26,8 @@ BACKENDS = [(name, dtype) for name, dtypes in DTYPES.items() for dtype in dtypes
 
 # name -> (query lengths, context lengths); the block size is 16 unless a problem says otherwise
 ROWS = {
-    "decode": ((1, 1, 1, 1), (1, 16, 17, 61)),
-    "decode-at-block-boundary": ((1, 1, 1), (15, 32, 33)),
-    "prefill": ((7, 33), (7, 33)),
-    "prefill-one-row": ((16,), (16,)),
+    "decode": ((1, 1, 1, 1, 1, 1), (1, 15, 16, 17, 32, 61)),
+    "prefill": ((7, 33, 16), (7, 33, 16)),
     "chunk": ((9, 5, 16), (40, 6, 48)),
     "mixed": ((1, 20, 1, 2), (17, 50, 1, 16)),
 }
