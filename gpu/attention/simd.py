@@ -213,14 +213,18 @@ def keep_first(builder: ir.IRBuilder, x: Any, count: Any) -> Any:
 
 @_declare(types.void, address=types.int64)
 def prefetch(builder: ir.IRBuilder, address: Any) -> None:
-    """Ask for the cache line at ``address``; any address is allowed."""
+    """Ask for the cache line at ``address`` to be brought into the second-level cache.
+
+    The first level takes few requests at a time and stalls the kernel that asks for whole blocks.
+    Any address is allowed.
+    """
     byte_pointer = ir.IntType(8).as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [byte_pointer] + [vir.I32] * 3)
     name = "llvm.prefetch.p0"
     function = cgutils.get_or_insert_function(builder.module, signature, name)
     pointer = builder.inttoptr(address, byte_pointer)
-    read, keep, data = vir.I32(0), vir.I32(3), vir.I32(1)
-    builder.call(function, [pointer, read, keep, data])
+    read, second_level, data = vir.I32(0), vir.I32(2), vir.I32(1)
+    builder.call(function, [pointer, read, second_level, data])
 
 
 def _declare_scores(num_heads: int) -> Any:
