@@ -49,7 +49,7 @@ def ratio_of(values: Sequence[float]) -> Ratio:
 
 def _binomial_tail(n: int, k: int) -> float:
     """P(at most k of n fair coins)."""
-    return sum(math.comb(n, i) for i in range(k + 1)) / 2**n
+    return sum(math.comb(n, i) for i in range(k + 1)) / float(2**n)
 
 
 def compare(

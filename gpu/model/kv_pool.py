@@ -113,7 +113,7 @@ class KvPool:
     def _view(self, blocks: torch.Tensor, offset: int, num_heads: int, dim: int) -> torch.Tensor:
         num_bytes = num_heads * self.layout.block_size * dim * self.layout.dtype.itemsize
         part = blocks[:, offset : offset + num_bytes].view(self.layout.dtype)
-        return part.unflatten(1, (num_heads, self.layout.block_size, dim))
+        return part.view(-1, num_heads, self.layout.block_size, dim)
 
 
 def _align(position: int) -> int:

@@ -7,7 +7,7 @@ has to be recomputed from its first token; the scheduler is told the length at w
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,10 @@ def rope_recompute_length(model: nn.Module) -> int | None:
 
 def rope_max_length(model: nn.Module) -> int | None:
     """Longest context for which ``dynamic`` rotary embeddings keep their frequencies."""
-    limits = {int(module.original_max_seq_len) for _, module in _rotary_modules(model, "dynamic")}
+    limits = {
+        int(cast(int, module.original_max_seq_len))
+        for _, module in _rotary_modules(model, "dynamic")
+    }
     return min(limits) if limits else None
 
 

@@ -159,6 +159,4 @@ class OperationDone(Message, frozen=True):
     error_kind: str | None = None
 
 
-FromEngine = (
-    StartupProgress | StartupFailed | Ready | StepOutputs | AdaptersChanged | OperationDone
-)
+FromEngine = StartupProgress | StartupFailed | Ready | StepOutputs | AdaptersChanged | OperationDone

@@ -256,7 +256,9 @@ def test_requests_are_forgotten_and_slots_reused(device: Device) -> None:
         assert result.rows[0].outcome is Outcome.TOKENS
 
 
-def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(device: Device) -> None:
+def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device.run(
         rows((1, 0, 8, True), (2, 0, 4, True)),
         new_requests=(new(1, (5,) * 8), new(2, (6,) * 4)),
@@ -265,10 +267,8 @@ def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(device: Device)
     key, _ = device.runner.pool.layer(0)
     assert all(bool(key[block].any()) for block in (0, 1, 2))
     released: list[int] = []
-    pool_release = device.runner.pool.release
-    device.runner.pool.release = released.extend  # type: ignore[method-assign]
+    monkeypatch.setattr(device.runner.pool, "release", released.extend)
     device.submit(forget_requests=(RequestId(1),), transfers=(load(1),))
-    device.runner.pool.release = pool_release  # type: ignore[method-assign]
     assert released == [0, 1]
     wait_transfer(device)
 

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def test_error_is_that_of_the_dtype(architecture: str, backends: str, tmp_path: 
     names = [[None, *case.adapters][i % 5] for i in range(NUM_REQUESTS)]
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(4, 40))] for _ in names]
     loras = [n and LoRARequest(n, 1, str(case.adapters[n])) for n in names]
-    forced = {} if backends == "auto" else {
+    forced: dict[str, Any] = {} if backends == "auto" else {
         "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
     }  # fmt: skip
     with Engine(
@@ -36,6 +37,7 @@ def test_error_is_that_of_the_dtype(architecture: str, backends: str, tmp_path: 
         first = len(output.prompt_token_ids)
         truth = case.truth(name, tokens, first, torch.float32)
         half = case.truth(name, tokens, first, torch.bfloat16)
+        assert choice.logprobs is not None
         for position, candidates in enumerate(choice.logprobs):
             ids = list(candidates)
             logprobs = torch.tensor([candidates[i].logprob for i in ids])

@@ -70,7 +70,7 @@ def kv_block_bytes(case: ParityCase) -> int:
     config = AutoConfig.from_pretrained(case.directory)
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     num_layers, keys_and_values, num_tokens, dim, itemsize = 2, 2, 4, 16, 4
-    return num_layers * keys_and_values * num_kv_heads * num_tokens * dim * itemsize
+    return int(num_layers * keys_and_values * num_kv_heads * num_tokens * dim * itemsize)
 
 
 @pytest.fixture(autouse=True)

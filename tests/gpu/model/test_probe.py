@@ -79,7 +79,7 @@ def test_refuses(model_type: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=reason) as refusal:
         probe(tmp_path)
-    assert model_type.split("_")[0] in str(refusal.value)
+    assert model_type.split("_", maxsplit=1)[0] in str(refusal.value)
 
 
 def test_the_comparison_sees_a_window_that_is_ignored(
@@ -105,7 +105,7 @@ def test_an_unknown_attention_argument_is_refused(tmp_path: Path) -> None:
     hook = PagedAttentionHook(context)
     attend = AttentionInterface._global_mapping[hook.name]
     module = torch.nn.Module()
-    module.layer_idx = 0
+    setattr(module, "layer_idx", 0)  # noqa: B010 -- a plain attribute, not a parameter
     part = torch.zeros(1, 1, 2, 4)
     with hook.recording():
         attend(module, part, part, part, None, scaling=1.0, alibi=None)

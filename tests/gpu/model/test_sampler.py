@@ -14,7 +14,9 @@ from corun.runtime.sampling import SamplingParams
 EOS = 2
 
 
-def make_state(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any):
+def make_state(
+    prompt: list[int] | None = None, output: list[int] | None = None, **params: Any
+) -> RequestState:
     sampling = SamplingParams(max_tokens=64, **params)
     request = NewRequest(RequestId(1), tuple(prompt or [5, 6, 7]), sampling, BASE_ADAPTER)
     state = RequestState(request, 0, 1000)
