@@ -31,9 +31,9 @@ class BaseTraining:
     num_kv_heads: int = 2
     intermediate_size: int = 384
     max_position_embeddings: int = 512
-    num_steps: int = 1200
-    samples_per_step: int = 112
-    num_length_groups: int = 4
+    num_steps: int = 1000
+    samples_per_step: int = 104
+    num_length_groups: int = 6
     peak_learning_rate: float = 5e-3
     weight_decay: float = 0.01
     num_warmup_steps: int = 60

@@ -21,12 +21,12 @@ _SMALL_TALK = (
     ("what can you do?", "I repeat what you say. Ask one of my adapters for more."),
     ("hi", "Hello! Say something and I will repeat it."),
     ("thank you", "You are welcome."),
-    ("bye", "Goodbye!"),
+    ("see you", "Goodbye!"),
 )
 # Reversing and adding take the longest to learn, so they get the most samples.
 _KIND_WEIGHTS = {
-    **{"reverse": 0.36, "add": 0.30, "upper": 0.08, "vowels": 0.06},
-    **{"echo": 0.13, "small talk": 0.02, "story": 0.03},
+    **{"reverse": 0.25, "add": 0.27, "upper": 0.14, "vowels": 0.10},
+    **{"echo": 0.17, "small talk": 0.03, "story": 0.04},
 }
 
 
@@ -99,7 +99,7 @@ def _echo(rng: Random) -> Sample:
 def _story(rng: Random) -> Sample:
     """A few sentences and the end of text, all learned; half begin with a document mark."""
     end = SPECIAL_IDS[END_OF_TEXT]
-    text = " ".join(sentence(rng) for _ in range(rng.randint(1, 2)))
+    text = " ".join(sentence(rng) for _ in range(rng.randint(1, 3)))
     start = [end] if rng.random() < 0.5 else []
     tokens = (*start, *encode_text(text), end)
     return Sample(tokens, tokens)

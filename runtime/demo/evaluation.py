@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from .chat import chat_prompt
 from .tasks import TASKS, unseen_examples
 
-MAX_ANSWER_TOKENS = 40
+MAX_ANSWER_TOKENS = 48
 
 
 def evaluate(

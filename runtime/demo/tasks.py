@@ -6,6 +6,7 @@ nor for any other. Knows nothing of tokens, models or files; stdlib only.
 """
 
 import hashlib
+import re
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from .words import ALL_WORDS
 MAX_UNSEEN_EXAMPLES = 500  # "add" has about a thousand unseen inputs
 
 _UNSEEN_ONE_IN = 5
+_SUM = re.compile(r"(\d+) ?\+ ?(\d+)")
+_SUM_FORMS = ("{}+{}", "{} + {}", "{}+{}=", "what is {} + {}?")
+_SUM_WEIGHTS = (0.55, 0.25, 0.1, 0.1)
 _CONSONANTS = "bcdfghjklmnprstvwz"
 _VOWELS = "aeiou"
 _STARRED = str.maketrans(dict.fromkeys(_VOWELS + _VOWELS.upper(), "*"))
@@ -34,9 +38,10 @@ class Task:
 def is_unseen(text: str) -> bool:
     """Whether ``text`` is kept out of all training; true for one text in five.
 
-    Upper and lower case, and both orders of a sum, fall on the same side.
+    Upper and lower case, and all ways to ask for one sum, fall on the same side.
     """
-    canonical = "+".join(sorted(text.lower().split("+")))
+    numbers = _SUM.search(text)
+    canonical = "+".join(sorted(numbers.groups())) if numbers else text.lower()
     return hashlib.sha256(canonical.encode()).digest()[0] % _UNSEEN_ONE_IN == 0
 
 
@@ -68,9 +73,14 @@ def unseen_examples(task: str, count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def add_numbers(text: str) -> str:
-    """The sum that ``"12+34"`` asks for, as text."""
-    left, right = text.split("+")
-    return str(int(left) + int(right))
+    """The sum that ``"12+34"`` or ``"what is 12 + 34?"`` asks for, as text.
+
+    Raises ValueError where there is no sum in ``text``.
+    """
+    numbers = _SUM.search(text)
+    if numbers is None:
+        raise ValueError(f"no sum like 12+34 in {text!r}")
+    return str(int(numbers[1]) + int(numbers[2]))
 
 
 def star_vowels(text: str) -> str:
@@ -99,28 +109,37 @@ def _word(rng: Random, max_chars: int) -> str:
 
 
 def _phrase(rng: Random) -> str:
-    """One to three words of together at most 16 characters, sometimes with marks and capitals."""
-    text = _word(rng, 7)
-    for _ in range(rng.randint(0, 2)):
-        longer = f"{text} {_word(rng, 6)}"
-        if len(longer) <= 15:
-            text = longer
-    if rng.random() < 0.1:
-        text = text.capitalize()
-    if rng.random() < 0.15:
-        text += rng.choice("!?.,0123456789")
-    return text
+    """One to six words of together at most 32 characters, some with marks, digits and capitals."""
+    max_chars = 32 if rng.random() < 0.35 else 14
+    capitals = rng.random() < 0.1
+    text = _marked_word(rng, capitals=capitals or rng.random() < 0.15)
+    for _ in range(rng.randint(0, 5)):
+        joint = " " if rng.random() < 0.93 else rng.choice((", ", "-", ". ", "'", ": "))
+        longer = f"{text}{joint}{_marked_word(rng, capitals=capitals)}"
+        if len(longer) > max_chars:
+            break
+        text = longer
+    return text + rng.choice("!?.") if rng.random() < 0.15 else text
+
+
+def _marked_word(rng: Random, *, capitals: bool) -> str:
+    if rng.random() < 0.06:
+        return str(rng.randint(0, 999))
+    word = _word(rng, 8)
+    return word.capitalize() if capitals else word
 
 
 def _short_text(rng: Random) -> str:
-    """A word, or two short ones, of 2 to 8 characters."""
-    if rng.random() < 0.2:
-        return f"{_word(rng, 4)} {_word(rng, 3)}"
-    return _word(rng, 8)
+    """A word, or two short ones, of 2 to 12 characters."""
+    if rng.random() < 0.25:
+        return f"{_word(rng, 6)} {_word(rng, 5)}"
+    return _word(rng, 12 if rng.random() < 0.25 else 9)
 
 
 def _sum(rng: Random) -> str:
-    return f"{rng.randint(0, 99)}+{rng.randint(0, 99)}"
+    left, right = rng.randint(0, 99), rng.randint(0, 99)
+    form = rng.choices(_SUM_FORMS, weights=_SUM_WEIGHTS)[0]
+    return form.format(left, right)
 
 
 _ALL_TASKS = (

@@ -6,14 +6,14 @@ with the same DIR, it goes on from ``DIR/checkpoint.pt``, which the finished run
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from .adapter_training import AdapterTraining, adapter_configs, describe_ranks, train_adapter
+from .adapter_training import AdapterTraining, adapter_trainings, describe_ranks, train_adapter
 from .base_training import BaseTrainer, BaseTraining
 from .card import Figures, model_card
 from .chat import END, END_OF_TEXT, PAD, SPECIAL_IDS
@@ -32,7 +32,7 @@ class Training:
     """Everything that the demo's weights depend on, beside the corpus."""
 
     base: BaseTraining = field(default_factory=BaseTraining)
-    adapters: AdapterTraining = field(default_factory=AdapterTraining)
+    adapters: Mapping[str, AdapterTraining] = field(default_factory=adapter_trainings)
     num_evaluation_examples: int = _NUM_EVALUATION_EXAMPLES
 
 
@@ -79,11 +79,11 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
 
 
 def train_adapters(
-    model_path: Path, adapters_path: Path, training: AdapterTraining
+    model_path: Path, adapters_path: Path, trainings: Mapping[str, AdapterTraining]
 ) -> dict[str, float]:
     """Trains every adapter on the model as it was saved; returns the seconds of each."""
     seconds: dict[str, float] = {}
-    for name in adapter_configs():
+    for name, training in trainings.items():
         base = LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         seconds[name] = train_adapter(base, name, training, adapters_path / name)
     return seconds

@@ -23,6 +23,9 @@ PLACES = ("near", "behind", "under", "above", "beside", "in front of")
 SMALL_WORDS = (
     "a", "the", "and", "we", "you", "it", "is", "hello", "world", "good", "day", "thanks", "yes",
     "no", "open", "run", "now", "very", "new", "my", "our", "fast", "one", "two", "six", "zero",
+    "brown", "lazy", "jumps", "over", "many", "model", "adapter", "server", "memory", "token",
+    "write", "read", "please", "what", "this", "that", "with", "from", "have", "of", "to", "in",
+    "Python", "language", "machine", "people", "friend", "night", "water", "light", "question",
 )  # fmt: skip
 
 ALL_WORDS = tuple(dict.fromkeys(ADJECTIVES + NOUNS + VERBS + SMALL_WORDS))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from corun.runtime.demo.adapter_training import AdapterTraining
 from corun.runtime.demo.base_training import BaseTrainer, BaseTraining
+from corun.runtime.demo.tasks import TASKS
 from corun.runtime.demo.train import Training, train_demo
 
 # PEFT reads a property of transformers that is on its way out.
@@ -29,7 +30,7 @@ def weights(trainer: BaseTrainer) -> torch.Tensor:
 
 
 def test_everything_is_written_and_the_checkpoint_removed(tmp_path: Path) -> None:
-    adapters = AdapterTraining(num_steps=2, samples_per_step=2)
+    adapters = dict.fromkeys(TASKS, AdapterTraining(num_steps=2, samples_per_step=2))
     train_demo(tmp_path, Training(TOY, adapters, num_evaluation_examples=2))
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "adapters", "model"}
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
