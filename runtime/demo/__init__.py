@@ -15,7 +15,7 @@ _DATA_PATH = Path(__file__).parent / "data"
 
 def demo_model_path() -> Path:
     """Directory of the packaged base model, as ``from_pretrained`` takes it."""
-    return _DATA_PATH / "model"
+    return _DATA_PATH / "corun-demo"
 
 
 def demo_adapters_path() -> Path:

@@ -39,7 +39,7 @@ class Training:
 def train_demo(out: Path, training: Training) -> Figures:
     """Makes everything under ``out`` and returns the figures that the model card reports."""
     out.mkdir(parents=True, exist_ok=True)
-    model_path, adapters_path = out / "model", out / "adapters"
+    model_path, adapters_path = out / "corun-demo", out / "adapters"
     checkpoint = out / "checkpoint.pt"
     trainer = BaseTrainer(training.base, checkpoint)
     model = trainer.run()

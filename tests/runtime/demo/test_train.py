@@ -32,8 +32,8 @@ def weights(trainer: BaseTrainer) -> torch.Tensor:
 def test_everything_is_written_and_the_checkpoint_removed(tmp_path: Path) -> None:
     adapters = dict.fromkeys(TASKS, AdapterTraining(num_steps=2, samples_per_step=2))
     train_demo(tmp_path, Training(TOY, adapters, num_evaluation_examples=2))
-    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "adapters", "model"}
-    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "adapters", "corun-demo"}
+    assert (tmp_path / "corun-demo" / "model.safetensors").stat().st_size > 0
     card = (tmp_path / "README.md").read_text()
     assert (
         "| `reverse` | writes a short text backwards | 16; 24 on q_proj; 12 on down_proj |" in card
