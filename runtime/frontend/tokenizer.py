@@ -32,6 +32,13 @@ class Tokenizer:
         self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
         self._anchor_ids: list[int] | None = None
 
+    @staticmethod
+    def preload() -> None:
+        """Import what ``load`` needs: seconds that can pass while an engine process starts."""
+        from transformers import AutoTokenizer
+
+        assert AutoTokenizer is not None  # the name alone imports it
+
     @classmethod
     def load(
         cls,

@@ -15,6 +15,7 @@ from ..config.serve import ServeConfig
 from ..engine.client import EngineClient, ProcessClient
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
+from ..frontend.tokenizer import Tokenizer
 from .listening import bind
 from .lora_routes import ALLOW_VARIABLE
 from .state import AppSettings, make_state
@@ -81,6 +82,7 @@ def _handled_signals(stop: StopSignals) -> Iterator[None]:
 async def _start(engine: AsyncEngine, stop: StopSignals) -> bool:
     """Start the engine; return False if a signal came first."""
     starting = asyncio.ensure_future(engine.start())
+    asyncio.get_running_loop().run_in_executor(None, Tokenizer.preload)
     stopped = asyncio.ensure_future(stop.first.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
