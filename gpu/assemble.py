@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -25,11 +24,18 @@ from .lora.table import LoraTable
 from .model.attention_hook import PagedAttentionHook
 from .model.kv_pool import KvLayout, KvPool
 from .model.load import ModelSource, load_config, load_model, resolve_device, resolve_dtype
-from .model.probe import check_parity, layer_shapes, record_attention
+from .model.probe import (
+    MAX_PROBE_TOKENS,
+    NUM_PROBE_SEQUENCES,
+    check_parity,
+    layer_shapes,
+    record_attention,
+)
 from .model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
 from .model.targets import build_target_map, record_input_groups, with_input_groups
+from .model.threads import choose_threads, probe_tokens, set_threads
 from .step import StepContext
 
 _LOG = logging.getLogger(__name__)
@@ -71,8 +77,7 @@ class LoadedModel:
 
 def set_up_process(num_threads: int) -> None:
     """Settings of a process that is corun's own: threads, and no progress bars of libraries."""
-    torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    set_threads(num_threads)
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -146,8 +151,28 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     return ModelRunner(loaded.model, loaded.context, loaded.hook, pool)
 
 
-def probe(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:
-    """Run the parity probe; a mismatch raises ``ModelError`` unless it is waived."""
+def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> None:
+    """Run the parity probe in a small pool, and choose the threads of the CPU device.
+
+    Args:
+        loaded: The model, whose pool is not yet made.
+        is_waived: Only warn of a mismatch.
+        max_threads: Choose at most so many threads for this process; None = leave them alone.
+
+    Raises:
+        ModelError: Packed rows give other logits than plain transformers.
+    """
+    num_columns = -(-max(MAX_PROBE_TOKENS, probe_tokens()) // loaded.layout.block_size)
+    runner = make_runner(loaded, NUM_PROBE_SEQUENCES * num_columns)
+    try:
+        _check_parity(loaded, runner, is_waived=is_waived)
+        if max_threads is not None and loaded.model.device.type == "cpu":
+            choose_threads(runner, max_threads)
+    finally:
+        runner.pool.close()
+
+
+def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:
     try:
         error = check_parity(loaded.model, runner.probe_step)
     except ModelError as mismatch:

@@ -19,6 +19,8 @@ from .load import describe
 
 _PROMPT_LENGTHS = (7, 21)  # one within a block, one that crosses a block's end
 _NUM_DECODE_STEPS = 2
+NUM_PROBE_SEQUENCES = len(_PROMPT_LENGTHS)
+MAX_PROBE_TOKENS = max(_PROMPT_LENGTHS) + _NUM_DECODE_STEPS  # per sequence
 # Largest error allowed, relative to the largest reference logit of the position. In float32 any
 # real difference is far above; half types are compared by the median position, because one routed
 # expert that flips on rounding changes a position legitimately.

@@ -80,7 +80,8 @@ class EngineConfig:
         None,
         minimum=1,
         maximum=4096,
-        help="Threads of the CPU device in an engine process; default: the CPU quota.",
+        help="Threads of the CPU device in an engine process; default: the CPU quota, or 1 where "
+        "that measures as fast.",
     )
     skip_parity_probe: bool = option(
         False, help="Serve a model although the start-up comparison with transformers fails."

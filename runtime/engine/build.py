@@ -82,6 +82,13 @@ def build_engine(
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     loaded = assemble.load(source, config, on_progress)
     try:
+        on_progress("comparing logits with transformers (parity probe)")
+        may_choose = own_process and config.cpu_threads is None
+        assemble.probe(
+            loaded,
+            is_waived=config.skip_parity_probe,
+            max_threads=facts.num_cpus if may_choose else None,
+        )
         return _connect(config, source, loaded, on_progress)
     except BaseException:
         loaded.hook.close()
@@ -94,15 +101,13 @@ def _connect(
     loaded: "LoadedModel",
     on_progress: Callable[[str], None],
 ) -> EngineAssembly:
-    """Plan the memory, probe the model, make core and executor, register the adapters."""
+    """Plan the memory, make core and executor, register the adapters."""
     from ...gpu import assemble
     from ...gpu.model.fingerprint import model_fingerprint
     from ...gpu.model.generation import read_generation_defaults
 
     memory = _plan_memory(config, loaded, read_machine_facts())
     runner = assemble.make_runner(loaded, memory.num_blocks)
-    on_progress("comparing logits with transformers (parity probe)")
-    assemble.probe(loaded, runner, is_waived=config.skip_parity_probe)
     defaults = read_generation_defaults(source, loaded.config)
     manager = AdapterManager(_facts_reader(config, loaded), _base_names(config))
     executor = assemble.make_executor(
