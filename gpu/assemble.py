@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from ..runtime.adapters.target_map import TargetMap
@@ -35,7 +34,7 @@ from .model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
 from .model.targets import build_target_map, record_input_groups, with_input_groups
-from .model.threads import choose_threads, probe_tokens, set_threads
+from .model.threads import choose_threads, probe_tokens
 from .step import StepContext
 
 _LOG = logging.getLogger(__name__)
@@ -73,12 +72,6 @@ class LoadedModel:
     def dtype(self) -> torch.dtype:
         """Type of weights and KV."""
         return self.layout.dtype
-
-
-def set_up_process(num_threads: int) -> None:
-    """Settings of a process that is corun's own: threads, and no progress bars of libraries."""
-    set_threads(num_threads)
-    transformers.utils.logging.disable_progress_bar()
 
 
 def load(

@@ -3,17 +3,18 @@
 Owns what can be refused before a forward pass; the parity probe refuses the rest.
 """
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ...runtime.errors import ConfigError, ModelError
 
-_LOG = logging.getLogger(__name__)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -74,14 +75,15 @@ def load_model(
     """
     _check_layer_types(config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            **source.hub_arguments(),
-        )
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                source.path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                **source.hub_arguments(),
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = str(error)
         if attention in reason:  # its attention classes are a fixed table of its own
@@ -89,6 +91,18 @@ def load_model(
         raise ModelError(f"cannot load {source.path!r} ({describe(config)}): {reason}") from error
     model.requires_grad_(requires_grad=False)
     return model.eval().to(device)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep the library's bars off the terminal; what is being done is told by ``on_progress``."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def load_generation_config(source: ModelSource, config: Any) -> GenerationConfig:

@@ -75,10 +75,11 @@ def build_engine(
     assert config.model is not None
     from ...gpu import assemble
     from ...gpu.model.load import ModelSource
+    from ...gpu.model.threads import set_threads
 
     facts = read_machine_facts()
     if own_process:
-        assemble.set_up_process(config.cpu_threads or facts.num_cpus)
+        set_threads(config.cpu_threads or facts.num_cpus)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     loaded = assemble.load(source, config, on_progress)
     try:
