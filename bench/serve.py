@@ -49,7 +49,7 @@ def corun_server(model: Path, lora_dir: Path) -> Iterator[tuple[str, int]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "corun.runtime.cli.main", "serve", str(model), "--lora-dir",
+        sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
         str(lora_dir), "--port", str(port), "--log-level", "warning",
     ]  # fmt: skip
     process = subprocess.Popen(command)

@@ -15,7 +15,6 @@ from transformers.utils import logging as transformers_logging
 
 from ...runtime.errors import ConfigError, ModelError
 
-
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
