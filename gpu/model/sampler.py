@@ -34,6 +34,7 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
+    @torch.inference_mode()  # what the runner computes may be changed only in this mode
     def sample(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[SampledRow]:
         """Draw one token per row.
 

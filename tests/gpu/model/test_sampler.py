@@ -142,3 +142,17 @@ def test_logprobs_are_the_models_own() -> None:
     assert row.logprobs.top_token_ids == (1, 0)
     assert row.logprobs.top_logprobs == pytest.approx(expected[[1, 0]].tolist())
     assert row.logprobs.rank == int((expected > expected[row.token_id]).sum()) + 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"min_tokens": 3}, {"repetition_penalty": 2.0}, {"presence_penalty": 1.0}],
+)
+def test_adjusts_what_a_model_computed(params: dict[str, Any]) -> None:
+    """A runner's logits are made in inference mode, and may be changed only there."""
+    with torch.inference_mode():
+        logits = torch.zeros(1, 8)
+        logits[0, EOS] = 1.0
+    (row,) = Sampler([EOS]).sample(logits, [make_state([EOS, 5], [EOS], temperature=0, **params)])
+    assert row.error is None
+    assert row.token_id != EOS
