@@ -151,7 +151,7 @@ def test_logprobs_are_the_models_own() -> None:
 def test_adjusts_what_a_model_computed(params: dict[str, Any]) -> None:
     """A runner's logits are made in inference mode, and may be changed only there."""
     with torch.inference_mode():
-        logits = torch.zeros(1, 8)
+        logits = torch.full((1, 8), 0.9)
         logits[0, EOS] = 1.0
     (row,) = Sampler([EOS]).sample(logits, [make_state([EOS, 5], [EOS], temperature=0, **params)])
     assert row.error is None
