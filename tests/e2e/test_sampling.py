@@ -1,0 +1,184 @@
+"""Sampling options over HTTP with the real engine."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from corun.runtime.demo import chat_prompt
+from support.demo_answers import BASE
+from support.serving import ANSWER_TIMEOUT_S, Served, wait_until
+
+STORY = "One evening the old"
+
+
+def complete(server: Served, **body: Any) -> dict[str, Any]:
+    """Send one request for completions and return the answer."""
+    answer = server.post("/v1/completions", {"model": BASE, "prompt": STORY, **body})
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in sorted(answer["choices"], key=lambda c: c["index"])]
+
+
+def test_max_tokens_and_ignore_eos(server: Served) -> None:
+    body = {"prompt": chat_prompt("hello"), "model": "upper", "max_tokens": 30}
+    assert texts(complete(server, **body)) == ["HELLO"]
+    longer = complete(server, **body, ignore_eos=True)
+    assert longer["usage"]["completion_tokens"] == 30
+    assert longer["choices"][0]["finish_reason"] == "length"
+    assert texts(longer)[0].startswith("HELLO")
+    shorter = complete(server, **{**body, "max_tokens": 3})
+    assert texts(shorter) == ["HEL"]
+    assert shorter["choices"][0]["finish_reason"] == "length"
+
+
+def test_min_tokens(server: Served) -> None:
+    body = {"prompt": chat_prompt("hello"), "model": "upper", "max_tokens": 30}
+    answer = complete(server, **body, min_tokens=20)
+    assert answer["usage"]["completion_tokens"] >= 20
+    assert texts(answer)[0].startswith("HELLO")
+
+
+def test_penalties(server: Served) -> None:
+    body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    plain = texts(complete(server, **body))[0]
+    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        varied = texts(complete(server, **body, **{penalty: 2.0}))[0]
+        assert len(set(varied)) > len(set(plain)), penalty
+
+
+def test_stop(server: Served) -> None:
+    body = {"prompt": chat_prompt("one two three"), "model": "upper", "max_tokens": 30}
+    answer = complete(server, **body, stop=[" TH", "never"])
+    assert texts(answer) == ["ONE TWO"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == " TH"
+    kept = complete(server, **body, stop=" TH", include_stop_str_in_output=True)
+    assert texts(kept) == ["ONE TWO TH"]
+
+
+def test_logprobs(server: Served) -> None:
+    body = {"prompt": chat_prompt("hello"), "model": "upper", "max_tokens": 4, "temperature": 0}
+    choice = complete(server, **body, logprobs=3)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == list("HELL")
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    rows = zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    )
+    for token, logprob, top in rows:
+        assert logprob <= 0
+        assert logprob == top[token] == max(top.values())
+        assert 3 <= len(top) <= 4
+
+
+def test_chat_logprobs(server: Served) -> None:
+    body = {
+        "model": "upper",
+        "messages": [{"role": "user", "content": "hi"}],
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    answer = server.post("/v1/chat/completions", body).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content][:2] == ["H", "I"]
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
+
+
+def test_choices_with_a_seed_repeat(server: Served) -> None:
+    body = {"n": 2, "seed": 7, "temperature": 1.0, "max_tokens": 24}
+    first = complete(server, **body)
+    assert texts(first) == texts(complete(server, **body))
+    assert texts(first)[0] != texts(first)[1]
+    assert texts(first) != texts(complete(server, **{**body, "seed": 8}))
+    assert first["usage"]["completion_tokens"] <= 48
+
+
+def test_seeded_text_does_not_depend_on_the_batch(server: Served) -> None:
+    bodies = [
+        {
+            "model": model,
+            "prompt": STORY,
+            "seed": seed,
+            "temperature": 1.0,
+            "max_tokens": 16,
+        }
+        for seed in range(6)
+        for model in (BASE, "upper", "reverse")
+    ]
+    alone = [texts(complete(server, **body)) for body in bodies]
+
+    async def together() -> list[list[str]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=ANSWER_TIMEOUT_S) as client:
+            posts = (client.post("/v1/completions", json=body) for body in bodies)
+            return [texts(answer.json()) for answer in await asyncio.gather(*posts)]
+
+    assert asyncio.run(together()) == alone
+
+
+def test_several_prompts_and_token_ids(server: Served) -> None:
+    first, second = chat_prompt("hello"), chat_prompt("two words")
+    body = {"model": "upper", "max_tokens": 20, "temperature": 0}
+    both = complete(server, **body, prompt=[first, second])
+    assert texts(both) == ["HELLO", "TWO WORDS"]
+    ids = server.post("/tokenize", {"prompt": first}).json()["tokens"]
+    assert texts(complete(server, **body, prompt=ids)) == ["HELLO"]
+    twice = complete(server, **body, prompt=[ids, ids], n=2, seed=1)
+    assert texts(twice) == ["HELLO"] * 4
+    assert twice["usage"]["prompt_tokens"] == 2 * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "parts"),
+    [
+        ({"prompt": "a" * 600}, 400, ["600", "512"]),
+        ({"prompt": [1, 99999]}, 400, ["99999", "261"]),
+        ({"prompt": ""}, 400, ["empty"]),
+        ({"max_tokens": -1}, 400, ["max_tokens", "-1"]),
+        ({"temperature": 1e9}, 400, ["temperature"]),
+        ({"best_of": 3}, 400, ["best_of"]),
+        ({"model": "nothing"}, 404, ["nothing"]),
+    ],
+)
+def test_wrong_requests(
+    server: Served, body: dict[str, Any], status: int, parts: list[str]
+) -> None:
+    answer = server.post("/v1/completions", {"model": BASE, "prompt": "a", **body})
+    assert answer.status_code == status
+    message = answer.json()["error"]["message"]
+    for part in parts:
+        assert part in message
+
+
+def test_clients_that_leave_free_what_they_used(server: Served) -> None:
+    num_streams, max_tokens = 8, 480
+    before = server.metrics()
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=ANSWER_TIMEOUT_S) as client:
+            await asyncio.gather(
+                *(read_first_event(client, max_tokens) for _ in range(num_streams))
+            )
+
+    asyncio.run(leave())
+    wait_until(lambda: server.metrics()["corun:num_requests_running"] == 0)
+    after = server.metrics()
+    assert after["corun:kv_cache_usage_perc"] == 0
+    assert after["corun:num_requests_waiting"] == 0
+    name = "corun:generation_tokens_total"
+    assert 0 < after[name] - before[name] < num_streams * max_tokens
+
+
+async def read_first_event(client: httpx.AsyncClient, max_tokens: int) -> None:
+    """Start a long stream, and close the connection when it has begun."""
+    body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            assert line.startswith("data: ")
+            break
