@@ -56,6 +56,7 @@ class LoadedModel:
     lora_backend: LoraBackend
     attention_backend: AttentionBackend
     linear_backend_name: str
+    weight_bytes: int  # of the model as it was loaded
     rope_max_len: int | None
     recompute_at_tokens: int | None
 
@@ -101,6 +102,7 @@ def _equip(
     config: EngineConfig, on_progress: Callable[[str], None],
 ) -> LoadedModel:  # fmt: skip
     device, dtype = model.device, model.dtype
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     on_progress("choosing and compiling kernels")
     target_map = build_target_map(model)
     record = None
@@ -132,6 +134,7 @@ def _equip(
             config.attention_backend, device=device, dtype=dtype
         ),
         linear_backend_name=make_linear.name,
+        weight_bytes=weight_bytes,
         rope_max_len=rope_max_length(model),
         recompute_at_tokens=rope_recompute_length(model),
     )
@@ -160,7 +163,7 @@ def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> N
     try:
         _check_parity(loaded, runner, is_waived=is_waived)
         if max_threads is not None and loaded.model.device.type == "cpu":
-            choose_threads(runner, max_threads)
+            choose_threads(runner, max_threads, loaded.weight_bytes)
     finally:
         runner.pool.close()
 

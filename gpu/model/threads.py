@@ -22,6 +22,9 @@ _NUM_ROUNDS = 7
 # One thread is chosen if it takes no longer than this much of the time of all threads, in decode
 # and in prefill: it leaves the other cores to the rest of the machine.
 _ACCEPTED_RATIO = 1.1
+# Larger models gain from every core; a measurement in a moment when other programs held the cores
+# must not talk them out of it.
+_MAX_SMALL_MODEL_BYTES = 64 * 2**20
 
 
 def set_threads(num_threads: int) -> None:
@@ -35,14 +38,14 @@ def probe_tokens() -> int:
     return max(_DECODE_START + 1, _PREFILL_TOKENS)
 
 
-def choose_threads(runner: ModelRunner, max_threads: int) -> int:
-    """Measure steps with one thread and with all, set the better number, and return it.
+def choose_threads(runner: ModelRunner, max_threads: int, weight_bytes: int) -> int:
+    """Measure a small model with one thread and with all, set the better number, return it.
 
     Changes this process's threads, so it is for a process that is corun's own.
     """
-    if max_threads == 1:
-        set_threads(1)
-        return 1
+    if max_threads == 1 or weight_bytes > _MAX_SMALL_MODEL_BYTES:
+        set_threads(max_threads)
+        return max_threads
     all_ms = _measure_ms(runner, max_threads)
     one_ms = _measure_ms(runner, 1)
     is_one_enough = all(

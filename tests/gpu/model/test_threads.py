@@ -42,11 +42,17 @@ def test_chooses(
     chosen: int,
 ) -> None:
     runner = FakeRunner(monkeypatch, {1: one, 4: many})
-    assert threads.choose_threads(runner, 4) == chosen  # type: ignore[arg-type]
+    assert threads.choose_threads(runner, 4, 2**20) == chosen  # type: ignore[arg-type]
     assert runner.num_threads == chosen
+
+
+def test_a_large_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(monkeypatch, {})
+    assert threads.choose_threads(runner, 4, 2**30) == 4  # type: ignore[arg-type]
+    assert runner.num_threads == 4
 
 
 def test_a_single_cpu_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(monkeypatch, {})
-    assert threads.choose_threads(runner, 1) == 1  # type: ignore[arg-type]
+    assert threads.choose_threads(runner, 1, 2**20) == 1  # type: ignore[arg-type]
     assert runner.num_threads == 1
