@@ -1,4 +1,6 @@
-"""Layouts of packed LoRA matrices on the CPU, and which arithmetic a processor has for them.
+"""Layouts of packed matrices on the CPU, and which arithmetic a processor has for them.
+
+LoRA matrices of any type:
 
 Units of 64 bits hold 4 bfloat16 or 2 float32, units of 32 bits hold 2 or 1:
 
@@ -7,6 +9,10 @@ Units of 64 bits hold 4 bfloat16 or 2 float32, units of 32 bits hold 2 or 1:
 
 So a rank is padded to 8 in A and to 2 (bfloat16) or 1 (float32) in B, and both matrices are read
 once, from front to back. ``in`` is padded to 32 bytes, ``out`` to 16 columns.
+
+Weights of the base model, bfloat16:
+
+  W [out, in] -> [out / 16, in / 2, 16 columns, 2], padded to 64 columns and to ``in`` of 8 values
 """
 
 import llvmlite.binding
@@ -15,6 +21,9 @@ import numpy as np
 RANKS_PER_TILE = 8
 COLUMNS_PER_GROUP = 16
 STEPS_UNROLLED = 4  # of 8 bytes each: what ``in`` is padded to
+
+LINEAR_STEPS_UNROLLED = 4  # of 2 values each: what ``in`` of a base weight is padded to
+GROUPS_PER_LINEAR_UNIT = 4
 
 # Format tags: the first argument of a kernel, which selects code by its type.
 FLOAT32 = np.float32(0)
@@ -57,3 +66,34 @@ def pack_b(b: np.ndarray) -> np.ndarray:
     padded[:out_features, :rank] = b
     shaped = padded.reshape(groups, COLUMNS_PER_GROUP, steps, unit)
     return np.ascontiguousarray(shaped.transpose(0, 2, 1, 3))
+
+
+def padded_linear_features(in_features: int, out_features: int) -> tuple[int, int]:
+    """The widths of x and y that a packed base weight is for."""
+    in_multiple = 2 * LINEAR_STEPS_UNROLLED
+    out_multiple = COLUMNS_PER_GROUP * GROUPS_PER_LINEAR_UNIT
+    return -(-in_features // in_multiple) * in_multiple, -(
+        -out_features // out_multiple
+    ) * out_multiple
+
+
+def pack_linear(weight: np.ndarray, packed: np.ndarray) -> None:
+    """Lay out W [out, in], uint16 (bfloat16 bits), for ``linear.multiply``.
+
+    packed: zeros, uint16, [padded out / 16, padded in / 2, 16, 2]; where they come from decides
+    their alignment, which should be 64 bytes.
+    """
+    if weight.shape[1] % 2:
+        weight = np.pad(weight, ((0, 0), (0, 1)))
+    pairs = np.ascontiguousarray(weight).view(np.uint32)
+    target = packed.view(np.uint32)[..., 0]
+    for group in range(-(-len(pairs) // COLUMNS_PER_GROUP)):
+        rows = pairs[group * COLUMNS_PER_GROUP : (group + 1) * COLUMNS_PER_GROUP]
+        target[group, : pairs.shape[1], : len(rows)] = rows.T
+
+
+def unpack_linear(packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
+    """W [out, in] as it was given to ``pack_linear``: a copy."""
+    groups, pairs = packed.shape[:2]
+    weight = packed.transpose(0, 2, 1, 3).reshape(groups * COLUMNS_PER_GROUP, 2 * pairs)
+    return np.ascontiguousarray(weight[:out_features, :in_features])

@@ -32,6 +32,7 @@ class MakeLinear(Protocol):
     """Makes a backend from a weight [out_features, in_features] and a bias or None."""
 
     name: str
+    dtypes: frozenset[torch.dtype] | None  # of the weight; None = any
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearBackend:
         """Return the backend; the caller drops its own reference to the weight afterwards."""

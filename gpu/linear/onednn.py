@@ -1,5 +1,7 @@
 """Products on the CPU with weights packed once for oneDNN; float32, and bfloat16 where it can."""
 
+from typing import ClassVar
+
 import torch
 
 # oneDNN picks the layout for a number of rows; the layouts differ little from 1 to 128 rows.
@@ -10,6 +12,9 @@ class OnednnLinear:
     """Holds only the packed copy: a weight that nobody else refers to is released."""
 
     name = "onednn"
+    dtypes: ClassVar[frozenset[torch.dtype] | None] = frozenset(
+        {torch.float32, torch.bfloat16, torch.float16}
+    )
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Pack ``weight`` [out_features, in_features]; RuntimeError where oneDNN cannot."""

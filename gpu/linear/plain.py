@@ -1,5 +1,7 @@
 """Products through torch's own linear, on the weight as it was loaded."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 
@@ -8,6 +10,7 @@ class PlainLinear:
     """Any device and dtype; keeps the original weight."""
 
     name = "plain"
+    dtypes: ClassVar[frozenset[torch.dtype] | None] = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Hold ``weight`` [out_features, in_features] and ``bias`` [out_features] or None."""

@@ -1,22 +1,35 @@
 """Which backend computes the base model's linears: as told, or by a probe and a measurement."""
 
 import logging
+import math
 import time
+from collections.abc import Mapping
 
 import torch
 
+from ...cpu_workers.kernels.layout import has_bfloat16_dot
 from ...runtime.errors import ConfigError
-from .base import LinearBackend, MakeLinear
+from .base import MakeLinear
 from .onednn import OnednnLinear
 from .plain import PlainLinear
+from .vnni import VnniLinear
 
 _LOGGER = logging.getLogger(__name__)
 
-_BACKENDS: dict[str, MakeLinear] = {"plain": PlainLinear, "onednn": OnednnLinear}
-# A decode step of eight requests; larger than a core's second-level cache, as models are.
-_PROBE_TOKENS = 8
-_PROBE_FEATURES = 1024
-_PROBE_ROUNDS = 7
+# In order of preference.
+_BACKENDS: Mapping[str, MakeLinear] = {
+    backend.name: backend for backend in (VnniLinear, OnednnLinear, PlainLinear)
+}
+# A decode step of eight requests and a chunk of a prompt; the matrix is larger than a core's
+# second-level cache, as models are.
+_MEASURED_TOKENS = (8, 128)
+_MEASURED_FEATURES = 1024
+_MEASURED_ROUNDS = 8  # the first may be slow, which does not matter to a minimum
+# What a less preferred backend must gain: less is noise, and start after start would compute
+# results that differ by their rounding.
+_MIN_GAIN = 0.1
+_PROBE_FEATURES = 64
+_PROBE_TOKENS = (1, 2, 11)
 
 
 def select_linear_backend(
@@ -24,24 +37,36 @@ def select_linear_backend(
 ) -> MakeLinear:
     """Return what makes a backend from a weight and a bias.
 
-    ``auto`` takes oneDNN's packed weights on the CPU where they give the right product and are not
-    slower, else torch's linear. Raises ConfigError if a backend is asked for that cannot work here.
+    ``auto`` takes, of the backends that give the right product here, the fastest on the CPU and
+    torch's linear elsewhere. Raises ConfigError if a backend is asked for that cannot work here.
+    The probe compiles kernels.
     """
     device = torch.device(device)
     if name not in {"auto", *_BACKENDS}:
-        raise ConfigError(f"--linear-backend {name!r} is unknown; choose auto, onednn or plain")
-    if name == "plain":
-        return _chosen("plain", "as asked")
-    reason = _why_not_onednn(device, dtype)
-    if name == "onednn":
-        if reason is not None:
-            raise ConfigError(f"--linear-backend onednn cannot be used: {reason}")
-        return _chosen("onednn", "as asked")
-    if reason is not None:
-        return _chosen("plain", reason)
-    packed_ms, plain_ms = _measure_ms(dtype)
-    figures = f"onednn {packed_ms:.3f} ms, plain {plain_ms:.3f} ms for {_PROBE_TOKENS} tokens"
-    return _chosen("onednn" if packed_ms <= plain_ms else "plain", figures)
+        raise ConfigError(
+            f"--linear-backend {name!r} is unknown; choose one of auto, {', '.join(_BACKENDS)}"
+        )
+    reasons = {
+        candidate: _why_not(candidate, device, dtype)
+        for candidate in (_BACKENDS if name == "auto" else (name,))
+    }
+    if name != "auto":
+        if reasons[name] is not None:
+            raise ConfigError(f"--linear-backend {name} cannot be used: {reasons[name]}")
+        return _chosen(name, "as asked")
+    refused = [f"not {other}: {reason}" for other, reason in reasons.items() if reason is not None]
+    able = [candidate for candidate, reason in reasons.items() if reason is None]
+    if len(able) == 1:
+        return _chosen(able[0], "; ".join(refused))
+    times = _measure_ms(able, dtype)
+    figures = [
+        f"{candidate} {' and '.join(f'{value:.3f}' for value in times[candidate])} ms"
+        for candidate in able
+    ]
+    sizes = " and ".join(str(tokens) for tokens in _MEASURED_TOKENS)
+    return _chosen(
+        _fastest(times), "; ".join([f"{', '.join(figures)} for {sizes} tokens", *refused])
+    )
 
 
 def _chosen(name: str, reason: str) -> MakeLinear:
@@ -49,41 +74,63 @@ def _chosen(name: str, reason: str) -> MakeLinear:
     return _BACKENDS[name]
 
 
-def _why_not_onednn(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why packed weights cannot be used here; None if they can. Compares one product."""
+def _fastest(times: Mapping[str, list[float]]) -> str:
+    """The least product of times, that is geometric mean; ties go to who comes first."""
+    best, *others = times
+    for other in others:
+        gain = 1 - (math.prod(times[other]) / math.prod(times[best])) ** (1 / len(times[best]))
+        if gain > _MIN_GAIN:
+            best = other
+    return best
+
+
+def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot be used here; None if it can. Compares a few products."""
+    if name == "plain":
+        return None
     if device.type != "cpu":
         return f"it is for the CPU, the model runs on {device.type}"
-    if not torch.backends.mkldnn.is_available():
+    if name == "onednn" and not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
-    weight, x = _probe_operands(64, dtype)
-    bias = weight[:, 0].contiguous()
+    dtypes = _BACKENDS[name].dtypes
+    if dtypes is not None and dtype not in dtypes:
+        return f"it computes {', '.join(sorted(map(str, dtypes)))}, the model is {dtype}"
+    if name == "vnni" and not has_bfloat16_dot():
+        return "this processor has no AVX512_BF16"
     try:
-        product = OnednnLinear(weight, bias)(x)
-    except (RuntimeError, AttributeError) as error:
-        return f"oneDNN cannot pack {dtype}: {str(error).splitlines()[0]}"
+        is_right = all(_is_right(name, dtype, tokens) for tokens in _PROBE_TOKENS)
+    except Exception as error:  # whatever a compiler raises, the reason is logged or re-raised
+        return f"its probe with {dtype} failed: {str(error).partition(chr(10))[0]}"
+    return None if is_right else f"its {dtype} product is wrong on this machine"
+
+
+def _is_right(name: str, dtype: torch.dtype, tokens: int) -> bool:
+    weight, x = _operands(_PROBE_FEATURES, tokens, dtype)
+    bias = weight[:, 0].contiguous()
+    product = _BACKENDS[name](weight, bias)(x)
     truth = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     # Rounding of the result, and of a float32 sum of 64 products that are below 16.
-    tolerance = torch.finfo(dtype).eps * truth.abs() + 64 * 16 * torch.finfo(torch.float32).eps
-    if not bool(((product.double() - truth).abs() <= tolerance).all()):
-        return f"oneDNN's {dtype} product is wrong on this machine"
-    return None
+    tolerance = torch.finfo(dtype).eps * truth.abs()
+    tolerance += _PROBE_FEATURES * 16 * torch.finfo(torch.float32).eps
+    return bool(((product.double() - truth).abs() <= tolerance).all())
 
 
-def _probe_operands(features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(features: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(features, features, generator=generator).clamp(-4, 4).to(dtype)
-    x = torch.randn(_PROBE_TOKENS, features, generator=generator).clamp(-4, 4).to(dtype)
+    x = torch.randn(tokens, features, generator=generator).clamp(-4, 4).to(dtype)
     return weight, x
 
 
-def _measure_ms(dtype: torch.dtype) -> tuple[float, float]:
-    """Best time of a product with packed and with plain weights, in turn."""
-    weight, x = _probe_operands(_PROBE_FEATURES, dtype)
-    backends: tuple[LinearBackend, ...] = (OnednnLinear(weight, None), PlainLinear(weight, None))
-    best = [float("inf"), float("inf")]
-    for _ in range(_PROBE_ROUNDS + 1):  # a first round that is slow does not matter to a minimum
-        for index, backend in enumerate(backends):
-            start = time.perf_counter()
-            backend(x)
-            best[index] = min(best[index], (time.perf_counter() - start) * 1e3)
-    return best[0], best[1]
+def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
+    """Best time of a product by backend and number of tokens, measured in turn."""
+    weight, x = _operands(_MEASURED_FEATURES, max(_MEASURED_TOKENS), dtype)
+    backends = {name: _BACKENDS[name](weight, None) for name in names}
+    best = {name: [math.inf] * len(_MEASURED_TOKENS) for name in names}
+    for _ in range(_MEASURED_ROUNDS):
+        for size, tokens in enumerate(_MEASURED_TOKENS):
+            for name, backend in backends.items():
+                start = time.perf_counter()
+                backend(x[:tokens])
+                best[name][size] = min(best[name][size], (time.perf_counter() - start) * 1e3)
+    return best

@@ -12,6 +12,7 @@ from torch import nn
 from ..lora.base import LoraBackend
 from ..step import StepContext
 from .base import LinearBackend, MakeLinear
+from .plain import PlainLinear
 
 
 class CorunLinear(nn.Module):
@@ -28,7 +29,7 @@ class CorunLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._backend: LinearBackend = make_backend(linear.weight, linear.bias)
+        self._backend = _make_backend(linear, make_backend)
         self._context = context
         self._lora = lora
 
@@ -56,6 +57,14 @@ class CorunLinear(nn.Module):
         """What ``print(model)`` shows."""
         target = "" if self._lora is None else f", target_index={self._lora[0]}"
         return f"{self.in_features}, {self.out_features}, backend={self._backend.name}{target}"
+
+
+def _make_backend(linear: nn.Linear, make_backend: MakeLinear) -> LinearBackend:
+    """What was chosen for the model's type, unless this linear is kept in one it does not have."""
+    dtypes = make_backend.dtypes
+    if dtypes is None or linear.weight.dtype in dtypes:
+        return make_backend(linear.weight, linear.bias)
+    return PlainLinear(linear.weight, linear.bias)
 
 
 def wrap_linears(

@@ -9,7 +9,7 @@ from .option import option
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs",)
-LINEAR_BACKENDS = ("auto", "onednn", "plain")
+LINEAR_BACKENDS = ("auto", "vnni", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 

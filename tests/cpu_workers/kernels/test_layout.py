@@ -4,11 +4,12 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from corun.cpu_workers import kernels
-from corun.cpu_workers.kernels import layout, lora
+from corun.cpu_workers.kernels import layout, linear, lora
 
 FOLDER = Path(kernels.__path__[0])
 
@@ -44,11 +45,30 @@ def test_ranks_are_padded_no_further_than_a_register() -> None:
     assert layout.pack_b(b).nbytes == b.nbytes
 
 
-def test_a_change_of_the_tiles_is_a_change_of_the_cached_kernels() -> None:
-    digest = hashlib.sha256((FOLDER / "tiles.py").read_bytes()).hexdigest()[:16]
-    assert digest == lora.TILES_DIGEST, f"set TILES_DIGEST in lora.py to {digest!r}"
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 8), (1, 1), (70, 37)])
+def test_pack_linear_keeps_every_value_in_place(out_features: int, in_features: int) -> None:
+    weight: np.ndarray = np.arange(1, out_features * in_features + 1, dtype=np.uint16)
+    weight = weight.reshape(out_features, in_features)
+    padded_in, padded_out = layout.padded_linear_features(in_features, out_features)
+    packed = np.zeros((padded_out // 16, padded_in // 2, 16, 2), np.uint16)
+    layout.pack_linear(weight, packed)
+    for n in range(out_features):
+        for k in range(in_features):
+            assert packed[n // 16, k // 2, n % 16, k % 2] == weight[n, k]
+    assert np.count_nonzero(packed) == weight.size
+    assert np.array_equal(layout.unpack_linear(packed, out_features, in_features), weight)
 
 
-def test_kernels_load_without_torch() -> None:
-    code = "import sys, corun.cpu_workers.kernels.lora; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(("kernel", "tiles"), [(lora, "tiles.py"), (linear, "linear_tiles.py")])
+def test_a_change_of_the_tiles_is_a_change_of_the_cached_kernels(
+    kernel: ModuleType, tiles: str
+) -> None:
+    content = b"".join((FOLDER / name).read_bytes() for name in ("emitter.py", "layout.py", tiles))
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    assert digest == kernel.TILES_DIGEST, f"set TILES_DIGEST of {kernel.__name__} to {digest!r}"
+
+
+@pytest.mark.parametrize("name", ["linear", "lora"])
+def test_kernels_load_without_torch(name: str) -> None:
+    code = f"import sys, corun.cpu_workers.kernels.{name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,6 +8,7 @@ import torch
 from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
+from corun.gpu.linear.vnni import VnniLinear
 from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
@@ -56,16 +57,29 @@ def test_wrapped_model_computes_the_same(make: MakeLinear) -> None:
     assert wrap_linears(model, StepContext(), make, None, {}) == 0
 
 
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(OnednnLinear, torch.float32), (VnniLinear, torch.bfloat16)]
+)
 @torch.inference_mode()
-def test_packing_releases_the_weight_but_not_a_tied_one() -> None:
-    model = Tiny().eval()
+def test_packing_releases_the_weight_but_not_a_tied_one(
+    make: MakeLinear, dtype: torch.dtype
+) -> None:
+    model = Tiny().eval().to(dtype)
     alive = weakref.ref(model.block.get_parameter("down.weight"))
     tied = model.embed.weight
-    wrap_linears(model, StepContext(), OnednnLinear, None, {})
+    wrap_linears(model, StepContext(), make, None, {})
     gc.collect()
     assert alive() is None
     assert model.embed.weight is tied
     assert torch.equal(model.lm_head.weight, tied)
+
+
+def test_a_linear_of_another_dtype_is_computed_by_torch() -> None:
+    model = Tiny().eval().to(torch.bfloat16)
+    model.up.to(torch.float32)
+    wrap_linears(model, StepContext(), VnniLinear, None, {})
+    assert "backend=plain" in repr(model.up)
+    assert "backend=vnni" in repr(model.block["down"])
 
 
 def test_features_and_dtype_can_still_be_read() -> None:
