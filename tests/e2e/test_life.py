@@ -1,0 +1,155 @@
+"""How servers end: killed, stopped, orphaned; and what they use while nobody asks."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from support.serving import Served, wait_until
+
+LONG = {"prompt": "a", "max_tokens": 480, "ignore_eos": True}
+ERROR_WITHIN_S = 2.0
+MAX_IDLE_CPU_SHARE = 0.01  # of one core
+IDLE_S = 3.0
+
+
+class Watched:
+    """A stream in a thread: its lines, and when it ended."""
+
+    def __init__(self, server: Served, body: dict[str, Any]) -> None:
+        self.status: int | None = None
+        self.lines: list[str] = []
+        self.ended_s: float | None = None
+        self._url = server.url + "/v1/completions"
+        self._body = {**body, "stream": True}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def _read(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+            self.status = response.status_code
+            for line in response.iter_lines():
+                if line:
+                    self.lines.append(line)
+        self.ended_s = time.monotonic()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Served]]:
+    """Start servers that are closed when the test ends."""
+    servers = []
+
+    def run(*arguments: str) -> Served:
+        servers.append(Served(*arguments))
+        return servers[-1]
+
+    yield run
+    for server in servers:
+        server.close()
+
+
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """Files below /dev/shm that these processes have open or mapped."""
+    found = set()
+    for process in processes:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        names = [line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line]
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            if descriptor.is_symlink():
+                names.append(os.readlink(descriptor))
+        found |= {Path(name) for name in names if name.startswith("/dev/shm/")}
+    return found
+
+
+def assert_nothing_left(server: Served, shared_memory: set[Path]) -> None:
+    _, alive = psutil.wait_procs(server.processes, timeout=10)
+    assert not alive
+    assert not [path for path in shared_memory if path.exists()]
+    if Path("/dev/shm").is_dir():
+        assert not [path for path in Path("/dev/shm").iterdir() if "corun" in path.name]
+
+
+def test_overload_and_then_a_killed_engine(start: Callable[..., Served]) -> None:
+    server = start("--max-num-seqs", "2", "--max-num-waiting", "2")
+    shared_memory = shared_memory_of(server.processes)
+    streams = [Watched(server, LONG) for _ in range(4)]
+
+    def is_full() -> bool:
+        metrics = server.metrics()
+        running = metrics["corun:num_requests_running"], metrics["corun:num_requests_waiting"]
+        return running == (2, 2)
+
+    wait_until(is_full)
+    refused = server.post("/v1/completions", LONG)
+    assert refused.status_code == 429
+    assert "--max-num-waiting" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+
+    statuses = []
+    server.engine.send_signal(signal.SIGKILL)
+    killed_s = time.monotonic()
+    while server.process.poll() is None and time.monotonic() < killed_s + 10:
+        try:
+            statuses.append(httpx.get(server.url + "/health", timeout=5).status_code)
+        except httpx.TransportError:
+            break
+        time.sleep(0.02)
+    for stream in streams:
+        stream.join()
+        assert stream.ended_s is not None
+        assert stream.ended_s - killed_s < ERROR_WITHIN_S
+        assert "error" in stream.lines[-1], stream.lines
+        assert "killed by SIGKILL" in stream.lines[-1]
+    assert set(statuses[1:]) <= {503}
+    assert server.process.wait(10) == 1
+    assert_nothing_left(server, shared_memory)
+    assert any("the engine is dead" in line for line in server.log_lines)
+
+
+def test_sigterm_lets_running_requests_finish(start: Callable[..., Served]) -> None:
+    server = start()
+    shared_memory = shared_memory_of(server.processes)
+    stream = Watched(server, {**LONG, "max_tokens": 400})
+    wait_until(lambda: len(stream.lines) > 3)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: httpx.get(server.url + "/ready").status_code == 503)
+    refused = server.post("/v1/completions", LONG)
+    assert refused.status_code == 503
+    stream.join()
+    assert stream.lines[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in stream.lines[-2]
+    assert server.process.wait(10) == 0
+    assert_nothing_left(server, shared_memory)
+
+
+def test_an_idle_server_rests_and_its_engine_dies_with_it(start: Callable[..., Served]) -> None:
+    server = start()
+    assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
+    shared_memory = shared_memory_of(server.processes)
+    time.sleep(0.5)
+    used_s = cpu_seconds(server.processes)
+    time.sleep(IDLE_S)
+    used_s = cpu_seconds(server.processes) - used_s
+    assert used_s <= MAX_IDLE_CPU_SHARE * IDLE_S
+    server.process.kill()
+    server.process.wait()
+    assert_nothing_left(server, shared_memory)
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """Processor time that these processes have used, by the scheduler's own count."""
+    total_ns = 0
+    for process in processes:
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            total_ns += int((thread / "schedstat").read_text().split()[0])
+    return total_ns * 1e-9
