@@ -1,11 +1,13 @@
 """The engine answers what transformers + PEFT answer, in float32, whatever path a token takes."""
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
+from corun.runtime.engine.messages import EngineStats
 from support.architectures import ARCHITECTURES
 from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
 from transformers import AutoConfig
@@ -18,51 +20,82 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return ParityCase(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def make_requests(case: ParityCase, seed: int, count: int) -> list[tuple[list[int], str | None]]:
-    """Random prompts of 1 to 40 tokens, for the base and for every adapter."""
+def make_requests(
+    case: ParityCase, seed: int, count: int, max_prompt_tokens: int = 40
+) -> list[tuple[list[int], str | None]]:
+    """Random prompts for the base and for every adapter."""
     rng = random.Random(seed)
     names = [None, *case.adapters]
     return [
-        ([rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 40))],
+        ([rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, max_prompt_tokens))],
          names[i % len(names)])
         for i in range(count)
     ]  # fmt: skip
 
 
-def run(case: ParityCase, requests: list[tuple[list[int], str | None]], **options: Any) -> Any:
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
+SAMPLED = SamplingParams(
+    n=2, temperature=1.0, seed=5, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True
+)
+
+
+def check(
+    case: ParityCase,
+    requests: list[tuple[list[int], str | None]],
+    params: list[SamplingParams],
+    **options: Any,
+) -> EngineStats:
+    """Run the requests together and hold every choice to the truth."""
     with Engine(model=str(case.directory), device="cpu", dtype="float32", **options) as engine:
         loras = [
             None if name is None else LoRARequest(name, 1, str(case.adapters[name]))
             for _, name in requests
         ]
-        params = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
         outputs = engine.generate([tokens for tokens, _ in requests], params, loras)
-        return outputs, engine.get_stats()
-
-
-def check(case: ParityCase, requests: Any, outputs: Any) -> None:
-    for (_, adapter), output in zip(requests, outputs, strict=True):
-        assert len(output.outputs[0].token_ids) == 8
-        assert largest_error(case, output, adapter) < MAX_RELATIVE_ERROR
+        stats = engine.get_stats()
+    for (_, adapter), output, asked in zip(requests, outputs, params, strict=True):
+        lengths = [len(choice.token_ids) for choice in output.outputs]
+        assert lengths == [asked.max_tokens] * asked.n
+        error = largest_error(case, output, adapter, is_greedy=asked.temperature == 0)
+        assert error < MAX_RELATIVE_ERROR
+    return stats
 
 
 def test_mixed_batch_in_small_chunks(case: ParityCase) -> None:
-    """Base and adapters of all ranks together, prompts cut into chunks of all sizes."""
+    """Base and adapters of all ranks together, some with two choices, in chunks of all sizes."""
     requests = make_requests(case, seed=1, count=10)
-    outputs, _ = run(case, requests, max_num_batched_tokens=23, block_size=4, memory_gib=0.05)
-    check(case, requests, outputs)
+    params = [SAMPLED if i % 3 == 2 else GREEDY for i in range(len(requests))]
+    check(case, requests, params, max_num_batched_tokens=23, block_size=4, memory_gib=0.05)
 
 
 def test_preempted_requests(case: ParityCase) -> None:
     """A pool too small for all: requests are preempted, recomputed, and answer the same."""
-    requests = make_requests(case, seed=2, count=10)
-    block_bytes = kv_block_bytes(case)
-    outputs, stats = run(
-        case, requests, max_num_batched_tokens=64, block_size=4, max_model_len=52,
-        memory_gib=(30 * block_bytes + 400_000) / 2**30,
+    requests = make_requests(case, seed=2, count=10, max_prompt_tokens=6)
+    params = [dataclasses.replace(GREEDY, max_tokens=24)] * len(requests)
+    stats = check(
+        case, requests, params, max_num_batched_tokens=64, block_size=4,
+        max_model_len=32, memory_gib=(25 * kv_block_bytes(case) + adapter_bytes(case)) / 2**30,
     )  # fmt: skip
     assert stats.num_preemptions > 0
-    check(case, requests, outputs)
+
+
+def test_adapters_that_do_not_fit_together(case: ParityCase) -> None:
+    """Adapters are evicted for others, loaded again, and answer the same."""
+    requests = make_requests(case, seed=3, count=10, max_prompt_tokens=12)
+    room_bytes = 0.7 * adapter_bytes(case) + 12 * kv_block_bytes(case)
+    stats = check(
+        case, requests, [GREEDY] * len(requests), block_size=4, max_model_len=20,
+        memory_gib=room_bytes / 2**30,
+    )  # fmt: skip
+    assert stats.adapter_bytes_used < adapter_bytes(case)
+
+
+def adapter_bytes(case: ParityCase) -> int:
+    """Bytes of all adapters on the device."""
+    with Engine(model=str(case.directory), device="cpu", dtype="float32") as engine:
+        for name, path in case.adapters.items():
+            engine.add_lora(LoRARequest(name, 1, str(path)))
+        return sum(info.num_bytes for info in engine.list_loras())
 
 
 def kv_block_bytes(case: ParityCase) -> int:
