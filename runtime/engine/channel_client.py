@@ -93,11 +93,11 @@ class ChannelClient:
         """See ``EngineClient.close``."""
         if self._channel is None:
             return
-        if not self._is_closing:
+        was_ready = self._ready is not None and self._ready.done() and _succeeded(self._ready)
+        if was_ready and not self._is_closing:
             with contextlib.suppress(EngineDeadError):
                 self.send(Shutdown())
-            self._is_closing = True
-        was_ready = self._ready is not None and self._ready.done() and _succeeded(self._ready)
+        self._is_closing = True
         if not was_ready:
             self._channel.close()  # while it starts, an engine sees no message but this
         await self._end(EXIT_GRACE_S if was_ready else DEATH_GRACE_S)

@@ -240,10 +240,11 @@ class EngineLoop:
 
 def serve_channel(
     channel: Channel[ToEngine], config: EngineConfig, build: BuildEngine, *, own_process: bool
-) -> None:
+) -> bool:
     """Build an engine, tell the peer, run it to its end, free it.
 
-    Raises what the engine raises, after the peer has been told why it could not start.
+    Returns False if the engine could not start and the peer was told why: that is the peer's to
+    report. Raises what is nobody's fault but ours, and what ends an engine that had started.
     """
 
     def report(text: str) -> None:
@@ -256,6 +257,8 @@ def serve_channel(
     except Exception as error:
         channel.send(StartupFailed(type(error).__name__, str(error)))
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
+        if isinstance(error, CorunError) and not channel.at_end:
+            return False
         raise
     try:
         channel.send(Ready(assembly.info, tuple(assembly.adapters.infos())))
@@ -263,3 +266,4 @@ def serve_channel(
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
     finally:
         assembly.close()
+    return True

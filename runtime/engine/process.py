@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = _receive_config(sock)
         channel: Channel[ToEngine] = Channel(sock, ToEngine)
-        serve_channel(channel, config, load_factory(options.factory), own_process=True)
+        factory = load_factory(options.factory)
+        return 0 if serve_channel(channel, config, factory, own_process=True) else 1
     except CorunError as error:
         _logger.error("the engine stops: %s", error)
         return 1
@@ -64,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     finally:
         sock.close()
-    return 0
 
 
 def _own_this_process(parent_pid: int, log_level: str) -> None:
