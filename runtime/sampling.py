@@ -59,6 +59,8 @@ class SamplingParams:
             _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        for token_id in self.stop_token_ids:
+            _check_range("stop_token_ids", token_id, 0, 2**31 - 1)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(
                 f"{len(self.stop)} stop strings were given, at most {MAX_STOP_STRINGS} are served",

@@ -17,6 +17,11 @@ from .request_table import RequestState
 
 _NUM_CANDIDATES = 1024  # the nucleus is looked for among these before the vocabulary is sorted
 _UINT64_MASK = 2**64 - 1
+_NOT_FINITE = "the model computed logits that are not finite (NaN or inf)"
+_NOTHING_LEFT = (
+    "no token can be drawn: min_tokens with stop_token_ids forbids all, or repetition_penalty "
+    "makes the logits overflow"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +48,52 @@ class Sampler:
             states: The rows' requests; not changed.
 
         Returns:
-            One entry per row. A row whose logits are NaN or infinite has an error and token -1;
-            the others are not affected.
+            One entry per row. A row whose logits are NaN or infinite, or that its parameters leave
+            nothing to draw from, has an error and token -1; the others are not affected.
         """
         # NaN and +inf survive a maximum; a row of -inf alone has -inf.
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
         logprobs = _report_logprobs_source(logits, states)
-        self._adjust(logits, states)
+        errors = dict.fromkeys(self._adjust(logits, states), _NOTHING_LEFT)
+        errors.update((i, _NOT_FINITE) for i, is_finite in enumerate(finite) if not is_finite)
         token_ids = logits.argmax(dim=-1).tolist()
-        drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0 and finite[i]]
+        drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0 and i not in errors]
         if drawn:
             tokens = _draw(logits[drawn], [states[i] for i in drawn])
             for i, token_id in zip(drawn, tokens, strict=True):
                 token_ids[i] = token_id
         return [
-            _row(token_ids[i], states[i], logprobs.get(i))
-            if finite[i]
-            else SampledRow(-1, None, "the model computed logits that are not finite (NaN or inf)")
+            SampledRow(-1, None, errors[i])
+            if i in errors
+            else _row(token_ids[i], states[i], logprobs.get(i))
             for i in range(len(states))
         ]
 
-    def _adjust(self, logits: torch.Tensor, states: Sequence[RequestState]) -> None:
-        """Apply penalties and hold back end tokens, in place."""
+    def _adjust(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[int]:
+        """Apply penalties and hold back end tokens, in place; return rows that do not survive it.
+
+        A request can forbid its whole vocabulary, or give a penalty that overflows.
+        """
+        adjusted = []
         for row, state in enumerate(states):
             sampling = state.sampling
             num_output = state.num_tokens - state.num_prompt_tokens
+            held: list[int] = []
             if num_output < sampling.min_tokens:
                 ends = () if sampling.ignore_eos else self._eos_token_ids
                 held = [t for t in (*ends, *sampling.stop_token_ids) if t < logits.shape[1]]
-                if held:
-                    logits[row, held] = float("-inf")
+            if held:
+                logits[row, held] = float("-inf")
             if sampling.repetition_penalty != 1.0:
                 _penalise_repetition(logits[row], state)
             if sampling.presence_penalty or sampling.frequency_penalty:
                 _penalise_frequency(logits[row], state)
+            if held or sampling.repetition_penalty != 1.0:
+                adjusted.append(row)
+        if not adjusted:
+            return []
+        alive = torch.isfinite(logits[adjusted].amax(dim=-1)).tolist()
+        return [row for row, is_alive in zip(adjusted, alive, strict=True) if not is_alive]
 
 
 def _report_logprobs_source(
@@ -128,15 +145,21 @@ def _draw(logits: torch.Tensor, states: Sequence[RequestState]) -> list[int]:
     vocabulary in its own order; the others over candidates, most likely first.
     """
     numbers = _uniform_numbers(states, logits.device)
-    temperatures = torch.tensor([s.sampling.temperature for s in states], device=logits.device)
+    temperatures = torch.tensor(
+        [s.sampling.temperature for s in states], dtype=torch.float32, device=logits.device
+    )
+    temperatures.clamp_(min=torch.finfo(torch.float32).tiny)  # what is positive must not become 0
     # The maximum is taken off first: a tiny temperature must not turn it into infinity.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
     probs = torch.softmax(scaled, dim=-1)
-    tokens = _invert(probs, numbers)
-    cut = [i for i, state in enumerate(states) if _is_cut(state.sampling)]
-    if cut:
-        chosen = _draw_cut(probs[cut], numbers[cut], [states[i].sampling for i in cut])
-        for i, token in zip(cut, chosen, strict=True):
+    tokens = [-1] * len(states)
+    for is_cut, draw in ((False, _draw_whole), (True, _draw_cut)):
+        rows = [i for i, state in enumerate(states) if _is_cut(state.sampling) == is_cut]
+        if not rows:
+            continue
+        part = probs if len(rows) == len(states) else probs[rows]
+        drawn = draw(part, numbers[rows], [states[i].sampling for i in rows])
+        for i, token in zip(rows, drawn, strict=True):
             tokens[i] = token
     return tokens
 
@@ -152,55 +175,80 @@ def _is_cut(sampling: SamplingParams) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
+def _draw_whole(
+    probs: torch.Tensor, numbers: torch.Tensor, params: Sequence[SamplingParams]
+) -> list[int]:
+    """Draw from all tokens; no parameter cuts any off."""
+    return _invert(probs, numbers)
+
+
 def _draw_cut(
     probs: torch.Tensor, numbers: torch.Tensor, params: Sequence[SamplingParams]
 ) -> list[int]:
     """Keep min_p, then top_k, then the top_p nucleus of what is left; draw among it."""
-    vocab_size = probs.shape[1]
-    num_candidates = min(vocab_size, max(_NUM_CANDIDATES, *(p.top_k for p in params)))
-    kept, order = _candidates(probs, num_candidates, params)
-    if not _covers(kept, params, vocab_size):
-        kept, order = _candidates(probs, vocab_size, params)
-    columns = _invert(kept, numbers)
-    return order.gather(1, torch.tensor(columns, device=order.device)[:, None])[:, 0].tolist()
+    count = min(probs.shape[1], _NUM_CANDIDATES)
+    kept, order, is_complete = _candidates(probs, count, params)
+    columns = torch.tensor(_invert(kept, numbers), device=order.device)
+    tokens: list[int] = order.gather(1, columns[:, None])[:, 0].tolist()
+    open_rows = [row for row, complete in enumerate(is_complete) if not complete]
+    if open_rows:  # the vocabulary is sorted for these alone
+        some = [params[row] for row in open_rows]
+        kept, order, _ = _candidates(probs[open_rows], probs.shape[1], some)
+        for row, column, tokens_of_row in zip(
+            open_rows, _invert(kept, numbers[open_rows]), order, strict=True
+        ):
+            tokens[row] = int(tokens_of_row[column])
+    return tokens
 
 
 def _candidates(
     probs: torch.Tensor, count: int, params: Sequence[SamplingParams]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens with what is cut set to zero: (float32, int64) [rows, count]."""
-    values, order = probs.topk(count, dim=-1, sorted=True)
+) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    """The ``count`` most likely tokens with what is cut set to zero, and their ids.
+
+    Returns float32 [rows, count], int64 [rows, count], and for each row whether more candidates
+    would change nothing. Then a row does not depend on ``count``, nor so on its neighbours.
+    """
+    values, order = _largest(probs, count)
     device = probs.device
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     top_k = torch.tensor([p.top_k if p.top_k > 0 else probs.shape[1] for p in params])
     top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)[:, None]
+    has_cut = torch.tensor([p.top_k > 0 or p.min_p > 0.0 for p in params], device=device)[:, None]
     ranks = torch.arange(count, device=device)[None]
-    keep = (values >= min_p * values[:, :1]) & (ranks < top_k.to(device)[:, None])
-    values = values * keep
-    total = _totals(values, probs, params)
-    before = values.double().cumsum(dim=-1) - values
+    first_kept = (values >= min_p * values[:, :1]) & (ranks < top_k.to(device)[:, None])
+    first_values = values * first_kept
+    # The mass that top_p refers to: of the kept tokens, or of all where nothing else cuts.
+    mass = first_values.sum(dim=-1, keepdim=True, dtype=torch.float64).masked_fill(~has_cut, 1.0)
+    before = first_values.cumsum(dim=-1, dtype=torch.float64) - first_values
     # The token that crosses top_p is part of the nucleus; the first one always is.
-    return values * ((before < top_p * total) | (ranks == 0)), order
+    kept = first_values * ((before < top_p * mass) | (ranks == 0))
+    # Nothing is missing if the last candidate is less likely than all that decide: of equally
+    # likely ones, only some may be among the candidates.
+    deciding = torch.where(has_cut, first_values, kept)
+    least = deciding.masked_fill(deciding == 0, float("inf")).amin(dim=-1)
+    is_complete = (least > values[:, -1]).tolist()
+    return kept, order, is_complete
 
 
-def _totals(
-    values: torch.Tensor, probs: torch.Tensor, params: Sequence[SamplingParams]
-) -> torch.Tensor:
-    """Mass that top_p refers to: of the kept tokens, or of all where nothing else cuts."""
-    cut = torch.tensor([p.top_k > 0 or p.min_p > 0.0 for p in params], device=probs.device)
-    ones = torch.ones(len(params), device=probs.device, dtype=torch.float64)
-    return torch.where(cut, values.double().sum(dim=-1), ones)[:, None]
+def _largest(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` largest of each row and their columns, equal ones by column.
 
-
-def _covers(kept: torch.Tensor, params: Sequence[SamplingParams], vocab_size: int) -> bool:
-    """Whether the candidates hold everything that could be kept: the last one was cut."""
-    return kept.shape[1] == vocab_size or not bool((kept[:, -1] > 0).any())
+    A plain topk orders equal ones differently for another ``count``; logits of half types are
+    often equal.
+    """
+    if count == probs.shape[1]:
+        return probs.sort(dim=-1, descending=True, stable=True)
+    columns = probs.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, positions = probs.gather(-1, columns).sort(dim=-1, descending=True, stable=True)
+    return values, columns.gather(-1, positions)
 
 
 def _invert(probs: torch.Tensor, numbers: torch.Tensor) -> list[int]:
     """First column whose cumulative probability exceeds ``number`` times the row's total."""
-    cumulative = probs.double().cumsum(dim=-1)
-    points = numbers[:, None] * cumulative[:, -1:]
-    columns = torch.searchsorted(cumulative, points, right=True)[:, 0]
-    last = (probs > 0).long().mul(torch.arange(1, probs.shape[1] + 1, device=probs.device))
-    return torch.minimum(columns, last.amax(dim=-1) - 1).tolist()
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    totals = cumulative[:, -1:].contiguous()
+    columns = torch.searchsorted(cumulative, numbers[:, None] * totals, right=True)
+    # A number just below 1 may round to the total, which no column exceeds.
+    last = torch.searchsorted(cumulative, totals)
+    return torch.minimum(columns, last)[:, 0].tolist()

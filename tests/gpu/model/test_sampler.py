@@ -51,8 +51,9 @@ def test_temperature_sharpens() -> None:
     assert abs(share - 1 / (1 + math.exp(-2))) < 0.03
 
 
-def test_a_tiny_temperature_is_greedy_and_finite() -> None:
-    assert set(draw(torch.tensor([[900.0, 899.0, -900.0]]), 50, temperature=1e-9)) == {0}
+@pytest.mark.parametrize("temperature", [1e-9, 1e-50])  # the second one is 0 in float32
+def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
+    assert set(draw(torch.tensor([[900.0, 899.0, -900.0]]), 50, temperature=temperature)) == {0}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,40 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         Sampler([]).sample(logits[i : i + 1].clone(), [states[i]])[0].token_id for i in range(6)
     ]
     assert together == alone
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.2}, {"top_p": 0.9}, {"min_p": 0.001}])
+def test_equally_likely_tokens_are_drawn_alike_beside_any_neighbour(params: Any) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(1, 50_000) * 2).bfloat16().float()  # few values: many are equal
+    alone = draw(logits, 20, **params)
+    wide = [make_state(seed=seed, **params) for seed in range(20)] + [make_state(top_k=3000)]
+    rows = Sampler([]).sample(logits.expand(21, -1).clone(), wide)
+    assert [row.token_id for row in rows[:20]] == alone
+
+
+def test_top_p_refers_to_all_that_min_p_left() -> None:
+    """Also where that is more than the first candidates."""
+    tokens = draw(torch.zeros(1, 5000), 3000, min_p=0.5, top_p=0.5)
+    assert len(set(tokens)) > 1500
+    assert max(tokens) < 2500  # of equals, the first ones are the nucleus
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop_token_ids": tuple(range(8)), "min_tokens": 5},
+        {"repetition_penalty": 1e-44, "prompt": [3]},
+    ],
+)
+def test_a_request_that_leaves_itself_no_token_fails_alone(
+    params: dict[str, Any], temperature: float
+) -> None:
+    states = [make_state(temperature=temperature, **params), make_state(temperature=temperature)]
+    rows = Sampler([EOS]).sample(torch.arange(16.0).view(2, 8), states)
+    assert rows[0].error is not None and "no token can be drawn" in rows[0].error
+    assert rows[1].error is None
 
 
 def test_rows_that_are_not_finite_fail_alone() -> None:
