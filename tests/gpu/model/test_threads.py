@@ -15,7 +15,7 @@ class FakeRunner:
         self._now_s = 0.0
         self.num_threads = 0
         monkeypatch.setattr(threads, "set_threads", self._set_threads)
-        monkeypatch.setattr(threads.time, "perf_counter", lambda: self._now_s)
+        monkeypatch.setattr("time.perf_counter", lambda: self._now_s)
 
     def _set_threads(self, num_threads: int) -> None:
         self.num_threads = num_threads
