@@ -14,12 +14,12 @@ import torch
 from corun.runtime.demo import chat_prompt, demo_adapters_path
 from safetensors.torch import load_file, save_file
 from support.demo_answers import BASE, Question, ask_all, questions, share_right
+from support.overflow import make_overflowing
 from support.serving import Served, wait_until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-HUGE = 3.0e38  # finite in bfloat16; a product with anything much larger than one is not
 
 
 def copy_of(name: str, directory: Path) -> Path:
@@ -192,19 +192,6 @@ def test_wrong_adapters_are_refused(server: Served, tmp_path: Path, case: str) -
 def assert_message(answer: httpx.Response, pattern: str) -> None:
     message = answer.json()["error"]["message"]
     assert re.search(pattern, message, re.DOTALL), message
-
-
-def make_overflowing(directory: Path) -> Path:
-    """An adapter of finite numbers whose answers are not: what no check of its files can see."""
-
-    def overflow(tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if "lora_B" in name:
-                tensor.fill_(HUGE)
-
-    path = copy_of("upper", directory)
-    edit_tensors(path, overflow)
-    return path
 
 
 def test_an_overflowing_adapter_fails_alone(server: Served, tmp_path: Path) -> None:

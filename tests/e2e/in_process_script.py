@@ -1,0 +1,66 @@
+"""A user's script, without a main guard: ``Engine`` and ``AsyncEngine`` under a running loop.
+
+Prints what they answered, and what of the process's global state had changed afterwards.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+from corun import AsyncEngine, Engine, LoRARequest, SamplingParams
+from corun.runtime.demo import chat_prompt, demo_adapters_path
+from transformers import LlamaForCausalLM  # noqa: F401 -- its imports add filters of warnings
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def global_state() -> dict[str, Any]:
+    """What other code in this process might rely on."""
+    root = logging.getLogger()
+    return {
+        "torch threads": torch.get_num_threads(),
+        "torch interop threads": torch.get_num_interop_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "random": hash(torch.get_rng_state().numpy().tobytes()),
+        "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "handlers": [str(handler) for handler in root.handlers],
+        "log level": root.level,
+        "environment": hash(str(sorted(os.environ.items()))),
+        "directory": os.getcwd(),
+        "hooks": [str(sys.excepthook), str(threading.excepthook), str(sys.unraisablehook)],
+        "warning filters": len(warnings.filters),
+    }
+
+
+def upper(name: str = "upper") -> LoRARequest:
+    return LoRARequest(name, 1, str(demo_adapters_path() / "upper"))
+
+
+async def use_both() -> list[str]:
+    with Engine() as engine:
+        (first,) = engine.generate(chat_prompt("in a loop"), GREEDY, upper())
+    async with AsyncEngine() as async_engine:
+        last = None
+        async for output in async_engine.generate(
+            chat_prompt("in a loop"), GREEDY, lora_request="reverse"
+        ):
+            last = output
+        assert last is not None
+    return [first.outputs[0].text, last.outputs[0].text]
+
+
+before = global_state()
+answers = asyncio.run(use_both())
+after = global_state()
+changed = [name for name, value in before.items() if after[name] != value]
+threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("corun")]
+json.dump({"answers": answers, "changed": changed, "threads": threads}, sys.stdout)

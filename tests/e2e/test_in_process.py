@@ -1,0 +1,157 @@
+"""``Engine`` and ``AsyncEngine`` with the demo model in the caller's own process."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from corun import (
+    AsyncEngine,
+    Engine,
+    LoRARequest,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StepFailedError,
+    UnknownModelError,
+)
+from corun.runtime.demo import chat_prompt, demo_adapters_path, unseen_examples
+from support.demo_answers import ADAPTERS
+from support.overflow import make_overflowing
+
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+SCRIPT = Path(__file__).with_name("in_process_script.py")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_one_prompt_of_the_base(engine: Engine) -> None:
+    (output,) = engine.generate(chat_prompt("hello"))
+    assert output.finished
+    assert output.prompt == chat_prompt("hello")
+    (choice,) = output.outputs
+    assert choice.text == "You said: hello"
+    assert choice.finish_reason == "stop"
+
+
+def test_parameters_and_adapters_per_prompt(engine: Engine) -> None:
+    """Base and adapters of all ranks in one batch, each request with its own parameters."""
+    examples = {task: unseen_examples(task, 10, 2) for task in ADAPTERS}
+    asked = [
+        (task, *example)
+        for row in zip(*examples.values(), strict=True)
+        for task, example in zip(ADAPTERS, row, strict=True)
+    ]
+    prompts = [chat_prompt(text) for _, text, _ in asked]
+    loras: list[LoRARequest | None] = [
+        LoRARequest(task, 1 + ADAPTERS.index(task), str(demo_adapters_path() / task))
+        for task, _, _ in asked
+    ]
+    outputs = engine.generate([*prompts, *prompts[:4]], GREEDY, [*loras, None, None, None, None])
+    answers = texts(outputs)
+    right = [got == want for got, (_, _, want) in zip(answers, asked, strict=False)]
+    assert sum(right) >= 0.8 * len(right)
+    for text, (_, said, _) in zip(answers[-4:], asked, strict=False):
+        assert text == f"You said: {said}"
+    short = SamplingParams(temperature=0, max_tokens=2)
+    mixed = engine.generate(prompts[:2], [short, GREEDY], loras[:2])
+    assert [len(mixed[0].outputs[0].token_ids), texts(mixed)[1]] == [2, answers[1]]
+    assert mixed[0].outputs[0].finish_reason == "length"
+
+
+def test_token_ids_choices_and_logprobs(engine: Engine) -> None:
+    ids = engine.get_tokenizer().encode("One evening", add_special_tokens=False)
+    params = SamplingParams(n=3, seed=4, temperature=1.0, max_tokens=12, logprobs=2)
+    (output,) = engine.generate(ids, params)
+    assert output.prompt is None
+    assert output.prompt_token_ids == ids
+    assert len({choice.text for choice in output.outputs}) > 1
+    for choice in output.outputs:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs) == len(choice.token_ids)
+        for token_id, candidates in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert candidates[token_id].logprob <= 0
+    (again,) = engine.generate(ids, params)
+    assert [c.token_ids for c in again.outputs] == [c.token_ids for c in output.outputs]
+
+
+def test_adapters_come_and_go(engine: Engine, tmp_path: Path) -> None:
+    path = shutil.copytree(demo_adapters_path() / "upper", tmp_path / "a")
+    lora = LoRARequest("mine", 9, str(path))
+    engine.add_lora(lora)
+    assert "mine" in [info.name for info in engine.list_loras()]
+    assert texts(engine.generate([chat_prompt("hello")], GREEDY, "mine")) == ["HELLO"]
+    shutil.rmtree(path)
+    shutil.copytree(demo_adapters_path() / "vowels", path)
+    engine.add_lora(lora, reload=True)
+    assert texts(engine.generate([chat_prompt("hello")], GREEDY, "mine")) == ["h*ll*"]
+    engine.remove_lora("mine")
+    with pytest.raises(UnknownModelError, match="mine"):
+        engine.generate("a", GREEDY, "mine")
+
+
+def test_wrong_prompts(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"600.*512"):
+        engine.generate("a" * 600, GREEDY)
+    with pytest.raises(RequestError, match="99999"):
+        engine.generate([99999], GREEDY)
+    with pytest.raises(RequestError):
+        engine.generate("", GREEDY)
+
+
+def test_an_overflowing_adapter_fails_alone(tmp_path: Path) -> None:
+    """In one batch: the adapter's request fails, the others are right, and so are later ones."""
+
+    async def answer(engine: AsyncEngine, task: str, text: str) -> str:
+        last = None
+        async for output in engine.generate(chat_prompt(text), GREEDY, lora_request=task):
+            last = output
+        assert last is not None
+        return last.outputs[0].text
+
+    async def run() -> None:
+        # So few blocks that those of the failed requests are used again.
+        async with AsyncEngine(memory_gib=0.006, max_model_len=64) as engine:
+            path = make_overflowing(tmp_path / "huge")
+            await engine.add_lora(LoRARequest("huge", 1, str(path)))
+            for text in ("hello", "planet", "a very long road"):
+                results = await asyncio.gather(
+                    answer(engine, "upper", text),
+                    answer(engine, "huge", text),
+                    answer(engine, "reverse", "planet"),
+                    answer(engine, "huge", "planet"),
+                    return_exceptions=True,
+                )
+                assert results[0::2] == [text.upper(), "tenalp"]
+                for failure in results[1::2]:
+                    assert isinstance(failure, StepFailedError)
+                    assert "finite" in str(failure)
+            assert engine.get_stats().kv_blocks_used == 0
+
+    asyncio.run(run())
+
+
+def test_script_without_a_main_guard() -> None:
+    """Under a running event loop, with warnings as errors; nothing global changes."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "answers": ["IN A LOOP", "pool a ni"],
+        "changed": [],
+        "threads": [],
+    }
+    assert done.stderr == ""

@@ -1,0 +1,56 @@
+"""The examples of the README do what it says, as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from support.demo_answers import Question, ask_all
+from support.serving import Served
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_ASKED = re.compile(r"^    ask (\S+) +'(.*)' +# (.*)$", re.MULTILINE)
+
+
+@pytest.fixture
+def readme(repository: Path) -> str:
+    return (repository / "README.md").read_text(encoding="utf-8")
+
+
+def python_example(readme: str, word: str) -> str:
+    """The one Python example that contains ``word``."""
+    (found,) = (block for block in _BLOCK.findall(readme) if word in block)
+    return str(found)
+
+
+def test_answers_of_the_demo(server: Served, readme: str) -> None:
+    asked = [Question(*found) for found in _ASKED.findall(readme)]
+    assert len(asked) >= 5
+    assert ask_all(server.url, asked) == [question.answer for question in asked]
+
+
+def test_engine_example(readme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = python_example(readme, "with Engine(")
+    exec(compile(source, "README.md", "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["You said: hello world", "HELLO WORLD"]
+    promised = re.search(r"print\(.*# (.*), then (.*)$", source, re.MULTILINE)
+    assert promised is not None
+    assert list(promised.groups()) == printed
+
+
+def test_fastapi_example(readme: str) -> None:
+    names: dict[str, object] = {"__name__": "example"}
+    exec(compile(python_example(readme, "FastAPI"), "README.md", "exec"), names)
+    app = names["app"]
+    assert isinstance(app, FastAPI)
+    with TestClient(app) as client:
+        for adapter, text, expected in (
+            ("upper", "hello world", "HELLO WORLD"),
+            ("reverse", "planet", "tenalp"),
+            ("vowels", "hello", "h*ll*"),
+        ):
+            answer = client.get(f"/{adapter}", params={"text": text})
+            assert answer.status_code == 200
+            assert answer.text == expected

@@ -1,0 +1,134 @@
+"""What keeps ``corun serve`` from starting: one error that says what, and an exit code."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from corun.runtime.demo import demo_adapters_path, demo_model_path
+from support.serving import START_TIMEOUT_S, corun_command
+
+NUM_AT_ONCE = 2
+USAGE, FAILED = 2, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line that cannot work, made in a directory of its own."""
+
+    arguments: Callable[[Path], list[str]]
+    exit_code: int
+    message: str  # a pattern
+
+
+def missing_module(directory: Path) -> list[str]:
+    return ["--lora-modules", f"a={directory / 'none'}"]
+
+
+def wrong_module(directory: Path) -> list[str]:
+    path = shutil.copytree(demo_adapters_path() / "upper", directory / "dora")
+    config = path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    return ["--lora-modules", f"dora={path}"]
+
+
+def high_rank(directory: Path) -> list[str]:
+    return ["--max-lora-rank", "8", "--lora-modules", f"sum={demo_adapters_path() / 'add'}"]
+
+
+def refused_model(directory: Path) -> list[str]:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=262, hidden_size=64, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    BloomForCausalLM(config).save_pretrained(directory / "bloom")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model_path() / name, directory / "bloom")
+    return [str(directory / "bloom")]
+
+
+def yaml_file(directory: Path) -> list[str]:
+    (directory / "serve.yaml").write_text("max-model-length: 100\n")
+    return ["--config", str(directory / "serve.yaml")]
+
+
+def no_model(directory: Path) -> list[str]:
+    (directory / "empty").mkdir()
+    return [str(directory / "empty")]
+
+
+CASES = {
+    "unknown option": Case(lambda _: ["--max-model-length", "9"], USAGE, "--max-model-len"),
+    "wrong value": Case(lambda _: ["--dtype", "int3"], USAGE, "--dtype.*int3.*bfloat16"),
+    "unknown YAML key": Case(yaml_file, USAGE, "max-model-length.*max-model-len"),
+    "no such directory": Case(lambda d: [str(d / "none")], FAILED, "no such .*none"),
+    "not a model": Case(no_model, FAILED, "config.json"),
+    "adapter missing": Case(missing_module, USAGE, "--lora-modules a .*no such directory"),
+    "adapter refused": Case(wrong_module, FAILED, "dora.*use_dora"),
+    "rank over the limit": Case(high_rank, FAILED, "sum.*rank 64.*8.*--max-lora-rank"),
+    "context over the model's": Case(
+        lambda _: ["--max-model-len", "513"], USAGE, "--max-model-len.*513.*512"
+    ),
+    "too little memory": Case(
+        lambda _: ["--memory-gib", "0.0001", "--max-model-len", "512"],
+        FAILED,
+        "--max-model-len.*--memory-gib",
+    ),
+    "model refused": Case(refused_model, FAILED, "(?i)bloom.*attention interface"),
+}
+if not torch.cuda.is_available():
+    CASES["no CUDA device"] = Case(lambda _: ["--device", "cuda"], USAGE, "--device.*CUDA.*cpu")
+
+
+def start(arguments: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        corun_command("serve", "--port", "0", *arguments),
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, "Future[subprocess.CompletedProcess[str]]"]]:
+    """All command lines, run beside one another."""
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        yield {
+            name: pool.submit(start, case.arguments(tmp_path_factory.mktemp("case")))
+            for name, case in CASES.items()
+        }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_start_fails(
+    results: dict[str, "Future[subprocess.CompletedProcess[str]]"], name: str
+) -> None:
+    case, done = CASES[name], results[name].result()
+    check(done, case.exit_code, case.message)
+
+
+def check(done: "subprocess.CompletedProcess[str]", exit_code: int, message: str) -> None:
+    """The error is the last thing said, and it is said once: no traceback, nothing logged."""
+    assert done.returncode == exit_code, done.stderr
+    assert done.stdout == ""
+    before, mark, error = done.stderr.partition("corun: error: ")
+    assert mark, done.stderr
+    assert re.search(message, error, re.DOTALL), error
+    assert "Traceback" not in done.stderr
+    assert "ERROR" not in before, before
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = start(["--port", str(port)])
+    check(done, USAGE, f"port {port} .*--port")
