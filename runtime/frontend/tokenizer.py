@@ -6,6 +6,7 @@ are encoded so that an event loop never stalls. Knows nothing of requests or of 
 
 import asyncio
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -17,6 +18,9 @@ from .token_text import token_bytes
 
 _MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to the thread
 _PROBE_TEXT = " The 3 cafés,\n\tmore…"
+# transformers replaces its module while it is imported: a second thread that waits for the first
+# one's import would be left with the old module, which lacks every name.
+_IMPORT_LOCK = threading.Lock()
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -35,9 +39,7 @@ class Tokenizer:
     @staticmethod
     def preload() -> None:
         """Import what ``load`` needs: seconds that can pass while an engine process starts."""
-        from transformers import AutoTokenizer
-
-        assert AutoTokenizer is not None  # the name alone imports it
+        _import_auto_tokenizer()
 
     @classmethod
     def load(
@@ -49,10 +51,8 @@ class Tokenizer:
         chat_template: str | None = None,
     ) -> "Tokenizer":
         """Load from a directory or hub id. Raises ``ModelError`` if there is no tokenizer."""
-        from transformers import AutoTokenizer
-
         try:
-            hf = AutoTokenizer.from_pretrained(
+            hf = _import_auto_tokenizer().from_pretrained(
                 path, revision=revision, trust_remote_code=trust_remote_code
             )
         # Tokenizer files fail in many ways (JSON, missing packages, Rust errors): all mean this.
@@ -191,6 +191,13 @@ def _integer(position: int, value: object) -> int:
     raise RequestError(
         f"token {position} of the prompt is {value!r}, token ids are integers", param="prompt"
     )
+
+
+def _import_auto_tokenizer() -> Any:
+    with _IMPORT_LOCK:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
 
 
 def _plain_backend(hf: Any) -> Any:

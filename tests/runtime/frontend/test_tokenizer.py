@@ -1,6 +1,8 @@
 """Encoding, templates, checks and incremental decoding with tokenizers of several kinds."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +229,19 @@ def test_token_ids_of_other_integer_types() -> None:
     assert {type(token_id) for token_id in checked} == {int}
     with pytest.raises(RequestError, match=r"token 1 of the prompt is 1\.5"):
         check_token_ids([0, 1.5], vocab_size=3)  # type: ignore[list-item]
+
+
+def test_loading_waits_for_a_preload_in_another_thread() -> None:
+    program = (
+        "import threading, time\n"
+        "from corun.runtime.errors import ModelError\n"
+        "from corun.runtime.frontend.tokenizer import Tokenizer\n"
+        "threading.Thread(target=Tokenizer.preload).start()\n"
+        "time.sleep(0.05)\n"
+        "try:\n"
+        "    Tokenizer.load('/no/such/directory')\n"
+        "except ModelError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "no tokenizer can be loaded from '/no/such/directory'" in done.stdout, done.stderr
