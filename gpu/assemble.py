@@ -120,7 +120,8 @@ def _equip(
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=device, dtype=dtype)
     make_linear = select_linear_backend(config.linear_backend, device=device, dtype=dtype)
     target_of = {target.physical_path: target.index for target in target_map.targets}
-    wrap_linears(model, context, make_linear, lora_backend, target_of)
+    group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
+    wrap_linears(model, context, make_linear, lora_backend, target_of, group_of)
     return LoadedModel(
         config=model.config.get_text_config(),
         model=model,

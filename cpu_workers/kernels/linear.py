@@ -15,8 +15,13 @@ from numba import njit, prange
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT
 from .linear_tiles import product_1x4, product_2x4, product_4x4, product_8x2
+from .tiles import int64_at
 
-TILES_DIGEST = "8ccf174e4205953c"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "b2527967ff47ce86"  # sha256 of its sources, first 16 digits: see tiles.py
+
+# What the caller says of each matrix: see ``multiply``.
+MATRIX_FIELDS = 5
+_WEIGHTS, _BIAS, _Y, _Y_STRIDE, _NUM_UNITS = range(MATRIX_FIELDS)
 
 _BLOCK_TOKENS = 8
 _FEW_TOKENS = 4
@@ -67,46 +72,67 @@ def _multiply_unit(
         product_4x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, few - 1)
 
 
+@njit(error_model="numpy", nogil=True)
+def _multiply_share(
+    matrices: int, x: int, x_stride: int, steps: int, num_tokens: int, first: int, last: int
+) -> None:
+    """Units [first, last), counted through all matrices."""
+    group_bytes = steps * VECTOR_BYTES
+    unit = first
+    units_before = 0
+    matrix = matrices
+    while unit < last:
+        num_units = int64_at(matrix, _NUM_UNITS)
+        end = min(last, units_before + num_units)
+        while unit < end:
+            column_group = (unit - units_before) * GROUPS_PER_LINEAR_UNIT
+            _multiply_unit(
+                int64_at(matrix, _WEIGHTS) + column_group * group_bytes,
+                group_bytes,
+                x,
+                x_stride,
+                steps,
+                int64_at(matrix, _BIAS) + column_group * VECTOR_BYTES,
+                int64_at(matrix, _Y) + column_group * COLUMNS_PER_GROUP * 2,
+                int64_at(matrix, _Y_STRIDE),
+                num_tokens,
+            )
+            unit += 1
+        units_before += num_units
+        matrix += 8 * MATRIX_FIELDS
+
+
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
 def multiply(
-    weights: int,
+    matrices: int,
+    num_matrices: int,
     x: int,
     x_stride: int,
     steps: int,
-    bias: int,
-    y: int,
-    y_stride: int,
-    num_units: int,
     num_tokens: int,
     num_threads: int,
 ) -> None:
-    """Write x W^T + bias for ``num_tokens`` tokens to y.
+    """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
-    weights: address of what ``pack_linear`` returns; steps: pairs of values in its padded rows.
-    x, y: addresses of bfloat16; x_stride, y_stride: bytes from one token to the next. Rows of x
-        hold ``steps`` pairs; those of y 64 * ``num_units`` values, as many as bias, float32.
+    matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of what ``pack_linear``
+        returns, of its bias, float32, of y, bfloat16; bytes from one token of y to the next; units
+        of 64 columns, in which weights, bias and rows of y are padded.
+    x: address of bfloat16; x_stride: bytes from one token to the next; steps: pairs of values in
+        a padded row of x and of the weights.
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
     """
-    group_bytes = steps * VECTOR_BYTES
-    unit_bytes = group_bytes * GROUPS_PER_LINEAR_UNIT
-    bias_bytes = VECTOR_BYTES * GROUPS_PER_LINEAR_UNIT
-    unit_columns_bytes = 2 * COLUMNS_PER_GROUP * GROUPS_PER_LINEAR_UNIT
+    num_units = 0
+    for matrix in range(num_matrices):
+        num_units += int64_at(matrices + 8 * MATRIX_FIELDS * matrix, _NUM_UNITS)
+    unit_bytes = steps * VECTOR_BYTES * GROUPS_PER_LINEAR_UNIT
     blocks = -(-num_tokens // _BLOCK_TOKENS)
     workers = min(num_threads, num_units)
     if num_units * unit_bytes * blocks <= _SERIAL_BYTES:
         workers = 1
     if workers == 1:
-        for unit in range(num_units):
-            _multiply_unit(
-                weights + unit * unit_bytes, group_bytes, x, x_stride, steps,
-                bias + unit * bias_bytes, y + unit * unit_columns_bytes, y_stride, num_tokens,
-            )  # fmt: skip
+        _multiply_share(matrices, x, x_stride, steps, num_tokens, 0, num_units)
         return
     for worker in prange(workers):
         first = num_units * worker // workers
         last = num_units * (worker + 1) // workers
-        for unit in range(first, last):
-            _multiply_unit(
-                weights + unit * unit_bytes, group_bytes, x, x_stride, steps,
-                bias + unit * bias_bytes, y + unit * unit_columns_bytes, y_stride, num_tokens,
-            )  # fmt: skip
+        _multiply_share(matrices, x, x_stride, steps, num_tokens, first, last)

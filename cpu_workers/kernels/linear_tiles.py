@@ -1,7 +1,7 @@
 """Register tiles of dense products: LLVM code for a few tokens times 32 or 64 columns, AVX512_BF16.
 
-Addresses and strides are in bytes. A change here must become a change of ``linear.TILES_DIGEST``:
-see ``tiles``.
+Addresses and strides are in bytes. A change here must become a change of the kernels'
+``TILES_DIGEST``: see ``tiles``.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Grouped LoRA products on the CPU: y += scaling * (x A^T) B^T for all segments in one call.
+"""Grouped LoRA products on the CPU: y += scaling * (x A^T) B^T, all segments and targets at once.
 
 Owns how work is cut; knows nothing of tables, adapters or torch: it is handed raw addresses of
 what ``layout`` packs. Products accumulate in float32, and the sum is rounded to y's type once.
@@ -36,7 +36,7 @@ from .tiles import (
     shrink_8x2,
 )
 
-TILES_DIGEST = "3144cf86fa0f6c83"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "b2527967ff47ce86"  # sha256 of its sources, first 16 digits: see tiles.py
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 
@@ -46,41 +46,57 @@ _GROUPS_PER_UNIT = 4  # 64 columns are the smallest work of a thread
 # Below this many bytes of A one thread is done before a second has woken up.
 _SERIAL_BYTES = 32 * 1024
 
-# Columns of a plan: one row per segment, and one more for the ends.
+# What the caller says of each target: see ``add_deltas``.
+TARGET_FIELDS = 4
+_INDEX, _TARGET_Y, _TARGET_STRIDE, _TARGET_COLUMNS = range(TARGET_FIELDS)
+
+# Columns of a plan: one row per target and segment, and one more for the ends.
 _START, _TOKENS, _RANK, _A, _B, _SHRINK_UNIT, _EXPAND_UNIT, _HIDDEN = range(8)
+_SCALING, _Y, _Y_STRIDE, _NUM_GROUPS = range(8, 12)
+_PLAN_COLUMNS = 12
 
 
 @njit(error_model="numpy", nogil=True)
 def _make_plan(
+    targets: int,
+    num_targets: int,
     a_pointers: int,
     b_pointers: int,
     ranks: int,
+    scalings: int,
     row_stride: int,
     starts: int,
     ends: int,
     rows: int,
     num_segments: int,
-    num_columns: int,
     h: int,
 ) -> Plan:
-    plan = np.zeros((num_segments + 1, 8), np.int64)
-    column_units = -(-num_columns // (COLUMNS_PER_GROUP * _GROUPS_PER_UNIT))
-    for s in range(num_segments):
-        entry = int32_at(rows, s) * row_stride
-        tokens = int32_at(ends, s) - int32_at(starts, s)
-        rank = int32_at(ranks, entry)
-        tiles = -(-rank // RANKS_PER_TILE)
-        plan[s, _START] = int32_at(starts, s)
-        plan[s, _TOKENS] = tokens
-        plan[s, _RANK] = rank
-        plan[s, _A] = int64_at(a_pointers, entry)
-        plan[s, _B] = int64_at(b_pointers, entry)
-        plan[s, _HIDDEN] = h
-        h += 4 * tokens * tiles * RANKS_PER_TILE
-        following = plan[s + 1]
-        following[_SHRINK_UNIT] = plan[s, _SHRINK_UNIT] + tiles * -(-tokens // _SHRINK_TOKENS)
-        units = column_units * -(-tokens // _EXPAND_TOKENS)
-        following[_EXPAND_UNIT] = plan[s, _EXPAND_UNIT] + (units if rank else 0)
+    plan = np.zeros((num_targets * num_segments + 1, _PLAN_COLUMNS), np.int64)
+    for t in range(num_targets):
+        target = targets + 8 * TARGET_FIELDS * t
+        groups = int64_at(target, _TARGET_COLUMNS) // COLUMNS_PER_GROUP
+        column_units = -(-groups // _GROUPS_PER_UNIT)
+        for s in range(num_segments):
+            entry = int32_at(rows, s) * row_stride + int64_at(target, _INDEX)
+            tokens = int32_at(ends, s) - int32_at(starts, s)
+            rank = int32_at(ranks, entry)
+            tiles = -(-rank // RANKS_PER_TILE)
+            p = t * num_segments + s
+            plan[p, _START] = int32_at(starts, s)
+            plan[p, _TOKENS] = tokens
+            plan[p, _RANK] = rank
+            plan[p, _A] = int64_at(a_pointers, entry)
+            plan[p, _B] = int64_at(b_pointers, entry)
+            plan[p, _SCALING] = scalings + 4 * entry
+            plan[p, _Y] = int64_at(target, _TARGET_Y)
+            plan[p, _Y_STRIDE] = int64_at(target, _TARGET_STRIDE)
+            plan[p, _NUM_GROUPS] = groups
+            plan[p, _HIDDEN] = h
+            h += 4 * tokens * tiles * RANKS_PER_TILE
+            following = plan[p + 1]
+            following[_SHRINK_UNIT] = plan[p, _SHRINK_UNIT] + tiles * -(-tokens // _SHRINK_TOKENS)
+            units = column_units * -(-tokens // _EXPAND_TOKENS)
+            following[_EXPAND_UNIT] = plan[p, _EXPAND_UNIT] + (units if rank else 0)
     return plan
 
 
@@ -100,22 +116,19 @@ def _expand_unit_at(
     cost: int,
 ) -> int:
     """The unit before which units cost ``cost`` ranks together."""
-    num_segments = plan.shape[0] - 1
-    for s in range(num_segments):
+    last = plan.shape[0] - 1
+    for s in range(last):
         segment_cost = (plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]) * plan[s, _RANK]
         if cost < segment_cost:
             return int(plan[s, _EXPAND_UNIT] + cost // plan[s, _RANK])
         cost -= segment_cost
-    return int(plan[num_segments, _EXPAND_UNIT])
+    return int(plan[last, _EXPAND_UNIT])
 
 
 @njit(error_model="numpy", nogil=True)
 def _shrink_share(
     tag: Any,
     plan: Plan,
-    scalings: int,
-    row_stride: int,
-    rows: int,
     x: int,
     x_stride: int,
     in_steps: int,
@@ -129,7 +142,7 @@ def _shrink_share(
     while unit < last:
         while plan[s + 1, _SHRINK_UNIT] <= unit:
             s += 1
-        scaling = float32_at(scalings, int32_at(rows, s) * row_stride)
+        scaling = float32_at(plan[s, _SCALING], 0)
         tiles = -(-plan[s, _RANK] // RANKS_PER_TILE)
         h_stride = 4 * tiles * RANKS_PER_TILE
         block, tile = divmod(unit - plan[s, _SHRINK_UNIT], tiles)
@@ -165,20 +178,18 @@ def _expand_share(
     tag: Any,
     plan: Plan,
     itemsize: int,
-    num_columns: int,
-    y: int,
-    y_stride: int,
     first: int,
     last: int,
 ) -> None:
     """Units [first, last): 4 tokens and 64 columns each."""
-    num_groups = num_columns // COLUMNS_PER_GROUP
-    column_units = -(-num_groups // _GROUPS_PER_UNIT)
     s = 0
     for unit in range(first, last):
         while plan[s + 1, _EXPAND_UNIT] <= unit:
             s += 1
         rank = plan[s, _RANK]
+        y_stride = plan[s, _Y_STRIDE]
+        num_groups = plan[s, _NUM_GROUPS]
+        column_units = -(-num_groups // _GROUPS_PER_UNIT)
         steps = -(-rank * itemsize // 4)
         group_bytes = steps * VECTOR_BYTES
         h_stride = 4 * RANKS_PER_TILE * -(-rank // RANKS_PER_TILE)
@@ -190,7 +201,7 @@ def _expand_share(
         num = 4 if end - token == 4 else 1
         while token < end:
             h = plan[s, _HIDDEN] + token * h_stride
-            row = y + (plan[s, _START] + token) * y_stride
+            row = plan[s, _Y] + (plan[s, _START] + token) * y_stride
             g = group
             while g < last_group:
                 b = plan[s, _B] + g * group_bytes
@@ -211,15 +222,14 @@ def _expand_share(
 
 
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
-def add_delta(
+def add_deltas(
     tag: Any,
     itemsize: int,
     x: int,
     x_stride: int,
     in_steps: int,
-    y: int,
-    y_stride: int,
-    num_columns: int,
+    targets: int,
+    num_targets: int,
     a_pointers: int,
     b_pointers: int,
     ranks: int,
@@ -232,38 +242,38 @@ def add_delta(
     h: int,
     num_threads: int,
 ) -> None:
-    """Add the deltas of one target to y for all segments.
+    """Add the deltas of targets that read the same x to the y of each, for all segments.
 
     tag, itemsize: a format tag of ``layout`` and the bytes of one of its values.
-    x, y: addresses; x_stride, y_stride: bytes from one token to the next; in_steps: units of
-        8 bytes in a padded row of x; num_columns: padded columns of y.
-    a_pointers, b_pointers (int64), ranks (int32), scalings (float32): addresses of this target's
-        entry for table row 0; the next row's lies ``row_stride`` entries further. Rank 0 = nothing
-        to add.
+    x: address; x_stride: bytes from one token to the next; in_steps: units of 8 bytes in a padded
+        row of x.
+    targets: address of int64 [num_targets, TARGET_FIELDS]: index in the table's rows, address of
+        y, bytes from one token of y to the next, padded columns of y.
+    a_pointers, b_pointers (int64), ranks (int32), scalings (float32): addresses of the tables,
+        whose rows hold ``row_stride`` entries. Rank 0 = nothing to add.
     starts, ends, rows: addresses of int32 [num_segments], first token, one past the last, table
         row.
-    h: address of float32 scratch, for each segment tokens * (rank rounded up to 8).
+    h: address of float32 scratch, for each target and segment tokens * (rank rounded up to 8).
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
     """
     plan = _make_plan(
-        a_pointers, b_pointers, ranks, row_stride, starts, ends, rows, num_segments, num_columns, h
-    )
-    shrink_units = plan[num_segments, _SHRINK_UNIT]
+        targets, num_targets, a_pointers, b_pointers, ranks, scalings, row_stride,
+        starts, ends, rows, num_segments, h,
+    )  # fmt: skip
+    shrink_units = plan[-1, _SHRINK_UNIT]
     cost = _expand_cost(plan)
     workers = num_threads
     if shrink_units * in_steps * VECTOR_BYTES <= _SERIAL_BYTES:
         workers = 1
     if workers == 1:
-        _shrink_share(tag, plan, scalings, row_stride, rows, x, x_stride, in_steps, 0, shrink_units)
-        _expand_share(
-            tag, plan, itemsize, num_columns, y, y_stride, 0, plan[num_segments, _EXPAND_UNIT]
-        )
+        _shrink_share(tag, plan, x, x_stride, in_steps, 0, shrink_units)
+        _expand_share(tag, plan, itemsize, 0, plan[-1, _EXPAND_UNIT])
         return
     for worker in prange(workers):
         first = shrink_units * worker // workers
         last = shrink_units * (worker + 1) // workers
-        _shrink_share(tag, plan, scalings, row_stride, rows, x, x_stride, in_steps, first, last)
+        _shrink_share(tag, plan, x, x_stride, in_steps, first, last)
     for worker in prange(workers):
         first = _expand_unit_at(plan, cost * worker // workers)
         last = _expand_unit_at(plan, cost * (worker + 1) // workers)
-        _expand_share(tag, plan, itemsize, num_columns, y, y_stride, first, last)
+        _expand_share(tag, plan, itemsize, first, last)

@@ -1,5 +1,7 @@
 """Products on the CPU in bfloat16 through corun's own kernel; needs AVX512_BF16."""
 
+from array import array
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numba
@@ -46,29 +48,54 @@ class VnniLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias; see ``LinearBackend``."""
+        return multiply_all((self,), x)[0]
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x as [tokens, padded in_features]: a view where that can be."""
         assert x.dtype == torch.bfloat16, x.dtype
         assert x.shape[-1] == self._in_features, (x.shape, self._in_features)
         rows = x.reshape(-1, self._in_features)
         if self._padded_in != self._in_features:
-            rows = F.pad(rows, (0, self._padded_in - self._in_features))
-        elif rows.stride(1) != 1:
-            rows = rows.contiguous()
-        num_tokens = rows.shape[0]
-        padded_out = self._padded_bias.shape[0]
-        y = torch.empty((num_tokens, padded_out), dtype=torch.bfloat16)
-        if num_tokens:
-            multiply(
-                self._packed.data_ptr(),
-                rows.data_ptr(),
-                rows.stride(0) * _ITEM_BYTES,
-                self._padded_in // 2,
-                self._padded_bias.data_ptr(),
-                y.data_ptr(),
-                padded_out * _ITEM_BYTES,
-                self._num_units,
-                num_tokens,
-                numba.get_num_threads(),
-            )
-        if padded_out != self._out_features:
+            return F.pad(rows, (0, self._padded_in - self._in_features))
+        return rows if rows.stride(1) == 1 else rows.contiguous()
+
+    def new_result(self, num_tokens: int) -> torch.Tensor:
+        """Memory for a product: [tokens, padded out_features]."""
+        return torch.empty((num_tokens, self._padded_bias.shape[0]), dtype=torch.bfloat16)
+
+    def describe(self, y: torch.Tensor) -> tuple[int, ...]:
+        """What the kernel is told of this matrix and its result."""
+        return (
+            self._packed.data_ptr(),
+            self._padded_bias.data_ptr(),
+            y.data_ptr(),
+            y.stride(0) * _ITEM_BYTES,
+            self._num_units,
+        )
+
+    def shaped(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """A product without its padding, in the shape that belongs to x."""
+        if y.shape[1] != self._out_features:
             y = y[:, : self._out_features].contiguous()
         return y.view(*x.shape[:-1], self._out_features)
+
+
+def multiply_all(backends: Sequence[VnniLinear], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the products of matrices of one width with the same x, computed in one kernel."""
+    rows = backends[0].rows_of(x)
+    num_tokens = rows.shape[0]
+    results = [backend.new_result(num_tokens) for backend in backends]
+    pairs = list(zip(backends, results, strict=True))
+    # Its memory is read by the kernel through an address.
+    matrices = array("q", [field for backend, y in pairs for field in backend.describe(y)])
+    if num_tokens:
+        multiply(
+            matrices.buffer_info()[0],
+            len(backends),
+            rows.data_ptr(),
+            rows.stride(0) * _ITEM_BYTES,
+            rows.shape[1] // 2,
+            num_tokens,
+            numba.get_num_threads(),
+        )
+    return [backend.shaped(y, x) for backend, y in pairs]

@@ -1,10 +1,9 @@
 """The one module that stands for every linear of the base model, and how it gets there.
 
-Adds the LoRA delta of the pass that is running, which it finds in its runner's ``StepContext``;
-knows nothing of adapters' names, requests or attention.
+Knows nothing of adapters' names, requests or attention; products and deltas are its group's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch import nn
 from ..lora.base import LoraBackend
 from ..step import StepContext
 from .base import LinearBackend, MakeLinear
+from .group import InputGroup
 from .plain import PlainLinear
 
 
@@ -21,17 +21,18 @@ class CorunLinear(nn.Module):
     def __init__(
         self,
         linear: nn.Linear,
-        context: StepContext,
         make_backend: MakeLinear,
-        lora: tuple[int, LoraBackend] | None,
+        group: InputGroup,
+        target_index: int | None,
     ) -> None:
-        """Take over ``linear``; ``lora`` is its target index and the backend, if it is a target."""
+        """Take over ``linear`` as a member of ``group``; it is a target if it has an index."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._backend = _make_backend(linear, make_backend)
-        self._context = context
-        self._lora = lora
+        self._target_index = target_index
+        self._group = group
+        self._member = group.join(self._backend, target_index)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -45,17 +46,11 @@ class CorunLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias + deltas: [1, tokens, in_features] -> [1, tokens, out_features]."""
-        y = self._backend(x)
-        batch = self._context.lora
-        if batch is not None and self._lora is not None:
-            target_index, backend = self._lora
-            flat_x = x.reshape(-1, self.in_features)
-            backend.add_delta(flat_x, y.view(-1, self.out_features), target_index, batch)
-        return y
+        return self._group.product(self._member, x)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
-        target = "" if self._lora is None else f", target_index={self._lora[0]}"
+        target = "" if self._target_index is None else f", target_index={self._target_index}"
         return f"{self.in_features}, {self.out_features}, backend={self._backend.name}{target}"
 
 
@@ -73,25 +68,28 @@ def wrap_linears(
     make_backend: MakeLinear,
     lora_backend: LoraBackend | None,
     target_of: Mapping[str, int],
+    group_of: Mapping[str, Hashable],
 ) -> int:
     """Replace every ``nn.Linear`` of ``model`` in place and return how many there were.
 
     Subclasses of nn.Linear are left alone. A linear reachable by several paths stays one module.
-    ``target_of`` maps module paths to target indices; all of them must be replaced. Weights are
+    ``target_of`` maps module paths to target indices; all of them must be replaced. Linears with
+    the same value in ``group_of`` read the same x and are computed together. Weights are
     taken over one by one, so that a packed copy and its original coexist for one linear only; a
     weight tied to an embedding stays alive through it.
     """
     missing = set(target_of)
+    groups: dict[Hashable, InputGroup] = {}
     num_wrapped = 0
     for paths in _linear_paths(model):
         index = next((target_of[path] for path in paths if path in target_of), None)
-        lora = None
-        if index is not None:
-            assert lora_backend is not None, "targets need a LoRA backend"
-            lora = (index, lora_backend)
+        group = InputGroup(context, lora_backend)
+        key = next((group_of[path] for path in paths if path in group_of), None)
+        if key is not None:
+            group = groups.setdefault(key, group)
         linear = model.get_submodule(paths[0])
         assert isinstance(linear, nn.Linear)
-        wrapper = CorunLinear(linear, context, make_backend, lora)
+        wrapper = CorunLinear(linear, make_backend, group, index)
         del linear
         for path in paths:
             parent, _, name = path.rpartition(".")

@@ -1,5 +1,7 @@
 """The interface of LoRA products: y += scaling * (x A^T) B^T, per segment of tokens."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,3 +48,34 @@ class LoraBackend(Protocol):
         not have this target add nothing.
         """
         ...
+
+    def add_deltas(
+        self,
+        x: torch.Tensor,
+        ys: Sequence[torch.Tensor],
+        target_indices: Sequence[int],
+        batch: LoraBatch,
+    ) -> None:
+        """``add_delta`` for several targets that read the same x, each with its own y."""
+        ...
+
+
+class TargetByTarget(ABC):
+    """Base of backends that gain nothing from targets that read the same x."""
+
+    @abstractmethod
+    def add_delta(
+        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
+    ) -> None:
+        """See ``LoraBackend``."""
+
+    def add_deltas(
+        self,
+        x: torch.Tensor,
+        ys: Sequence[torch.Tensor],
+        target_indices: Sequence[int],
+        batch: LoraBatch,
+    ) -> None:
+        """Add the deltas of one target after the other; see ``LoraBackend``."""
+        for y, target_index in zip(ys, target_indices, strict=True):
+            self.add_delta(x, y, target_index, batch)

@@ -1,19 +1,22 @@
 """LoRA products on the CPU through the grouped kernels that CPU workers use, too."""
 
+from array import array
+from collections.abc import Sequence
+
 import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
-from ...cpu_workers.kernels.lora import add_delta
+from ...cpu_workers.kernels.lora import add_deltas
 from ..step import LoraBatch
 from .base import PackedLora
 from .table import LoraTable
 
 
 class NumbaLora:
-    """One kernel call per target, over all segments; bfloat16 or float32.
+    """One kernel call per input group, over all segments; bfloat16 or float32.
 
     Not to be called from two threads at once: it owns the scratch memory of a call.
     """
@@ -56,31 +59,47 @@ class NumbaLora:
         self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
     ) -> None:
         """Add the deltas of one target to y, in place; see ``LoraBackend``."""
-        assert x.dtype == y.dtype == self._dtype, (x.dtype, y.dtype, self._dtype)
-        assert x.stride(1) == 1 and y.stride(1) == 1, (x.stride(), y.stride())
-        assert batch.segment_ends_host[-1] <= min(x.shape[0], y.shape[0])
+        self.add_deltas(x, (y,), (target_index,), batch)
+
+    def add_deltas(
+        self,
+        x: torch.Tensor,
+        ys: Sequence[torch.Tensor],
+        target_indices: Sequence[int],
+        batch: LoraBatch,
+    ) -> None:
+        """Add the deltas of targets that read the same x, in one kernel; see ``LoraBackend``."""
+        assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())
+        assert batch.segment_ends_host[-1] <= x.shape[0]
         itemsize = x.element_size()
-        in_features, out_features = layout.padded_features(x.shape[1], y.shape[1], itemsize)
+        in_features, _ = layout.padded_features(x.shape[1], 0, itemsize)
         if in_features != x.shape[1]:
             x = F.pad(x, (0, in_features - x.shape[1]))
-        result = y
-        if out_features != y.shape[1]:
-            y = F.pad(y, (0, out_features - y.shape[1]))
-        hidden = self._scratch(x.shape[0] * -(-batch.max_rank // layout.RANKS_PER_TILE))
+        padded = [self._padded(y, x.shape[0]) for y in ys]
+        # Its memory is read by the kernel through an address.
+        targets = array(
+            "q",
+            [
+                value
+                for index, y in zip(target_indices, padded, strict=True)
+                for value in (index, y.data_ptr(), y.stride(0) * itemsize, y.shape[1])
+            ],
+        )
+        tiles = -(-batch.max_rank // layout.RANKS_PER_TILE)
+        hidden = self._scratch(len(padded) * x.shape[0] * tiles)
         table = self._table
-        add_delta(
+        add_deltas(
             self._tag,
             itemsize,
             x.data_ptr(),
             x.stride(0) * itemsize,
             in_features * itemsize // 8,
-            y.data_ptr(),
-            y.stride(0) * itemsize,
-            out_features,
-            table.a_pointers.data_ptr() + 8 * target_index,
-            table.b_pointers.data_ptr() + 8 * target_index,
-            table.ranks.data_ptr() + 4 * target_index,
-            table.scalings.data_ptr() + 4 * target_index,
+            targets.buffer_info()[0],
+            len(padded),
+            table.a_pointers.data_ptr(),
+            table.b_pointers.data_ptr(),
+            table.ranks.data_ptr(),
+            table.scalings.data_ptr(),
             table.num_targets,
             batch.segment_starts.data_ptr(),
             batch.segment_ends.data_ptr(),
@@ -89,8 +108,16 @@ class NumbaLora:
             hidden.data_ptr(),
             numba.get_num_threads(),
         )
-        if y is not result:
-            result.copy_(y[:, : result.shape[1]])
+        for y, result in zip(padded, ys, strict=True):
+            if y is not result:
+                result.copy_(y[:, : result.shape[1]])
+
+    def _padded(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Y, or a copy that is as wide as kernels write."""
+        assert y.dtype == self._dtype and y.stride(1) == 1, (y.dtype, y.stride())
+        assert y.shape[0] == num_tokens, (y.shape, num_tokens)
+        _, out_features = layout.padded_features(0, y.shape[1], y.element_size())
+        return y if out_features == y.shape[1] else F.pad(y, (0, out_features - y.shape[1]))
 
     def _bits(self, matrix: torch.Tensor) -> torch.Tensor:
         matrix = matrix.detach().to("cpu", self._dtype).contiguous()

@@ -6,11 +6,11 @@ The plain reading of the formula, accumulated in float32. Other backends are hel
 import torch
 
 from ..step import LoraBatch
-from .base import PackedLora
+from .base import PackedLora, TargetByTarget
 from .table import LoraTable
 
 
-class TorchLora:
+class TorchLora(TargetByTarget):
     """Loops over the segments of a batch."""
 
     name = "torch"

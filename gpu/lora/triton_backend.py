@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..step import LoraBatch
-from .base import PackedLora
+from .base import PackedLora, TargetByTarget
 from .table import LoraTable
 from .triton_kernels import expand_kernel, shrink_kernel
 
@@ -28,7 +28,7 @@ DECODE_TILES = Tiles(tokens=16, ranks=16, shrink_in=128, expand_out=64, num_spli
 PREFILL_TILES = Tiles(tokens=32, ranks=32, shrink_in=64, expand_out=128, num_splits=1)
 
 
-class TritonLora:
+class TritonLora(TargetByTarget):
     """Shrink and expand over segments; float32, float16 or bfloat16.
 
     Not to be called from two streams at once: it owns the scratch memory of a call, which grows to

@@ -77,6 +77,46 @@ def test_rows_of_wider_tensors() -> None:
     torch.testing.assert_close(wide_y, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("in_features", [64, 37])
+def test_targets_of_one_input_together(name: str, in_features: int) -> None:
+    make, dtype = BACKENDS[name]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    widths = (80, 16, 29)
+    table = LoraTable(4, 3, "cpu")
+    backend = make(table, dtype=dtype)
+    # Targets 3, 0 and 2 of the table; the second adapter lacks one, the third has only another.
+    held = [{3: 8, 0: 24, 2: 5}, {3: 3, 2: 130}, {1: 8}]
+    rows = [
+        table.add(
+            DeviceAdapter(
+                {
+                    target: backend.pack(draw(rank, in_features), draw(width, rank), 0.5 + target)
+                    for target, width in zip((3, 0, 2, 1), (*widths, 7), strict=True)
+                    for rank in [ranks.get(target)]
+                    if rank is not None
+                }
+            )
+        )
+        for ranks in held
+    ]
+    batch = make_batch([(0, 1, 1), (1, 12, 0), (12, 13, 2), (14, 16, 1)], table, rows)
+    x = draw(17, in_features)
+    ys = [draw(17, width) for width in widths]
+    expected = [y.clone() for y in ys]
+    for y, target in zip(expected, (3, 0, 2), strict=True):
+        backend.add_delta(x, y, target, batch)
+    backend.add_deltas(x, ys, (3, 0, 2), batch)
+    for y, alone in zip(ys, expected, strict=True):
+        # Sums of another order where the work is cut elsewhere.
+        rtol = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(y, alone, rtol=rtol, atol=1e-3)
+
+
 @pytest.mark.parametrize("portable", [False, True])
 def test_non_finite_values_stay_in_their_row(portable: bool) -> None:
     table = LoraTable(1, 1, "cpu")

@@ -1,0 +1,75 @@
+"""Linears that read the same x: computed together at the first call, handed out one by one.
+
+Adds the LoRA deltas of the pass that is running. Knows nothing of modules; which linears read the
+same x is for the caller to find out.
+"""
+
+import torch
+
+from ..lora.base import LoraBackend
+from ..step import LoraBatch, StepContext
+from .base import LinearBackend
+from .vnni import VnniLinear, multiply_all
+
+
+class InputGroup:
+    """Base products of some linears and, of those that are targets of adapters, their deltas.
+
+    Members may be called in any order, each with the x of all. The results that are not yet asked
+    for wait here together with x; after the last one nothing is held.
+    """
+
+    def __init__(self, context: StepContext, lora_backend: LoraBackend | None) -> None:
+        """Start without members; ``lora_backend`` is needed if one will be a target."""
+        self._context = context
+        self._lora_backend = lora_backend
+        self._backends: list[LinearBackend] = []
+        self._targets: list[tuple[int, int]] = []  # member, its target index
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._x: torch.Tensor | None = None  # what the waiting results are of
+        self._batch: LoraBatch | None = None
+
+    def join(self, backend: LinearBackend, target_index: int | None) -> int:
+        """Take in a member and return its number; it is a target if it has an index."""
+        assert target_index is None or self._lora_backend is not None, "targets need a LoRA backend"
+        member = len(self._backends)
+        self._backends.append(backend)
+        if target_index is not None:
+            self._targets.append((member, target_index))
+        return member
+
+    def product(self, member: int, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias + deltas of one member: [..., in_features] -> [..., out_features]."""
+        if len(self._backends) == 1:
+            return self._compute(x)[0]
+        # A member that is asked twice for the same x is asked in another pass.
+        is_waiting = self._x is x and self._batch is self._context.lora and member in self._waiting
+        if not is_waiting:
+            self._waiting = dict(enumerate(self._compute(x)))
+            self._x, self._batch = x, self._context.lora
+        result = self._waiting.pop(member)
+        if not self._waiting:
+            self._x = self._batch = None
+        return result
+
+    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        results = self._base_products(x)
+        batch = self._context.lora
+        if batch is not None and self._targets:
+            assert self._lora_backend is not None
+            self._lora_backend.add_deltas(
+                x.reshape(-1, x.shape[-1]),
+                [
+                    results[member].view(-1, results[member].shape[-1])
+                    for member, _ in self._targets
+                ],
+                [index for _, index in self._targets],
+                batch,
+            )
+        return results
+
+    def _base_products(self, x: torch.Tensor) -> list[torch.Tensor]:
+        fused = [backend for backend in self._backends if isinstance(backend, VnniLinear)]
+        if len(fused) == len(self._backends):
+            return multiply_all(fused, x)
+        return [backend(x) for backend in self._backends]
