@@ -3,7 +3,7 @@
 Owns what can be refused before a forward pass; the parity probe refuses the rest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +53,11 @@ def load_config(source: ModelSource) -> Any:
     _check_directory(source)
     try:
         return AutoConfig.from_pretrained(source.path, **source.hub_arguments())
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the configuration of {source.path!r}: {error}") from error
+    except Exception as error:  # foreign code: whatever it raises, there is no configuration
+        reason = f"cannot read the configuration of {source.path!r}: {error}"
+        if not Path(source.path).exists():
+            reason += "\nThere is no directory of this name either"
+        raise ModelError(reason) from error
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:
@@ -73,21 +76,24 @@ def load_model(
     Raises ``ModelError`` naming the architecture and the reason.
     """
     _check_layer_types(config)
+    _check_weight_files(source)
     try:
         with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loading = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 config=config,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
+                output_loading_info=True,
                 **source.hub_arguments(),
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = str(error)
+    except Exception as error:  # foreign code and files: whatever it raises, nothing can be served
+        reason = f"{type(error).__name__}: {error}"
         if attention in reason:  # its attention classes are a fixed table of its own
             reason = "its attention does not go through transformers' attention interface"
         raise ModelError(f"cannot load {source.path!r} ({describe(config)}): {reason}") from error
+    _check_nothing_missing(source, loading["missing_keys"])
     model.requires_grad_(requires_grad=False)
     return model.eval().to(device)
 
@@ -105,10 +111,18 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def load_generation_config(source: ModelSource, config: Any) -> GenerationConfig:
-    """Read generation_config.json, or derive it from the model's configuration."""
+    """Read generation_config.json, or derive it from the model's configuration.
+
+    Raises ``ModelError`` if there is such a file and it cannot be read.
+    """
     try:
         return GenerationConfig.from_pretrained(source.path, **source.hub_arguments())
-    except OSError:
+    except Exception as error:  # OSError also if there is no such file
+        file = Path(source.path) / "generation_config.json"
+        if file.exists() or not isinstance(error, OSError):
+            raise ModelError(
+                f"cannot read generation_config.json of {source.path!r}: {error}"
+            ) from error
         return GenerationConfig.from_model_config(config)
 
 
@@ -129,9 +143,32 @@ def _check_directory(source: ModelSource) -> None:
         raise ModelError(f"no such model directory: {source.path!r}")
 
 
+def _check_weight_files(source: ModelSource) -> None:
+    """Refuse pickled weights by name: loading them can run any code."""
+    directory = Path(source.path)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        pickled = sorted(file.name for file in directory.glob("*.bin"))
+        found = f", only {pickled[0]}, which corun does not load" if pickled else ""
+        raise ModelError(
+            f"{source.path!r} holds no weights in *.safetensors{found}; save the model again with "
+            "transformers' save_pretrained"
+        )
+
+
+def _check_nothing_missing(source: ModelSource, missing: Iterable[str]) -> None:
+    """Refuse weights that the library made up because the files lack them."""
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ModelError(
+            f"the weight files of {source.path!r} lack {', '.join(names[:3])}{more}; the model "
+            "would answer from random values"
+        )
+
+
 def _check_layer_types(config: Any) -> None:
     """Refuse layers whose state is not keys and values in the pool."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SERVED_LAYER_TYPES
     if kinds:
         raise ModelError(
             f"{describe(config)} has layers of type {', '.join(sorted(kinds))}; corun serves "

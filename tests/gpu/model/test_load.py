@@ -1,0 +1,141 @@
+"""Loading a model: what a directory lacks is said, and never made up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu.model.attention_hook import PagedAttentionHook
+from corun.gpu.model.generation import GenerationDefaults, read_generation_defaults
+from corun.gpu.model.load import ModelSource, load_config, load_model
+from corun.gpu.step import StepContext
+from corun.runtime.errors import ModelError
+from safetensors.torch import load_file, save_file
+from support.architectures import make_model, save_model
+from transformers import AutoConfig
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return save_model("llama3-rope", tmp_path)
+
+
+def load(directory: Path | str) -> Any:
+    source = ModelSource(str(directory))
+    hook = PagedAttentionHook(StepContext())
+    try:
+        config = load_config(source)
+        return load_model(source, config, torch.float32, torch.device("cpu"), hook.name)
+    finally:
+        hook.close()
+
+
+def edit(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def defaults(directory: Path) -> GenerationDefaults:
+    source = ModelSource(str(directory))
+    return read_generation_defaults(source, load_config(source).get_text_config())
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
+def test_weights_that_are_missing_are_named(directory: Path, name: str) -> None:
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    del weights[name]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"lack {name}"):
+        load(directory)
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    model = load(save_model("gemma2", tmp_path))
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_shards(tmp_path: Path) -> None:
+    make_model("llama3-rope").save_pretrained(tmp_path, max_shard_size="50KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    load(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(ModelError, match=shards[1].name):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x40\0\0\0\0\0\0\0{"])
+def test_damaged_weights(directory: Path, content: bytes) -> None:
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="cannot load"):
+        load(directory)
+
+
+def test_pickled_weights_are_refused_by_name(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"only pytorch_model\.bin, which corun does not load"):
+        load(directory)
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": "two"}, {"vocab_size": None}])
+def test_damaged_configurations(directory: Path, fields: dict[str, Any]) -> None:
+    edit(directory / "config.json", **fields)
+    with pytest.raises(ModelError, match=next(iter(fields))):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
+def test_a_name_that_is_neither_a_directory_nor_in_the_cache(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"'{name}'.*(\n.*)*no directory of this name"):
+        load(name)
+
+
+def test_layers_of_an_inner_configuration_are_looked_at(tmp_path: Path) -> None:
+    """Chunked attention is in the mask alone, and farther apart than the probe looks."""
+    text = {"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"]}
+    AutoConfig.for_model("llama4", text_config=text).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="layers of type chunked_attention"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, GenerationDefaults((2,), {})),
+        ({"eos_token_id": [2, 5]}, GenerationDefaults((2, 5), {})),
+        ({"eos_token_id": None}, GenerationDefaults((2,), {})),  # as config.json says
+        ({"eos_token_id": []}, GenerationDefaults((), {})),
+        ({"temperature": 0.7, "do_sample": False}, GenerationDefaults((2,), {"temperature": 0.0})),
+        (
+            {"temperature": 0.7, "top_k": 50, "do_sample": True},
+            GenerationDefaults((2,), {"temperature": 0.7, "top_k": 50}),
+        ),
+    ],
+)
+def test_generation_defaults(
+    directory: Path, stated: dict[str, Any], expected: GenerationDefaults
+) -> None:
+    (directory / "generation_config.json").write_text(json.dumps(stated))
+    assert defaults(directory) == expected
+
+
+def test_generation_defaults_without_a_file(directory: Path) -> None:
+    (directory / "generation_config.json").unlink()
+    assert defaults(directory) == GenerationDefaults((2,), {})
+
+
+def test_defaults_that_no_request_may_have_are_left_out(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (directory / "generation_config.json").write_text('{"top_p": 0.0, "temperature": 0.5}')
+    assert defaults(directory) == GenerationDefaults((2,), {"temperature": 0.5})
+    assert "top_p is 0.0" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "</s>"}'])
+def test_damaged_generation_defaults(directory: Path, content: str) -> None:
+    (directory / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json|eos_token_id"):
+        defaults(directory)
