@@ -54,6 +54,14 @@ class Emitter:
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer, align=2)
 
+    def prefetch(self, address: ir.Value) -> None:
+        """Ask for the cache line at ``address``, which need not be valid."""
+        line = self.builder.inttoptr(address, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [line.type, I32, I32, I32])
+        function = self.builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
+        # To read, into the second-level cache, data.
+        self.builder.call(function, [line, I32(0), I32(2), I32(1)])
+
     def offset(self, address: ir.Value, index: ir.Value | int, scale: int = 1) -> ir.Value:
         """The address ``index`` * ``scale`` bytes further."""
         if isinstance(index, int):

@@ -53,6 +53,10 @@ def _make_shrink(num_tokens: int, num_tiles: int) -> Any:
                 results = []
                 for u in range(unroll):
                     step = builder.add(builder.mul(index, I64(unroll)), I64(u))
+                    if num_tiles > 1:  # the next ranks; those of one tile are the last
+                        for tile in tiles:
+                            ahead = builder.add(tile, builder.mul(tile_bytes, I64(num_tiles)))
+                            emit.prefetch(emit.offset(ahead, step, VECTOR_BYTES))
                     weights = [
                         emit.operands(emit.load(emit.offset(tile, step, VECTOR_BYTES), I32X16))
                         for tile in tiles
@@ -124,6 +128,11 @@ def _make_expand(num_tokens: int, num_groups: int) -> Any:
             ranks = 1 if emit.is_float32 else 2
 
             def body(step: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                # The next columns: runs of B are too short for the machine to guess what follows.
+                if num_groups > 1:
+                    for group in groups:
+                        ahead = builder.add(group, builder.mul(group_bytes, I64(num_groups)))
+                        emit.prefetch(emit.offset(ahead, step, VECTOR_BYTES))
                 weights = [
                     emit.operands(emit.load(emit.offset(group, step, VECTOR_BYTES), I32X16))
                     for group in groups
