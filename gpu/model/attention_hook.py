@@ -54,7 +54,6 @@ class PagedAttentionHook:
         self._backend: AttentionBackend | None = None
         self._pool: KvPool | None = None
         self._record: AttentionRecord | None = None
-        self._params: dict[int, AttentionParams] = {}
         AttentionInterface.register(self.name, self._attend)
 
     def attach(self, backend: AttentionBackend, pool: KvPool) -> None:

@@ -68,6 +68,7 @@ class AdapterManager:
         self._told: tuple[AdapterInfo, ...] = ()
         self._told_resident: frozenset[AdapterId] = frozenset()
         self._is_changed = False
+        self._is_closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
         self._thread.start()
@@ -144,11 +145,13 @@ class AdapterManager:
         return self._event_fd
 
     def close(self) -> None:
-        """Stop the thread after the file that it reads. Idempotent."""
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join()
-            os.close(self._event_fd)
+        """Stop the thread after the adapter that it reads; drop what waits. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._jobs.put(None)
+        self._thread.join()
+        os.close(self._event_fd)
 
     def _remove(self, message: RemoveAdapter) -> None:
         if message.name not in self._registry:
@@ -194,6 +197,8 @@ class AdapterManager:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if self._is_closed:
+                continue
             self._reads.put(self._read(job))
             os.eventfd_write(self._event_fd, 1)
 

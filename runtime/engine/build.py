@@ -4,6 +4,7 @@
 module loads no torch, calling it does.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -110,35 +111,29 @@ def _connect(
     memory = _plan_memory(config, loaded, read_machine_facts())
     runner = assemble.make_runner(loaded, memory.num_blocks)
     defaults = read_generation_defaults(source, loaded.config)
-    manager = AdapterManager(_facts_reader(config, loaded), _base_names(config))
-    executor = assemble.make_executor(
-        loaded, runner, _adapter_loader(config, loaded, manager),
-        eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
-    )  # fmt: skip
-    core = EngineCore(
-        _make_scheduler(config, loaded, memory, defaults.eos_token_ids),
-        executor,
-        manager,
-        CoreConfig(
-            base_fingerprint=model_fingerprint(source, loaded.config), dtype=str(loaded.dtype)
-        ),
-        clock=time.monotonic,
-        on_adapter_gone=manager.forget,
-    )
-    manager.attach(core)
-
-    def close() -> None:
-        manager.close()
-        executor.close()
-
-    try:
+    fingerprint = model_fingerprint(source, loaded.config)
+    with contextlib.ExitStack() as undo:
+        manager = AdapterManager(_facts_reader(config, loaded), _base_names(config))
+        undo.callback(manager.close)
+        executor = assemble.make_executor(
+            loaded, runner, _adapter_loader(config, loaded, manager),
+            eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
+        )  # fmt: skip
+        undo.callback(executor.close)
+        core = EngineCore(
+            _make_scheduler(config, loaded, memory, defaults.eos_token_ids),
+            executor,
+            manager,
+            CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
+            clock=time.monotonic,
+            on_adapter_gone=manager.forget,
+        )
+        manager.attach(core)
         _register_adapters(config, manager, on_progress)
-    except BaseException:
-        close()
-        raise
-    info = _model_info(config, loaded, memory, defaults)
-    summary = summary_lines(info, manager.infos(), loaded.backend_names)
-    return EngineAssembly(core, msgspec.structs.replace(info, summary=summary), manager, close)
+        info = _model_info(config, loaded, memory, defaults)
+        summary = summary_lines(info, manager.infos(), loaded.backend_names)
+        info = msgspec.structs.replace(info, summary=summary)
+        return EngineAssembly(core, info, manager, undo.pop_all().close)
 
 
 def _plan_memory(config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts) -> MemoryPlan:

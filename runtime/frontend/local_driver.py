@@ -39,15 +39,20 @@ class LocalDriver:
         self._wake = wake
         for fileno in {wake.fileno(), *self._host.filenos()}:
             self._selector.register(fileno, selectors.EVENT_READ)
+        self._is_closed = False
         self._generations: dict[int, Generation] = {}  # by engine request
         self._ended_operations: dict[int, OperationDone] = {}
         self.directory = LoraDirectory(assembly.adapters.infos())
         self.stats = EngineStats()
 
     def close(self) -> None:
-        """Forget everything. Idempotent."""
+        """Forget everything, the engine too. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._generations.clear()
         self._selector.close()
+        del self._core, self._host  # who keeps a closed front end does not keep the model
 
     def has_room(self, num_requests: int, max_num_waiting: int) -> bool:
         """Whether so many more can wait; an engine with nothing to do is always asked."""

@@ -184,3 +184,25 @@ def test_add_now_raises_with_the_name(manager: AdapterManager, files: Files) -> 
     files.content["/a"] = AdapterError("bad rank")
     with pytest.raises(AdapterError, match="'a': bad rank"):
         manager.add_now("a", "/a")
+
+
+def test_closing_reads_no_further_file(files: Files) -> None:
+    files.gate.clear()
+    reads: list[str] = []
+
+    def read(path: str) -> AdapterFacts:
+        reads.append(path)
+        return files.read(path)
+
+    files.content.update({f"/{number}": "d" for number in range(5)})
+    manager = AdapterManager(read)
+    for number in range(5):
+        manager.handle(AddAdapter(number, f"name-{number}", f"/{number}"))
+    while not reads:
+        time.sleep(0.001)
+    opener = threading.Timer(0.1, files.gate.set)  # after close has begun to wait
+    opener.start()
+    manager.close()
+    manager.close()
+    opener.join()
+    assert reads == ["/0"]

@@ -279,3 +279,12 @@ def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout.split()) == (0, ["sync", "async"]), done.stderr
+
+
+def test_a_closed_engine_keeps_no_model(tokenizer_dir: str) -> None:
+    """Also while the closed engine itself is kept, as after a with block."""
+    with Engine(model=tokenizer_dir, factory=FACTORY) as engine:
+        engine.generate("one", params())
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is fake_engine.FakeCore]
+    assert engine.get_stats().num_running == 0
