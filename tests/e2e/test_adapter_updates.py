@@ -143,6 +143,11 @@ def _wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name][:, :-1].contiguous()
 
 
+def _raise_rank(path: Path) -> None:
+    edit_tensors(path, _high_rank)
+    edit_config(path, r=300)
+
+
 def _high_rank(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         rows = torch.zeros(300, tensor.shape[1]), torch.zeros(tensor.shape[0], 300)
@@ -163,7 +168,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing tensor": (lambda path: edit_tensors(path, _missing), "lora_B"),
     "wrong shape": (lambda path: edit_tensors(path, _wrong_shape), "191"),
     "rank": (
-        lambda path: (edit_tensors(path, _high_rank), edit_config(path, r=300)),
+        _raise_rank,
         "300.*256.*--max-lora-rank",
     ),
     "unknown field": (lambda path: edit_config(path, lora_magic=3), "lora_magic"),

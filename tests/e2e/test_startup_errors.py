@@ -1,4 +1,8 @@
-"""What keeps ``corun serve`` from starting: one error that says what, and an exit code."""
+"""What keeps an engine from starting: one error that says what, and an exit code.
+
+Starting a process takes seconds, so most of what the engine itself refuses is asked of ``Engine``,
+which builds it in the same way.
+"""
 
 import json
 import re
@@ -9,10 +13,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from corun.runtime.demo import demo_adapters_path, demo_model_path
+from corun import AdapterError, ConfigError, CorunError, Engine, ModelError, ResourceError
+from corun.runtime.demo import demo_adapters_path
 from support.serving import START_TIMEOUT_S, corun_command
 
 NUM_AT_ONCE = 2
@@ -32,26 +38,8 @@ def missing_module(directory: Path) -> list[str]:
     return ["--lora-modules", f"a={directory / 'none'}"]
 
 
-def wrong_module(directory: Path) -> list[str]:
-    path = shutil.copytree(demo_adapters_path() / "upper", directory / "dora")
-    config = path / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
-    return ["--lora-modules", f"dora={path}"]
-
-
 def high_rank(directory: Path) -> list[str]:
     return ["--max-lora-rank", "8", "--lora-modules", f"sum={demo_adapters_path() / 'add'}"]
-
-
-def refused_model(directory: Path) -> list[str]:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    config = BloomConfig(vocab_size=262, hidden_size=64, n_layer=2, n_head=4)
-    torch.manual_seed(0)
-    BloomForCausalLM(config).save_pretrained(directory / "bloom")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model_path() / name, directory / "bloom")
-    return [str(directory / "bloom")]
 
 
 def yaml_file(directory: Path) -> list[str]:
@@ -59,29 +47,12 @@ def yaml_file(directory: Path) -> list[str]:
     return ["--config", str(directory / "serve.yaml")]
 
 
-def no_model(directory: Path) -> list[str]:
-    (directory / "empty").mkdir()
-    return [str(directory / "empty")]
-
-
 CASES = {
     "unknown option": Case(lambda _: ["--max-model-length", "9"], USAGE, "--max-model-len"),
     "wrong value": Case(lambda _: ["--dtype", "int3"], USAGE, "--dtype.*int3.*bfloat16"),
     "unknown YAML key": Case(yaml_file, USAGE, "max-model-length.*max-model-len"),
-    "no such directory": Case(lambda d: [str(d / "none")], FAILED, "no such .*none"),
-    "not a model": Case(no_model, FAILED, "config.json"),
     "adapter missing": Case(missing_module, USAGE, "--lora-modules a .*no such directory"),
-    "adapter refused": Case(wrong_module, FAILED, "dora.*use_dora"),
     "rank over the limit": Case(high_rank, FAILED, "sum.*rank 64.*8.*--max-lora-rank"),
-    "context over the model's": Case(
-        lambda _: ["--max-model-len", "513"], USAGE, "--max-model-len.*513.*512"
-    ),
-    "too little memory": Case(
-        lambda _: ["--memory-gib", "0.0001", "--max-model-len", "512"],
-        FAILED,
-        "--max-model-len.*--memory-gib",
-    ),
-    "model refused": Case(refused_model, FAILED, "(?i)bloom.*attention interface"),
 }
 if not torch.cuda.is_available():
     CASES["no CUDA device"] = Case(lambda _: ["--device", "cuda"], USAGE, "--device.*CUDA.*cpu")
@@ -132,3 +103,45 @@ def test_port_in_use() -> None:
         port = taken.getsockname()[1]
         done = start(["--port", str(port)])
     check(done, USAGE, f"port {port} .*--port")
+
+
+def refused_adapter(directory: Path) -> dict[str, Any]:
+    path = shutil.copytree(demo_adapters_path() / "upper", directory / "dora")
+    config = path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    return {"lora_modules": (f"dora={path}",)}
+
+
+def refused_model(directory: Path) -> dict[str, Any]:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=262, hidden_size=64, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    BloomForCausalLM(config).save_pretrained(directory)
+    return {"model": str(directory)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (lambda d: {"model": str(d / "none")}, ModelError, "no such model directory.*none"),
+        (lambda d: {"model": str(d)}, ModelError, "config.json"),
+        (refused_model, ModelError, "(?i)bloom.*attention interface"),
+        (refused_adapter, AdapterError, "dora.*use_dora"),
+        (lambda _: {"max_model_len": 513}, ConfigError, "--max-model-len.*513.*512"),
+        (
+            lambda _: {"memory_gib": 1e-4, "max_model_len": 512},
+            ResourceError,
+            "--max-model-len.*--memory-gib",
+        ),
+        (lambda _: {"memory_gib": 1e6}, ResourceError, "--memory-gib.*1e.06.*free"),
+    ],
+)
+def test_engine_does_not_start(
+    tmp_path: Path,
+    options: Callable[[Path], dict[str, Any]],
+    error: type[CorunError],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        Engine(**options(tmp_path))
