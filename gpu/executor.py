@@ -57,6 +57,8 @@ class DeviceExecutor:
         self._results: deque[StepResult | TransferResult] = deque()
         # Counts what poll has not taken yet; readable while that is more than nothing.
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.poll()  # unlike select, for descriptors of any number
+        self._poller.register(self._event_fd, select.POLLIN)
         self._loader = AdapterLoader(load_adapter, self._notify)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
         self._closed = False
@@ -80,7 +82,7 @@ class DeviceExecutor:
     def poll(self, timeout_s: float = 0.0) -> list[StepResult | TransferResult]:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
-            select.select([self._event_fd], [], [], timeout_s)
+            self._poller.poll(timeout_s * 1e3)
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:

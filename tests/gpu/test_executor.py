@@ -1,5 +1,7 @@
 """The device executor: results per row, failures that stay where they belong, memory given back."""
 
+import os
+import resource
 import select
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +168,23 @@ def test_is_readable_while_there_are_results(device: Device) -> None:
     assert len(device.executor.poll()) == 1
     assert not select.select([device.executor], [], [], 0)[0]
     assert device.executor.poll() == []
+
+
+def test_waits_on_a_descriptor_with_a_large_number(directory: Path) -> None:
+    """As in a server with many connections; select() takes 1023 at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        device = Device(directory)
+        assert device.executor.fileno() > 1023
+        device.submit(transfers=(load(1),))
+        assert wait_transfer(device).error is not None
+        device.executor.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_plan_without_rows_has_a_result(device: Device) -> None:
