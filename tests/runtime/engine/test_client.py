@@ -281,7 +281,12 @@ def assert_nothing_left(client: ChannelClient) -> None:
     if isinstance(client, ProcessClient):
         assert client.pid is not None
         assert not psutil.pid_exists(client.pid)
-        assert not psutil.Process().children()
+        engines = [
+            child.pid
+            for child in psutil.Process().children()
+            if "corun.runtime.engine.process" in child.cmdline()
+        ]
+        assert not engines
     else:
         import threading
 
