@@ -5,41 +5,21 @@ than the interpreter, so the same comparison runs on a GPU where there is one.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from corun.gpu.attention.triton_backend import TritonAttention
 from support.attention import Problem, dense_oracle, make_call
+from support.triton_program import run_triton_program
 
 pytest.importorskip("triton")
 
-_TESTS = Path(__file__).parents[2]
 _TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2e-3}
 
 
-def _run(module: str, **variables: str) -> dict[str, float]:
-    """Run a program of tests/support in a fresh process and read the JSON that it prints."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", **variables}
-    finished = subprocess.run(
-        [sys.executable, "-m", f"support.{module}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    figures: dict[str, float] = json.loads(finished.stdout)
-    return figures
-
-
 def test_equals_the_dense_oracle_in_the_interpreter() -> None:
-    errors = _run("triton_attention", TRITON_INTERPRET="1")
+    errors = json.loads(run_triton_program("triton_attention", TRITON_INTERPRET="1"))
     assert len(errors) == 40
     for name, error in errors.items():
         # Written so that NaN fails.
@@ -47,7 +27,9 @@ def test_equals_the_dense_oracle_in_the_interpreter() -> None:
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    sizes = _run("compile_triton_attention", TRITON_CACHE_DIR=str(tmp_path))
+    sizes = json.loads(
+        run_triton_program("compile_triton_attention", TRITON_CACHE_DIR=str(tmp_path))
+    )
     assert set(sizes) == {"write_kv", "decode", "prefill", "merge"}
     assert min(sizes.values()) > 0
 

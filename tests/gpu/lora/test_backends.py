@@ -1,9 +1,6 @@
 """Every LoRA backend against a plain loop, over shapes and mixtures of ranks."""
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +14,7 @@ from corun.gpu.lora.torch_backend import TorchLora
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lora import CASES, LoraCase, check_case, make_batch
-
-TESTS = Path(__file__).parents[2]
+from support.triton_program import run_triton_program
 
 BACKENDS: dict[str, tuple[Callable[..., LoraBackend], torch.dtype]] = {
     "torch-float32": (TorchLora, torch.float32),
@@ -132,23 +128,14 @@ def test_non_finite_values_stay_in_their_row(portable: bool) -> None:
     assert bool(torch.cat((y[:4], y[5:])).isfinite().all())
 
 
-def _run_python(*arguments: str, **variables: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), **variables}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 def test_triton_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    # Triton decides at import whether it interprets, hence the process of its own.
-    _run_python("-m", "support.triton_lora", "interpret", TRITON_INTERPRET="1")
+    run_triton_program("triton_lora", "interpret", TRITON_INTERPRET="1")
 
 
 def test_triton_compiles_for_hopper(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    _run_python("-m", "support.triton_lora", "compile", TRITON_CACHE_DIR=str(tmp_path))
+    run_triton_program("triton_lora", "compile", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,33 @@
+"""Runs a program of tests/support that uses Triton in a process of its own.
+
+Triton decides at its import whether it interprets or compiles.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parents[1]
+# The interpreter of Triton 3.6 makes integers of arrays in a way that numpy 2.4 has removed.
+_INTERPRETER_IS_TOO_OLD = "only 0-dimensional arrays can be converted to Python scalars"
+
+
+def run_triton_program(module: str, *arguments: str, **variables: str) -> str:
+    """Run ``support.<module>`` and return what it prints; skip where the interpreter cannot."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", **variables}
+    finished = subprocess.run(
+        [sys.executable, "-m", f"support.{module}", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    if "TRITON_INTERPRET" in variables and _INTERPRETER_IS_TOO_OLD in finished.stderr:
+        pytest.skip("this Triton's interpreter does not work with this numpy")
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished.stdout
