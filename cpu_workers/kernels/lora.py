@@ -42,6 +42,7 @@ Plan: TypeAlias = npt.NDArray[np.int64]
 
 _SHRINK_TOKENS = 8
 _EXPAND_TOKENS = 4
+_EXPAND_OVERHEAD_RANKS = 16  # what a unit costs beside its ranks: y is read and written
 _GROUPS_PER_UNIT = 4  # 64 columns are the smallest work of a thread
 # Below this many bytes of A one thread is done before a second has woken up.
 _SERIAL_BYTES = 32 * 1024
@@ -106,7 +107,8 @@ def _expand_cost(
 ) -> int:
     cost = 0
     for s in range(plan.shape[0] - 1):
-        cost += (plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]) * plan[s, _RANK]
+        units = plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]
+        cost += units * (plan[s, _RANK] + _EXPAND_OVERHEAD_RANKS)
     return cost
 
 
@@ -118,9 +120,10 @@ def _expand_unit_at(
     """The unit before which units cost ``cost`` ranks together."""
     last = plan.shape[0] - 1
     for s in range(last):
-        segment_cost = (plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]) * plan[s, _RANK]
+        unit_cost = plan[s, _RANK] + _EXPAND_OVERHEAD_RANKS
+        segment_cost = (plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]) * unit_cost
         if cost < segment_cost:
-            return int(plan[s, _EXPAND_UNIT] + cost // plan[s, _RANK])
+            return int(plan[s, _EXPAND_UNIT] + cost // unit_cost)
         cost -= segment_cost
     return int(plan[last, _EXPAND_UNIT])
 
