@@ -7,15 +7,15 @@ module loads no torch, calling it does.
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..adapters.load import read_adapter
 from ..adapters.registry import AdapterFacts
-from ..adapters.sources import collect_sources, parse_lora_module
+from ..adapters.sources import AdapterSource, collect_sources, parse_lora_module
 from ..config.demo import model_name, with_demo
 from ..config.engine import EngineConfig
 from ..errors import AdapterError
@@ -75,13 +75,16 @@ def build_engine(
     config = with_demo(config)
     assert config.model is not None
     from ...gpu import assemble
-    from ...gpu.model.load import ModelSource
+    from ...gpu.model.load import ModelSource, load_config
     from ...gpu.model.threads import set_threads
 
     facts = read_machine_facts()
     if own_process:
         set_threads(config.cpu_threads or facts.num_cpus)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    # What can be refused before the weights are read should not cost the time to read them.
+    _max_model_len(config, load_config(source).get_text_config(), rope_limit=None)
+    adapters = collect_sources(config.lora_dir, config.lora_modules, _base_names(config))
     loaded = assemble.load(source, config, on_progress)
     try:
         on_progress("comparing logits with transformers (parity probe)")
@@ -91,7 +94,7 @@ def build_engine(
             is_waived=config.skip_parity_probe,
             max_threads=facts.num_cpus if may_choose else None,
         )
-        return _connect(config, source, loaded, on_progress)
+        return _connect(config, source, loaded, adapters, on_progress)
     except BaseException:
         loaded.hook.close()
         raise
@@ -101,6 +104,7 @@ def _connect(
     config: EngineConfig,
     source: "ModelSource",
     loaded: "LoadedModel",
+    adapters: Sequence[AdapterSource],
     on_progress: Callable[[str], None],
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
@@ -129,7 +133,7 @@ def _connect(
             on_adapter_gone=manager.forget,
         )
         manager.attach(core)
-        _register_adapters(config, manager, on_progress)
+        _register_adapters(config, manager, adapters, on_progress)
         info = _model_info(config, loaded, memory, defaults)
         summary = summary_lines(info, manager.infos(), loaded.backend_names)
         info = msgspec.structs.replace(info, summary=summary)
@@ -140,14 +144,19 @@ def _plan_memory(config: EngineConfig, loaded: "LoadedModel", facts: MachineFact
     from ...gpu import assemble
 
     device = loaded.model.device
-    model_limit = getattr(loaded.config, "max_position_embeddings", None)
-    max_model_len = plan_max_model_len(config.max_model_len, model_limit, loaded.rope_max_len)
+    max_model_len = _max_model_len(config, loaded.config, loaded.rope_max_len)
     device_facts = DeviceFacts(
         type=device.type,
         free_bytes=assemble.free_bytes(device, facts.memory_available_bytes),
         block_bytes=loaded.layout.block_bytes,
     )
     return plan_memory(config, device_facts, max_model_len)
+
+
+def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None) -> int:
+    """Choose the context; ``hf_config`` is the text model's configuration."""
+    model_limit = getattr(hf_config, "max_position_embeddings", None)
+    return plan_max_model_len(config.max_model_len, model_limit, rope_limit)
 
 
 def _make_scheduler(
@@ -213,10 +222,12 @@ def _base_names(config: EngineConfig) -> tuple[str, ...]:
 
 
 def _register_adapters(
-    config: EngineConfig, manager: AdapterManager, on_progress: Callable[[str], None]
+    config: EngineConfig,
+    manager: AdapterManager,
+    sources: Sequence[AdapterSource],
+    on_progress: Callable[[str], None],
 ) -> None:
     """Register the adapters of the options; one that was named singly must be servable."""
-    sources = collect_sources(config.lora_dir, config.lora_modules, _base_names(config))
     named = {parse_lora_module(text).name for text in config.lora_modules}
     for number, source in enumerate(sources, start=1):
         on_progress(f"reading adapter {number} of {len(sources)}: {source.name}")
