@@ -83,7 +83,8 @@ def build_engine(
         set_threads(config.cpu_threads or facts.num_cpus)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     # What can be refused before the weights are read should not cost the time to read them.
-    _max_model_len(config, load_config(source).get_text_config(), rope_limit=None)
+    if config.max_model_len is not None:
+        _max_model_len(config, load_config(source).get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, _base_names(config))
     loaded = assemble.load(source, config, on_progress)
     try:
