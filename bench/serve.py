@@ -147,6 +147,7 @@ async def measure_corun(arguments: Any) -> None:
                 cells = [
                     await compare_with_engine(loop, over_http, engine, adapters, arguments.pairs)
                     for loop in CLOSED_LOOPS
+                    if loop[0] in arguments.clients
                 ]
             latencies = await run_open_loop(over_http, adapters, arguments)
     bounds = {
@@ -183,6 +184,10 @@ def main() -> None:
     """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[loop[0] for loop in CLOSED_LOOPS],
+        help="which closed loops; a noisy machine needs more pairs of fewer loops",
+    )  # fmt: skip
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (open loop)")
     parser.add_argument("--requests", type=int, default=60, help="requests of the open loop")
     parser.add_argument("--alpha", type=float, default=1.0, help="power law of the adapters")
