@@ -77,7 +77,12 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", metavar="ADAPTER", help="PEFT directory of the adapter.")
-    parser.add_argument("--model", metavar="MODEL", help="Directory or hub id of the base model.")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="Directory or hub id of the base model; without it, the packaged demo model.",
+    )
     for spec in option_specs(EngineConfig):
         if spec.name in _CHECK_OPTIONS:
             add_flag(parser, spec)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from corun.runtime.cli.main import main
+from corun.runtime.demo import demo_adapters_path
 from support.architectures import ARCHITECTURES
 from support.peft_adapters import save_adapter
 
@@ -24,6 +25,11 @@ def test_exit_code_says_whether_it_fits(
     assert f"{adapter} can be served over {model}" in capsys.readouterr().out
     assert main(["check", adapter, "--model", model, "--max-lora-rank", "1"]) == 1
     assert "cannot be served" in capsys.readouterr().out
+
+
+def test_without_a_model_it_is_the_demos(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(demo_adapters_path() / "reverse")]) == 0
+    assert "corun-demo" in capsys.readouterr().out
 
 
 def test_no_model_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
