@@ -29,6 +29,7 @@ _ALLOWED_IMPORTS = {
     # Composition: only these put policy and mechanism together.
     "runtime/engine/build.py": ("runtime", "gpu", "shm", "profiles"),
     "runtime/engine/process.py": ("runtime", "gpu", "shm", "profiles"),
+    "runtime/engine/placement.py": ("runtime", "gpu", "cpu_workers"),
     "runtime/adapters/check.py": ("runtime", "gpu"),
     "gpu": (
         "gpu",
@@ -54,12 +55,13 @@ _POLICY = (
     "runtime.sampling",
     "runtime.errors",
     "runtime.facts",
+    "runtime.cores",
     "runtime.adapters.registry",
     "runtime.adapters.target_map",
     "runtime.engine.core",
     "runtime.engine.messages",
 )
-_POLICY_PACKAGES = ("runtime/scheduler", "runtime/memory", "runtime/config", "runtime/cli")
+_POLICY_PACKAGES = ("runtime/scheduler", "runtime/planner", "runtime/memory", "runtime/config", "runtime/cli")
 _HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")
 
 

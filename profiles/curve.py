@@ -1,0 +1,68 @@
+"""A measured curve: piecewise linear between its points. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """y over x through measured points.
+
+    Below the first point its value holds (fixed costs do not vanish); beyond the last one the
+    last slope goes on. Raises ``ValueError`` unless x ascends and there is at least one point.
+    """
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.x or len(self.x) != len(self.y):
+            raise ValueError(f"a curve needs points: {len(self.x)} x and {len(self.y)} y")
+        if any(b <= a for a, b in zip(self.x, self.x[1:], strict=False)):
+            raise ValueError(f"the x of a curve must ascend: {self.x}")
+
+    def at(self, x: float) -> float:
+        """The value at ``x``."""
+        if x <= self.x[0] or len(self.x) == 1:
+            return self.y[0]
+        right = min(bisect_right(self.x, x), len(self.x) - 1)
+        x0, x1 = self.x[right - 1], self.x[right]
+        y0, y1 = self.y[right - 1], self.y[right]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveFamily:
+    """Curves at ascending values of a second quantity, linear between neighbours.
+
+    Outside the measured values the nearest curve is scaled by the ratio of the quantities above,
+    and taken as it is below.
+    """
+
+    keys: tuple[float, ...]
+    curves: tuple[Curve, ...]
+
+    def __post_init__(self) -> None:
+        if not self.keys or len(self.keys) != len(self.curves):
+            raise ValueError(f"{len(self.keys)} keys for {len(self.curves)} curves")
+        if any(b <= a for a, b in zip(self.keys, self.keys[1:], strict=False)):
+            raise ValueError(f"the keys of a family must ascend: {self.keys}")
+
+    def at(self, key: float, x: float) -> float:
+        """The value at ``x`` of the curve that belongs to ``key``."""
+        if key <= self.keys[0]:
+            return self.curves[0].at(x)
+        if key >= self.keys[-1]:
+            return self.curves[-1].at(x) * key / self.keys[-1]
+        right = bisect_right(self.keys, key)
+        k0, k1 = self.keys[right - 1], self.keys[right]
+        y0, y1 = self.curves[right - 1].at(x), self.curves[right].at(x)
+        return y0 + (y1 - y0) * (key - k0) / (k1 - k0)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two in the middle."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -1,0 +1,75 @@
+"""Latency models of one machine and one model's shape: what policy predicts with. Pure.
+
+A profile is measured by ``corun profile`` and knows nothing of requests or plans: it answers how
+long something takes. All times are seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .curve import Curve, CurveFamily
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModel:
+    """Time of adapters' products on the device, linear in the adapters' bytes.
+
+    Source: Toppings, section 5, equation 2, the form without padding. There the sum of ranks
+    stands for what is read; bytes are proportional to it for adapters with the same targets, and
+    hold for the others, too. Prefill is linear in tokens times bytes, which the paper leaves out.
+    """
+
+    decode_s_per_byte: float  # of the sum over rows
+    decode_fixed_s: float
+    prefill_s_per_token_byte: float
+    prefill_fixed_s: float
+
+    def decode_s(self, adapter_bytes: Sequence[int]) -> float:
+        """One decode step over all layers, for rows with adapters of these sizes (0 = base)."""
+        total_bytes = sum(adapter_bytes)
+        return self.decode_fixed_s + self.decode_s_per_byte * total_bytes if total_bytes else 0.0
+
+    def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
+        """One prefill chunk over all layers."""
+        if not adapter_bytes or not num_tokens:
+            return 0.0
+        return self.prefill_fixed_s + self.prefill_s_per_token_byte * num_tokens * adapter_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """Copies from host memory to the device."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    def copy_s(self, num_bytes: int, share: float = 1.0) -> float:
+        """One transfer that has ``share`` of the link."""
+        return self.latency_s + num_bytes / (self.bytes_per_s * share)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupModel:
+    """One input group of a layer: linears that read the same x."""
+
+    name: str  # of its first target, for people
+    base_s: Curve  # over tokens: the base products on the device
+    delta_s: CurveFamily  # by the sum of ranks, over tokens: the deltas on one worker core
+
+
+@dataclass(frozen=True, slots=True)
+class MachineModel:
+    """Everything that the planner predicts with."""
+
+    num_layers: int
+    step_s: Curve  # over tokens: one forward of the base model, all layers
+    groups: tuple[GroupModel, ...]  # by the number of the input group in a layer
+    invocation_s: float  # per input group beside the arithmetic: copy out, signal, wait, add
+    lora: LoraModel
+    link: LinkModel
+    num_workers: int
+    tokens_per_worker: int  # the per-core token budget c
+
+    def layer_s(self, num_tokens: int) -> float:
+        """One layer of the base model."""
+        return self.step_s.at(num_tokens) / self.num_layers

@@ -1,0 +1,121 @@
+"""When the layer groups of loads under way will be there: the planner's view of the link. Pure.
+
+Demand loads share the link fairly; prefetches move only while no demand does. A load's groups
+come in order. What has been reported overrides what was predicted.
+
+Source: the loose ends of Toppings section 4.1: several loads share one link, so group times
+computed for the full rate would be too early.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...profiles.models import LinkModel
+from ..plan import AdapterId
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    group_bytes: tuple[int, ...]
+    is_demand: bool
+    num_ready: int = 0
+    ready_at_s: list[float] = field(default_factory=list)  # predicted, by group
+
+
+class LinkLedger:
+    """Loads under way, and when each of their layer groups is expected."""
+
+    def __init__(self, link: LinkModel) -> None:
+        self._link = link
+        self._loads: dict[AdapterId, _Load] = {}
+
+    def start(
+        self, adapter_id: AdapterId, group_bytes: Sequence[int], now_s: float, *, is_demand: bool
+    ) -> None:
+        """A load of these layer groups begins."""
+        assert adapter_id not in self._loads, f"adapter {adapter_id} is loaded twice"
+        self._loads[adapter_id] = _Load(tuple(group_bytes), is_demand)
+        self._predict(now_s)
+
+    def promote(self, adapter_id: AdapterId, now_s: float) -> None:
+        """A request waits for this load now, which began as a prefetch."""
+        load = self._loads[adapter_id]
+        if not load.is_demand:
+            load.is_demand = True
+            self._predict(now_s)
+
+    def report(self, adapter_id: AdapterId, num_ready: int, now_s: float) -> None:
+        """``num_ready`` groups of this load have arrived."""
+        load = self._loads.get(adapter_id)
+        if load is not None and num_ready > load.num_ready:
+            load.num_ready = num_ready
+            self._predict(now_s)
+
+    def end(self, adapter_id: AdapterId, now_s: float) -> None:
+        """The load has ended, or was given up."""
+        if self._loads.pop(adapter_id, None) is not None:
+            self._predict(now_s)
+
+    def num_ready(self, adapter_id: AdapterId) -> int:
+        """Groups that have arrived."""
+        return self._loads[adapter_id].num_ready
+
+    def ready_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...]:
+        """By group: seconds until it is expected; 0 if it is there or overdue."""
+        load = self._loads[adapter_id]
+        return tuple(
+            0.0 if group < load.num_ready else max(0.0, at_s - now_s)
+            for group, at_s in enumerate(load.ready_at_s)
+        )
+
+    def _predict(self, now_s: float) -> None:
+        """Let the loads run in thought, from what has been reported."""
+        for load in self._loads.values():
+            load.ready_at_s = [now_s] * load.num_ready
+        at_s = now_s
+        for is_demand in (True, False):
+            moving = [load for load in self._loads.values() if load.is_demand is is_demand]
+            at_s = self._drain(moving, at_s)
+
+    def _drain(self, loads: list[_Load], at_s: float) -> float:
+        """Move all remaining groups of ``loads`` in fair shares from ``at_s`` on."""
+        left = {id(load): _remaining(load) for load in loads}
+        moving = [load for load in loads if load.num_ready < len(load.group_bytes)]
+        while moving:
+            rate = self._link.bytes_per_s / len(moving)
+            first = min(moving, key=lambda load: left[id(load)])
+            step_bytes = left[id(first)]
+            at_s += step_bytes / rate
+            for load in moving:
+                left[id(load)] -= step_bytes
+            for load in [load for load in moving if left[id(load)] <= 0]:
+                load.ready_at_s.append(at_s + self._link.latency_s)
+                left[id(load)] = _remaining(load)
+            moving = [load for load in moving if len(load.ready_at_s) < len(load.group_bytes)]
+        return at_s
+
+
+def _remaining(load: _Load) -> float:
+    """Bytes of the group that moves next."""
+    groups = load.group_bytes
+    return float(groups[len(load.ready_at_s)]) if len(load.ready_at_s) < len(groups) else 0.0
+
+
+def by_layer(group_of_layer: Sequence[int], by_group: Sequence[float]) -> tuple[float, ...]:
+    """Spread values of layer groups over their layers."""
+    return tuple(by_group[group] for group in group_of_layer)
+
+
+def layer_groups(layer_bytes: Sequence[int], min_group_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut layers into groups [first, last) of at least ``min_group_bytes``, in order.
+
+    A group pays the link's latency once, so it should not be smaller than what the link moves in
+    a few latencies; larger ones let the device wait longer for the first.
+    """
+    first, num_bytes = 0, 0
+    for layer, layer_size in enumerate(layer_bytes):
+        num_bytes += layer_size
+        is_last = layer == len(layer_bytes) - 1
+        if num_bytes >= min_group_bytes or is_last:
+            yield first, layer + 1
+            first, num_bytes = layer + 1, 0

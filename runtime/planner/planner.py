@@ -1,0 +1,137 @@
+"""Chooses how a cold request starts, and learns from how it went. Pure: no clock, no I/O.
+
+It compares predictions, corrected by what was measured before. Workers are used only where their
+predicted gain passes a margin, and after a streak of bad predictions not at all for a while. The
+aim is bounded regret: where the link is fast and the prompt long, plain pipelining is the right
+answer, and where others would have to wait for the load, waiting without them is.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from ...profiles.models import MachineModel
+from .cold import ColdRequest
+from .predict import predict
+from .strategy import Decision, LoadStrategy, Prediction
+
+_COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """How bold the planner is."""
+
+    forced: LoadStrategy | None = None
+    margin: float = 0.05  # gain, as a share of the alternative's time, that pays for workers
+    max_stall_share: float = 0.05  # of a chunk's own time, by which it may hold up running requests
+    smoothing: float = 0.2  # weight of the newest measurement in the running ratio
+    bad_ratio: float = 1.25  # measured over predicted, from which an assisted start was bad
+    streak_limit: int = 3  # bad ones in a row until workers are left alone
+    penalty_decisions: int = 20  # for so many decisions
+
+
+@dataclass(slots=True)
+class _Record:
+    """Measured over predicted time of one strategy's first tokens."""
+
+    ratio: float = 1.0
+    num_observed: int = 0
+
+
+@dataclass(slots=True)
+class Planner:
+    """See the module. Not thread-safe."""
+
+    model: MachineModel
+    config: PlannerConfig = field(default_factory=PlannerConfig)
+    _records: dict[LoadStrategy, _Record] = field(
+        default_factory=lambda: {strategy: _Record() for strategy in LoadStrategy}
+    )
+    _bad_streak: int = 0
+    _num_penalty_decisions: int = 0
+
+    def decide(self, request: ColdRequest) -> Decision:
+        """Choose a strategy for ``request``."""
+        forced = self.config.forced
+        if forced is not None:
+            return Decision(forced, "forced by --load-strategy", (self.predict(request, forced),))
+        strategies, note = self._candidates(request)
+        predictions = [self.predict(request, strategy) for strategy in strategies]
+        if request.num_running:
+            bearable = [p for p in predictions if self._is_bearable(request, p)]
+            predictions = bearable or predictions
+        best = min(predictions, key=lambda p: _cost_s(p, request))
+        best, why = self._with_margin(best, predictions, request)
+        ordered = (best, *(p for p in predictions if p is not best))
+        return Decision(best.strategy, f"{why}{note}", ordered)
+
+    def predict(self, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
+        """The model's prediction, corrected by what was measured of this strategy."""
+        raw = predict(self.model, request, strategy)
+        ratio = self._records[strategy].ratio
+        return replace(
+            raw,
+            first_token_s=raw.first_token_s * ratio,
+            second_token_s=raw.second_token_s * ratio,
+        )
+
+    def observe(self, strategy: LoadStrategy, predicted_s: float, measured_s: float) -> None:
+        """Learn how long a first token took that was predicted (corrected) as ``predicted_s``."""
+        if predicted_s <= 0.0:
+            return
+        record = self._records[strategy]
+        measured_ratio = measured_s / predicted_s
+        weight = max(self.config.smoothing, 1.0 / (record.num_observed + 2))
+        record.ratio *= (1.0 - weight) + weight * measured_ratio
+        record.num_observed += 1
+        if strategy is LoadStrategy.ASSISTED:
+            self._judge(measured_ratio)
+
+    def _judge(self, measured_ratio: float) -> None:
+        if measured_ratio < self.config.bad_ratio:
+            self._bad_streak = 0
+            return
+        self._bad_streak += 1
+        if self._bad_streak >= self.config.streak_limit:
+            self._bad_streak = 0
+            self._num_penalty_decisions = self.config.penalty_decisions
+
+    def _candidates(self, request: ColdRequest) -> tuple[Iterable[LoadStrategy], str]:
+        if not request.num_workers:
+            return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), "; no worker is free"
+        if self._num_penalty_decisions:
+            self._num_penalty_decisions -= 1
+            note = "; workers are left alone after a streak of late first tokens"
+            return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), note
+        return _COMPARED, ""
+
+    def _is_bearable(self, request: ColdRequest, prediction: Prediction) -> bool:
+        """Whether running requests are held up by no more than the configured share."""
+        own_s = max(prediction.first_token_s - prediction.stall_s, 1e-9)
+        return prediction.stall_s <= self.config.max_stall_share * own_s
+
+    def _with_margin(
+        self, best: Prediction, predictions: Iterable[Prediction], request: ColdRequest
+    ) -> tuple[Prediction, str]:
+        """Take workers only for a gain; say in words what decided."""
+        others = [p for p in predictions if p.strategy is not LoadStrategy.ASSISTED]
+        if best.strategy is not LoadStrategy.ASSISTED or not others:
+            return best, _describe(best)
+        second = min(others, key=lambda p: _cost_s(p, request))
+        gain_s = _cost_s(second, request) - _cost_s(best, request)
+        if gain_s >= self.config.margin * _cost_s(second, request):
+            return best, f"{_describe(best)}, {second.strategy} {_ms(second.first_token_s)}"
+        return second, f"{_describe(second)}; workers would gain only {_ms(gain_s)}"
+
+
+def _cost_s(prediction: Prediction, request: ColdRequest) -> float:
+    """Seconds that people wait: this request's first token, and the running requests' stall."""
+    return prediction.first_token_s + prediction.stall_s * request.num_running
+
+
+def _describe(prediction: Prediction) -> str:
+    return f"{prediction.strategy}: first token in {_ms(prediction.first_token_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,64 @@
+"""Which layers of a cold chunk the workers compute: one pure function for all who ask.
+
+The planner predicts with it, the executor is told its result in the plan, and the simulator runs
+it: because the host runs ahead of the device, the split cannot be found out while the step runs.
+
+Source: Toppings, section 4.1 (the switch from CPU to GPU in mid-prefill), with the switching layer
+planned instead of polled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one chunk, by layer."""
+
+    assisted_s: tuple[float, ...]  # with the delta from the workers, exposed waiting included
+    device_s: tuple[float, ...]  # with the delta from the device, once the layer group is there
+    ready_s: tuple[float, ...]  # when the layer's group is there, from the chunk's start; 0 = is
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.device_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Layers below ``layer`` are the workers', the others the device's."""
+
+    layer: int
+    end_s: float  # when the chunk's last layer is done
+
+
+def choose_split(times: LayerTimes) -> Split:
+    """The split that ends first; among equals the one with the fewest layers for the workers.
+
+    O(layers). A chunk that starts at 0 and splits at S computes layers below S one after the
+    other, and each layer from S on no sooner than its group is there.
+    """
+    return min(_ends(times), key=lambda split: (split.end_s, split.layer))
+
+
+def end_of(times: LayerTimes, split_layer: int) -> float:
+    """When a chunk that splits at ``split_layer`` is done, in seconds from its start."""
+    return next(split.end_s for split in _ends(times) if split.layer == split_layer)
+
+
+def _ends(times: LayerTimes) -> Sequence[Split]:
+    """All splits, the last layer first."""
+    num_layers = times.num_layers
+    assisted_before = [0.0]
+    for seconds in times.assisted_s:
+        assisted_before.append(assisted_before[-1] + seconds)
+    splits = []
+    behind_s = 0.0  # device time of layers from S on
+    held_until_s = 0.0  # what their groups' arrival leaves possible at best
+    for layer in range(num_layers, -1, -1):
+        if layer < num_layers:
+            behind_s += times.device_s[layer]
+            held_until_s = max(held_until_s, times.ready_s[layer] + behind_s)
+        splits.append(Split(layer, max(assisted_before[layer] + behind_s, held_until_s)))
+    return splits

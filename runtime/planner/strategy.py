@@ -1,0 +1,33 @@
+"""How a request whose adapter is not on the device can be started. Plain data."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class LoadStrategy(StrEnum):
+    """What happens between the arrival of a cold request and its first token."""
+
+    BLOCKING = "blocking"  # nobody computes until the adapter is there; a baseline, by name only
+    ASYNC_LOAD = "async_load"  # the others go on, the request waits for its adapter
+    PIPELINED = "pipelined"  # starts at once, each layer waits for its own layer group
+    ASSISTED = "assisted"  # starts at once, the first layers' deltas come from CPU workers
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one strategy is expected to come to, in seconds from now."""
+
+    strategy: LoadStrategy
+    first_token_s: float
+    second_token_s: float
+    stall_s: float  # by which each running request is held up beyond a warm prefill
+    split_layer: int  # of the first chunk; layers below it are computed by workers
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A choice, and why."""
+
+    strategy: LoadStrategy
+    reason: str
+    predictions: tuple[Prediction, ...] = ()  # of all strategies compared, the chosen one first
