@@ -51,6 +51,7 @@ class MachineFacts:
     cpu_model: str
     cpu_features: tuple[str, ...]  # of CPU_FEATURES, those present
     numa_nodes: tuple[NumaNode, ...]
+    core_cpus: tuple[tuple[int, ...], ...]  # per physical core its CPUs, of the whole machine
     shm_total_bytes: int  # /dev/shm; 0 if there is none
     shm_available_bytes: int
 
@@ -77,9 +78,20 @@ def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
         cpu_model=parse_cpu_model(cpuinfo),
         cpu_features=parse_cpu_features(cpuinfo),
         numa_nodes=_numa_nodes(root / "sys/devices/system/node"),
+        core_cpus=_core_cpus(root / "sys/devices/system/cpu"),
         shm_total_bytes=shm_total_bytes,
         shm_available_bytes=shm_available_bytes,
     )
+
+
+def pci_numa_node(address: str, root: Path = Path("/")) -> int | None:
+    """Return the NUMA node of a PCI device ("0000:3b:00.0"), or None if the machine does not say.
+
+    A machine with one node, and many a virtual one, says -1.
+    """
+    text = _read_text(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
+    node = int(text) if text else -1
+    return node if node >= 0 else None
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
@@ -120,6 +132,15 @@ def _numa_nodes(directory: Path) -> tuple[NumaNode, ...]:
     for path in directory.glob("node[0-9]*"):
         nodes.append(NumaNode(int(path.name[4:]), parse_cpu_list(_read_text(path / "cpulist"))))
     return tuple(sorted(nodes, key=lambda node: node.index))
+
+
+def _core_cpus(directory: Path) -> tuple[tuple[int, ...], ...]:
+    """Group the CPUs that are on by the core they share; one without a topology stands alone."""
+    cores = set()
+    for cpu in parse_cpu_list(_read_text(directory / "online")):
+        siblings = _read_text(directory / f"cpu{cpu}/topology/thread_siblings_list")
+        cores.add(parse_cpu_list(siblings) or (cpu,))
+    return tuple(sorted(cores))
 
 
 def _shm_bytes(path: Path) -> tuple[int, int]:

@@ -59,6 +59,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
     if spec.kind is float and type(value) is int:
         value = float(value)
+    if spec.number_as_text and type(value) is int:
+        value = str(value)
     if not _is_exactly(value, spec.kind):
         kind = _KIND_NAMES[spec.kind]
         raise ConfigError(f"{label} is {value!r}, must be {kind}")

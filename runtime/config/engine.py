@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .check import check_config
+from .cpu_list import parse_cpu_cores
 from .lora_modules import parse_lora_modules
 from .option import option
 
@@ -12,6 +13,7 @@ POLICIES = ("fcfs",)
 LINEAR_BACKENDS = ("auto", "vnni", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
+DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,29 @@ class EngineConfig:
         help="Threads of the CPU device in an engine process; default: the CPU quota, or 1 where "
         "that measures as fast.",
     )
+    cpu_cores: str = option(
+        "auto",
+        metavar="CPUS",
+        number_as_text=True,
+        help="CPUs of the workers that compute LoRA deltas, one each, e.g. 2-7,10; none = no "
+        "workers; auto = physical cores near the accelerator, but the engine's.",
+    )
+    engine_cores: str | None = option(
+        None,
+        metavar="CPUS",
+        number_as_text=True,
+        help="CPUs of the engine; default: with workers one physical core near the accelerator, "
+        "otherwise any.",
+    )
+    delta_backend: str = option(
+        "auto", choices=DELTA_BACKENDS, help="LoRA products on the CPU workers."
+    )
+    worker_slowdown: float = option(
+        1.0,
+        minimum=1,
+        maximum=1000,
+        help="Let a CPU worker take this many times as long, to measure what slow cores do.",
+    )
     skip_parity_probe: bool = option(
         False, help="Serve a model although the start-up comparison with transformers fails."
     )
@@ -93,3 +118,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_config(self)
         parse_lora_modules(self.lora_modules)
+        if self.cpu_cores not in ("auto", "none"):
+            parse_cpu_cores(self.cpu_cores, "--cpu-cores")
+        if self.engine_cores is not None:
+            parse_cpu_cores(self.engine_cores, "--engine-cores")

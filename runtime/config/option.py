@@ -26,13 +26,15 @@ def option(  # noqa: PLR0913 - one keyword per property
     maximum: float | None = None,
     above: float | None = None,
     positional: bool = False,
+    number_as_text: bool = False,
 ) -> Any:
     """Return a dataclass field that carries its own documentation and limits.
 
     The flag is the field's name with dashes (``max_model_len`` -> ``--max-model-len``), the YAML
     key is the flag without the leading dashes, dashes or underscores alike. ``minimum`` and
     ``maximum`` are inclusive, ``above`` is a lower bound that is not. A ``positional`` option has
-    no flag: on the command line it stands alone.
+    no flag: on the command line it stands alone. ``number_as_text``: a lone number, which
+    YAML does not take for text, is meant as text.
     """
     metadata = {
         "help": help,
@@ -42,6 +44,7 @@ def option(  # noqa: PLR0913 - one keyword per property
         "maximum": maximum,
         "above": above,
         "positional": positional,
+        "number_as_text": number_as_text,
     }
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
@@ -64,6 +67,7 @@ class OptionSpec:
     maximum: float | None
     above: float | None
     positional: bool
+    number_as_text: bool
 
     @property
     def key(self) -> str:

@@ -31,6 +31,7 @@ from ..scheduler.scheduler import Scheduler
 from .adapter_manager import AdapterManager
 from .core import CoreConfig, EngineCore
 from .messages import ModelInfo
+from .placement import Placement, place_engine
 from .resources import DeviceFacts, MemoryPlan, plan_max_model_len, plan_memory
 from .summary import summary_lines
 
@@ -78,9 +79,10 @@ def build_engine(
     from ...gpu.model.load import ModelSource, load_config
     from ...gpu.model.threads import set_threads
 
-    facts = read_machine_facts()
+    placement = place_engine(config, read_machine_facts())
+    num_cpus = placement.machine.num_cpus
     if own_process:
-        set_threads(config.cpu_threads or facts.num_cpus)
+        set_threads(config.cpu_threads or num_cpus)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     # What can be refused before the weights are read should not cost the time to read them.
     if config.max_model_len is not None:
@@ -93,9 +95,9 @@ def build_engine(
         assemble.probe(
             loaded,
             is_waived=config.skip_parity_probe,
-            max_threads=facts.num_cpus if may_choose else None,
+            max_threads=num_cpus if may_choose else None,
         )
-        return _connect(config, source, loaded, adapters, on_progress)
+        return _connect(config, source, loaded, adapters, on_progress, placement)
     except BaseException:
         loaded.hook.close()
         raise
@@ -107,6 +109,7 @@ def _connect(
     loaded: "LoadedModel",
     adapters: Sequence[AdapterSource],
     on_progress: Callable[[str], None],
+    placement: Placement,
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
     from ...gpu import assemble
@@ -136,7 +139,7 @@ def _connect(
         manager.attach(core)
         _register_adapters(config, manager, adapters, on_progress)
         info = _model_info(config, loaded, memory, defaults)
-        summary = summary_lines(info, manager.infos(), loaded.backend_names)
+        summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
         return EngineAssembly(core, info, manager, undo.pop_all().close)
 

@@ -9,11 +9,12 @@ _GIB = 2**30
 
 
 def summary_lines(
-    info: ModelInfo, adapters: Sequence[AdapterInfo], backends: dict[str, str]
+    info: ModelInfo, adapters: Sequence[AdapterInfo], backends: dict[str, str], cores: str
 ) -> tuple[str, ...]:
     """Describe an engine that is ready, one aspect a line.
 
-    ``backends`` maps what is computed (attention, linear, LoRA) to the back end's name.
+    ``backends`` maps what is computed (attention, linear, LoRA) to the back end's name;
+    ``cores`` says who runs where.
     """
     chosen = ", ".join(f"{what} {name}" for what, name in backends.items())
     return (
@@ -21,6 +22,7 @@ def summary_lines(
         f"context   {info.max_model_len} tokens per request",
         f"memory    {info.memory_bytes / _GIB:.3g} GiB for KV and adapters together, "
         f"KV for {info.kv_capacity_tokens} tokens",
+        f"cores     {cores}",
         f"adapters  {_adapter_line(info, adapters)}",
     )
 

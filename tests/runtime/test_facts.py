@@ -12,6 +12,7 @@ from corun.runtime.facts import (
     parse_cpu_list,
     parse_cpu_model,
     parse_meminfo,
+    pci_numa_node,
     read_machine_facts,
 )
 
@@ -141,6 +142,11 @@ def test_facts_of_a_container(tmp_path: Path) -> None:
         "proc/cpuinfo": "model name\t: Fast 9\nflags\t\t: sse fma avx2 amx_bf16\n",
         "sys/devices/system/node/node0/cpulist": "0-1,4\n",
         "sys/devices/system/node/node1/cpulist": "2-3\n",
+        "sys/devices/system/cpu/online": "0-4\n",
+        "sys/devices/system/cpu/cpu0/topology/thread_siblings_list": "0,2\n",
+        "sys/devices/system/cpu/cpu1/topology/thread_siblings_list": "1,3\n",
+        "sys/devices/system/cpu/cpu2/topology/thread_siblings_list": "0,2\n",
+        "sys/devices/system/cpu/cpu3/topology/thread_siblings_list": "1,3\n",
         "sys/fs/cgroup/memory.max": f"{512 * 1024}\n",
         "dev/shm/.keep": "",
     }
@@ -151,6 +157,7 @@ def test_facts_of_a_container(tmp_path: Path) -> None:
     assert facts.cpu_model == "Fast 9"
     assert facts.cpu_features == ("avx2", "fma", "amx_bf16")
     assert facts.numa_nodes == (NumaNode(0, (0, 1, 4)), NumaNode(1, (2, 3)))
+    assert facts.core_cpus == ((0, 2), (1, 3), (4,))  # of CPU 4 nothing is known
     assert facts.shm_total_bytes > 0
 
 
@@ -159,6 +166,13 @@ def test_facts_of_this_machine_are_consistent() -> None:
     assert 0 < facts.memory_available_bytes <= facts.memory_total_bytes
     assert 1 <= facts.num_cpus <= len(facts.allowed_cpus)
     assert facts.shm_available_bytes <= facts.shm_total_bytes
+    assert {cpu for core in facts.core_cpus for cpu in core} >= set(facts.allowed_cpus)
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), (None, None)])
+def test_the_numa_node_of_a_pci_device(tmp_path: Path, text: str | None, node: int | None) -> None:
+    files = {} if text is None else {"sys/bus/pci/devices/0000:3b:00.0/numa_node": text}
+    assert pci_numa_node("0000:3B:00.0", _machine(tmp_path, files)) == node
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, 4), (2.5, 2), (0.5, 1), (64.0, 4)])
@@ -172,6 +186,7 @@ def test_quota_cuts_the_cpus(quota: float | None, expected: int) -> None:
         cpu_model="x",
         cpu_features=(),
         numa_nodes=(),
+        core_cpus=(),
         shm_total_bytes=0,
         shm_available_bytes=0,
     )

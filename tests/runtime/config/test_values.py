@@ -43,6 +43,9 @@ def _write(directory: Path, text: str) -> str:
         ("model", "", "MODEL is empty"),
         ("model", 7, "MODEL is 7, must be text"),
         ("lora_modules", (3,), "--lora-modules is 3, must be text"),
+        ("cpu_cores", "2-", "--cpu-cores is '2-', must be CPU numbers and ranges"),
+        ("cpu_cores", 2.5, "--cpu-cores is 2.5, must be text"),
+        ("engine_cores", "auto", "--engine-cores is 'auto', must be CPU numbers"),
     ],
 )
 def test_wrong_values_name_flag_value_and_limit(name: str, value: Any, message: str) -> None:
@@ -115,6 +118,12 @@ def test_yaml_takes_dashes_underscores_and_adapter_mappings(tmp_path: Path) -> N
         "served_model_name": ("x",),
         "lora_modules": ("a=b", '{"name": "c", "path": "d"}'),
     }
+
+
+@pytest.mark.parametrize(("text", "value"), [("3", "3"), ("2-7,10", "2-7,10"), ("auto", "auto")])
+def test_yaml_takes_cpu_lists_of_one_and_of_many(tmp_path: Path, text: str, value: str) -> None:
+    path = _write(tmp_path, f"cpu-cores: {text}\n")
+    assert EngineConfig(**read_yaml_options(path, _SPECS)).cpu_cores == value
 
 
 def test_an_empty_yaml_file_changes_nothing(tmp_path: Path) -> None:

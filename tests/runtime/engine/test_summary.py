@@ -16,19 +16,21 @@ def adapter(name: str, rank: int, mib: int, state: str = "ready") -> AdapterInfo
 
 
 def test_names_everything_a_user_needs() -> None:
-    lines = summary_lines(INFO, [adapter("a", 8, 4), adapter("b", 64, 5)], {"LoRA": "numba"})
+    lines = summary_lines(
+        INFO, [adapter("a", 8, 4), adapter("b", 64, 5)], {"LoRA": "numba"}, "on CPU 3"
+    )
     text = "\n".join(lines)
-    for part in ("models/base", "bfloat16 on cpu", "LoRA numba", "2048", "4096 tokens"):
+    for part in ("models/base", "bfloat16 on cpu", "LoRA numba", "2048", "4096 tokens", "on CPU 3"):
         assert part in text
     assert "2 ready, ranks 8 to 64, 9.0 MiB; all fit at once" in text
 
 
 def test_says_how_many_adapters_fit() -> None:
     adapters = [adapter(str(i), 8, 4) for i in range(3)]
-    assert "2 of them fit at once" in summary_lines(INFO, adapters, {})[-1]
+    assert "2 of them fit at once" in summary_lines(INFO, adapters, {}, "")[-1]
 
 
 def test_counts_failed_adapters_and_the_absence_of_any() -> None:
     failed = adapter("x", 0, 0, state="failed")
-    assert "1 failed to load" in summary_lines(INFO, [adapter("a", 8, 4), failed], {})[-1]
-    assert summary_lines(INFO, [], {})[-1].endswith("none")
+    assert "1 failed to load" in summary_lines(INFO, [adapter("a", 8, 4), failed], {}, "")[-1]
+    assert summary_lines(INFO, [], {}, "")[-1].endswith("none")
