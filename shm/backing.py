@@ -1,0 +1,138 @@
+"""Where the bytes of a segment come from: POSIX shared memory, or an anonymous file in memory.
+
+Both give a descriptor without a name: a POSIX name is removed as soon as it is open. So nobody's
+death leaves anything behind; what can be left by a kill between the two calls, an empty file, is
+removed by ``stale.remove_stale_names`` at the next start.
+"""
+
+import errno
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+from .errors import ShmError, SpaceError
+from .stale import DIRECTORY, own_name
+
+Backing = Literal["auto", "posix", "memfd"]
+
+_log = logging.getLogger(__name__)
+_numbers = itertools.count()
+
+
+def open_backing(what: str, num_bytes: int, backing: Backing) -> tuple[int, str]:
+    """Open an empty file in memory for ``num_bytes`` later on; its descriptor, and its backing.
+
+    ``auto`` takes POSIX shared memory, or ``memfd`` where posix_ipc cannot be imported or
+    /dev/shm has less space left (64 MB in a container, by default). Allocates nothing.
+
+    Raises ``ShmError`` if the backing cannot be had, and for a name that is none.
+    """
+    chosen = backing
+    if backing == "auto":
+        chosen, reason = _choose(num_bytes)
+        _log.info("segment %s of %d bytes: %s (%s)", what, num_bytes, chosen, reason)
+    try:
+        if chosen == "posix":
+            return _open_posix(), chosen
+        if chosen == "memfd":
+            return os.memfd_create(f"corun-{what}", os.MFD_CLOEXEC), chosen
+    except (OSError, ImportError) as error:
+        raise ShmError(f"cannot open {chosen} shared memory for {what}: {error}") from error
+    raise ShmError(f"{backing!r} is no backing of shared memory; choose auto, posix or memfd")
+
+
+def _choose(num_bytes: int) -> tuple[Backing, str]:
+    try:
+        import posix_ipc  # noqa: F401
+    except ImportError as error:
+        return "memfd", f"posix_ipc cannot be imported: {error}"
+    free_bytes = _free_in_shm_bytes()
+    if free_bytes < num_bytes:
+        return "memfd", f"{DIRECTORY} has {free_bytes} bytes left"
+    return "posix", f"{DIRECTORY} has room"
+
+
+def _open_posix() -> int:
+    import posix_ipc
+
+    name = own_name(next(_numbers))
+    try:
+        # Size 0 leaves the size alone; the descriptor is the caller's, the object holds nothing.
+        memory = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
+    except posix_ipc.Error as error:
+        raise OSError(f"{name}: {error}") from error
+    try:
+        posix_ipc.unlink_shared_memory(name)
+    except posix_ipc.ExistentialError:
+        # Somebody with another view of the processes took it for stale. It is gone either way.
+        _log.debug("%s was removed by somebody else", name)
+    return int(memory.fd)
+
+
+def allocate(fd: int, offset: int, num_bytes: int, *, what: str, backing: str) -> None:
+    """Take memory for [offset, offset + num_bytes) of ``fd``, now rather than at the first touch.
+
+    Without it too little memory shows as SIGBUS at some later store. Raises ``SpaceError``, also
+    where there would be enough only because parts of the range have their memory already.
+    """
+    hint = (
+        "enlarge /dev/shm (docker: --shm-size) or ask for less"
+        if backing == "posix"
+        else "free memory or ask for less"
+    )
+    # A memfd has no limit of its own: past the machine's memory somebody is killed for it.
+    available_bytes = available_memory_bytes()
+    if backing == "posix":
+        available_bytes = min(available_bytes, _free_in_shm_bytes())
+    if num_bytes > available_bytes:
+        raise SpaceError(what, num_bytes, available_bytes, hint)
+    try:
+        os.posix_fallocate(fd, offset, num_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise SpaceError(what, num_bytes, available_bytes, hint) from error
+        raise ShmError(f"cannot allocate {num_bytes} bytes for {what}: {error}") from error
+
+
+def _free_in_shm_bytes() -> int:
+    try:
+        status = os.statvfs(DIRECTORY)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """What may still be allocated: by the machine, and by a container's own limit."""
+    available_bytes = _meminfo_bytes(root / "proc/meminfo", "MemAvailable")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        group = root / "sys/fs/cgroup"
+        try:
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+        except (OSError, ValueError):  # no such group, or no limit: "max"
+            continue
+        cached_bytes = _cached_bytes((group / limit).parent / "memory.stat")
+        available_bytes = min(available_bytes, max(0, left + cached_bytes))
+    return available_bytes
+
+
+def _meminfo_bytes(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    raise ShmError(f"{path} has no {name}")
+
+
+def _cached_bytes(path: Path) -> int:
+    """Cached pages of files: they count as used by the group, but go when memory is wanted."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))

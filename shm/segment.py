@@ -1,0 +1,217 @@
+"""Segments: memory that processes share, handed over by file descriptor.
+
+A segment starts with one page of header (magic, version, kind, size), written once by whoever
+creates it and checked by whoever attaches. Its payload starts at the second page, so that it can
+be registered with an accelerator on its own. No segment has a name (see ``backing``), so it is
+gone when the last process that has it is gone, however that one ends.
+"""
+
+import ctypes
+import mmap
+import os
+import struct
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from .backing import Backing, allocate, open_backing
+from .errors import FormatError, ShmError
+
+VERSION = 1
+HEADER_BYTES = mmap.PAGESIZE
+
+# magic, version, header bytes, payload bytes, is_sparse, backing, kind
+_HEADER = struct.Struct("<8sIIQI8s32s")
+_MAGIC = b"corunshm"
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
+
+
+class Segment:
+    """Shared memory of a fixed size, mapped readable and writable.
+
+    ``num_bytes`` is the payload's size, ``address`` where it is mapped in this process. Create
+    and attach are different calls: only ``create`` writes the header and clears the memory.
+    Handles are not thread-safe to close; the memory itself has no locks at all.
+    """
+
+    def __init__(
+        self, fd: int, kind: str, num_bytes: int, *, is_sparse: bool, backing: str
+    ) -> None:
+        """For ``create`` and ``attach``; takes over ``fd``, also when it raises."""
+        self.fd = fd
+        self.kind = kind
+        self.num_bytes = num_bytes
+        self.is_sparse = is_sparse
+        self.backing = backing
+        # Faults in all pages now, so that no wait in microseconds meets one; but not of holes.
+        flags = mmap.MAP_SHARED | (0 if is_sparse else mmap.MAP_POPULATE)
+        try:
+            self._map = mmap.mmap(fd, HEADER_BYTES + num_bytes, flags=flags)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise ShmError(f"cannot map segment {kind} of {num_bytes} bytes: {error}") from error
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @classmethod
+    def create(
+        cls, num_bytes: int, *, kind: str, backing: Backing = "auto", is_sparse: bool = False
+    ) -> Self:
+        """Make a segment of ``num_bytes``, all zero, readable by this user only.
+
+        All its memory is allocated at once, on the NUMA node of the calling thread. A sparse one
+        holds no memory until ``allocate``: touching any other byte of it may kill the process.
+
+        Raises ``SpaceError`` if there is too little memory, ``ShmError`` if there is none.
+        """
+        if num_bytes <= 0:
+            raise ShmError(f"a segment needs at least one byte; {kind} was given {num_bytes}")
+        encoded = kind.encode()
+        assert 0 < len(encoded) <= 32, kind
+        fd, chosen = open_backing(kind, HEADER_BYTES + num_bytes, backing)
+        try:
+            os.ftruncate(fd, HEADER_BYTES + num_bytes)
+            allocate(
+                fd, 0, HEADER_BYTES + (0 if is_sparse else num_bytes), what=kind, backing=chosen
+            )
+        except BaseException:
+            os.close(fd)
+            raise
+        segment = cls(fd, kind, num_bytes, is_sparse=is_sparse, backing=chosen)
+        _HEADER.pack_into(
+            segment._map, 0, _MAGIC, VERSION, HEADER_BYTES, num_bytes, is_sparse,
+            chosen.encode(), encoded,
+        )  # fmt: skip
+        return segment
+
+    @classmethod
+    def attach(cls, fd: int, *, kind: str) -> Self:
+        """Map the segment behind a descriptor that another process handed over.
+
+        ``fd`` stays the caller's: the segment has its own copy, ``self.fd``.
+        Raises ``FormatError`` if it is not a whole segment of this kind and version.
+        """
+        try:
+            own_fd = os.dup(fd)
+        except OSError as error:
+            raise FormatError(f"descriptor {fd} for segment {kind} is not open") from error
+        try:
+            num_bytes, is_sparse, backing = _check(own_fd, kind)
+        except BaseException:
+            os.close(own_fd)
+            raise
+        return cls(own_fd, kind, num_bytes, is_sparse=is_sparse, backing=backing)
+
+    @property
+    def address(self) -> int:
+        """Where the payload is mapped; a multiple of the page size."""
+        self._check_open()
+        return self._base + HEADER_BYTES
+
+    @property
+    def buffer(self) -> memoryview:
+        """The payload, writable. Give it and its parts up before ``close``.
+
+        A new object every time, because tensors made of one hold the object and nothing else.
+        """
+        self._check_open()
+        return memoryview(self._map)[HEADER_BYTES:]
+
+    def view(self, dtype: npt.DTypeLike, offset: int, count: int) -> np.ndarray:
+        """An array [count] of the payload from byte ``offset`` on. Give it up before ``close``."""
+        return np.frombuffer(self.buffer, dtype, count, offset)
+
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Take memory for a range of a sparse segment. Raises ``SpaceError``; keeps contents."""
+        self._check_range(offset, num_bytes)
+        allocate(self.fd, HEADER_BYTES + offset, num_bytes, what=self.kind, backing=self.backing)
+
+    def give_back(self, offset: int, num_bytes: int) -> None:
+        """Return the memory of a range of a sparse segment to the system; it reads as zero then.
+
+        Pages that the range covers only partly are cleared in that part and kept.
+        """
+        self._check_range(offset, num_bytes)
+        libc = ctypes.CDLL(None, use_errno=True)
+        done = libc.fallocate(
+            self.fd, _KEEP_SIZE | _PUNCH_HOLE,
+            ctypes.c_int64(HEADER_BYTES + offset), ctypes.c_int64(num_bytes),
+        )  # fmt: skip
+        if done != 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise ShmError(f"cannot give back {num_bytes} bytes of {self.kind}: {reason}")
+
+    def close(self) -> None:
+        """Unmap, and close the descriptor. Idempotent; other processes keep theirs.
+
+        Views must be gone, and an accelerator's registration with them: raises ``ShmError``
+        while arrays, tensors or memoryviews of it are alive, and leaves it open. (Unmapping
+        under them would turn their next use into a crash.) Raw addresses are nobody's to count:
+        whoever computed with one must be done.
+        """
+        if self._map.closed:
+            return
+        try:
+            self._map.close()
+        except BufferError as error:
+            raise ShmError(
+                f"segment {self.kind} cannot be closed while arrays, tensors or memoryviews of it "
+                "are alive; drop them first"
+            ) from error
+        self._close_fd()
+
+    def _close_fd(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except ShmError:
+            if error is None:
+                raise
+            # An error on its way out holds views in its frames. The mapping goes with the last.
+            self._close_fd()
+
+    def _check_open(self) -> None:
+        if self._map.closed:
+            raise ShmError(f"segment {self.kind} is closed")
+
+    def _check_range(self, offset: int, num_bytes: int) -> None:
+        self._check_open()
+        assert self.is_sparse, f"segment {self.kind} is allocated as a whole"
+        assert num_bytes > 0 and 0 <= offset <= self.num_bytes - num_bytes, (offset, num_bytes)
+
+
+def _check(fd: int, kind: str) -> tuple[int, bool, str]:
+    """The size, sparseness and backing of the segment in ``fd``; raises ``FormatError``."""
+    try:
+        header = os.pread(fd, _HEADER.size, 0)
+    except OSError as error:
+        raise FormatError(f"descriptor {fd} for segment {kind} is no file: {error}") from error
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise FormatError(f"descriptor {fd} holds no segment; {kind} was expected")
+    _, version, header_bytes, num_bytes, is_sparse, backing, name = _HEADER.unpack(header)
+    found = name.rstrip(b"\0").decode(errors="replace")
+    if version != VERSION:
+        raise FormatError(f"segment {found} has version {version}; this is version {VERSION}")
+    if found != kind:
+        raise FormatError(f"descriptor {fd} holds segment {found}; {kind} was expected")
+    if header_bytes != HEADER_BYTES:
+        raise FormatError(f"segment {kind} has pages of {header_bytes} bytes, not {HEADER_BYTES}")
+    file_bytes = os.fstat(fd).st_size
+    if file_bytes != HEADER_BYTES + num_bytes:
+        raise FormatError(
+            f"segment {kind} should have {HEADER_BYTES + num_bytes} bytes and has {file_bytes}"
+        )
+    return num_bytes, bool(is_sparse), backing.rstrip(b"\0").decode()
