@@ -1,0 +1,91 @@
+"""How helper processes are bound to their parents, and what the kernel tells of a process."""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .watch import Look
+
+_PR_SET_PDEATHSIG = 1
+
+
+class OrphanError(Exception):
+    """The parent died before this process could bind itself to it."""
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    Raises ``OrphanError`` if the parent, ``parent_pid``, is already gone, ``OSError`` if the
+    kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        raise OrphanError(f"process {parent_pid}, which started this one, has ended")
+
+
+def ignore_group_signals() -> None:
+    """Leave it to the parent when to end: an interrupt reaches all processes of a terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def look_at(pid: int) -> Look:
+    """Return what the kernel says of a process's main thread; a process gone is not runnable."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        # The name, in parentheses, may hold anything.
+        fields = stat.rpartition(")")[2].split()
+        return Look(fields[0] == "R", _cpu_ns(pid, fields))
+    except (FileNotFoundError, ProcessLookupError):
+        return Look(is_runnable=False, cpu_ns=0)
+
+
+def _cpu_ns(pid: int, stat_fields: list[str]) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[0])
+    except (FileNotFoundError, IndexError):  # a kernel built without it counts in ticks
+        ticks = int(stat_fields[11]) + int(stat_fields[12])
+        return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def open_child(pid: int, parent_pid: int) -> int | None:
+    """Return a pidfd of ``pid`` if it is a child of ``parent_pid``, else None.
+
+    Numbers of processes are used again: one that has ended may by now name a stranger.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        if int(stat.rpartition(")")[2].split()[1]) == parent_pid:
+            return pidfd
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    os.close(pidfd)
+    return None
+
+
+def kill_and_wait(pidfds: Sequence[int], timeout_s: float) -> bool:
+    """Kill the processes and wait until all have ended; False if they have not in time."""
+    for pidfd in pidfds:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    deadline_s = time.monotonic() + timeout_s
+    return all(has_ended(pidfd, deadline_s - time.monotonic()) for pidfd in pidfds)
+
+
+def has_ended(pidfd: int, timeout_s: float = 0.0) -> bool:
+    """Whether the process has ended, or does so in time. Somebody may still have to reap it."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))

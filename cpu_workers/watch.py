@@ -1,0 +1,77 @@
+"""Decides when a process that makes no progress counts as stuck. Pure: time and looks come in.
+
+A deadline by the wall clock would kill healthy workers of a loaded machine. So a process is charged
+the time that it could have used: the CPU time it got while it was runnable, and the time that
+passed while it was not (stopped, or blocked). What its watcher slept through, because it was itself
+stopped or starved, or because the machine was suspended, is charged to nobody.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_MS = 1_000_000
+
+MIN_DEADLINE_NS = 250 * _MS
+PREDICTION_MARGIN = 20
+# Reading /proc costs more than the rest of a poll: a process that has been without progress for
+# less than this is charged the time that passed.
+_LOOK_AFTER_NS = 20 * _MS
+# A runnable process that gets no CPU at all is given up at last: those who wait for it must end.
+_MAX_STARVED_NS = 20_000 * _MS
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the kernel says of a process at one moment."""
+
+    is_runnable: bool  # running, or waiting for a CPU
+    cpu_ns: int  # CPU time since its start
+
+
+def job_deadline_ns(predicted_us: float, slowdown: float = 1.0) -> int:
+    """Time that a job may take before its worker counts as stuck.
+
+    ``slowdown``: how many times as long jobs take on purpose.
+    """
+    return int(max(MIN_DEADLINE_NS, PREDICTION_MARGIN * predicted_us * 1000) * slowdown)
+
+
+class ProgressWatch:
+    """Follows one process. ``max_step_ns`` is the most that one observation may charge."""
+
+    def __init__(self, max_step_ns: int) -> None:
+        self._max_step_ns = max_step_ns
+        self._progress: object = None
+        self._last_ns: int | None = None
+        self._last_cpu_ns: int | None = None
+        self._charged_ns = 0
+        self._starved_ns = 0
+
+    def observe(
+        self, now_ns: int, progress: object, limit_ns: int, look: Callable[[], Look]
+    ) -> bool:
+        """Take in how far the process has come; return whether it is stuck.
+
+        ``progress`` is anything that differs from the last time if the process got on. It is
+        stuck when it has been charged more than ``limit_ns`` without that.
+        """
+        step_ns = 0 if self._last_ns is None else min(now_ns - self._last_ns, self._max_step_ns)
+        self._last_ns = now_ns
+        if progress != self._progress:
+            self._progress = progress
+            self._last_cpu_ns = None
+            self._charged_ns = self._starved_ns = 0
+            return False
+        if self._charged_ns + step_ns < min(_LOOK_AFTER_NS, limit_ns):
+            self._charged_ns += step_ns
+            return False
+        self._charge(step_ns, look())
+        return self._charged_ns > limit_ns or self._starved_ns > _MAX_STARVED_NS
+
+    def _charge(self, step_ns: int, seen: Look) -> None:
+        got_ns = step_ns
+        if seen.is_runnable and self._last_cpu_ns is not None:
+            got_ns = min(step_ns, seen.cpu_ns - self._last_cpu_ns)
+        self._last_cpu_ns = seen.cpu_ns
+        self._charged_ns += got_ns
+        self._starved_ns += step_ns - got_ns

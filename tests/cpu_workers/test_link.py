@@ -1,0 +1,78 @@
+"""Links: whole messages, in order, never blocking, and an end that is noticed."""
+
+import socket
+
+import msgspec
+import pytest
+from corun.cpu_workers.link import Link, LinkError, link_pair
+
+
+class Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    text: str = ""
+
+
+class Other(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+def links() -> tuple[Link[Note | Other], Link[Note | Other]]:
+    left, right = link_pair()
+    return Link(left, Note | Other), Link(right, Note | Other)
+
+
+def test_messages_arrive_whole_and_in_order() -> None:
+    left, right = links()
+    for number in range(20):
+        left.send(Note(number, "x" * 1000))
+    left.send(Other())
+    assert right.receive() == [*(Note(number, "x" * 1000) for number in range(20)), Other()]
+    assert right.receive() == []
+    assert not right.at_end
+    left.close()
+    assert right.receive() == []
+    assert right.at_end
+    right.close()
+
+
+def test_what_a_slow_peer_does_not_take_is_kept() -> None:
+    left, right = links()
+    for number in range(2000):
+        left.send(Note(number, "x" * 1000))
+    received: list[Note | Other] = []
+    while len(received) < 2000:
+        new = right.receive()
+        assert new
+        received += new
+        left.flush()
+    assert received == [Note(number, "x" * 1000) for number in range(2000)]
+    left.close()
+    right.close()
+
+
+def test_sending_to_a_peer_that_is_gone_ends_the_link() -> None:
+    left, right = links()
+    right.close()
+    left.send(Note(1))
+    assert left.at_end
+    left.send(Note(2))
+    left.close()
+    left.close()
+
+
+def test_a_broken_message_is_an_error() -> None:
+    ours, theirs = link_pair()
+    link: Link[Note] = Link(ours, Note)
+    theirs.send(b"\xc1")
+    with pytest.raises(LinkError, match="cannot be decoded"):
+        link.receive()
+    link.close()
+    theirs.close()
+
+
+def test_ends_are_not_inherited() -> None:
+    ours, theirs = link_pair()
+    assert not ours.get_inheritable()
+    assert ours.type == socket.SOCK_SEQPACKET
+    ours.close()
+    theirs.close()
