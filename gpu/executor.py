@@ -12,6 +12,7 @@ import numpy as np
 from ..runtime.plan import (
     AdapterId,
     Outcome,
+    Result,
     RowResult,
     StepPlan,
     StepResult,
@@ -54,7 +55,7 @@ class DeviceExecutor:
         self._lora_table = table
         self._requests = RequestTable(max_model_len, runner.block_size)
         self._resident: dict[AdapterId, _Resident] = {}
-        self._results: deque[StepResult | TransferResult] = deque()
+        self._results: deque[Result] = deque()
         # Counts what poll has not taken yet; readable while that is more than nothing.
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()  # unlike select, for descriptors of any number
@@ -79,7 +80,7 @@ class DeviceExecutor:
         self._results.append(StepResult(plan.step_id, tuple(rows)))
         self._notify()
 
-    def poll(self, timeout_s: float = 0.0) -> list[StepResult | TransferResult]:
+    def poll(self, timeout_s: float = 0.0) -> list[Result]:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)

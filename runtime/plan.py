@@ -7,7 +7,7 @@ by request and not by value: step k + 1 may be scheduled before step k has retur
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeAlias
 
 from .sampling import SamplingParams
 
@@ -37,6 +37,9 @@ class SubBatch:
     start_positions: tuple[int, ...]  # tokens already computed = position of the first one here
     num_tokens: tuple[int, ...]  # tokens to compute
     samples: tuple[bool, ...]  # whether the row reaches the last known token and draws the next
+    # ASSISTED only: the row's deltas come from CPU workers in the layers below this one; from it
+    # on each layer waits until its layer group has been loaded.
+    split_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Transfer:
     kind: TransferKind
     adapter_id: AdapterId
     num_bytes: int
+    is_demand: bool = True  # a request waits for it; prefetches give way
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class StepPlan:
     block_updates: tuple[BlockUpdate, ...] = ()
     forget_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
     transfers: tuple[Transfer, ...] = ()
+    promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
 
     @property
     def num_tokens(self) -> int:
@@ -134,11 +139,22 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """So many layer groups of a load, from the first layer on, are on the device."""
+
+    transfer_id: TransferId
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferResult:
     """A transfer has ended; ``error`` is None if it succeeded."""
 
     transfer_id: TransferId
     error: str | None = None
+
+
+Result: TypeAlias = StepResult | TransferProgress | TransferResult
 
 
 class Executor(Protocol):
@@ -148,14 +164,16 @@ class Executor(Protocol):
         """Accept ``plan``; plans run in the order in which they are submitted.
 
         Each plan has one ``StepResult``, also one without rows, and each transfer one
-        ``TransferResult``. A token sampled by a row has position ``start_position + num_tokens``
+        ``TransferResult``, perhaps with ``TransferProgress`` before it. Transfers of a plan begin
+        before its rows, which may use the layer groups of loads that have not ended if they are
+        ASSISTED. A token sampled by a row has position ``start_position + num_tokens``
         and is kept there: a row that is computed again replaces it and what was kept behind it.
         Requests to forget may be unknown. Never raises for what happens inside the step: that is
         a result.
         """
         ...
 
-    def poll(self, timeout_s: float = 0.0) -> list[StepResult | TransferResult]:
+    def poll(self, timeout_s: float = 0.0) -> list[Result]:
         """Return what has ended, in order; wait up to ``timeout_s`` for the first."""
         ...
 

@@ -45,6 +45,7 @@ class Request:
     num_counted_prompt_tokens: int = 0  # for statistics: each prompt token counts once
     is_announced: bool = False  # the executor knows it
     is_held: bool = False  # not to be scheduled until no step in flight refers to it
+    is_cold: bool = False  # runs although its adapter is not wholly on the device
     has_short_kv: bool = False  # KV was computed below SchedulerConfig.recompute_at_tokens
     retried_positions: set[int] = field(default_factory=set)
 

@@ -23,6 +23,9 @@ class AdapterState(enum.Enum):
     EVICTING = "evicting"  # its bytes are still taken
 
 
+_HOLDABLE = (AdapterState.LOADING, AdapterState.RESIDENT)
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     """A device copy, or one that is coming or going."""
@@ -30,13 +33,15 @@ class _Entry:
     num_bytes: int
     state: AdapterState
     num_references: int = 0  # running requests, and ended ones that a step in flight refers to
+    has_failed: bool = False  # its load; the entry goes with the last reference
     last_use: int = 0  # logical time
 
 
 class AdapterCache:
     """States, reference counts and least-recently-used order of the adapters on the device.
 
-    Adapters with references are never victims. Those that waiting requests name are victims only
+    Adapters with references are never victims; one that is loading has them if requests started
+    without waiting for it. Those that waiting requests name are victims only
     if the caller says so. The base model counts as a resident adapter of zero bytes.
     """
 
@@ -101,9 +106,9 @@ class AdapterCache:
             del self._num_waiting[adapter_id]
 
     def acquire(self, adapter_id: AdapterId) -> None:
-        """Hold a resident adapter for one running request."""
+        """Hold a resident or loading adapter for one running request."""
         entry = self._entries[adapter_id]
-        assert entry.state is AdapterState.RESIDENT, (adapter_id, entry.state)
+        assert entry.state in _HOLDABLE and not entry.has_failed, (adapter_id, entry)
         entry.num_references += 1
         self._touch(entry)
         self._idle.pop(adapter_id, None)
@@ -114,7 +119,11 @@ class AdapterCache:
         assert entry.num_references > 0, f"adapter {adapter_id} is released but not held"
         entry.num_references -= 1
         self._touch(entry)
-        if entry.num_references == 0:
+        if entry.num_references:
+            return
+        if entry.has_failed:
+            self._drop(adapter_id, entry)
+        elif entry.state is AdapterState.RESIDENT:
             self._idle[adapter_id] = entry
 
     def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
@@ -130,12 +139,16 @@ class AdapterCache:
         entry = self._expect(adapter_id, AdapterState.LOADING)
         entry.state = AdapterState.RESIDENT
         self._touch(entry)
-        self._idle[adapter_id] = entry
+        if entry.num_references == 0:
+            self._idle[adapter_id] = entry
 
     def fail_load(self, adapter_id: AdapterId) -> None:
-        """The load failed and left nothing on the device."""
+        """The load failed; its bytes are free as soon as no step in flight refers to them."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
-        self._drop(adapter_id, entry)
+        if entry.num_references:
+            entry.has_failed = True
+        else:
+            self._drop(adapter_id, entry)
 
     def victims(
         self, num_bytes: int, *, include_waiting: bool, keep: AdapterId = BASE_ADAPTER
@@ -185,8 +198,9 @@ class AdapterCache:
                 evicting_bytes += entry.num_bytes
             idle = entry.state is AdapterState.RESIDENT and entry.num_references == 0
             assert idle == (adapter_id in self._idle), (adapter_id, entry)
-            if entry.state is not AdapterState.RESIDENT:
+            if entry.state not in _HOLDABLE:
                 assert entry.num_references == 0, (adapter_id, entry)
+            assert not entry.has_failed or entry.num_references, (adapter_id, entry)
         assert total_bytes == self.used_bytes, (total_bytes, self.used_bytes)
         assert evicting_bytes == self._evicting_bytes
         assert all(count > 0 for count in self._num_waiting.values())

@@ -31,6 +31,8 @@ class DeviceMemory:
         self._num_draining_blocks = 0
         self._commands: list[Transfer] = []  # not yet in a plan
         self._open: dict[TransferId, Transfer] = {}
+        self._prefetches: dict[TransferId, Transfer] = {}  # open loads nobody waits for
+        self._promoted: list[TransferId] = []  # not yet in a plan
         self._next_transfer_id = 1
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
         self._gone: list[AdapterId] = []
@@ -79,12 +81,21 @@ class DeviceMemory:
             self._evict(adapter_id)
         return bool(victims)
 
-    def load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
+    def load(self, adapter_id: AdapterId, num_bytes: int, *, is_demand: bool = True) -> bool:
         """Command a load if the bytes are free now; say whether they were."""
         if not self.cache.begin_load(adapter_id, num_bytes):
             return False
-        self._command(TransferKind.LOAD_ADAPTER, adapter_id, num_bytes)
+        self._command(TransferKind.LOAD_ADAPTER, adapter_id, num_bytes, is_demand=is_demand)
         return True
+
+    def promote(self, adapter_id: AdapterId) -> bool:
+        """A request waits for a load under way; say whether it was a prefetch until now."""
+        for transfer in self._prefetches.values():
+            if transfer.adapter_id == adapter_id:
+                del self._prefetches[transfer.transfer_id]
+                self._promoted.append(transfer.transfer_id)
+                return True
+        return False
 
     def drop(self, adapter_id: AdapterId) -> None:
         """Evict ``adapter_id`` for good, as soon as nothing on the device refers to it."""
@@ -103,11 +114,21 @@ class DeviceMemory:
         commands, self._commands = tuple(self._commands), []
         return commands
 
+    def take_promoted(self) -> tuple[TransferId, ...]:
+        """Return the loads that have become urgent, for the next plan."""
+        promoted, self._promoted = tuple(self._promoted), []
+        return promoted
+
+    def open_transfer(self, transfer_id: TransferId) -> Transfer | None:
+        """A transfer that was commanded and has not ended."""
+        return self._open.get(transfer_id)
+
     def settle(self, result: TransferResult) -> Transfer | None:
         """Note the end of a transfer and return it; None if it is not known (any more)."""
         transfer = self._open.pop(result.transfer_id, None)
         if transfer is None:
             return None
+        self._prefetches.pop(result.transfer_id, None)
         is_load = transfer.kind is TransferKind.LOAD_ADAPTER
         if result.error is None:
             finish = self.cache.finish_load if is_load else self.cache.finish_evict
@@ -134,11 +155,16 @@ class DeviceMemory:
         num_bytes = self.cache.begin_evict(adapter_id)
         self._command(TransferKind.EVICT_ADAPTER, adapter_id, num_bytes)
 
-    def _command(self, kind: TransferKind, adapter_id: AdapterId, num_bytes: int) -> None:
+    def _command(
+        self, kind: TransferKind, adapter_id: AdapterId, num_bytes: int, *, is_demand: bool = True
+    ) -> None:
         """Queue a transfer for the next plan."""
-        transfer = Transfer(TransferId(self._next_transfer_id), kind, adapter_id, num_bytes)
+        transfer_id = TransferId(self._next_transfer_id)
+        transfer = Transfer(transfer_id, kind, adapter_id, num_bytes, is_demand)
         self._next_transfer_id += 1
-        self._open[transfer.transfer_id] = transfer
+        self._open[transfer_id] = transfer
+        if not is_demand:
+            self._prefetches[transfer_id] = transfer
         self._commands.append(transfer)
 
     def _advance_drops(self) -> None:

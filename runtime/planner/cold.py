@@ -48,6 +48,11 @@ def layer_times(
     return LayerTimes(assisted, (layer_s + lora_s,) * model.num_layers, tuple(ready_s))
 
 
+def warm_s(model: MachineModel, adapter: AdapterShape, num_tokens: int) -> float:
+    """The same chunk with the whole adapter on the device."""
+    return model.step_s.at(num_tokens) + model.lora.prefill_s(num_tokens, adapter.num_bytes)
+
+
 def _exposed_s(
     model: MachineModel, rank_sums: Sequence[int], num_tokens: int, num_workers: int
 ) -> float:

@@ -4,6 +4,7 @@ from ..engine.request import Request
 from ..memory.adapter_cache import AdapterState
 from ..memory.device_memory import DeviceMemory
 from ..plan import BASE_ADAPTER
+from .cold import ColdStarts
 from .config import SchedulerConfig
 from .limits import blocks_for
 from .policy import SchedulerPolicy, Verdict
@@ -20,12 +21,14 @@ class Admission:
         policy: SchedulerPolicy,
         memory: DeviceMemory,
         running: RunningSet,
+        cold_starts: ColdStarts,
     ) -> None:
-        """All four are the scheduler's own."""
+        """All five are the scheduler's own."""
         self._config = config
         self._policy = policy
         self._memory = memory
         self._running = running
+        self._cold_starts = cold_starts
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
@@ -36,7 +39,7 @@ class Admission:
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
         while request is not None and self._has_seat(draft):
-            verdict = self._try(request, draft, is_first=is_first)
+            verdict = self._try(request, draft, now_s, is_first=is_first)
             is_first = False
             try:
                 request = candidates.send(verdict)
@@ -44,13 +47,13 @@ class Admission:
                 request = None
         candidates.close()
         if verdict is not Verdict.NO_MEMORY:
-            self._prefetch()
+            self._prefetch(now_s)
 
     def _has_seat(self, draft: StepDraft) -> bool:
         """Whether the step could take one more request."""
         return draft.num_free_tokens > 0 and len(self._running) < self._config.max_num_seqs
 
-    def _try(self, request: Request, draft: StepDraft, *, is_first: bool) -> Verdict:
+    def _try(self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool) -> Verdict:
         """Admit ``request`` if its adapter is there and its known tokens fit.
 
         Only the first candidate may displace adapters that other waiting requests name:
@@ -58,7 +61,7 @@ class Admission:
         """
         if request.num_in_flight_steps:
             return Verdict.NO_MEMORY  # preempted just now, and what it held is still in use
-        verdict = self._ready_adapter(request, is_first=is_first)
+        verdict = self._ready_adapter(request, now_s, is_first=is_first)
         if verdict is not None:
             return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
@@ -66,24 +69,37 @@ class Admission:
         if self._memory.pool.num_available_blocks < num_wanted:
             self._memory.reclaim(num_wanted, 0, include_waiting=is_first, keep=request.adapter_id)
             return Verdict.NO_MEMORY
-        self._start(request, num_blocks, draft)
+        self._start(request, num_blocks, draft, now_s)
         return Verdict.ADMITTED
 
-    def _ready_adapter(self, request: Request, *, is_first: bool) -> Verdict | None:
-        """Return None if the adapter can be used now; otherwise see to it that it is loaded."""
+    def _ready_adapter(self, request: Request, now_s: float, *, is_first: bool) -> Verdict | None:
+        """Return None if the request can run now; otherwise see to its adapter being loaded."""
         state = self._memory.cache.state(request.adapter_id)
         if state is AdapterState.RESIDENT:
             return None
-        if state is AdapterState.LOADING:
-            return Verdict.LOADING
         if state is AdapterState.EVICTING:
             return Verdict.NO_MEMORY
-        if self._memory.load(request.adapter_id, request.adapter_bytes):
-            return Verdict.LOADING
-        self._memory.reclaim(0, request.adapter_bytes, include_waiting=is_first, keep=BASE_ADAPTER)
-        return Verdict.NO_MEMORY
+        if state is AdapterState.LOADING:
+            if self._memory.promote(request.adapter_id):
+                self._cold_starts.load_promoted(request.adapter_id, now_s)
+        elif not self._load(request, now_s, is_demand=True):
+            self._memory.reclaim(
+                0, request.adapter_bytes, include_waiting=is_first, keep=BASE_ADAPTER
+            )
+            return Verdict.NO_MEMORY
+        if self._cold_starts.may_start(request, len(self._running), now_s):
+            return None
+        return Verdict.LOADING
 
-    def _start(self, request: Request, num_blocks: int, draft: StepDraft) -> None:
+    def _load(self, request: Request, now_s: float, *, is_demand: bool) -> bool:
+        """Command the load of a request's adapter if it fits now; say whether it did."""
+        adapter_id = request.adapter_id
+        if not self._memory.load(adapter_id, request.adapter_bytes, is_demand=is_demand):
+            return False
+        self._cold_starts.load_started(adapter_id, now_s, is_demand=is_demand)
+        return True
+
+    def _start(self, request: Request, num_blocks: int, draft: StepDraft, now_s: float) -> None:
         """Run ``request`` from this step on."""
         block_ids = self._memory.pool.allocate(num_blocks)
         assert block_ids is not None
@@ -91,11 +107,19 @@ class Admission:
         self._running.start(request, block_ids)
         threshold = self._config.recompute_at_tokens
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
+        request.is_cold = self._memory.cache.state(request.adapter_id) is AdapterState.LOADING
         draft.announce(request)
         draft.append_blocks(request, 0)
-        draft.add_chunk(request)
+        if not request.is_cold:
+            draft.add_chunk(request)
+            return
+        chunk = self._cold_starts.next_chunk(
+            request, draft.num_free_tokens, len(self._running) - 1, now_s
+        )
+        if chunk is not None:
+            draft.add_cold_chunk(request, chunk)
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, now_s: float) -> None:
         """Load adapters of requests that wait for a seat, leaving each running one a block."""
         memory = self._memory
         reserve_bytes = len(self._running) * memory.pool.block_bytes
@@ -106,4 +130,4 @@ class Admission:
             if memory.budget.free_bytes < needed_bytes:
                 memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
                 return
-            memory.load(request.adapter_id, request.adapter_bytes)
+            self._load(request, now_s, is_demand=False)

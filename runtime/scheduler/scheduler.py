@@ -13,13 +13,15 @@ from ..memory.device_memory import DeviceMemory
 from ..plan import (
     AdapterId,
     RequestId,
+    Result,
     StepId,
     StepPlan,
-    StepResult,
     TransferKind,
+    TransferProgress,
     TransferResult,
 )
 from .admission import Admission
+from .cold import ColdStarts, WarmStarts
 from .config import SchedulerConfig
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .limits import check_queue, max_total_tokens
@@ -38,14 +40,19 @@ class Scheduler:
         policy: SchedulerPolicy,
         memory: DeviceMemory,
         eos_token_ids: Iterable[int],
+        cold_starts: ColdStarts | None = None,
     ) -> None:
-        """``memory`` is changed by this scheduler alone."""
+        """``memory`` is changed by this scheduler alone.
+
+        Without ``cold_starts`` every request waits for its adapter.
+        """
         self.config = config
         self.memory = memory
         self.counters = SchedulerCounters()
         self._policy = policy
         self._running = RunningSet(memory, config.block_size)
-        self._admission = Admission(config, policy, memory, self._running)
+        self._cold_starts = WarmStarts() if cold_starts is None else cold_starts
+        self._admission = Admission(config, policy, memory, self._running, self._cold_starts)
         self._results = ResultReader(frozenset(eos_token_ids), self._running, self.counters)
         self._requests: dict[RequestId, Request] = {}  # those that have not ended
         self._in_flight: dict[StepId, InFlightStep] = {}  # oldest first
@@ -119,14 +126,13 @@ class Scheduler:
         draft = StepDraft(self.config.max_num_batched_tokens)
         if self.config.recompute_at_tokens is not None:
             self._reset_outgrown(self.config.recompute_at_tokens)
-        has_room = self._grow_running(draft, now_s)
-        self._continue_running(draft, now_s)
-        if has_room:
-            self._admission.admit(draft, now_s)
+        if not self._cold_starts.stops_everybody():
+            self._fill(draft, now_s)
         step = draft.build(
             StepId(self._next_step_id),
             mix_decode_with_prefill=self.config.mix_decode_with_prefill,
             transfers=self.memory.take_commands(),
+            promoted_transfers=self.memory.take_promoted(),
             forget_requests=tuple(self._forget),
         )
         if step is None:
@@ -136,14 +142,20 @@ class Scheduler:
         self._in_flight[step.plan.step_id] = step
         return step.plan
 
-    def update(self, result: StepResult | TransferResult, now_s: float) -> list[RequestEvent]:
+    def update(self, result: Result, now_s: float) -> list[RequestEvent]:
         """Take in a result; return the new tokens and ends that come of it."""
         if isinstance(result, TransferResult):
             return self._end_transfer(result, now_s)
+        if isinstance(result, TransferProgress):
+            self._note_progress(result, now_s)
+            return []
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
             return []  # it was given up
         events = self._results.read(step, result.rows, self._in_flight.values())
+        for event in events:
+            if event.token_ids and self._requests[event.request_id].num_output_tokens == 1:
+                self._cold_starts.first_token(event.request_id, now_s)
         self._end_finished(events, now_s)
         return events
 
@@ -178,6 +190,13 @@ class Scheduler:
             assert request.num_known_tokens <= request.max_total_tokens
         if not self.has_work():
             assert self.memory.pool.num_used_blocks == 0
+
+    def _fill(self, draft: StepDraft, now_s: float) -> None:
+        """Grow, continue and admit requests."""
+        has_room = self._grow_running(draft, now_s)
+        self._continue_running(draft, now_s)
+        if has_room:
+            self._admission.admit(draft, now_s)
 
     def _wait(self, request: Request, now_s: float) -> None:
         """Put a request into the policy's queue."""
@@ -242,7 +261,7 @@ class Scheduler:
             ):
                 continue
             num_pending_tokens = num_known_tokens - request.num_computed_tokens
-            if num_pending_tokens == 1:
+            if num_pending_tokens == 1 and not request.is_cold:
                 decodes.append(request)
             elif num_pending_tokens:
                 prefills.append(request)
@@ -250,7 +269,17 @@ class Scheduler:
         for request in self._policy.prefill_order(prefills, now_s):
             if not draft.num_free_tokens:
                 break
-            draft.add_chunk(request)
+            if request.is_cold:
+                self._continue_cold(request, draft, now_s)
+            else:
+                draft.add_chunk(request)
+
+    def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
+        """Put a chunk of a request into the step whose adapter is still being loaded."""
+        num_others = len(self._running) - 1
+        chunk = self._cold_starts.next_chunk(request, draft.num_free_tokens, num_others, now_s)
+        if chunk is not None:
+            draft.add_cold_chunk(request, chunk)
 
     def _end_finished(self, events: list[RequestEvent], now_s: float) -> None:
         """End the requests whose events are final."""
@@ -268,15 +297,26 @@ class Scheduler:
         else:
             self._running.stop(request, RequestStatus.ENDED)
         self._policy.ended(request, now_s)
+        self._cold_starts.forget(request.request_id)
         if request.is_announced:
             self._forget.append(request.request_id)
+
+    def _note_progress(self, progress: TransferProgress, now_s: float) -> None:
+        """Layer groups of a load have arrived."""
+        transfer = self.memory.open_transfer(progress.transfer_id)
+        if transfer is not None:
+            self._cold_starts.load_progressed(transfer.adapter_id, progress.num_groups, now_s)
 
     def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:
         """Note a transfer's end; a failed load fails the requests that wait for it."""
         transfer = self.memory.settle(result)
-        if transfer is None or result.error is None:
+        if transfer is None or transfer.kind is not TransferKind.LOAD_ADAPTER:
             return []
-        if transfer.kind is not TransferKind.LOAD_ADAPTER:
+        self._cold_starts.load_ended(transfer.adapter_id, now_s)
+        for request in self._running.requests:
+            if request.adapter_id == transfer.adapter_id:
+                request.is_cold = False
+        if result.error is None:
             return []
         error = f"the adapter could not be loaded onto the device: {result.error}"
         events = [

@@ -13,9 +13,12 @@ from ..plan import (
     SubBatch,
     SubBatchKind,
     Transfer,
+    TransferId,
 )
+from .cold import ColdChunk
 
 _Chunk = tuple[Request, int]  # and how many of its tokens to compute
+_ColdChunk = tuple[Request, int, int]  # and the split layer
 
 _adapter_of = attrgetter("adapter_id")
 
@@ -32,13 +35,17 @@ class InFlightStep:
 class StepDraft:
     """Rows, block updates and new requests of the next step."""
 
-    __slots__ = ("_block_updates", "_chunks", "_decodes", "_new_requests", "num_free_tokens")
+    __slots__ = (
+        "_block_updates", "_chunks", "_cold_chunks", "_decodes", "_new_requests",
+        "num_free_tokens",
+    )  # fmt: skip
 
     def __init__(self, max_num_tokens: int) -> None:
         """``max_num_tokens``: what the step may compute."""
         self.num_free_tokens = max_num_tokens
         self._decodes: list[Request] = []
         self._chunks: list[_Chunk] = []
+        self._cold_chunks: list[_ColdChunk] = []
         self._new_requests: list[NewRequest] = []
         self._block_updates: dict[RequestId, BlockUpdate] = {}
 
@@ -56,6 +63,12 @@ class StepDraft:
             self._decodes.append(request)
         else:
             self._chunks.append((request, num_tokens))
+
+    def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
+        """Compute ``chunk`` of a request whose adapter is not wholly on the device."""
+        assert 0 < chunk.num_tokens <= min(request.num_pending_tokens, self.num_free_tokens)
+        self.num_free_tokens -= chunk.num_tokens
+        self._cold_chunks.append((request, chunk.num_tokens, chunk.split_layer))
 
     def announce(self, request: Request) -> None:
         """Tell the executor of ``request``, once."""
@@ -84,10 +97,12 @@ class StepDraft:
         *,
         mix_decode_with_prefill: bool,
         transfers: tuple[Transfer, ...],
+        promoted_transfers: tuple[TransferId, ...],
         forget_requests: tuple[RequestId, ...],
     ) -> InFlightStep | None:
         """Close the draft and note in the requests what the step computes; None if it is idle."""
-        if not (self._decodes or self._chunks or transfers or self._block_updates):
+        has_rows = bool(self._decodes or self._chunks or self._cold_chunks)
+        if not (has_rows or transfers or promoted_transfers or self._block_updates):
             return None
         sub_batches: list[SubBatch] = []
         rows: list[list[Request]] = []
@@ -100,8 +115,12 @@ class StepDraft:
             rows.append(self._decodes)
         if chunks:
             chunks.sort(key=lambda chunk: chunk[0].adapter_id)
-            sub_batches.append(_mixed_batch(chunks))
+            sub_batches.append(_batch_of_chunks(SubBatchKind.MIXED, chunks))
             rows.append([request for request, _ in chunks])
+        if self._cold_chunks:
+            self._cold_chunks.sort(key=lambda chunk: chunk[0].adapter_id)
+            sub_batches.append(_assisted_batch(self._cold_chunks))
+            rows.append([request for request, _, _ in self._cold_chunks])
         plan = StepPlan(
             step_id,
             tuple(sub_batches),
@@ -109,6 +128,7 @@ class StepDraft:
             tuple(self._block_updates.values()),
             forget_requests,
             transfers,
+            promoted_transfers,
         )
         return InFlightStep(plan, rows)
 
@@ -131,7 +151,18 @@ def _decode_batch(requests: list[Request]) -> SubBatch:
     return batch
 
 
-def _mixed_batch(chunks: list[_Chunk]) -> SubBatch:
+def _assisted_batch(chunks: list[_ColdChunk]) -> SubBatch:
+    """Lay out rows of cold requests and advance them."""
+    return _batch_of_chunks(
+        SubBatchKind.ASSISTED,
+        [(request, num_tokens) for request, num_tokens, _ in chunks],
+        tuple([split_layer for _, _, split_layer in chunks]),
+    )
+
+
+def _batch_of_chunks(
+    kind: SubBatchKind, chunks: list[_Chunk], split_layers: tuple[int, ...] = ()
+) -> SubBatch:
     """Lay out rows of any length and advance their requests."""
     starts = [request.num_computed_tokens for request, _ in chunks]
     samples = [num_tokens == request.num_pending_tokens for request, num_tokens in chunks]
@@ -141,9 +172,10 @@ def _mixed_batch(chunks: list[_Chunk]) -> SubBatch:
         request.num_in_flight_samples += has_sample
         request.num_in_flight_steps += 1
     return SubBatch(
-        SubBatchKind.MIXED,
+        kind,
         tuple([request.request_id for request, _ in chunks]),
         tuple(starts),
         tuple([num_tokens for _, num_tokens in chunks]),
         tuple(samples),
+        split_layers,
     )

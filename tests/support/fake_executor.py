@@ -16,17 +16,22 @@ from corun.runtime.plan import (
     NewRequest,
     Outcome,
     RequestId,
+    Result,
     RowResult,
     StepPlan,
     StepResult,
     SubBatch,
     SubBatchKind,
     Transfer,
+    TransferId,
     TransferKind,
+    TransferProgress,
     TransferResult,
 )
 from corun.runtime.sampling import SamplingParams
 
+_USABLE = ("resident",)
+_USABLE_COLD = ("loading", "resident")
 VOCAB_SIZE = 97
 GARBAGE_TOKEN = -1  # sampled from what must not count; must never be seen outside
 
@@ -113,7 +118,7 @@ class FakeExecutor:
         self._adapters: dict[AdapterId, str] = {}  # loading | resident | evicting
         self._adapter_bytes: dict[AdapterId, int] = {}
         self._kv: dict[tuple[int, int], tuple[RequestId, int, int, bool]] = {}
-        self._results: list[StepResult | TransferResult] = []
+        self._results: list[Result] = []
         self.num_retries = 0
 
     # The Executor protocol.
@@ -129,6 +134,9 @@ class FakeExecutor:
             self._known[new.request_id] = _Known(new, list(new.prompt_token_ids))
         for transfer in plan.transfers:
             self._begin_transfer(transfer)
+        for transfer_id in plan.promoted_transfers:
+            promoted = self.transfers.get(transfer_id)  # None: its end has not been polled yet
+            assert promoted is None or not promoted.is_demand, "nobody prefetched it"
         handed_out = [block_id for update in plan.block_updates for block_id in update.block_ids]
         assert len(set(handed_out)) == len(handed_out), "a block goes to two requests"
         for update in plan.block_updates:
@@ -139,7 +147,7 @@ class FakeExecutor:
         self._check_ownership()
         self._check_bytes()
 
-    def poll(self, timeout_s: float = 0.0) -> list[StepResult | TransferResult]:
+    def poll(self, timeout_s: float = 0.0) -> list[Result]:
         if self.is_automatic:
             for transfer_id in list(self.transfers):
                 error = self.transfer_errors.get(self.transfers[transfer_id].adapter_id)
@@ -185,6 +193,11 @@ class FakeExecutor:
             self._adapters[transfer.adapter_id] = "resident"
         self._results.append(TransferResult(transfer.transfer_id, error))
 
+    def progress_transfer(self, transfer_id: int, num_groups: int) -> None:
+        """Let layer groups of a load arrive; ``poll`` tells of it."""
+        assert self.transfers[transfer_id].kind is TransferKind.LOAD_ADAPTER
+        self._results.append(TransferProgress(TransferId(transfer_id), num_groups))
+
     @property
     def resident_adapters(self) -> set[AdapterId]:
         return {key for key, state in self._adapters.items() if state == "resident"}
@@ -226,6 +239,8 @@ class FakeExecutor:
     def _accept(self, batch: SubBatch) -> list[_Row]:
         rows = []
         adapters = []
+        is_assisted = batch.kind is SubBatchKind.ASSISTED
+        assert len(batch.split_layers) == (len(batch.request_ids) if is_assisted else 0)
         for request_id, start, num_tokens, has_sample in zip(
             batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, strict=True
         ):
@@ -233,8 +248,9 @@ class FakeExecutor:
             adapter_id = known.new.adapter_id
             adapters.append(adapter_id)
             assert num_tokens > 0
-            assert num_tokens == 1 or batch.kind is SubBatchKind.MIXED
-            assert adapter_id == BASE_ADAPTER or self._adapters.get(adapter_id) == "resident"
+            assert num_tokens == 1 or batch.kind is not SubBatchKind.DECODE
+            usable = _USABLE_COLD if batch.kind is SubBatchKind.ASSISTED else _USABLE
+            assert adapter_id == BASE_ADAPTER or self._adapters.get(adapter_id) in usable
             in_flight = any(row.request_id == request_id for _, rs in self.steps for row in rs)
             if start != known.num_submitted_tokens:  # goes back: recomputed or retried
                 assert not in_flight, "rows are not contiguous"

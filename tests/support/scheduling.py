@@ -10,6 +10,7 @@ from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, RequestId, StepPlan
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.cold import ColdStarts
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.policy import SchedulerPolicy
@@ -34,6 +35,7 @@ def make_scheduler(
     memory: DeviceMemory | None = None,
     policy: SchedulerPolicy | None = None,
     eos_token_ids: Iterable[int] = (),
+    cold_starts: ColdStarts | None = None,
     **limits: Any,
 ) -> Scheduler:
     """``limits``: fields of ``SchedulerConfig``."""
@@ -49,6 +51,7 @@ def make_scheduler(
         make_policy("fcfs") if policy is None else policy,
         memory or make_memory(),
         eos_token_ids,
+        cold_starts,
     )
 
 

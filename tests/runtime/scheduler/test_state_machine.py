@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from corun.runtime.engine.request import Request
 from corun.runtime.errors import RequestError
-from corun.runtime.plan import AdapterId, Outcome, RequestId
+from corun.runtime.plan import AdapterId, Outcome, RequestId, TransferKind
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.fcfs import FcfsPolicy
 from hypothesis import HealthCheck, settings
@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.cold import RandomColdStarts
 from support.fake_executor import expected_output
 from support.scheduling import (
     BLOCK_BYTES,
@@ -47,9 +48,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         mix=st.booleans(),
         recompute_at_tokens=st.none() | st.integers(4, 20),
         max_overtaking_tokens=st.integers(0, 40),
+        cold_start_share=st.sampled_from([0.0, 0.5, 1.0]),
+        cold_seed=st.integers(0, 1000),
     )
     def build(
         self,
+        *,
         num_blocks: int,
         spare_bytes: int,
         max_num_batched_tokens: int,
@@ -57,7 +61,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         mix: bool,
         recompute_at_tokens: int | None,
         max_overtaking_tokens: int,
+        cold_start_share: float,
+        cold_seed: int,
     ) -> None:
+        self.cold_starts = RandomColdStarts(
+            random.Random(cold_seed), start_share=cold_start_share, blocking_share=0.1
+        )
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
         self.scheduler = make_scheduler(
             memory=make_memory(num_blocks=num_blocks, capacity_bytes=capacity_bytes),
@@ -69,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             mix_decode_with_prefill=mix,
             recompute_at_tokens=recompute_at_tokens,
             growth_headroom=0.0,
+            cold_starts=self.cold_starts,
         )
         self.executor = make_executor(self.scheduler, is_automatic=False)
         self.executor.outcome_of = self.outcome_of
@@ -192,6 +202,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.executor.finish_transfer(transfer.transfer_id, "bad luck" if is_failing else None)
         self.poll()
 
+    @precondition(lambda self: self.executor.transfers)
+    @rule(index=st.integers(0, 10), num_groups=st.integers(1, 3))
+    def progress_transfer(self, index: int, num_groups: int) -> None:
+        loads = [
+            transfer
+            for transfer in self.executor.transfers.values()
+            if transfer.kind is TransferKind.LOAD_ADAPTER
+        ]
+        if loads:
+            transfer = loads[index % len(loads)]
+            self.executor.progress_transfer(transfer.transfer_id, num_groups)
+            self.poll()
+
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 50))
     def abort(self, index: int) -> None:
@@ -295,14 +318,17 @@ def test_everything_ends_with_the_right_tokens(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_long_crowded_histories(depth: int) -> None:
     """More requests than fit, in histories longer than hypothesis makes them."""
-    num_preemptions = 0
+    num_preemptions = num_cold_starts = 0
     for seed in range(40):
-        num_preemptions += live_through(random.Random(seed), depth)
+        preemptions, cold_starts = live_through(random.Random(seed), depth)
+        num_preemptions += preemptions
+        num_cold_starts += cold_starts
     assert num_preemptions > 40
+    assert num_cold_starts > 40
 
 
-def live_through(rng: random.Random, depth: int) -> int:
-    """Run one random history and return how many requests were preempted in it."""
+def live_through(rng: random.Random, depth: int) -> tuple[int, int]:
+    """Run one random history; return how many requests were preempted and started cold in it."""
     machine = SchedulerMachine()
     machine.depth = depth
     machine.build(
@@ -313,13 +339,15 @@ def live_through(rng: random.Random, depth: int) -> int:
         mix=rng.random() < 0.5,
         recompute_at_tokens=rng.choice([None, None, 8, 14]),
         max_overtaking_tokens=rng.choice([0, 20, 1000]),
+        cold_start_share=rng.choice([0.0, 0.7, 1.0]),
+        cold_seed=rng.randint(0, 1000),
     )
     for _ in range(80):
         act(machine, rng)
         machine.parts_agree()
     num_preemptions = machine.scheduler.counters.num_preemptions
     machine.teardown()
-    return num_preemptions
+    return num_preemptions, machine.cold_starts.num_started
 
 
 def act(machine: SchedulerMachine, rng: random.Random) -> None:

@@ -1,0 +1,97 @@
+"""How the scheduler asks when requests may start whose adapter is still being loaded.
+
+The scheduler knows loads and rows, its ``ColdStarts`` knows times. Without one that predicts,
+every request waits for its adapter: ``WarmStarts``.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..engine.request import Request
+from ..plan import AdapterId, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ColdChunk:
+    """What the next step computes of a cold request."""
+
+    num_tokens: int
+    split_layer: int  # workers compute the deltas of the layers below
+
+
+class ColdStarts(Protocol):
+    """Decides for requests whose adapter is loading. Told of every load and its progress."""
+
+    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
+        """A load has been commanded."""
+        ...
+
+    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
+        """A request waits for what was a prefetch."""
+        ...
+
+    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
+        """So many layer groups have arrived."""
+        ...
+
+    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
+        """The load has ended, well or badly."""
+        ...
+
+    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
+        """Whether ``request``, whose adapter is loading, runs from now on."""
+        ...
+
+    def next_chunk(
+        self, request: Request, max_tokens: int, num_others: int, now_s: float
+    ) -> ColdChunk | None:
+        """What to compute next of a cold running request; None = it skips this step."""
+        ...
+
+    def stops_everybody(self) -> bool:
+        """Whether nothing may be computed before a load has ended (the blocking baseline)."""
+        ...
+
+    def first_token(self, request_id: RequestId, now_s: float) -> None:
+        """The first token of a request has come back."""
+        ...
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended."""
+        ...
+
+
+class WarmStarts:
+    """Every request waits until its adapter is on the device."""
+
+    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
+        """Nothing is kept."""
+
+    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
+        """Nothing is kept."""
+
+    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
+        """Nothing is kept."""
+
+    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
+        """Nothing is kept."""
+
+    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
+        """It may not."""
+        return False
+
+    def next_chunk(
+        self, request: Request, max_tokens: int, num_others: int, now_s: float
+    ) -> ColdChunk | None:
+        """No request is cold."""
+        raise AssertionError("no request may start cold")
+
+    def stops_everybody(self) -> bool:
+        """Loads disturb nobody."""
+        return False
+
+    def first_token(self, request_id: RequestId, now_s: float) -> None:
+        """Nothing is learnt."""
+
+    def forget(self, request_id: RequestId) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,155 @@
+"""Requests that start while their adapter is being loaded, as the scheduler plans them."""
+
+from corun.runtime.engine.request import Request
+from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.plan import AdapterId, RequestId, SubBatchKind
+from corun.runtime.scheduler.cold import ColdChunk
+from support.scheduling import make_executor, make_memory, make_request, make_scheduler
+
+ADAPTER = AdapterId(7)
+
+
+class FixedColdStarts:
+    """Starts every cold request, in chunks of 4 tokens, with a split of 2."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.chunk: ColdChunk | None = ColdChunk(4, 2)
+        self.is_blocking = False
+
+    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
+        self.log.append(f"{'load' if is_demand else 'prefetch'} {adapter_id}")
+
+    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
+        self.log.append(f"promoted {adapter_id}")
+
+    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
+        self.log.append(f"{num_groups} groups of {adapter_id}")
+
+    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
+        self.log.append(f"ended {adapter_id}")
+
+    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
+        return not self.is_blocking
+
+    def next_chunk(
+        self, request: Request, max_tokens: int, num_others: int, now_s: float
+    ) -> ColdChunk | None:
+        if self.chunk is None:
+            return None
+        return ColdChunk(min(self.chunk.num_tokens, request.num_pending_tokens, max_tokens), 2)
+
+    def stops_everybody(self) -> bool:
+        return self.is_blocking
+
+    def first_token(self, request_id: RequestId, now_s: float) -> None:
+        self.log.append(f"first token of {request_id}")
+
+    def forget(self, request_id: RequestId) -> None:
+        self.log.append(f"forgot {request_id}")
+
+
+def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
+    cold_starts = FixedColdStarts()
+    scheduler = make_scheduler(cold_starts=cold_starts)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(
+        make_request(1, prompt=6, max_tokens=3, adapter_id=ADAPTER, adapter_bytes=100), 0.0
+    )
+
+    kinds = []
+    for turn in range(4):
+        plan = scheduler.schedule(float(turn))
+        assert plan is not None
+        executor.submit(plan)
+        kinds.append((plan.sub_batches[0].kind, plan.sub_batches[0].num_tokens))
+        if turn == 2:
+            executor.progress_transfer(1, 1)
+            executor.finish_transfer(1)
+        executor.finish_step()
+        for result in executor.poll():
+            scheduler.update(result, float(turn))
+    assert kinds == [
+        (SubBatchKind.ASSISTED, (4,)),
+        (SubBatchKind.ASSISTED, (2,)),
+        (SubBatchKind.ASSISTED, (1,)),  # decoding while it is still loading
+        (SubBatchKind.DECODE, (1,)),
+    ]
+    assert executor.plans[0].transfers[0].adapter_id == ADAPTER
+    assert executor.plans[0].sub_batches[0].split_layers == (2,)
+    assert cold_starts.log == [
+        "load 7", "first token of 1", "1 groups of 7", "ended 7", "forgot 1",
+    ]  # fmt: skip
+
+
+def test_others_go_on_while_a_cold_request_skips_steps() -> None:
+    cold_starts = FixedColdStarts()
+    cold_starts.chunk = None
+    scheduler = make_scheduler(cold_starts=cold_starts)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(make_request(1), 0.0)
+    scheduler.add_request(make_request(2, adapter_id=ADAPTER, adapter_bytes=100), 0.0)
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        assert [batch.request_ids for batch in plan.sub_batches] == [(1,)]
+        executor.submit(plan)
+        executor.finish_step()
+        for result in executor.poll():
+            scheduler.update(result, 0.0)
+
+
+def test_a_blocking_load_stops_everybody() -> None:
+    cold_starts = FixedColdStarts()
+    scheduler = make_scheduler(cold_starts=cold_starts)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(make_request(1), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    executor.submit(plan)
+    executor.finish_step()
+    for result in executor.poll():
+        scheduler.update(result, 0.0)
+    cold_starts.is_blocking = True
+    scheduler.add_request(make_request(2, adapter_id=ADAPTER, adapter_bytes=100), 0.0)
+    assert scheduler.schedule(0.0) is None
+
+
+def test_a_prefetch_that_somebody_waits_for_is_promoted() -> None:
+    cold_starts = FixedColdStarts()
+    scheduler = make_scheduler(cold_starts=cold_starts, max_num_seqs=1)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(make_request(1, max_tokens=1), 0.0)
+    scheduler.add_request(make_request(2, adapter_id=ADAPTER, adapter_bytes=100), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert [transfer.is_demand for transfer in plan.transfers] == [False]
+    executor.submit(plan)
+    executor.finish_step()
+    for result in executor.poll():
+        scheduler.update(result, 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.promoted_transfers == (1,)
+    assert cold_starts.log[-1] != "prefetch 7"
+    assert "promoted 7" in cold_starts.log
+
+
+def test_a_failed_load_ends_its_requests_and_frees_its_bytes_with_the_last_step() -> None:
+    memory = make_memory(num_blocks=16)
+    scheduler = make_scheduler(cold_starts=FixedColdStarts(), memory=memory)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(make_request(1, prompt=8, adapter_id=ADAPTER, adapter_bytes=100), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    executor.submit(plan)
+    executor.finish_transfer(1, "no such file")
+    events = [event for result in executor.poll() for event in scheduler.update(result, 0.0)]
+    assert [event.error_kind for event in events] == ["AdapterUnavailableError"]
+    assert memory.cache.state(ADAPTER) is AdapterState.LOADING  # a step in flight refers to it
+    scheduler.check_invariants()
+    executor.finish_step()
+    for result in executor.poll():
+        scheduler.update(result, 0.0)
+    assert memory.cache.state(ADAPTER) is AdapterState.ABSENT
+    assert memory.budget.free_bytes == memory.budget.capacity_bytes
