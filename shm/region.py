@@ -1,0 +1,155 @@
+"""The bytes of one (layer, input group) of one adapter in the host arena: what a delta is made of.
+
+A region starts at a multiple of 64 bytes and is copied as a whole. All fields are little-endian.
+
+  byte 0    header, 64 bytes: magic, version, item bytes, number of targets, width of x, bytes
+            of the region
+  byte 64   one line of 64 bytes per target, in the group's order (q, k, v): rank, byte offsets of
+            its matrices A and B, padded columns of y, scaling
+  then      the matrices as ``cpu_workers.kernels.layout`` packs them, each at a multiple of 64
+
+Offsets count from the region's first byte. A target of rank 0 has no matrices; its columns of y
+are zeros. The y of a group is [tokens, sum of all padded columns], targets side by side.
+
+Knows nothing of the arena or of adapters' names.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import FormatError
+
+ALIGNMENT_BYTES = 64
+HEADER_BYTES = 64
+TARGET_BYTES = 64
+VERSION = 1
+MAX_TARGETS = 16  # of one input group; gate, up of an expert and q, k, v have two or three
+
+_MAGIC = b"corunreg"
+_HEADER = struct.Struct("<8sHHIqq32x")  # magic, version, item bytes, targets, width of x, bytes
+_TARGET = struct.Struct("<qqqqf28x")  # rank, offset of A, offset of B, columns of y, scaling
+assert _HEADER.size == HEADER_BYTES and _TARGET.size == TARGET_BYTES
+
+# For readers that are compiled: fields of a target's line in words of 8 bytes. The scaling is the
+# float32 that the fifth word starts with.
+TARGET_WORDS = TARGET_BYTES // 8
+RANK_WORD, A_WORD, B_WORD, COLUMNS_WORD, SCALING_WORD = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSize:
+    """One target before it has a place.
+
+    ``padded_columns``: width of its part of y. ``a_bytes`` and ``b_bytes``: of the packed
+    matrices, 0 where ``rank`` is 0.
+    """
+
+    rank: int
+    padded_columns: int
+    scaling: float
+    a_bytes: int
+    b_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlace:
+    """One target of a region; offsets in bytes from the region's start, 0 where ``rank`` is 0."""
+
+    rank: int
+    a_offset: int
+    b_offset: int
+    padded_columns: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a region's header says.
+
+    ``in_features``: width of x, without padding. ``item_bytes``: of one value of A and B, 2
+    (bfloat16) or 4 (float32).
+    """
+
+    in_features: int
+    item_bytes: int
+    num_bytes: int
+    targets: tuple[TargetPlace, ...]
+
+    @property
+    def y_columns(self) -> int:
+        """Width of y: the padded columns of all targets."""
+        return sum(target.padded_columns for target in self.targets)
+
+    @property
+    def rank_sum(self) -> int:
+        """Ranks of all targets together: what the shrink costs per token and input."""
+        return sum(target.rank for target in self.targets)
+
+
+def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]) -> Region:
+    """Give every matrix its place behind the header. Pure; the same sizes give the same region."""
+    assert in_features > 0 and item_bytes in {2, 4}, (in_features, item_bytes)
+    assert 0 < len(targets) <= MAX_TARGETS, len(targets)
+    end = HEADER_BYTES + len(targets) * TARGET_BYTES
+    places = []
+    for target in targets:
+        assert target.rank >= 0 and target.padded_columns > 0, target
+        if target.rank == 0:
+            assert target.a_bytes == target.b_bytes == 0, target
+            places.append(TargetPlace(0, 0, 0, target.padded_columns, target.scaling))
+            continue
+        a_offset = _aligned(end)
+        b_offset = _aligned(a_offset + target.a_bytes)
+        end = b_offset + target.b_bytes
+        places.append(
+            TargetPlace(target.rank, a_offset, b_offset, target.padded_columns, target.scaling)
+        )
+    return Region(in_features, item_bytes, _aligned(end), tuple(places))
+
+
+def write_header(region: Region, buffer: memoryview) -> None:
+    """Write the header of a region that starts at ``buffer``'s first byte."""
+    _HEADER.pack_into(
+        buffer, 0, _MAGIC, VERSION, region.item_bytes, len(region.targets), region.in_features,
+        region.num_bytes,
+    )  # fmt: skip
+    for index, target in enumerate(region.targets):
+        _TARGET.pack_into(
+            buffer, HEADER_BYTES + index * TARGET_BYTES, target.rank, target.a_offset,
+            target.b_offset, target.padded_columns, target.scaling,
+        )  # fmt: skip
+
+
+def read_header(buffer: memoryview) -> Region:
+    """What the region that starts at ``buffer``'s first byte says of itself.
+
+    ``buffer`` may be longer than the region. Raises ``FormatError`` if there is no region, or if
+    it says that it reaches beyond ``buffer`` or its matrices beyond itself.
+    """
+    if len(buffer) < HEADER_BYTES:
+        raise FormatError(f"a region needs {HEADER_BYTES} bytes; {len(buffer)} are left")
+    fields = _HEADER.unpack_from(buffer, 0)
+    magic, version, item_bytes, num_targets, in_features, num_bytes = fields
+    if magic != _MAGIC or version != VERSION:
+        raise FormatError(f"no region of version {VERSION} starts here: {magic!r}, {version}")
+    if not 0 < num_targets <= MAX_TARGETS or item_bytes not in {2, 4} or in_features <= 0:
+        raise FormatError(f"a region's header makes no sense: {fields[2:]}")
+    matrices_start = HEADER_BYTES + num_targets * TARGET_BYTES
+    if not matrices_start <= num_bytes <= len(buffer):
+        raise FormatError(f"a region of {num_bytes} bytes does not fit {len(buffer)}")
+    targets = []
+    for index in range(num_targets):
+        line = _TARGET.unpack_from(buffer, HEADER_BYTES + index * TARGET_BYTES)
+        target = TargetPlace(*line)
+        inside = all(
+            matrices_start <= offset < num_bytes for offset in (target.a_offset, target.b_offset)
+        )
+        if target.rank < 0 or target.padded_columns <= 0 or (target.rank > 0 and not inside):
+            raise FormatError(f"target {index} of a region makes no sense: {line}")
+        targets.append(target)
+    return Region(in_features, item_bytes, num_bytes, tuple(targets))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
