@@ -14,7 +14,7 @@ from ..memory.namespace import kv_namespace
 from ..plan import BASE_ADAPTER, AdapterId, Executor, RequestId, StepPlan
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
-from .messages import AddRequest, EngineStats, RequestUpdate
+from .messages import AddRequest, CpuWorkerStats, EngineStats, RequestUpdate
 from .request import Request
 
 _logger = logging.getLogger(__name__)
@@ -63,14 +63,26 @@ class EngineCore:
         *,
         clock: Callable[[], float],
         on_adapter_gone: Callable[[AdapterId], None] | None = None,
+        cpu_workers: Callable[[], CpuWorkerStats] = CpuWorkerStats,
     ) -> None:
-        """``clock``: seconds, monotonic. ``on_adapter_gone``: a dropped version left the device."""
+        """Put an engine together.
+
+        Args:
+            scheduler: Decides.
+            executor: Computes.
+            adapters: Resolves names.
+            config: What else it is told.
+            clock: Seconds, monotonic.
+            on_adapter_gone: Told when a dropped version has left the device.
+            cpu_workers: Asked for the state of the CPU workers; without them all zero.
+        """
         self._scheduler = scheduler
         self._executor = executor
         self._adapters = adapters
         self._config = config
         self._clock = clock
         self._on_adapter_gone = on_adapter_gone
+        self._cpu_workers = cpu_workers
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._names: dict[AdapterId, str] = {}
         self._updates: list[RequestUpdate] = []  # for the next step to return
@@ -166,6 +178,7 @@ class EngineCore:
             generated_tokens=counters.generated_tokens,
             running_adapters=self._names_of(memory.cache.referenced_ids()),
             waiting_adapters=self._names_of(memory.cache.waiting_ids()),
+            cpu_workers=self._cpu_workers(),
         )
 
     def resident_adapters(self) -> frozenset[AdapterId]:

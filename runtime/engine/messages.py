@@ -121,6 +121,15 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
+class CpuWorkerStats(msgspec.Struct, frozen=True, array_like=True):
+    """The processes that compute LoRA deltas on CPU cores; all zero where there are none."""
+
+    num_workers: int = 0  # planned
+    num_ready: int = 0  # that take work now
+    num_restarts: int = 0
+    num_failed_jobs: int = 0  # given up because their worker died
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges and running totals of the engine since its start."""
 
@@ -136,6 +145,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int = 0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
+    cpu_workers: CpuWorkerStats = CpuWorkerStats()
 
 
 class StepOutputs(Message, frozen=True):

@@ -141,6 +141,9 @@ class ServerMetrics:
         cache.add_metric([str(self._labels.block_size), str(stats.kv_blocks_total)], 1.0)
         yield cache
         yield self._gauge("adapter_bytes", "Device memory of adapters.", stats.adapter_bytes_used)
+        workers = stats.cpu_workers
+        yield self._gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
+        yield self._gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)
         alive = 0.0 if self._engine.error else 1.0
         yield self._gauge("engine_alive", "1 while the engine lives.", alive)
 
@@ -191,6 +194,8 @@ class ServerMetrics:
             ("num_preemptions", "Requests sent back to waiting.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
+            ("cpu_worker_restarts", "CPU workers replaced.", stats.cpu_workers.num_restarts),
+            ("cpu_worker_failed_jobs", "Jobs of dead workers.", stats.cpu_workers.num_failed_jobs),
             ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
         ):

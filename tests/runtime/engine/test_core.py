@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from corun.runtime.adapters.registry import AdapterFacts, AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
-from corun.runtime.engine.messages import AddRequest, RequestUpdate
+from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
 from corun.runtime.errors import RequestError, UnknownModelError
 from corun.runtime.plan import AdapterId, StepPlan
 from corun.runtime.sampling import SamplingParams
@@ -34,6 +34,7 @@ class Engine:
         ids = itertools.count(1)
         self.registry = AdapterRegistry(lambda: AdapterId(next(ids)))
         self.gone: list[AdapterId] = []
+        self.workers = CpuWorkerStats()
         self.core = EngineCore(
             self.scheduler,
             self.executor,
@@ -41,6 +42,7 @@ class Engine:
             CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth),
             clock=lambda: 0.0,
             on_adapter_gone=self.gone.append,
+            cpu_workers=lambda: self.workers,
         )
 
     def register(self, name: str, digest: str = "d", num_bytes: int = 200) -> AdapterId:
@@ -105,6 +107,13 @@ def test_tokens_come_in_order_and_everything_is_let_go(depth: int) -> None:
     assert (stats.generated_tokens, stats.prompt_tokens_computed) == (200, 30)
     assert (stats.num_running, stats.num_waiting, stats.num_failed_steps) == (0, 0, 0)
     engine.registry.check_invariants()
+
+
+def test_the_state_of_the_cpu_workers_is_told() -> None:
+    engine = Engine()
+    assert engine.core.stats().cpu_workers == CpuWorkerStats()
+    engine.workers = CpuWorkerStats(num_workers=2, num_ready=1)
+    assert engine.core.stats().cpu_workers.num_ready == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])

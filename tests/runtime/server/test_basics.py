@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+from corun.runtime.engine.messages import CpuWorkerStats, EngineStats
 from prometheus_client.parser import text_string_to_metric_families
 
 Labels = tuple[tuple[str, str], ...]
@@ -187,6 +188,16 @@ def test_adapter_series_are_capped(http: httpx.Client, engine: Any) -> None:
     assert len(loaded) == 256
     assert any(("adapter_name", "upper") in labels for labels in loaded)
     assert samples["corun:num_cpu_loaded_lora_adapters", (("model_name", "tiny"),)] == 301
+
+
+def test_cpu_workers_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
+    engine.stats = EngineStats(cpu_workers=CpuWorkerStats(3, 0, num_restarts=4, num_failed_jobs=5))
+    samples = read_metrics(http)
+    model = (("model_name", "tiny"),)
+    assert samples["corun:cpu_workers", model] == 3
+    assert samples["corun:cpu_workers_ready", model] == 0
+    assert samples["corun:cpu_worker_restarts_total", model] == 4
+    assert samples["corun:cpu_worker_failed_jobs_total", model] == 5
 
 
 def test_openmetrics_when_asked(http: httpx.Client) -> None:
