@@ -121,7 +121,7 @@ def _equip(
     make_linear = select_linear_backend(config.linear_backend, device=device, dtype=dtype)
     target_of = {target.physical_path: target.index for target in target_map.targets}
     group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
-    wrap_linears(model, context, make_linear, lora_backend, target_of, group_of)
+    wrap_linears(model, context, make_linear, target_of, group_of)
     return LoadedModel(
         config=model.config.get_text_config(),
         model=model,
@@ -145,7 +145,7 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     """Allocate the KV pool and connect the model to it."""
     pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
     loaded.hook.attach(loaded.attention_backend, pool)
-    return ModelRunner(loaded.model, loaded.context, loaded.hook, pool)
+    return ModelRunner(loaded.model, loaded.context, loaded.hook, pool, loaded.lora_backend)
 
 
 def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> None:

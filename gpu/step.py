@@ -7,7 +7,9 @@ Vocabulary: a *row* is one request's tokens in this sub-batch; the tokens of all
 into one sequence, rows of the same adapter next to each other.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -63,10 +65,34 @@ class LoraBatch:
         return len(self.table_rows_host)
 
 
+class DeltaPass(Protocol):
+    """Adds the adapters' deltas to one pass; compared by identity."""
+
+    def begin(self, group: Hashable, x: torch.Tensor) -> None:
+        """The base products of an input group come next; what is computed elsewhere may begin.
+
+        group: as the linears were wrapped with. x: [tokens, in_features].
+        """
+        ...
+
+    def add(
+        self,
+        group: Hashable,
+        x: torch.Tensor,
+        ys: Sequence[torch.Tensor],
+        target_indices: Sequence[int],
+    ) -> None:
+        """Add the deltas of the group's targets to the base products ys, in place.
+
+        x as in ``begin``; ys: one [tokens, out_features] per target.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class StepContext:
     """What the modules of one model see of the pass that is running; owned by its runner."""
 
     attention: AttentionMetadata | None = None
-    lora: LoraBatch | None = None  # None = no row of this pass has an adapter
+    deltas: DeltaPass | None = None  # None = no row of this pass has an adapter
     known_lens_host: tuple[int, ...] = ()  # [rows], tokens known of each request (rope reads it)

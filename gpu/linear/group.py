@@ -4,10 +4,11 @@ Adds the LoRA deltas of the pass that is running. Knows nothing of modules; whic
 same x is for the caller to find out.
 """
 
+from collections.abc import Hashable
+
 import torch
 
-from ..lora.base import LoraBackend
-from ..step import LoraBatch, StepContext
+from ..step import DeltaPass, StepContext
 from .base import LinearBackend
 from .vnni import VnniLinear, multiply_all
 
@@ -19,19 +20,18 @@ class InputGroup:
     for wait here together with x; after the last one nothing is held.
     """
 
-    def __init__(self, context: StepContext, lora_backend: LoraBackend | None) -> None:
-        """Start without members; ``lora_backend`` is needed if one will be a target."""
+    def __init__(self, context: StepContext, key: Hashable) -> None:
+        """Start without members; ``key`` names the group to the pass that adds deltas."""
         self._context = context
-        self._lora_backend = lora_backend
+        self._key = key
         self._backends: list[LinearBackend] = []
         self._targets: list[tuple[int, int]] = []  # member, its target index
         self._waiting: dict[int, torch.Tensor] = {}
         self._x: torch.Tensor | None = None  # what the waiting results are of
-        self._batch: LoraBatch | None = None
+        self._deltas: DeltaPass | None = None  # of the pass that the waiting results belong to
 
     def join(self, backend: LinearBackend, target_index: int | None) -> int:
         """Take in a member and return its number; it is a target if it has an index."""
-        assert target_index is None or self._lora_backend is not None, "targets need a LoRA backend"
         member = len(self._backends)
         self._backends.append(backend)
         if target_index is not None:
@@ -43,29 +43,29 @@ class InputGroup:
         if len(self._backends) == 1:
             return self._compute(x)[0]
         # A member that is asked twice for the same x is asked in another pass.
-        is_waiting = self._x is x and self._batch is self._context.lora and member in self._waiting
-        if not is_waiting:
+        deltas = self._context.deltas
+        if not (self._x is x and self._deltas is deltas and member in self._waiting):
             self._waiting = dict(enumerate(self._compute(x)))
-            self._x, self._batch = x, self._context.lora
+            self._x, self._deltas = x, deltas
         result = self._waiting.pop(member)
         if not self._waiting:
-            self._x = self._batch = None
+            self._x = self._deltas = None
         return result
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        deltas = self._context.deltas
+        if deltas is None or not self._targets:
+            return self._base_products(x)
+        tokens = x.reshape(-1, x.shape[-1])
+        deltas.begin(self._key, tokens)
         results = self._base_products(x)
-        batch = self._context.lora
-        if batch is not None and self._targets:
-            assert self._lora_backend is not None
-            self._lora_backend.add_deltas(
-                x.reshape(-1, x.shape[-1]),
-                [
-                    results[member].view(-1, results[member].shape[-1])
-                    for member, _ in self._targets
-                ],
-                [index for _, index in self._targets],
-                batch,
-            )
+        outputs = [results[member] for member, _ in self._targets]
+        deltas.add(
+            self._key,
+            tokens,
+            [output.view(-1, output.shape[-1]) for output in outputs],
+            [index for _, index in self._targets],
+        )
         return results
 
     def _base_products(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import nn
 
-from ..lora.base import LoraBackend
 from ..step import StepContext
 from .base import LinearBackend, MakeLinear
 from .group import InputGroup
@@ -66,7 +65,6 @@ def wrap_linears(
     model: nn.Module,
     context: StepContext,
     make_backend: MakeLinear,
-    lora_backend: LoraBackend | None,
     target_of: Mapping[str, int],
     group_of: Mapping[str, Hashable],
 ) -> int:
@@ -83,8 +81,8 @@ def wrap_linears(
     num_wrapped = 0
     for paths in _linear_paths(model):
         index = next((target_of[path] for path in paths if path in target_of), None)
-        group = InputGroup(context, lora_backend)
         key = next((group_of[path] for path in paths if path in group_of), None)
+        group = InputGroup(context, key)
         if key is not None:
             group = groups.setdefault(key, group)
         linear = model.get_submodule(paths[0])

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..step import StepContext
+from ..lora.base import LoraBackend
+from ..lora.deltas import ResidentDeltas
+from ..step import DeltaPass, StepContext
 from .attention_hook import PagedAttentionHook
 from .kv_pool import KvPool
 from .lower import ForwardInputs, PackedRows, lower
@@ -20,21 +22,26 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook, pool: KvPool
-    ) -> None:
+        self, model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook, pool: KvPool,
+        lora_backend: LoraBackend | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.pool = pool
         self.device = model.device
         self.block_size = pool.layout.block_size
         self._context = context
         self._hook = hook
+        self._lora_backend = lora_backend
 
-    def forward(self, inputs: ForwardInputs, logit_indices: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, inputs: ForwardInputs, logit_indices: torch.Tensor, deltas: DeltaPass | None = None
+    ) -> torch.Tensor:
         """Compute one pass, writing keys and values into the pool.
 
         Args:
             inputs: The packed rows.
             logit_indices: int64 [n], packed indices of the tokens whose logits are wanted.
+            deltas: Adds the adapters' deltas; None = all of ``inputs.lora`` are on the device.
 
         Returns:
             float32 [n, vocabulary]. With n = 0 one row is computed and thrown away, because
@@ -43,7 +50,10 @@ class ModelRunner:
         wanted = logit_indices if len(logit_indices) else inputs.last_indices[-1:]
         context = self._context
         context.attention = inputs.attention
-        context.lora = inputs.lora
+        if deltas is None and inputs.lora is not None:
+            assert self._lora_backend is not None, "adapters need a LoRA backend"
+            deltas = ResidentDeltas(self._lora_backend, inputs.lora)
+        context.deltas = deltas
         context.known_lens_host = inputs.known_lens
         try:
             with torch.inference_mode():
@@ -57,7 +67,7 @@ class ModelRunner:
                 return logits
         finally:
             context.attention = None
-            context.lora = None
+            context.deltas = None
 
     def probe_step(self, rows: Sequence[ProbeRow]) -> torch.Tensor:
         """Run base-model rows in the pool's first blocks; for the parity probe only.

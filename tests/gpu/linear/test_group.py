@@ -12,6 +12,7 @@ from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
 from corun.gpu.linear.vnni import VnniLinear
 from corun.gpu.linear.wrapper import wrap_linears
+from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.step import StepContext
@@ -38,7 +39,7 @@ class Counting:
 
 
 def make_group(backends: Sequence[LinearBackend]) -> InputGroup:
-    group = InputGroup(StepContext(), None)
+    group = InputGroup(StepContext(), "qkv")
     assert [group.join(backend, None) for backend in backends] == list(range(len(backends)))
     return group
 
@@ -136,14 +137,14 @@ def test_a_model_with_groups_computes_what_it_does_without() -> None:
     ]
     target_of = {"q": 0, "k": 1, "o": 2}
     context = StepContext()
-    wrap_linears(model, context, PlainLinear, lora, target_of, {})
-    wrap_linears(grouped, context, PlainLinear, lora, target_of, {"q": 0, "k": 0, "o": 1})
+    wrap_linears(model, context, PlainLinear, target_of, {})
+    wrap_linears(grouped, context, PlainLinear, target_of, {"q": 0, "k": 0, "o": 1})
     x = torch.randn(1, 9, 6)
     base = model(x)
     assert torch.equal(grouped(x), base)
-    context.lora = make_batch([(0, 2, 0), (3, 7, 1)], table, rows)
+    context.deltas = ResidentDeltas(lora, make_batch([(0, 2, 0), (3, 7, 1)], table, rows))
     mixed = model(x)
     assert not torch.equal(mixed, base)
     assert torch.equal(grouped(x), mixed)
-    context.lora = make_batch([(0, 9, 1)], table, rows)
+    context.deltas = ResidentDeltas(lora, make_batch([(0, 9, 1)], table, rows))
     assert torch.equal(grouped(x), model(x))

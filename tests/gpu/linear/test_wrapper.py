@@ -10,6 +10,7 @@ from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
 from corun.gpu.linear.vnni import VnniLinear
 from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
+from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.step import StepContext
@@ -49,12 +50,12 @@ def test_wrapped_model_computes_the_same(make: MakeLinear) -> None:
     model = Tiny().eval()
     ids = torch.tensor([[1, 2, 3, 10]])
     expected = model(ids)
-    assert wrap_linears(model, StepContext(), make, None, {}, {}) == 3
+    assert wrap_linears(model, StepContext(), make, {}, {}) == 3
     torch.testing.assert_close(model(ids), expected)
     assert isinstance(model.lm_head, CorunLinear)
     assert model.up is model.block["up"]
     assert type(model.special) is SpecialLinear
-    assert wrap_linears(model, StepContext(), make, None, {}, {}) == 0
+    assert wrap_linears(model, StepContext(), make, {}, {}) == 0
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_packing_releases_the_weight_but_not_a_tied_one(
     model = Tiny().eval().to(dtype)
     alive = weakref.ref(model.block.get_parameter("down.weight"))
     tied = model.embed.weight
-    wrap_linears(model, StepContext(), make, None, {}, {})
+    wrap_linears(model, StepContext(), make, {}, {})
     gc.collect()
     assert alive() is None
     assert model.embed.weight is tied
@@ -77,7 +78,7 @@ def test_packing_releases_the_weight_but_not_a_tied_one(
 def test_a_linear_of_another_dtype_is_computed_by_torch() -> None:
     model = Tiny().eval().to(torch.bfloat16)
     model.up.to(torch.float32)
-    wrap_linears(model, StepContext(), VnniLinear, None, {}, {})
+    wrap_linears(model, StepContext(), VnniLinear, {}, {})
     assert "backend=plain" in repr(model.up)
     assert "backend=vnni" in repr(model.block["down"])
 
@@ -85,7 +86,7 @@ def test_a_linear_of_another_dtype_is_computed_by_torch() -> None:
 def test_features_and_dtype_can_still_be_read() -> None:
     model = Tiny().eval()
     bias = model.up.bias.detach().clone()
-    wrap_linears(model, StepContext(), OnednnLinear, None, {}, {})
+    wrap_linears(model, StepContext(), OnednnLinear, {}, {})
     up = model.up
     assert (up.in_features, up.out_features) == (6, 8)
     assert up.weight.dtype == torch.float32
@@ -109,18 +110,16 @@ def test_deltas_of_the_pass_are_added_to_targets_only() -> None:
     adapted = changed(ids)
 
     context = StepContext()
-    wrap_linears(model, context, PlainLinear, backend, {"block.down": 0, "block.up": 1}, {})
+    wrap_linears(model, context, PlainLinear, {"block.down": 0, "block.up": 1}, {})
     torch.testing.assert_close(model(ids), base)
-    context.lora = make_batch([(1, 3, 0)], table, [row])
+    context.deltas = ResidentDeltas(backend, make_batch([(1, 3, 0)], table, [row]))
     mixed = model(ids)
     torch.testing.assert_close(mixed[:, 1:3], adapted[:, 1:3], rtol=1e-4, atol=1e-5)
     assert torch.equal(mixed[:, [0, 3]], base[:, [0, 3]])
-    context.lora = None
+    context.deltas = None
     torch.testing.assert_close(model(ids), base)
 
 
 def test_unknown_target_path_is_our_bug() -> None:
-    table = LoraTable(1, 1, "cpu")
-    backend = TorchLora(table, dtype=torch.float32)
     with pytest.raises(AssertionError, match=r"no nn.Linear at \['block.sideways'\]"):
-        wrap_linears(Tiny(), StepContext(), PlainLinear, backend, {"block.sideways": 0}, {})
+        wrap_linears(Tiny(), StepContext(), PlainLinear, {"block.sideways": 0}, {})

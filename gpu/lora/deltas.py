@@ -1,0 +1,29 @@
+"""Deltas of passes whose adapters are on the device: one call of the backend per input group."""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from ..step import LoraBatch
+from .base import LoraBackend
+
+
+class ResidentDeltas:
+    """See ``step.DeltaPass``."""
+
+    def __init__(self, backend: LoraBackend, batch: LoraBatch) -> None:
+        self._backend = backend
+        self._batch = batch
+
+    def begin(self, group: Hashable, x: torch.Tensor) -> None:
+        """Nothing is computed elsewhere."""
+
+    def add(
+        self,
+        group: Hashable,
+        x: torch.Tensor,
+        ys: Sequence[torch.Tensor],
+        target_indices: Sequence[int],
+    ) -> None:
+        """Add the deltas of the batch's adapters."""
+        self._backend.add_deltas(x, ys, target_indices, self._batch)
