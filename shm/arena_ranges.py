@@ -1,0 +1,95 @@
+"""Which byte ranges of a segment are free: best fit, neighbours joined when they are freed.
+
+Offsets only; knows no memory. Whatever is allocated and freed, in whatever order, free ranges are
+disjoint, never touch each other, and together with what is allocated they cover everything.
+"""
+
+import bisect
+from typing import Self
+
+
+class RangeAllocator:
+    """Hands out ranges of [0, ``num_bytes``), all multiples of ``granule_bytes``.
+
+    Best fit: the smallest free range that is large enough, the lowest of equal ones. O(free
+    ranges) per call, for the lists are kept sorted.
+    """
+
+    def __init__(self, num_bytes: int, granule_bytes: int) -> None:
+        """Everything is free; what ``num_bytes`` has beyond whole granules is never used."""
+        assert granule_bytes > 0, granule_bytes
+        self.granule_bytes = granule_bytes
+        self.capacity_bytes = num_bytes // granule_bytes * granule_bytes
+        self.free_bytes = self.capacity_bytes
+        self._sizes: dict[int, int] = {}  # of free ranges, by start
+        self._starts: list[int] = []  # sorted
+        self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
+        if self.capacity_bytes:
+            self._insert(0, self.capacity_bytes)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest range that ``allocate`` could hand out now."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def copy(self) -> Self:
+        """An allocator in the same state, to try something out."""
+        other = type(self)(0, self.granule_bytes)
+        other.capacity_bytes, other.free_bytes = self.capacity_bytes, self.free_bytes
+        other._sizes = dict(self._sizes)
+        other._starts, other._by_size = list(self._starts), list(self._by_size)
+        return other
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """The start of ``num_bytes`` free bytes, which are taken from now on; None if none fit."""
+        assert num_bytes > 0 and num_bytes % self.granule_bytes == 0, num_bytes
+        position = bisect.bisect_left(self._by_size, (num_bytes, 0))
+        if position == len(self._by_size):
+            return None
+        size, start = self._by_size[position]
+        self._remove(start)
+        if size > num_bytes:
+            self._insert(start + num_bytes, size - num_bytes)
+        self.free_bytes -= num_bytes
+        return start
+
+    def free(self, start: int, num_bytes: int) -> None:
+        """Give back a range that was allocated, or a part of one."""
+        assert num_bytes > 0 and num_bytes % self.granule_bytes == 0, num_bytes
+        position = bisect.bisect_left(self._starts, start)
+        before = self._starts[position - 1] if position else None
+        after = self._starts[position] if position < len(self._starts) else None
+        end = start + num_bytes
+        assert start >= 0 and end <= self.capacity_bytes, (start, num_bytes)
+        assert before is None or before + self._sizes[before] <= start, "freed twice"
+        assert after is None or end <= after, "freed twice"
+        self.free_bytes += num_bytes
+        if before is not None and before + self._sizes[before] == start:
+            self._remove(before)
+            start = before
+        if after == end:
+            end += self._sizes[after]
+            self._remove(after)
+        self._insert(start, end - start)
+
+    def check_invariants(self) -> None:
+        """Assert that free ranges are apart from each other, and add up."""
+        assert self._starts == sorted(self._sizes)
+        assert self._by_size == sorted((size, start) for start, size in self._sizes.items())
+        assert self.free_bytes == sum(self._sizes.values())
+        end = -1
+        for start in self._starts:
+            assert start > end, "free ranges overlap or touch"
+            assert start % self.granule_bytes == 0 and self._sizes[start] > 0
+            end = start + self._sizes[start]
+        assert end <= self.capacity_bytes
+
+    def _insert(self, start: int, size: int) -> None:
+        self._sizes[start] = size
+        bisect.insort(self._starts, start)
+        bisect.insort(self._by_size, (size, start))
+
+    def _remove(self, start: int) -> None:
+        size = self._sizes.pop(start)
+        del self._starts[bisect.bisect_left(self._starts, start)]
+        del self._by_size[bisect.bisect_left(self._by_size, (size, start))]
