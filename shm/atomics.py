@@ -13,6 +13,7 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I32 = ir.IntType(32)
@@ -71,18 +72,25 @@ def _fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
+def _external(builder: ir.IRBuilder, name: str, result: ir.Type, kinds: list[ir.Type]) -> ir.Value:
+    return builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(result, kinds), name
+    )
+
+
+def _emit_pause(builder: ir.IRBuilder, machine: str) -> None:
+    if machine in {"x86_64", "AMD64"}:
+        builder.call(_external(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+    elif machine in {"aarch64", "arm64"}:
+        # 1 is YIELD.
+        builder.call(_external(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32]), [_I32(1)])
+    # Elsewhere a spin works without the hint.
+
+
 @intrinsic
 def _pause(typing_context: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        if platform.machine() in {"x86_64", "AMD64"}:
-            name, kinds, values = "llvm.x86.sse2.pause", [], []
-        else:
-            # 1 is YIELD on aarch64; the only other machines numba knows have no such hint.
-            name, kinds, values = "llvm.aarch64.hint", [_I32], [_I32(1)]
-        function = builder.module.globals.get(name) or ir.Function(
-            builder.module, ir.FunctionType(ir.VoidType(), kinds), name
-        )
-        builder.call(function, values)
+        _emit_pause(builder, platform.machine())
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -94,12 +102,10 @@ def _monotonic_ns(typing_context: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         timespec = ir.ArrayType(_I64, 2)
-        name = "clock_gettime"
-        function = builder.module.globals.get(name) or ir.Function(
-            builder.module, ir.FunctionType(_I32, [_I32, timespec.as_pointer()]), name
-        )
-        slot = builder.alloca(timespec)
-        builder.call(function, [_I32(1), slot])
+        read = _external(builder, "clock_gettime", _I32, [_I32, timespec.as_pointer()])
+        # At the function's entry: in a loop, every turn would take more of the stack.
+        slot = cgutils.alloca_once(builder, timespec)
+        builder.call(read, [_I32(1), slot])
         value = builder.load(slot)
         seconds = builder.extract_value(value, 0)
         return builder.add(builder.mul(seconds, _I64(10**9)), builder.extract_value(value, 1))
@@ -156,7 +162,7 @@ def monotonic_ns() -> int:
 
 @numba.njit("boolean(int32, int32)", nogil=True, cache=True)
 def has_reached(value: int, target: int) -> bool:
-    """Whether ``value`` is ``target`` or up to 2^31 - 1 behind it, cyclically."""
+    """Whether ``value`` is ``target`` or up to 2^31 - 1 steps past it, cyclically."""
     return bool(numba.int32(value - target) >= 0)
 
 

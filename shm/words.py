@@ -7,7 +7,7 @@ def wrap(value: int) -> int:
 
 
 def has_reached(value: int, target: int) -> bool:
-    """Whether ``value`` is ``target`` or up to 2^31 - 1 behind it, cyclically."""
+    """Whether ``value`` is ``target`` or up to 2^31 - 1 steps past it, cyclically."""
     return (value - target) % 2**32 < 2**31
 
 
