@@ -1,0 +1,313 @@
+"""The CPU as a device: threads as streams, the machine's memory as device memory.
+
+Registered memory is the host's, all other memory is the device's: copies between the two take the
+link, copies within either do not. More than the interface promises, operations may be enqueued by
+any thread, so also by a computation to other streams than its own.
+"""
+
+import ctypes
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...shm.atomics import load_acquire, store_release
+from ...shm.words import distance, has_reached, wrap
+from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
+from .cpu_events import EventTable
+from .cpu_stream import StreamThread
+from .cpu_wait import wait_word
+from .host_memory import DeviceChoices, HostMemory
+from .link import Direction, PacedLink
+
+_LOG = logging.getLogger(__name__)
+
+_WAIT_PIECE_NS = 100_000_000
+_GRACE_S = 1.0  # between the release of waits and giving up
+_POLL_S = 0.05
+
+
+class CpuDevice:
+    """``TorchDevice`` on the CPU. Threads start with the first operation of their stream."""
+
+    def __init__(self, *, link: PacedLink | None = None) -> None:
+        """``link`` paces and counts copies between registered and other memory."""
+        self.link = link or PacedLink()
+        self._streams: list[StreamThread] = []
+        self._handles: list[Stream] = []
+        self._events = EventTable()
+        self._memories: list[HostMemory] = []
+        self._waits: dict[int, tuple[int, int]] = {}  # outstanding: key -> (address, value)
+        self._wait_keys = itertools.count()
+        self._has_begun = False
+        self._is_closed = False
+        self._is_abandoned = False
+        self._lock = threading.Lock()  # of the memories and of closing
+
+    @property
+    def choices(self) -> DeviceChoices:
+        """Threads store and read the words themselves."""
+        return DeviceChoices("none", "host", "host", self.link.describe())
+
+    def register(self, memory: memoryview, *, name: str) -> HostMemory:
+        """See ``TorchDevice.register``: from now on copies to and from it take the link."""
+        self._check_open()
+        host = HostMemory(memory, name=name, unregister=self._unregister)
+        with self._lock:
+            if any(other.contains(host.address, host.num_bytes) for other in self._memories):
+                raise DeviceError(f"{name} is registered already")
+            self._memories.append(host)
+        return host
+
+    def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
+        """See ``Device.stream``. All streams are alike: the kernel's scheduler shares the cores."""
+        self._check_open()
+        if self._has_begun:
+            raise DeviceError(f"stream {name} must be made before the first operation")
+        stream = Stream(len(self._streams), name)
+        self._handles.append(stream)
+        self._streams.append(StreamThread(name))
+        return stream
+
+    def event(self) -> Event:
+        """See ``Device.event``."""
+        self._check_open()
+        return self._events.take()
+
+    def release_event(self, event: Event) -> None:
+        """See ``Device.release_event``."""
+        self._check_open()
+        self._events.release(event)
+
+    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Device.copy``. Raises ``DeviceError`` if the buffers do not match."""
+        thread = self._thread(stream)
+        _check_buffers(destination, source)
+        to_pointer, from_pointer = destination.data_ptr(), source.data_ptr()
+        num_bytes = source.nbytes
+        direction = self._direction(to_pointer, from_pointer, num_bytes)
+
+        # It names the tensors, so that it holds them.
+        def run(_held: object = (destination, source)) -> None:
+            if direction is None:
+                ctypes.memmove(to_pointer, from_pointer, num_bytes)
+                return
+            transfer = self.link.begin(direction, num_bytes, start_s=thread.ready_s)
+            try:
+                # In one thread, and without the GIL. It holds the link no longer than it is paced.
+                ctypes.memmove(to_pointer, from_pointer, num_bytes)
+            finally:
+                thread.ready_s = self.link.finish(transfer)
+
+        thread.enqueue(run)
+
+    def signal(self, stream: Stream, word: Word, value: int) -> None:
+        """See ``Device.signal``."""
+        address, stored = word.host_address, wrap(value)
+        self._thread(stream).enqueue(lambda: store_release(address, stored), always=True)
+
+    def wait(self, stream: Stream, word: Word, value: int) -> None:
+        """See ``Device.wait``."""
+        thread = self._thread(stream)
+        address, awaited = word.host_address, wrap(value)
+        key = next(self._wait_keys)
+        self._waits[key] = (address, awaited)
+
+        def run() -> None:
+            # Waits of a failed stream are left out, but not forgotten.
+            try:
+                if thread.error is None:
+                    self._wait_word(address, awaited)
+            finally:
+                thread.ready_s = None
+                del self._waits[key]
+
+        thread.enqueue(run, always=True)
+
+    def record(self, stream: Stream, event: Event) -> None:
+        """See ``Device.record``."""
+        thread = self._thread(stream)
+        slot = self._events.begin_record(event)
+        generation = event.generation
+        thread.enqueue(lambda: self._events.finish_record(slot, generation), always=True)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """See ``Device.wait_event``."""
+        thread = self._thread(stream)
+        slot = self._events.recorded(event)
+        generation = event.generation
+
+        def run() -> None:
+            self._events.wait_slot(slot, generation)
+            thread.ready_s = None
+
+        thread.enqueue(run)
+
+    def is_done(self, event: Event) -> bool:
+        """See ``Device.is_done``."""
+        self._check_open()
+        return self._events.is_done(event)
+
+    def launch(
+        self,
+        stream: Stream,
+        compute: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """See ``Device.launch``. ``compute`` runs in the caller's gradient and inference mode."""
+        thread = self._thread(stream)
+        if thread.is_current:
+            if thread.error is None:
+                compute()
+            return
+        is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def run() -> None:
+            try:
+                with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+                    compute()
+            finally:
+                thread.ready_s = None
+
+        thread.enqueue(run)
+
+    def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
+        """See ``Device.synchronize``. Raises ``DeviceError`` if a computation calls it."""
+        self._check_open()
+        chosen = self._streams if stream is None else [self._streams[stream.index]]
+        started = [thread for thread in chosen if thread.is_started]
+        self._check_outside("synchronize")
+        deadline_s = time.monotonic() + timeout_s
+        markers = [(thread, self._mark(thread)) for thread in started]
+        for thread, marker in markers:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            is_done = self._events.wait(marker, left_s)
+            self._events.release(marker)
+            if not is_done:
+                raise DeviceTimeoutError(
+                    f"stream {thread.name} did not come to its end within {timeout_s:g} s; "
+                    f"{thread.num_outstanding} operations are outstanding"
+                )
+        _raise_first(started)
+
+    def release_waits(self) -> int:
+        """See ``Device.release_waits``."""
+        furthest: dict[int, int] = {}
+        for address, value in list(self._waits.values()):
+            if distance(value, furthest.setdefault(address, value)) > 0:
+                furthest[address] = value
+        num_words = 0
+        for address, value in furthest.items():
+            if not has_reached(load_acquire(address), value):
+                store_release(address, value)
+                num_words += 1
+        return num_words
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """See ``Device.close``."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._check_outside("close")
+            self._is_closed = True
+        for thread in self._streams:
+            thread.stop()
+        running = self._join(time.monotonic() + timeout_s)
+        if running:
+            running = self._release_and_join(time.monotonic() + _GRACE_S)
+        if running:
+            self._is_abandoned = True
+            _LOG.error(
+                "streams %s do not end; they are abandoned, with the memory that they use",
+                ", ".join(thread.name for thread in running),
+            )
+            return
+        for thread in self._streams:
+            if thread.error is not None:
+                _LOG.warning("stream %s had failed: %s", thread.name, thread.error)
+        for memory in list(self._memories):
+            memory.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DeviceError("the device is closed")
+
+    def _check_outside(self, what: str) -> None:
+        if any(thread.is_current for thread in self._streams):
+            raise DeviceError(f"a computation called {what}, which would wait for itself")
+
+    def _thread(self, stream: Stream) -> StreamThread:
+        """The thread to enqueue an operation on."""
+        self._check_open()
+        if stream.index >= len(self._handles) or self._handles[stream.index] is not stream:
+            raise DeviceError(f"stream {stream.name} is of another device")
+        self._has_begun = True
+        return self._streams[stream.index]
+
+    def _direction(self, to_pointer: int, from_pointer: int, num_bytes: int) -> Direction | None:
+        """Which way a copy takes the link; None within the host or within the device."""
+        is_to_host = any(m.contains(to_pointer, num_bytes) for m in self._memories)
+        is_from_host = any(m.contains(from_pointer, num_bytes) for m in self._memories)
+        if is_to_host == is_from_host:
+            return None
+        return Direction.TO_HOST if is_to_host else Direction.TO_DEVICE
+
+    def _wait_word(self, address: int, value: int) -> None:
+        waited_ns = 0
+        while not wait_word(address, value, waited_ns, waited_ns + _WAIT_PIECE_NS):
+            waited_ns += _WAIT_PIECE_NS
+            if self._is_abandoned:  # the word may be unmapped at any moment
+                raise DeviceError("the device was abandoned during a wait")
+
+    def _mark(self, thread: StreamThread) -> Event:
+        """An event behind everything enqueued on the stream."""
+        marker = self._events.take()
+        slot = self._events.begin_record(marker)
+        thread.enqueue(lambda: self._events.finish_record(slot, marker.generation), always=True)
+        return marker
+
+    def _unregister(self, memory: HostMemory) -> None:
+        with self._lock:
+            self._memories.remove(memory)
+
+    def _join(self, deadline_s: float) -> list[StreamThread]:
+        """Wait for the ends of the threads; return those that run on."""
+        return [t for t in self._streams if not t.join(deadline_s - time.monotonic())]
+
+    def _release_and_join(self, deadline_s: float) -> list[StreamThread]:
+        """Release waits, also those that computations still enqueue; return who runs on."""
+        num_released = 0
+        running = self._streams
+        while running and time.monotonic() < deadline_s:
+            num_released += self.release_waits()
+            running = self._join(min(deadline_s, time.monotonic() + _POLL_S))
+        _LOG.warning("waits on %d words were released to close the device", num_released)
+        return running
+
+
+def _check_buffers(destination: torch.Tensor, source: torch.Tensor) -> None:
+    if destination.device.type != "cpu" or source.device.type != "cpu":
+        raise DeviceError("the CPU device copies tensors of the CPU only")
+    if destination.dtype != source.dtype or destination.numel() != source.numel():
+        raise DeviceError(
+            f"a copy needs the same type and size on both sides, not {source.dtype} "
+            f"{list(source.shape)} to {destination.dtype} {list(destination.shape)}"
+        )
+    if not destination.is_contiguous() or not source.is_contiguous():
+        raise DeviceError("a copy needs contiguous tensors on both sides")
+
+
+def _raise_first(threads: Sequence[StreamThread]) -> None:
+    """Clear the failures of ended streams and raise the one that was first."""
+    failed = sorted((t for t in threads if t.error is not None), key=lambda t: t.failed_s)
+    errors = [(thread.name, thread.error) for thread in failed]
+    for thread in failed:
+        thread.error = None
+    if errors:
+        name, error = errors[0]
+        raise DeviceError(f"stream {name}: {type(error).__name__}: {error}") from error

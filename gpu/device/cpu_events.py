@@ -1,0 +1,128 @@
+"""Events of the CPU device: words that show the newest generation that is recorded and done.
+
+A slot is used again for another event only when its own record is done, so a wait that still holds
+on an event given back is never let go by somebody else's record.
+"""
+
+import threading
+from collections import deque
+
+import numpy as np
+
+from ...shm.atomics import has_reached, load_acquire, store_release
+from ...shm.words import wrap
+from .base import DeviceError, Event, UnrecordedEventError
+from .cpu_wait import spin_word
+
+
+class EventSlot:
+    """One event, in generation after generation."""
+
+    __slots__ = ("_line", "address", "generation", "is_given", "is_recorded", "waiters")
+
+    def __init__(self) -> None:
+        self._line = np.zeros(1, np.int32)
+        self.address: int = self._line.ctypes.data
+        self.generation = 0
+        self.is_given = False  # to a caller who has not given it back
+        self.is_recorded = False  # enqueued, at least
+        self.waiters: list[threading.Lock] = []  # held by threads that block on it
+
+    def is_done(self, generation: int) -> bool:
+        """Whether the record of ``generation`` is done."""
+        return bool(has_reached(load_acquire(self.address), wrap(generation)))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no record is outstanding."""
+        return not self.is_recorded or self.is_done(self.generation)
+
+
+class EventTable:
+    """All events of a device. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: list[EventSlot] = []
+        self._free: deque[int] = deque()
+
+    def take(self) -> Event:
+        """An event in a new generation."""
+        with self._lock:
+            if self._free and self._slots[self._free[0]].is_idle:
+                index = self._free.popleft()
+            else:
+                index = len(self._slots)
+                self._slots.append(EventSlot())
+            slot = self._slots[index]
+            slot.generation += 1
+            slot.is_given, slot.is_recorded = True, False
+            return Event(index, slot.generation)
+
+    def release(self, event: Event) -> None:
+        """Take an event back. Raises ``DeviceError`` if it was given back before."""
+        with self._lock:
+            self._slot(event).is_given = False
+            self._free.append(event.index)
+
+    def begin_record(self, event: Event) -> EventSlot:
+        """Note that a record is enqueued. Raises ``DeviceError`` for a second one."""
+        with self._lock:
+            slot = self._slot(event)
+            if slot.is_recorded:
+                raise DeviceError(f"event {event.index} is already recorded in its generation")
+            slot.is_recorded = True
+            return slot
+
+    def recorded(self, event: Event) -> EventSlot:
+        """The slot to wait on. Raises ``UnrecordedEventError`` if nothing records it."""
+        with self._lock:
+            slot = self._slot(event)
+            if not slot.is_recorded:
+                raise UnrecordedEventError(
+                    f"event {event.index} is not recorded in its generation; enqueue the record "
+                    "before the wait"
+                )
+            return slot
+
+    def is_done(self, event: Event) -> bool:
+        """Whether the record of ``event`` is done; False without one."""
+        with self._lock:
+            slot = self._slot(event)
+            return slot.is_recorded and slot.is_done(event.generation)
+
+    def finish_record(self, slot: EventSlot, generation: int) -> None:
+        """Let go whoever waits for ``generation``."""
+        store_release(slot.address, wrap(generation))
+        if slot.waiters:
+            with self._lock:
+                waiters, slot.waiters = slot.waiters, []
+            for waiter in waiters:
+                waiter.release()
+
+    def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+        """``wait_slot`` for an event that is recorded."""
+        return self.wait_slot(self.recorded(event), event.generation, timeout_s)
+
+    def wait_slot(self, slot: EventSlot, generation: int, timeout_s: float | None = None) -> bool:
+        """Wait until the record of ``generation`` is done; False after ``timeout_s``."""
+        if spin_word(slot.address, wrap(generation)):
+            return True
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            slot.waiters.append(waiter)
+        # A record that is done now was stored before, or finds the waiter.
+        if not slot.is_done(generation):
+            waiter.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        with self._lock:
+            if waiter in slot.waiters:
+                slot.waiters.remove(waiter)
+        return slot.is_done(generation)
+
+    def _slot(self, event: Event) -> EventSlot:
+        if event.index < len(self._slots):
+            slot = self._slots[event.index]
+            if slot.is_given and slot.generation == event.generation:
+                return slot
+        raise DeviceError(f"event {event.index} was given back, or is of another device")

@@ -1,0 +1,121 @@
+"""A stream of the CPU device: a thread that runs operations in the order of their enqueuing.
+
+The thread starts with the first operation. When it has nothing to do it looks for the next one for
+some microseconds before it blocks, because waking a blocked thread costs tens of them.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ...shm.words import wrap
+from .cpu_wait import spin_word
+
+Operation = Callable[[], None]
+
+
+class StreamThread:
+    """Runs operations one after the other; one that raises marks the stream as failed.
+
+    ``enqueue`` and ``is_current`` may be called by any thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.error: BaseException | None = None
+        self.failed_s = 0.0  # when it was marked: tells which of several streams failed first
+        # When the last operation ended, if it was a copy that the next ones followed at once.
+        self.ready_s: float | None = None
+        self._operations: queue.SimpleQueue[tuple[bool, Operation] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_enqueued = 0
+        self._num_taken = 0
+        self._word = np.zeros(1, np.int32)  # shows num_enqueued to the spinning thread
+        self._word_address: int = self._word.ctypes.data
+        self._thread: threading.Thread | None = None
+        self._ident: int | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether any operation was enqueued."""
+        return self._thread is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is one of this stream's own operations."""
+        return threading.get_ident() == self._ident
+
+    @property
+    def num_outstanding(self) -> int:
+        """Operations enqueued and not ended, as far as known from outside."""
+        return self._num_enqueued - self._num_taken
+
+    def enqueue(self, operation: Operation, *, always: bool = False) -> None:
+        """Run ``operation`` after all earlier ones; at once if the caller is one of them.
+
+        After a failure only operations marked ``always`` are run.
+        """
+        if threading.get_ident() == self._ident:
+            self.ready_s = None
+            self._run(operation, always)
+            return
+        with self._lock:
+            if self._thread is None:
+                self._start()
+            self._put((always, operation))
+
+    def stop(self) -> None:
+        """End the thread behind all operations. Nothing may be enqueued any more."""
+        with self._lock:
+            if self._thread is not None:
+                self._put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; False after ``timeout_s``."""
+        if self._thread is not None:
+            self._thread.join(max(timeout_s, 0.0))
+        return self._thread is None or not self._thread.is_alive()
+
+    def mark_failed(self, error: BaseException) -> None:
+        """Keep the first failure; further operations are left out."""
+        if self.error is None:
+            self.failed_s = time.monotonic()
+            self.error = error
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=self._loop, name=f"corun-stream-{self.name}", daemon=True
+        )
+        self._thread.start()
+
+    def _put(self, item: tuple[bool, Operation] | None) -> None:
+        self._operations.put(item)
+        self._num_enqueued += 1
+        self._word[0] = wrap(self._num_enqueued)
+
+    def _loop(self) -> None:
+        self._ident = threading.get_ident()
+        while (item := self._next()) is not None:
+            always, operation = item
+            self._run(operation, always)
+            # Or the buffers of the last operation would live until the next one.
+            del item, operation
+
+    def _next(self) -> tuple[bool, Operation] | None:
+        if self._operations.empty():
+            self.ready_s = None
+            spin_word(self._word_address, wrap(self._num_taken + 1))
+        item = self._operations.get()
+        self._num_taken += 1
+        return item
+
+    def _run(self, operation: Operation, always: bool) -> None:
+        if self.error is not None and not always:
+            return
+        try:
+            operation()
+        except BaseException as error:  # whatever a computation raises: the thread lives on
+            self.mark_failed(error)

@@ -1,0 +1,103 @@
+"""How threads of the CPU device wait for words: compiled, without the GIL, and in three stages.
+
+A wait first spins, because what it waits for is often microseconds away and waking a sleeping
+thread costs tens of them. It then spins on but yields the core between looks: a computation that
+shares the core keeps it, and once that sleeps the spinner has the core to itself, which is when a
+late answer would cost time. Last, it sleeps for a share of the time waited so far, so that a long
+wait costs little and is still noticed with a small relative delay.
+"""
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ...shm.atomics import has_reached, load_acquire, monotonic_ns, pause
+
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+
+_SPIN_NS = 20_000
+_YIELD_NS = 10_000_000
+_PAUSES_PER_LOOK = 16
+_LOOKS_PER_SLEEP = 32  # sleeps for 1/32 of the time waited so far
+_MAX_SLEEP_NS = 1_000_000
+_LONGEST_LATE_NS = 150_000  # by how much a sleep usually ends too late, at most
+_BEFORE_LOCK_NS = 50_000
+
+
+def _libc(builder: ir.IRBuilder, name: str, kinds: list[ir.Type]) -> ir.Value:
+    module = builder.module
+    return module.globals.get(name) or ir.Function(module, ir.FunctionType(_I32, kinds), name)
+
+
+@intrinsic
+def _yield_core(typing_context: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        builder.call(_libc(builder, "sched_yield", []), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _sleep_ns(typing_context: Any, duration_ns: Any) -> Any:
+    """Sleep for less than a second; a signal may end it early."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        timespec = ir.ArrayType(_I64, 2)
+        pointer = timespec.as_pointer()
+        # In the entry block: inside a loop it would take more of the stack at every turn.
+        slot = cgutils.alloca_once(builder, timespec)
+        value = builder.insert_value(ir.Constant(timespec, [0, 0]), args[0], 1)
+        builder.store(value, slot)
+        function = _libc(builder, "nanosleep", [pointer, pointer])
+        builder.call(function, [slot, ir.Constant(pointer, None)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=True)
+def wait_word(address: int, target: int, waited_ns: int, timeout_ns: int) -> bool:
+    """Wait until the word at ``address`` has reached ``target``; False after ``timeout_ns``.
+
+    ``waited_ns`` of them have passed in calls before this one, which it goes on from.
+    """
+    if has_reached(load_acquire(address), target):
+        return True
+    start_ns = monotonic_ns() - waited_ns
+    while True:
+        for _ in range(_PAUSES_PER_LOOK):
+            pause()
+            if has_reached(load_acquire(address), target):
+                return True
+        waited_ns = monotonic_ns() - start_ns
+        if waited_ns >= timeout_ns:
+            return False
+        if waited_ns >= _YIELD_NS:
+            _sleep_ns(min(waited_ns // _LOOKS_PER_SLEEP, _MAX_SLEEP_NS, timeout_ns - waited_ns))
+        elif waited_ns >= _SPIN_NS:
+            _yield_core()
+
+
+@numba.njit("void(int64)", nogil=True, cache=True)
+def wait_clock(deadline_ns: int) -> None:
+    """Wait until the monotonic clock shows ``deadline_ns``, to a few microseconds if possible."""
+    while True:
+        left_ns = deadline_ns - monotonic_ns()
+        if left_ns <= 0:
+            return
+        if left_ns > _LONGEST_LATE_NS:
+            _sleep_ns(min(left_ns - _LONGEST_LATE_NS, 500_000_000))
+        else:
+            _yield_core()
+
+
+@numba.njit("boolean(int64, int32)", nogil=True, cache=True)
+def spin_word(address: int, target: int) -> bool:
+    """The first part of ``wait_word``, for waits that then block on a lock."""
+    return bool(wait_word(address, target, 0, _BEFORE_LOCK_NS))

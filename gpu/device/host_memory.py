@@ -1,0 +1,130 @@
+"""Host memory that a device knows: what copies may name, and where words lie.
+
+The order at the end is the same on every device: come to the end of the streams
+(``synchronize``), drop the tensors, ``HostMemory.close``, and only then close the segment below.
+Tensors hold the memory: while one lives, closing the segment or the ``mmap`` is refused
+(``BufferError``), because unmapping under a tensor would turn its next use into a crash.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+
+from .base import Device, DeviceError, Word
+
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoices:
+    """What a device works with, by a probe or as asked: for log, metric and summary."""
+
+    registration: str  # driver | runtime | bounce; none where there is nothing to register
+    signal: str  # stream-op | triton | host
+    wait: str  # stream-op | triton | host
+    link: str  # unpaced, or bandwidth and latency
+
+
+class HostMemory:
+    """A registered range, made by ``TorchDevice.register``; tensors and words are taken from it."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        *,
+        name: str,
+        device_address: int = 0,
+        unregister: Callable[["HostMemory"], None],
+    ) -> None:
+        """For devices. ``unregister`` is called once, at the start of ``close``.
+
+        Raises ``DeviceError`` if ``memory`` is read-only, empty or not contiguous.
+        """
+        if memory.readonly or memory.nbytes == 0 or not memory.c_contiguous:
+            raise DeviceError(
+                f"{name} cannot be registered: it must be writable, contiguous and not empty"
+            )
+        self.name = name
+        self.num_bytes = memory.nbytes
+        # Holds the memory by an export of its buffer; torch.frombuffer on a plain buffer would not.
+        array = (ctypes.c_ubyte * memory.nbytes).from_buffer(memory)
+        self.address = ctypes.addressof(array)
+        self.device_address = device_address
+        self._bytes: torch.Tensor | None = torch.frombuffer(array, dtype=torch.uint8)
+        self._unregister = unregister
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is registered."""
+        return self._bytes is not None
+
+    def contains(self, address: int, num_bytes: int) -> bool:
+        """Whether the whole range lies in this memory; a touching part raises ``DeviceError``."""
+        end, own_end = address + num_bytes, self.address + self.num_bytes
+        if end <= self.address or address >= own_end:
+            return False
+        if address < self.address or end > own_end:
+            raise DeviceError(f"a buffer lies only partly in the registered memory {self.name}")
+        return True
+
+    def tensor(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over the bytes from ``offset_bytes`` on. Drop it before ``close``.
+
+        Raises ``DeviceError`` if it is closed, out of range or not aligned to the element.
+        """
+        num_bytes = prod(shape) * dtype.itemsize
+        whole = self._check(offset_bytes, num_bytes, dtype.itemsize)
+        return whole[offset_bytes : offset_bytes + num_bytes].view(dtype).view(tuple(shape))
+
+    def word(self, offset_bytes: int, name: str) -> Word:
+        """The 4-byte word at ``offset_bytes``. Raises ``DeviceError`` as ``tensor`` does."""
+        self._check(offset_bytes, WORD_BYTES, WORD_BYTES)
+        device_address = self.device_address and self.device_address + offset_bytes
+        return Word(name, self.address + offset_bytes, device_address)
+
+    def close(self) -> None:
+        """Unregister; its tensors and words are not to be used any more. Idempotent.
+
+        No operation on it may be outstanding, and its tensors should be gone (see the module).
+        """
+        if self._bytes is None:
+            return
+        self._unregister(self)
+        self._bytes = None
+
+    def _check(self, offset_bytes: int, num_bytes: int, alignment: int) -> torch.Tensor:
+        if self._bytes is None:
+            raise DeviceError(f"the registered memory {self.name} is closed")
+        if not 0 <= offset_bytes <= self.num_bytes - num_bytes:
+            raise DeviceError(
+                f"{num_bytes} bytes at {offset_bytes} do not fit in the {self.num_bytes} bytes "
+                f"of {self.name}"
+            )
+        if (self.address + offset_bytes) % alignment:
+            raise DeviceError(
+                f"offset {offset_bytes} of {self.name} is not a multiple of {alignment}"
+            )
+        return self._bytes
+
+
+class TorchDevice(Device[torch.Tensor], Protocol):
+    """A device that moves real tensors: CUDA or the CPU, made by ``select.make_device``."""
+
+    @property
+    def choices(self) -> DeviceChoices:
+        """What it works with."""
+        ...
+
+    def register(self, memory: memoryview, *, name: str) -> HostMemory:
+        """Make host memory known: the payload of a segment, or any writable buffer.
+
+        Copies between it and the device take the link. On CUDA it must start and end on a page
+        and no wait may be outstanding. Ranges must not overlap.
+
+        Raises ``DeviceError`` if the memory cannot be registered.
+        """
+        ...

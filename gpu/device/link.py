@@ -1,0 +1,222 @@
+"""A link of given bandwidth and latency between host and device, shared by concurrent transfers.
+
+Both directions are independent (full duplex). Within one, all transfers under way get the same
+share of the bandwidth at every moment: generalised processor sharing, computed by its virtual
+clock, which shows the bytes that each transfer has got. Everything is computed on absolute time,
+so a sleep that ends late delays one transfer and none that follows. Knows nothing of memory or
+streams.
+
+Source: Parekh and Gallager, A generalized processor sharing approach to flow control, section III.
+"""
+
+import copy
+import enum
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_GIB = 2**30
+
+
+class Direction(enum.Enum):
+    """Which way a transfer goes."""
+
+    TO_DEVICE = "to_device"
+    TO_HOST = "to_host"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """One direction of a link, since it was made."""
+
+    num_bytes: int  # of all transfers that were begun
+    busy_s: float  # with at least one transfer under way
+    num_transfers: int  # under way now
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One transfer, made by ``PacedLink.begin``."""
+
+    direction: Direction
+    index: int
+    start_s: float
+
+
+class _SharedLane:
+    """One direction with a bandwidth. What is computed up to ``_now_s`` does not change any more.
+
+    Time advances only when a transfer starts, never when somebody looks: so a transfer may start
+    a little in the past, where the one before it on its stream ended.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._busy_s = 0.0
+        self._now_s = 0.0
+        self._each_bytes = 0.0  # the virtual clock
+        self._active: list[tuple[float, int]] = []  # heap: (finish on the virtual clock, index)
+        self._awaited: set[int] = set()  # whose finish somebody will ask for
+        self._finished_s: dict[int, float] = {}
+
+    def start(self, index: int, num_bytes: int, start_s: float) -> float:
+        self._advance(start_s)
+        if not self._active:
+            self._each_bytes = 0.0  # keeps it exact for ever
+        heapq.heappush(self._active, (self._each_bytes + num_bytes, index))
+        self._awaited.add(index)
+        return self._now_s
+
+    def finish_s(self, index: int) -> float:
+        """When it ends if nothing else starts; more transfers can only make it later."""
+        if index in self._finished_s:
+            return self._finished_s[index]
+        time_s, each_bytes, num_left = self._now_s, self._each_bytes, len(self._active)
+        for finish_bytes, other in sorted(self._active):
+            time_s += (finish_bytes - each_bytes) * num_left / self._bytes_per_s
+            each_bytes, num_left = finish_bytes, num_left - 1
+            if other == index:
+                return time_s
+        raise AssertionError(f"transfer {index} was not started")
+
+    def forget(self, index: int, _now_s: float) -> None:
+        self._awaited.discard(index)
+        self._finished_s.pop(index, None)
+
+    def at(self, now_s: float) -> tuple[float, int]:
+        """Busy seconds and transfers under way, as they will have been at ``now_s``."""
+        future = copy.copy(self)
+        future._active, future._finished_s = self._active.copy(), {}
+        future._advance(now_s)
+        return future._busy_s, len(future._active)
+
+    def _advance(self, to_s: float) -> None:
+        while self._active and self._now_s < to_s:
+            finish_bytes, index = self._active[0]
+            rate = self._bytes_per_s / len(self._active)
+            end_s = self._now_s + (finish_bytes - self._each_bytes) / rate
+            if end_s > to_s:
+                self._each_bytes += (to_s - self._now_s) * rate
+                end_s = to_s
+            else:
+                self._each_bytes = finish_bytes
+                heapq.heappop(self._active)
+                if index in self._awaited:
+                    self._finished_s[index] = end_s
+            self._busy_s += end_s - self._now_s
+            self._now_s = end_s
+        self._now_s = max(self._now_s, to_s)
+
+
+class _FreeLane:
+    """One direction as fast as the memory: only counts, by what transfers really took."""
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._active: dict[int, float] = {}
+        self._busy_since_s = 0.0
+
+    def start(self, index: int, num_bytes: int, start_s: float) -> float:
+        if not self._active:
+            self._busy_since_s = max(start_s, self._busy_since_s)
+        self._active[index] = start_s
+        return start_s
+
+    def finish_s(self, index: int) -> float:
+        return self._active[index]
+
+    def forget(self, index: int, now_s: float) -> None:
+        del self._active[index]
+        if not self._active:
+            self._busy_s += max(0.0, now_s - self._busy_since_s)
+            self._busy_since_s = now_s
+
+    def at(self, now_s: float) -> tuple[float, int]:
+        under_way_s = now_s - self._busy_since_s if self._active else 0.0
+        return self._busy_s + under_way_s, len(self._active)
+
+
+class PacedLink:
+    """Says when transfers end, and makes their callers wait until then. Thread-safe."""
+
+    def __init__(
+        self,
+        gib_per_s: float | None = None,
+        latency_us: float = 0.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """``gib_per_s`` per direction; None = unlimited, transfers are then only counted.
+
+        A transfer's bytes arrive ``latency_us`` after the link has carried them; the link is free
+        for others meanwhile.
+        """
+        assert gib_per_s is None or gib_per_s > 0, gib_per_s
+        assert latency_us >= 0, latency_us
+        self.gib_per_s = gib_per_s
+        self.latency_us = latency_us
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._num_started = 0
+        self._num_bytes = dict.fromkeys(Direction, 0)
+        self._lanes: dict[Direction, _SharedLane | _FreeLane] = {
+            direction: _SharedLane(gib_per_s * _GIB) if gib_per_s is not None else _FreeLane()
+            for direction in Direction
+        }
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether transfers are held back at all."""
+        return self.gib_per_s is not None or self.latency_us > 0
+
+    def describe(self) -> str:
+        """For people: "unpaced", or bandwidth and latency."""
+        if not self.is_paced:
+            return "unpaced"
+        bandwidth = "unlimited" if self.gib_per_s is None else f"{self.gib_per_s:g} GiB/s"
+        return f"{bandwidth} + {self.latency_us:g} us"
+
+    def begin(
+        self, direction: Direction, num_bytes: int, *, start_s: float | None = None
+    ) -> Transfer:
+        """Start a transfer now, or at ``start_s`` on the clock: where the one before it ended.
+
+        The past before the newest start of another transfer is settled: it then starts there.
+        """
+        assert num_bytes >= 0, num_bytes
+        if start_s is None:
+            start_s = self._clock()
+        with self._lock:
+            index = self._num_started
+            self._num_started += 1
+            self._num_bytes[direction] += num_bytes
+            start_s = self._lanes[direction].start(index, num_bytes, start_s)
+        return Transfer(direction, index, start_s)
+
+    def expected_s(self, transfer: Transfer) -> float:
+        """When it ends on the clock, if no other starts meanwhile; others only make it later."""
+        with self._lock:
+            return self._lanes[transfer.direction].finish_s(transfer.index) + self.latency_us / 1e6
+
+    def finish(self, transfer: Transfer) -> float:
+        """Wait until its bytes are there, once; return when that was on the clock.
+
+        That is where a transfer that follows at once starts, however late this call returns.
+        """
+        while (left_s := (end_s := self.expected_s(transfer)) - self._clock()) > 0:
+            self._sleep(left_s)
+        now_s = self._clock()
+        with self._lock:
+            self._lanes[transfer.direction].forget(transfer.index, now_s)
+        return end_s if self.is_paced else now_s
+
+    def stats(self, direction: Direction) -> LinkStats:
+        """What one direction has carried, and how much is under way."""
+        now_s = self._clock()
+        with self._lock:
+            busy_s, num_transfers = self._lanes[direction].at(now_s)
+            return LinkStats(self._num_bytes[direction], busy_s, num_transfers)
