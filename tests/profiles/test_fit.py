@@ -1,0 +1,48 @@
+"""Fitted lines: exact data, noise, held-out points."""
+
+import random
+
+import pytest
+from corun.profiles.fit import Line, fit_line, fit_with_held_out, r_squared
+
+
+def test_exact_data_gives_the_line_back() -> None:
+    x = [1.0, 2.0, 5.0, 9.0]
+    line = fit_line(x, [3.0 + 2.0 * value for value in x])
+    assert (line.slope, line.intercept) == (pytest.approx(2.0), pytest.approx(3.0))
+
+
+def test_times_never_shrink_with_work() -> None:
+    assert fit_line([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).slope == 0.0
+    through_zero = fit_line([1.0, 2.0, 3.0], [0.5, 2.0, 3.5])
+    assert through_zero.intercept == 0.0
+    assert through_zero.slope > 0.0
+
+
+def test_a_noisy_line_is_found_and_judged_by_points_it_has_not_seen() -> None:
+    rng = random.Random(1)
+    x = [float(value) for value in range(8, 512, 8)]
+    y = [(10.0 + 0.5 * value) * rng.uniform(0.97, 1.03) for value in x]
+    fit = fit_with_held_out(x, y)
+    assert fit.line.slope == pytest.approx(0.5, rel=0.03)
+    assert fit.r_squared > 0.98
+    assert fit.num_points + fit.num_held_out == len(x)
+
+
+def test_what_is_no_line_gets_a_bad_mark() -> None:
+    x = [float(value) for value in range(1, 31)]
+    y = [1.0 if value % 2 else 50.0 for value in range(1, 31)]
+    assert fit_with_held_out(x, y).r_squared < 0.5
+
+
+@pytest.mark.parametrize(("x", "y"), [([1.0, 1.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 1.0])])
+def test_points_that_make_no_line_are_refused(x: list[float], y: list[float]) -> None:
+    with pytest.raises(ValueError, match="line"):
+        fit_line(x, y)
+
+
+def test_too_few_points_are_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        fit_with_held_out([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0])
+    with pytest.raises(ValueError, match="equal"):
+        r_squared(Line(1.0, 0.0), [1.0, 2.0], [5.0, 5.0])
