@@ -1,0 +1,89 @@
+"""Which core computes which tokens of the cold requests of a step. Pure.
+
+One core serves ``c`` tokens in the time that it has (the per-core budget of the profile), so L
+tokens of a step are served by ceil(L / c) cores. Source: Toppings, section 4.2, which cuts each
+request by itself and says nothing of several requests, nor of more slices than cores. Here all
+cold tokens of the step are laid end to end and shared equally, whoever they belong to; what is
+more than the cores have time for is cut into slices of at most c that wait in order.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What kernels compute at once. Cutting between blocks wastes nothing but at a request's end.
+BLOCK_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Contiguous tokens of one request, and so of one adapter, for one core.
+
+    ``request``: index in what was asked for. ``first_token``: counted from that request's first.
+    ``core``: counted from 0; the slices of a core are done in the order they are listed in.
+    """
+
+    request: int
+    first_token: int
+    num_tokens: int
+    core: int
+
+
+def split_tokens(
+    request_tokens: Sequence[int],
+    *,
+    num_cores: int,
+    tokens_per_core: int,
+    block_tokens: int = BLOCK_TOKENS,
+) -> tuple[Slice, ...]:
+    """Share the tokens of all requests over cores: every token once, core by core.
+
+    ``request_tokens`` [requests]: tokens of each in this step, in order; 0 gives no slice. Slices
+    begin at multiples of ``block_tokens`` and hold at most ``tokens_per_core`` (c, counted in
+    whole blocks, at least one). With L tokens, ceil(L / c) cores get work if there are as many,
+    else all; their shares differ by one block at most. Where slices must wait, each core has
+    equally many shares of at most c tokens. A share that crosses from one request to the next
+    makes a slice of each.
+    """
+    assert num_cores > 0 and tokens_per_core > 0 and block_tokens > 0
+    assert all(tokens >= 0 for tokens in request_tokens), request_tokens
+    request_blocks = [-(-tokens // block_tokens) for tokens in request_tokens]
+    num_blocks = sum(request_blocks)
+    num_shares = -(-num_blocks // max(1, tokens_per_core // block_tokens))
+    shares_per_core = max(1, -(-num_shares // num_cores))
+    if num_shares > num_cores:
+        num_shares = shares_per_core * num_cores
+
+    slices = []
+    first_block = 0  # of this request, in all blocks laid end to end
+    for request, (tokens, blocks) in enumerate(zip(request_tokens, request_blocks, strict=True)):
+        last_block = first_block + blocks
+        for start, end, share in _cut(first_block, last_block, num_blocks, num_shares):
+            first_token = (start - first_block) * block_tokens
+            end_token = min(tokens, (end - first_block) * block_tokens)
+            core = share // shares_per_core
+            slices.append(Slice(request, first_token, end_token - first_token, core))
+        first_block = last_block
+    return tuple(slices)
+
+
+def _cut(
+    first_block: int, last_block: int, num_blocks: int, num_shares: int
+) -> list[tuple[int, int, int]]:
+    """Parts of [first_block, last_block) that belong to one share each: start, end, share.
+
+    Share k is [k * num_blocks // num_shares, (k + 1) * num_blocks // num_shares).
+    """
+    if first_block == last_block:
+        return []
+    # The last share that starts at the block or before it.
+    first_share = ((first_block + 1) * num_shares - 1) // num_blocks
+    last_share = (last_block * num_shares - 1) // num_blocks
+    inner = [share * num_blocks // num_shares for share in range(first_share + 1, last_share + 1)]
+    bounds = itertools.pairwise([first_block, *inner, last_block])
+    # Rounded up to a multiple of the cores, there may be more shares than blocks: some are empty.
+    return [
+        (start, end, first_share + index)
+        for index, (start, end) in enumerate(bounds)
+        if start < end
+    ]
