@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .region import ALIGNMENT_BYTES
 from .errors import ShmError
+from .region import ALIGNMENT_BYTES
 
 PAGE_BYTES = 4096  # what extents are rounded to, so that their memory can be returned
 assert PAGE_BYTES % ALIGNMENT_BYTES == 0

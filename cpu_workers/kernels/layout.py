@@ -44,28 +44,52 @@ def padded_features(in_features: int, out_features: int, itemsize: int) -> tuple
     ) * COLUMNS_PER_GROUP
 
 
-def pack_a(a: np.ndarray) -> np.ndarray:
-    """Lay out A [rank, in], uint16 (bfloat16 bits) or float32, for ``add_delta``."""
-    rank, in_features = a.shape
-    unit = 8 // a.itemsize
-    padded_in, _ = padded_features(in_features, 0, a.itemsize)
-    tiles = -(-rank // RANKS_PER_TILE)
-    padded = np.zeros((tiles * RANKS_PER_TILE, padded_in), a.dtype)
-    padded[:rank, :in_features] = a
-    shaped = padded.reshape(tiles, RANKS_PER_TILE, padded_in // unit, unit)
-    return np.ascontiguousarray(shaped.transpose(0, 2, 1, 3))
+def packed_a_shape(rank: int, in_features: int, itemsize: int) -> tuple[int, int, int, int]:
+    """The shape of what ``pack_a`` makes of A [rank, in]."""
+    unit = 8 // itemsize
+    padded_in, _ = padded_features(in_features, 0, itemsize)
+    return -(-rank // RANKS_PER_TILE), padded_in // unit, RANKS_PER_TILE, unit
 
 
-def pack_b(b: np.ndarray) -> np.ndarray:
-    """Lay out B [out, rank], uint16 (bfloat16 bits) or float32, for ``add_delta``."""
-    out_features, rank = b.shape
-    unit = 4 // b.itemsize
-    groups = -(-out_features // COLUMNS_PER_GROUP)
-    steps = -(-rank // unit)
-    padded = np.zeros((groups * COLUMNS_PER_GROUP, steps * unit), b.dtype)
-    padded[:out_features, :rank] = b
-    shaped = padded.reshape(groups, COLUMNS_PER_GROUP, steps, unit)
-    return np.ascontiguousarray(shaped.transpose(0, 2, 1, 3))
+def packed_b_shape(out_features: int, rank: int, itemsize: int) -> tuple[int, int, int, int]:
+    """The shape of what ``pack_b`` makes of B [out, rank]."""
+    unit = 4 // itemsize
+    return -(-out_features // COLUMNS_PER_GROUP), -(-rank // unit), COLUMNS_PER_GROUP, unit
+
+
+def pack_a(a: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Lay out A [rank, in], uint16 (bfloat16 bits) or float32, for ``add_delta``.
+
+    out: where to, contiguous, of A's type and ``packed_a_shape``; all of it is written.
+    """
+    tiles, steps, ranks, unit = shape = packed_a_shape(*a.shape, a.itemsize)
+    packed = np.empty(shape, a.dtype) if out is None else out
+    assert packed.shape == shape, (packed.shape, shape)
+    units = _padded(a, tiles * ranks, steps * unit).view(np.uint64).reshape(tiles, ranks, steps)
+    packed.view(np.uint64)[..., 0] = units.transpose(0, 2, 1)
+    return packed
+
+
+def pack_b(b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Lay out B [out, rank], uint16 (bfloat16 bits) or float32, for ``add_delta``.
+
+    out: where to, contiguous, of B's type and ``packed_b_shape``; all of it is written.
+    """
+    groups, steps, columns, unit = shape = packed_b_shape(*b.shape, b.itemsize)
+    packed = np.empty(shape, b.dtype) if out is None else out
+    assert packed.shape == shape, (packed.shape, shape)
+    units = _padded(b, groups * columns, steps * unit).view(np.uint32)
+    packed.view(np.uint32)[..., 0] = units.reshape(groups, columns, steps).transpose(0, 2, 1)
+    return packed
+
+
+def _padded(matrix: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
+    """The matrix, contiguous, with zeros up to this size."""
+    if matrix.shape == (num_rows, num_columns):
+        return np.ascontiguousarray(matrix)
+    padded = np.zeros((num_rows, num_columns), matrix.dtype)
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded
 
 
 def padded_linear_features(in_features: int, out_features: int) -> tuple[int, int]:

@@ -39,6 +39,24 @@ def test_pack_b_keeps_every_value_in_place(dtype: type, out_features: int, rank:
     assert np.count_nonzero(packed) == b.size
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+@pytest.mark.parametrize(("rank", "in_features", "out_features"), [(8, 64, 32), (13, 37, 29)])
+def test_packing_writes_all_of_the_place_it_is_given(
+    dtype: type, rank: int, in_features: int, out_features: int
+) -> None:
+    generator = np.random.default_rng(0)
+    a = generator.integers(1, 99, (rank, in_features)).astype(dtype)
+    b = generator.integers(1, 99, (out_features, rank)).astype(dtype)
+    for matrix, pack, shape in (
+        (a, layout.pack_a, layout.packed_a_shape(rank, in_features, a.itemsize)),
+        (b, layout.pack_b, layout.packed_b_shape(out_features, rank, b.itemsize)),
+    ):
+        place = np.full(shape, 99, dtype)
+        assert pack(matrix, place) is place
+        assert np.array_equal(place, pack(matrix))
+        assert np.count_nonzero(place) == matrix.size
+
+
 def test_ranks_are_padded_no_further_than_a_register() -> None:
     a, b = np.ones((8, 64), np.uint16), np.ones((64, 8), np.uint16)
     assert layout.pack_a(a).nbytes == a.nbytes
