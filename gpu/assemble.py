@@ -1,5 +1,6 @@
 """Puts the device half together: model, kernels, KV pool, executor."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from ..runtime.errors import ModelError
 from .adapter_loader import LoadAdapter
 from .attention.base import AttentionBackend
 from .attention.select import select_attention_backend
+from .device.host_memory import TorchDevice
+from .device.select import DeviceOptions, make_device
 from .executor import DeviceExecutor
 from .linear.select import select_linear_backend
 from .linear.wrapper import wrap_linears
@@ -50,6 +53,7 @@ class LoadedModel:
     model: PreTrainedModel
     context: StepContext
     hook: PagedAttentionHook
+    device: TorchDevice  # its streams and copies
     layout: KvLayout
     target_map: TargetMap
     lora_table: LoraTable
@@ -74,34 +78,42 @@ class LoadedModel:
         """Type of weights and KV."""
         return self.layout.dtype
 
+    def close(self) -> None:
+        """Give back what is not memory: the attention function and the device. Idempotent."""
+        self.hook.close()
+        self.device.close()
+
 
 def load(
     source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None]
 ) -> LoadedModel:
     """Load the model and replace its attention and its linears.
 
-    Raises ``ModelError`` or ``ConfigError`` with the reason.
+    Raises ``ModelError`` or ``ConfigError`` with the reason, ``DeviceError`` if the device cannot
+    be used.
     """
-    device = resolve_device(config.device)
+    where = resolve_device(config.device)
     hf_config = load_config(source)
     dtype = resolve_dtype(config.dtype, hf_config)
     context = StepContext()
-    hook = PagedAttentionHook(context)
-    try:
-        on_progress(f"loading {source.path} as {str(dtype).removeprefix('torch.')} on {device}")
-        model = load_model(source, hf_config, dtype, device, hook.name)
+    with contextlib.ExitStack() as undo:
+        device = make_device(where, DeviceOptions.of(config))
+        undo.callback(device.close)
+        hook = PagedAttentionHook(context)
+        undo.callback(hook.close)
+        on_progress(f"loading {source.path} as {str(dtype).removeprefix('torch.')} on {where}")
+        model = load_model(source, hf_config, dtype, where, hook.name)
         guard_longrope(model, context)
-        return _equip(model, context, hook, config, on_progress)
-    except BaseException:
-        hook.close()
-        raise
+        loaded = _equip(model, context, hook, device, config, on_progress)
+        undo.pop_all()
+        return loaded
 
 
 def _equip(
     model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
-    config: EngineConfig, on_progress: Callable[[str], None],
+    device: TorchDevice, config: EngineConfig, on_progress: Callable[[str], None],
 ) -> LoadedModel:  # fmt: skip
-    device, dtype = model.device, model.dtype
+    where, dtype = model.device, model.dtype
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     on_progress("choosing and compiling kernels")
     target_map = build_target_map(model)
@@ -116,9 +128,9 @@ def _equip(
     )
     assert record is not None
     target_map = with_input_groups(target_map, groups)
-    table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, device)
-    lora_backend = select_lora_backend(config.lora_backend, table=table, device=device, dtype=dtype)
-    make_linear = select_linear_backend(config.linear_backend, device=device, dtype=dtype)
+    table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where)
+    lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
+    make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype)
     target_of = {target.physical_path: target.index for target in target_map.targets}
     group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
     wrap_linears(model, context, make_linear, target_of, group_of)
@@ -127,12 +139,13 @@ def _equip(
         model=model,
         context=context,
         hook=hook,
+        device=device,
         layout=KvLayout(layer_shapes(record), config.block_size, dtype),
         target_map=target_map,
         lora_table=table,
         lora_backend=lora_backend,
         attention_backend=select_attention_backend(
-            config.attention_backend, device=device, dtype=dtype
+            config.attention_backend, device=where, dtype=dtype
         ),
         linear_backend_name=make_linear.name,
         weight_bytes=weight_bytes,

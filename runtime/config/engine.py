@@ -13,6 +13,8 @@ POLICIES = ("fcfs",)
 LINEAR_BACKENDS = ("auto", "vnni", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
+DEVICE_REGISTRATIONS = ("auto", "driver", "runtime", "bounce")
+DEVICE_SIGNALS = ("auto", "stream-op", "triton", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
 
 
@@ -107,6 +109,24 @@ class EngineConfig:
         minimum=1,
         maximum=1000,
         help="Let a CPU worker take this many times as long, to measure what slow cores do.",
+    )
+    link_gib_per_s: float | None = option(
+        None,
+        above=0,
+        help="Pace copies between host and device to this bandwidth in each direction, to measure "
+        "what a slower link does; default: as fast as it goes.",
+    )
+    link_latency_us: float = option(
+        0.0, minimum=0, maximum=1e6, help="Let such copies arrive so many microseconds later."
+    )
+    device_registration: str = option(
+        "auto", choices=DEVICE_REGISTRATIONS, help="How CUDA is told of shared memory."
+    )
+    device_signal: str = option(
+        "auto", choices=DEVICE_SIGNALS, help="How a stream of the device signals to CPU workers."
+    )
+    device_wait: str = option(
+        "auto", choices=DEVICE_SIGNALS, help="How a stream of the device waits for CPU workers."
     )
     skip_parity_probe: bool = option(
         False, help="Serve a model although the start-up comparison with transformers fails."

@@ -5,6 +5,7 @@ module loads no torch, calling it does.
 """
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -99,7 +100,7 @@ def build_engine(
         )
         return _connect(config, source, loaded, adapters, on_progress, placement)
     except BaseException:
-        loaded.hook.close()
+        loaded.close()
         raise
 
 
@@ -121,6 +122,7 @@ def _connect(
     defaults = read_generation_defaults(source, loaded.config)
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
+        undo.callback(loaded.device.close)
         manager = AdapterManager(_facts_reader(config, loaded), _base_names(config))
         undo.callback(manager.close)
         executor = assemble.make_executor(
@@ -262,5 +264,6 @@ def _model_info(
         memory_bytes=memory.capacity_bytes,
         max_num_waiting=config.max_num_waiting,
         model_path=config.model,
+        device_choices=dataclasses.asdict(loaded.device.choices),
         summary=(),
     )

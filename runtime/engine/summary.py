@@ -19,6 +19,7 @@ def summary_lines(
     chosen = ", ".join(f"{what} {name}" for what, name in backends.items())
     return (
         f"model     {info.name} ({info.dtype} on {info.device}; {chosen})",
+        f"device    {', '.join(f'{what} {name}' for what, name in info.device_choices.items())}",
         f"context   {info.max_model_len} tokens per request",
         f"memory    {info.memory_bytes / _GIB:.3g} GiB for KV and adapters together, "
         f"KV for {info.kv_capacity_tokens} tokens",

@@ -140,6 +140,14 @@ class ServerMetrics:
         )
         cache.add_metric([str(self._labels.block_size), str(stats.kv_blocks_total)], 1.0)
         yield cache
+        choices = self._engine.get_model_info().device_choices
+        device = GaugeMetricFamily(
+            self._name("device_info"),
+            "How the device works with host memory and CPU workers.",
+            labels=list(choices),
+        )
+        device.add_metric(list(choices.values()), 1.0)
+        yield device
         yield self._gauge("adapter_bytes", "Device memory of adapters.", stats.adapter_bytes_used)
         workers = stats.cpu_workers
         yield self._gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)

@@ -229,6 +229,7 @@ def model_info(model_path: str) -> ModelInfo:
         memory_bytes=1 << 30,
         max_num_waiting=64,
         model_path=model_path,
+        device_choices={},
         summary=("a fake",),
     )
 

@@ -7,7 +7,8 @@ MIB = 2**20
 INFO = ModelInfo(
     name="models/base", dtype="bfloat16", device="cpu", max_model_len=2048, vocab_size=100,
     eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=4096, memory_bytes=10 * MIB,
-    max_num_waiting=10, model_path="models/base", summary=(),
+    max_num_waiting=10, model_path="models/base",
+    device_choices={"signal": "host", "link": "16 GiB/s + 10 us"}, summary=(),
 )  # fmt: skip
 
 
@@ -20,7 +21,15 @@ def test_names_everything_a_user_needs() -> None:
         INFO, [adapter("a", 8, 4), adapter("b", 64, 5)], {"LoRA": "numba"}, "on CPU 3"
     )
     text = "\n".join(lines)
-    for part in ("models/base", "bfloat16 on cpu", "LoRA numba", "2048", "4096 tokens", "on CPU 3"):
+    for part in (
+        "models/base",
+        "bfloat16 on cpu",
+        "LoRA numba",
+        "2048",
+        "4096 tokens",
+        "on CPU 3",
+        "link 16 GiB/s",
+    ):
         assert part in text
     assert "2 ready, ranks 8 to 64, 9.0 MiB; all fit at once" in text
 

@@ -148,7 +148,8 @@ class Client:
         return Ready(ModelInfo(
             name="words", dtype="float32", device="cpu", max_model_len=1 << 30, vocab_size=3,
             eos_token_ids=(0,), default_sampling={}, kv_capacity_tokens=1, memory_bytes=1,
-            max_num_waiting=1, model_path=sys.argv[1], summary=("a summary of the model",),
+            max_num_waiting=1, model_path=sys.argv[1], device_choices={},
+            summary=("a summary of the model",),
         ), ())
 
     def send(self, message):
