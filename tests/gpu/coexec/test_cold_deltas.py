@@ -1,0 +1,156 @@
+"""Deltas of cold rows: against the plain product, with threads in the place of workers."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from corun.gpu.coexec.cold_deltas import (
+    ColdDeltas,
+    ColdPlan,
+    Exchange,
+    NoObserver,
+    add_from_host,
+)
+from corun.gpu.coexec.invocation import Invocation
+from corun.gpu.device.base import Word
+from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.lora.table import DeviceAdapter, LoraTable
+from corun.gpu.lora.torch_backend import TorchLora
+from corun.shm.atomics import spin_until, store_release
+from support.lora import make_batch
+
+WIDTH, OUT, RANK, TOKENS = 32, (48, 16), 4, 12
+NUM_LAYERS = 3
+DEADLINE_NS = 20_000_000_000
+
+
+class ThreadWorker:
+    """Waits for x, computes a stand-in for the deltas, and says that y is there."""
+
+    def __init__(self) -> None:
+        self.words = np.zeros(32, np.int32)  # ready and done, a cache line apart
+        self.x = torch.zeros(TOKENS, WIDTH)
+        self.y = torch.zeros(TOKENS, sum(OUT))
+        self.matrix = torch.randn(WIDTH, sum(OUT))
+        self.order: list[int] = []
+        self.jobs: list[tuple[int, int]] = []  # sequence, tokens
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    @property
+    def ready(self) -> Word:
+        return Word("ready", self.words.ctypes.data)
+
+    @property
+    def done(self) -> Word:
+        return Word("done", self.words.ctypes.data + 64)
+
+    def run(self) -> None:
+        for sequence, num_tokens in self.jobs:
+            assert spin_until(self.ready.host_address, sequence, DEADLINE_NS)
+            self.y[:num_tokens] = self.x[:num_tokens] @ self.matrix
+            self.order.append(sequence)
+            store_release(self.done.host_address, sequence)
+
+    def invocation(self, sequence: int, start: int, end: int) -> Invocation:
+        self.jobs.append((sequence, end - start))
+        return Invocation(
+            worker=0, sequence=sequence, generation=1, start=start, end=end,
+            x=self.x[: end - start], y=self.y[: end - start],
+            columns=((0, OUT[0]), (OUT[0], OUT[1])), ready=self.ready, done=self.done,
+        )  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """A device with a compute stream, one resident adapter, and a worker."""
+
+    device: CpuDevice
+    exchange: Exchange
+    backend: TorchLora
+    table: LoraTable
+    row: int
+    worker: ThreadWorker
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    device = CpuDevice()
+    compute = device.stream("compute")
+    table = LoraTable(2, 2, "cpu")
+    backend = TorchLora(table, dtype=torch.float32)
+    torch.manual_seed(0)
+    targets = {
+        index: backend.pack(torch.randn(RANK, WIDTH), torch.randn(width, RANK), 0.5)
+        for index, width in enumerate(OUT)
+    }
+    row = table.add(DeviceAdapter(targets))
+    yield Bench(device, Exchange(device, compute, compute), backend, table, row, ThreadWorker())
+    device.close(timeout_s=1.0)
+
+
+def run_pass(bench: Bench, plan: ColdPlan, x: torch.Tensor) -> list[list[torch.Tensor]]:
+    """All layers, base products of zero; on the compute stream, as an executor would."""
+    deltas = ColdDeltas(bench.exchange, bench.backend, add_from_host, plan, NoObserver())
+    results: list[list[torch.Tensor]] = []
+
+    def compute() -> None:
+        for layer in range(NUM_LAYERS):
+            deltas.begin((layer, 0), x)
+            ys = [torch.zeros(len(x), width) for width in OUT]
+            deltas.add((layer, 0), x, ys, [0, 1])
+            results.append(ys)
+
+    bench.worker.thread.start()
+    bench.device.launch(bench.exchange.compute, compute)
+    bench.device.synchronize(timeout_s=20.0)
+    return results
+
+
+def expected_device(bench: Bench, x: torch.Tensor, start: int, end: int) -> list[torch.Tensor]:
+    ys = [torch.zeros(len(x), width) for width in OUT]
+    batch = make_batch([(start, end, 0)], bench.table, [bench.row])
+    bench.backend.add_deltas(x, ys, [0, 1], batch)
+    return ys
+
+
+def test_workers_below_the_split_and_the_device_from_it_on(bench: Bench) -> None:
+    x = torch.randn(TOKENS, WIDTH)
+    start, end, split = 3, 9, 2
+    worker = bench.worker
+    invocations = {
+        (layer, 0): (worker.invocation(layer + 1, start, end),) for layer in range(split)
+    }
+    batch = make_batch([(start, end, 0)], bench.table, [bench.row])
+    event = bench.device.event()
+    load = bench.exchange.compute
+    bench.device.record(load, event)
+    plan = ColdPlan(invocations, (None, None, batch), ((), (), (event,)))
+    layers = run_pass(bench, plan, x)
+    by_worker = x[start:end] @ worker.matrix
+    for layer in range(split):
+        wide = torch.cat(layers[layer], dim=1)
+        torch.testing.assert_close(wide[start:end], by_worker)
+        assert not wide[:start].any() and not wide[end:].any()
+    for got, want in zip(layers[split], expected_device(bench, x, start, end), strict=True):
+        assert torch.equal(got, want)
+    assert worker.order == [1, 2]
+
+
+def test_slices_of_one_request_meet_again(bench: Bench) -> None:
+    x = torch.randn(TOKENS, WIDTH)
+    left, right = bench.worker, ThreadWorker()
+    right.matrix = left.matrix
+    invocations = {
+        (layer, 0): (
+            left.invocation(layer + 1, 0, 8),
+            right.invocation(layer + 1, 8, TOKENS),
+        )
+        for layer in range(NUM_LAYERS)
+    }
+    plan = ColdPlan(invocations, (None,) * NUM_LAYERS, ((),) * NUM_LAYERS)
+    right.thread.start()
+    for ys in run_pass(bench, plan, x):
+        torch.testing.assert_close(torch.cat(ys, dim=1), x @ left.matrix)
