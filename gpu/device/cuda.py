@@ -1,0 +1,322 @@
+"""The CUDA device: streams and events of torch, words by the best way that works here.
+
+Never run on a GPU yet. What CUDA documents is taken for granted; what it leaves open is tried by
+the probes (``cuda_probe``) and settled by ``bench/gpu_check.py``. All else is tested on streams
+that are threads.
+
+While a wait is outstanding nothing may be called that waits for the whole device. So streams and
+events are made first, memory is registered and unregistered only while no wait is outstanding, and
+``synchronize`` asks an event again and again instead of calling CUDA's own synchronise, which has
+no deadline. Whoever uses the device must hold to it, too: every kernel runs once before the first
+wait, and nothing frees device memory to CUDA.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import cuda_words
+from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
+from .cuda_agent import HostAgent
+from .cuda_driver import load_driver
+from .cuda_memory import register_memory
+from .cuda_pacing import Pacing
+from .cuda_runtime import Kernels, Runtime, TorchRuntime
+from .cuda_select import MAX_STREAMS, CudaOptions, Loaders, Selection
+from .cuda_signals import OutstandingWaits
+from .cuda_streams import EventPool, HostWork, StreamState, StreamTable
+from .cuda_transfers import Transfers
+from .host_memory import DeviceChoices, HostMemory
+from .link import PacedLink
+
+_LOGGER = logging.getLogger(__name__)
+
+_ABANDONED: list["CudaDevice"] = []
+_GRACE_S = 2.0  # for streams to end once their waits are released
+
+
+def open_cuda_device(
+    options: CudaOptions | None = None, *, index: int = 0, link: PacedLink | None = None
+) -> "CudaDevice":
+    """The CUDA device with ``index``; its ways to register, signal and wait are probed.
+
+    Raises ``DeviceError`` if there is none or nothing works, ``ConfigError`` if an option asks for
+    what does not work here.
+    """
+    runtime = TorchRuntime(index)
+
+    def load_kernels() -> Kernels:
+        from .cuda_kernels import TritonKernels
+
+        return TritonKernels(runtime)
+
+    loaders = Loaders(driver=load_driver, kernels=load_kernels)
+    return CudaDevice(runtime, loaders, options or CudaOptions(), link=link)
+
+
+class CudaDevice:
+    """``TorchDevice`` on CUDA; see ``Device`` for what each operation promises.
+
+    Copies take tensors of this device, of registered memory, or pinned ones of torch; not both
+    sides on the host, which CUDA does not order with a stream. With ``wait`` = host, ``wait`` and a
+    paced ``copy`` hold the calling thread, and with ``registration`` = bounce a copy to the device
+    does: see ``HostWaiter`` and ``BounceCopies``.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        loaders: Loaders,
+        options: CudaOptions,
+        *,
+        link: PacedLink | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._link = link if link is not None else PacedLink()
+        self._lock = threading.Lock()
+        self._streams = StreamTable(runtime, MAX_STREAMS)
+        self._memories: list[HostMemory] = []
+        self._outstanding = OutstandingWaits()
+        self._has_begun = False
+        self._is_closed = False
+        self._agent = HostAgent(
+            runtime, on_failure=self._streams.fail, has_failed=self._streams.has_failed
+        )
+        self._events = EventPool(runtime, options.num_events)
+        self._work = HostWork(runtime, self._events, self._agent)
+        probing = self._streams.make("probe", is_urgent=False)
+        selection = Selection(
+            runtime, loaders, options, events=self._events, work=self._work, state=probing
+        )
+        try:
+            self._by = selection.choose()
+        except Exception:
+            self._agent.stop(timeout_s=1.0)
+            raise
+        self._transfers = self._make_transfers()
+        _LOGGER.info("CUDA device: %s", self.choices)
+
+    @property
+    def choices(self) -> DeviceChoices:
+        """What it works with, as probed or asked for."""
+        return DeviceChoices(
+            registration=self._by.registrations.registrar.name,
+            signal=self._by.signaller.name,
+            wait=self._by.waiter.name,
+            link=self._link.describe(),
+        )
+
+    def register(self, memory: memoryview, *, name: str) -> HostMemory:
+        """Whole pages, while no wait is outstanding; see ``TorchDevice``."""
+        self._check_open()
+        self._check_no_wait(f"{name} cannot be registered")
+        registered = register_memory(
+            self._runtime, self._by.registrations, memory, name, on_close=self._forget
+        )
+        self._memories.append(registered)
+        return registered
+
+    def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
+        """As ``Device.stream`` says."""
+        self._check_open()
+        if self._has_begun:
+            raise DeviceError(
+                f"stream {name!r} is asked for after the first operation: making one may wait for "
+                "the whole device"
+            )
+        return self._streams.make(name, is_urgent=is_urgent).stream
+
+    def event(self) -> Event:
+        """As ``Device.event`` says."""
+        self._check_open()
+        return self._events.take()
+
+    def release_event(self, event: Event) -> None:
+        """As ``Device.release_event`` says."""
+        self._check_open()
+        self._events.release(event)
+
+    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """As ``Device.copy`` says."""
+        state = self._begin(stream)
+        direction = self._transfers.check(destination, source)
+        if state.failure is None and source.numel() > 0:
+            self._enqueue(
+                state, lambda: self._transfers.enqueue(state, destination, source, direction)
+            )
+
+    def signal(self, stream: Stream, word: Word, value: int) -> None:
+        """As ``Device.signal`` says."""
+        state = self._begin(stream)
+        try:
+            self._enqueue(state, lambda: self._by.signaller.signal(state, word, value))
+        except DeviceError:
+            # The stream will not come to it: whoever waits for it must not hang.
+            cuda_words.store(word.host_address, value)
+            raise
+
+    def wait(self, stream: Stream, word: Word, value: int) -> None:
+        """As ``Device.wait`` says."""
+        state = self._begin(stream)
+        if state.failure is not None:
+            return
+        state.paced = None
+        self._outstanding.add(word, value)
+        self._enqueue(state, lambda: self._by.waiter.wait(state, word, value))
+
+    def record(self, stream: Stream, event: Event) -> None:
+        """As ``Device.record`` says."""
+        state = self._begin(stream)
+        self._events.record(event, state, self._work.pending(state))
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """As ``Device.wait_event`` says."""
+        state = self._begin(stream)
+        state.paced = None
+        self._events.hold(state, event, is_left_out=state.failure is not None)
+
+    def is_done(self, event: Event) -> bool:
+        """As ``Device.is_done`` says."""
+        self._check_open()
+        recorded = self._events.recorded(event)
+        if recorded is None:
+            return False
+        handle, pending = recorded
+        return self._runtime.is_done(handle) and self._work.are_done(pending)
+
+    def launch(
+        self,
+        stream: Stream,
+        compute: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """As ``Device.launch`` says."""
+        state = self._begin(stream)
+        if state.failure is not None:
+            return
+        state.paced = None
+        self._enqueue(state, lambda: self._runtime.call(state.handle, compute))
+
+    def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
+        """As ``Device.synchronize`` says."""
+        self._check_open()
+        states = self._streams.all() if stream is None else [self._streams.state(stream)]
+        self._await_end(states, timeout_s)
+        self._raise_failure(states)
+
+    def release_waits(self) -> int:
+        """As ``Device.release_waits`` says."""
+        self._check_open()
+        return self._outstanding.release()
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Release what is waited for, come to the end, unregister, and only then drop the views."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            self._end(timeout_s)
+        except DeviceError as error:
+            # Unregistering would wait for the device, for ever perhaps, and unmapping would pull
+            # the memory from under it: the end of the process frees both.
+            _ABANDONED.append(self)
+            _LOGGER.error("the CUDA device is abandoned, its memory left registered: %s", error)
+            self._agent.stop(timeout_s=0.1)
+            return
+        self._agent.stop(timeout_s=1.0)
+        for memory in [*reversed(self._memories), self._by.scratch]:
+            try:
+                memory.close()
+            except DeviceError as error:
+                _LOGGER.error("%s stays registered: %s", memory.name, error)
+        failure = self._streams.take_first_failure(self._streams.all())
+        if failure is not None:
+            _LOGGER.warning("a failure was never asked for: %s", failure)
+
+    def _end(self, timeout_s: float) -> None:
+        try:
+            self._await_end(self._streams.all(), timeout_s)
+        except DeviceTimeoutError as error:
+            num_words = self._outstanding.release()
+            _LOGGER.warning("%s; released waits on %d words", error, num_words)
+            self._await_end(self._streams.all(), _GRACE_S)
+
+    def _make_transfers(self) -> Transfers:
+        go_words = [self._by.go(index) for index in range(MAX_STREAMS)]
+        pacing = Pacing(self._link, self._work, self._by.waiter, go_words)
+        return Transfers(
+            self._runtime,
+            self._by.registrations,
+            self._by.copies,
+            link=self._link,
+            pacing=pacing if self._link.is_paced else None,
+        )
+
+    def _begin(self, stream: Stream) -> StreamState:
+        """For every operation: the stream's state, once the device is open."""
+        self._check_open()
+        self._has_begun = True
+        return self._streams.state(stream)
+
+    def _enqueue(self, state: StreamState, operation: Callable[[], None]) -> None:
+        """What fails marks the stream, and is raised here, too."""
+        try:
+            operation()
+        except Exception as error:
+            self._streams.fail(state.stream.index, error)
+            raise
+
+    def _await_end(self, states: Sequence[StreamState], timeout_s: float) -> None:
+        pending = [(self._events.borrow(s), self._work.pending(s)) for s in states]
+
+        def are_done() -> bool:
+            return all(
+                self._runtime.is_done(handle) and self._work.are_done(tickets)
+                for handle, tickets in pending
+            )
+
+        try:
+            is_in_time = cuda_words.poll(are_done, timeout_s)
+        finally:
+            for handle, _ in pending:
+                self._events.give(handle)
+        if not is_in_time:
+            words = ", ".join(f"{w.name} >= {v}" for w, v in self._outstanding.open())
+            names = ", ".join(s.stream.name for s in states)
+            raise DeviceTimeoutError(
+                f"streams ({names}) did not end in {timeout_s:g} s; "
+                f"waits are outstanding on: {words or 'no word'}"
+            )
+
+    def _raise_failure(self, states: Sequence[StreamState]) -> None:
+        for state in states:
+            timeout = self._by.waiter.take_timeout(state)
+            if timeout is not None:
+                self._streams.fail(state.stream.index, timeout)
+        failure = self._streams.take_first_failure(states)
+        if failure is not None:
+            raise failure
+
+    def _forget(self, memory: HostMemory) -> None:
+        """Before memory is unregistered."""
+        if not self._is_closed:
+            self._check_no_wait(f"{memory.name} cannot be unregistered")
+        self._outstanding.forget(memory.address, memory.num_bytes)
+        self._memories.remove(memory)
+
+    def _check_no_wait(self, what: str) -> None:
+        waits = self._outstanding.open()
+        if waits:
+            raise DeviceError(
+                f"{what} while a stream waits for word {waits[0][0].name!r}: CUDA may then wait "
+                "for ever"
+            )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DeviceError("the CUDA device is closed")

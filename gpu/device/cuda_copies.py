@@ -1,0 +1,115 @@
+"""Copies between the device and registered host memory: straight, or through bounce buffers."""
+
+import ctypes
+import threading
+from typing import Protocol
+
+import torch
+
+from . import cuda_words
+from .base import DeviceTimeoutError
+from .cuda_runtime import Runtime
+from .cuda_streams import HostWork, StreamState
+
+
+class Copies(Protocol):
+    """Copies one contiguous buffer between host and device, or within the device."""
+
+    def copy(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue it; same type and size, which the caller has checked."""
+        ...
+
+
+class DirectCopies:
+    """The device's copy engine reads and writes the host memory."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def copy(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """As ``Copies.copy`` says."""
+        self._runtime.copy(state.handle, destination, source)
+
+
+class BounceCopies:
+    """Copies in chunks through pinned buffers, whose other half the host does.
+
+    To the host: the agent copies out of the buffer when the device has filled it. To the device:
+    the *calling thread* copies into the buffer, after it has waited for the host work that the
+    stream is ordered behind; nothing but the host could hold the stream meanwhile, since the device
+    sees no word. A copy that finds no buffer free also waits in the calling thread.
+    Both waits raise ``DeviceTimeoutError`` after ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        work: HostWork,
+        *,
+        chunk_bytes: int,
+        num_chunks: int,
+        timeout_s: float,
+    ) -> None:
+        self._runtime = runtime
+        self._work = work
+        self._chunk_bytes = chunk_bytes
+        self._timeout_s = timeout_s
+        self._free = [runtime.make_pinned(chunk_bytes) for _ in range(num_chunks)]
+        self._are_free = threading.Semaphore(num_chunks)
+
+    def copy(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """As ``Copies.copy`` says."""
+        to_device = self._runtime.is_on_device(destination)
+        if to_device:
+            self._await_host_work(state)
+        destination = destination.view(-1).view(torch.uint8)
+        source = source.view(-1).view(torch.uint8)
+        for start in range(0, source.numel(), self._chunk_bytes):
+            end = min(start + self._chunk_bytes, source.numel())
+            enqueue = self._to_device if to_device else self._to_host
+            enqueue(state, destination[start:end], source[start:end])
+
+    def _to_device(
+        self, state: StreamState, destination: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        chunk = self._take_chunk()
+        buffer = chunk[: source.numel()]
+        _copy_on_host(buffer, source)
+        self._runtime.copy(state.handle, destination, buffer)
+        self._work.after(state, _do_nothing, at_end=lambda: self._give_chunk(chunk))
+
+    def _to_host(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
+        chunk = self._take_chunk()
+        buffer = chunk[: source.numel()]
+        self._runtime.copy(state.handle, buffer, source)
+        self._work.after(
+            state,
+            lambda: _copy_on_host(destination, buffer),
+            at_end=lambda: self._give_chunk(chunk),
+        )
+
+    def _await_host_work(self, state: StreamState) -> None:
+        pending = self._work.pending(state)
+        if not cuda_words.poll(lambda: self._work.are_done(pending), self._timeout_s):
+            raise DeviceTimeoutError(
+                f"stream {state.stream.name!r}: the host work before a copy to the device was not "
+                f"done after {self._timeout_s:g} s"
+            )
+
+    def _take_chunk(self) -> torch.Tensor:
+        if not self._are_free.acquire(timeout=self._timeout_s):
+            raise DeviceTimeoutError(f"no bounce buffer became free in {self._timeout_s:g} s")
+        return self._free.pop()
+
+    def _give_chunk(self, chunk: torch.Tensor) -> None:
+        self._free.append(chunk)
+        self._are_free.release()
+
+
+def _copy_on_host(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Through libc, which needs no intermediate tensors and keeps no lock of Python's."""
+    ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,0 +1,240 @@
+"""Host memory that the device may copy from and to: three ways to make it so, and who finds it.
+
+Registering pins pages that somebody else mapped, such as a shared segment. Where the driver refuses
+(confidential computing, some virtual machines) copies go through pinned buffers of our own and the
+device does not see the memory at all.
+
+Documented by NVIDIA: whole pages are pinned, the base address is what unregistering needs, and the
+device's address must be asked for. Learnt from others' reports: one call should stay well under
+512 GiB, and one copy must not span two registrations.
+"""
+
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .base import DeviceError
+from .cuda_driver import Driver, DriverError
+from .cuda_runtime import Runtime
+from .host_memory import HostMemory
+
+MAX_PIECE_BYTES = 64 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One registration: ``num_bytes`` at ``address``, and where the device sees it, if it does."""
+
+    address: int
+    num_bytes: int
+    device_address: int | None
+
+
+class Registrar(Protocol):
+    """One way to make host memory known; ``name`` is the option's value."""
+
+    name: str
+
+    def register(self, address: int, num_bytes: int) -> Piece:
+        """Raises ``DeviceError`` if it is refused."""
+        ...
+
+    def unregister(self, piece: Piece) -> None:
+        """Raises ``DeviceError`` if it is refused."""
+        ...
+
+
+class DriverRegistrar:
+    """``cuMemHostRegister``: its failures, unlike the runtime's, do not surface in torch later."""
+
+    name = "driver"
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def register(self, address: int, num_bytes: int) -> Piece:
+        """As ``Registrar.register`` says."""
+        self._driver.register(address, num_bytes)
+        try:
+            return Piece(address, num_bytes, self._driver.device_address(address))
+        except DeviceError:
+            self._driver.unregister(address)
+            raise
+
+    def unregister(self, piece: Piece) -> None:
+        """As ``Registrar.unregister`` says."""
+        self._driver.unregister(piece.address)
+
+
+class RuntimeRegistrar:
+    """``cudaHostRegister`` of torch, which needs no cuda-bindings.
+
+    Its device address is taken to be the host's: documented where all devices can use host
+    pointers, asked of the driver if there is one, and otherwise tried by the probes of words.
+    """
+
+    name = "runtime"
+
+    def __init__(self, runtime: Runtime, driver: Driver | None) -> None:
+        self._runtime = runtime
+        self._driver = driver
+
+    def register(self, address: int, num_bytes: int) -> Piece:
+        """As ``Registrar.register`` says."""
+        code = self._runtime.register(address, num_bytes)
+        if code != 0:
+            raise DriverError("cudaHostRegister", code, "an error")
+        if self._driver is None:
+            return Piece(address, num_bytes, address)
+        try:
+            return Piece(address, num_bytes, self._driver.device_address(address))
+        except DeviceError:
+            self._runtime.unregister(address)
+            raise
+
+    def unregister(self, piece: Piece) -> None:
+        """As ``Registrar.unregister`` says."""
+        code = self._runtime.unregister(piece.address)
+        if code != 0:
+            raise DriverError("cudaHostUnregister", code, "an error")
+
+
+class BounceRegistrar:
+    """Leaves the memory as it is."""
+
+    name = "bounce"
+
+    def register(self, address: int, num_bytes: int) -> Piece:
+        """As ``Registrar.register`` says."""
+        return Piece(address, num_bytes, None)
+
+    def unregister(self, piece: Piece) -> None:
+        """As ``Registrar.unregister`` says."""
+        pass
+
+
+class Registrations:
+    """What is registered, by address."""
+
+    def __init__(self, registrar: Registrar) -> None:
+        self.registrar = registrar
+        self._pieces: list[Piece] = []
+        self._lock = threading.Lock()
+
+    def add(
+        self, address: int, num_bytes: int, *, max_piece_bytes: int = MAX_PIECE_BYTES
+    ) -> tuple[Piece, ...]:
+        """Register whole pages, in pieces of 64 GiB at most.
+
+        Raises ``DeviceError`` for a range that is empty, does not start and end at a page, or
+        touches one that is registered, and what the registrar raises; nothing is left then.
+        """
+        if num_bytes <= 0 or address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE:
+            raise DeviceError(
+                f"{num_bytes} bytes at {address:#x} cannot be registered: both must be multiples "
+                f"of the page size, {mmap.PAGESIZE}, for pages are pinned whole"
+            )
+        with self._lock:
+            for piece in self._pieces:
+                if (
+                    address < piece.address + piece.num_bytes
+                    and piece.address < address + num_bytes
+                ):
+                    raise DeviceError(
+                        f"{num_bytes} bytes at {address:#x} overlap with the {piece.num_bytes} "
+                        f"that are registered at {piece.address:#x}"
+                    )
+            made: list[Piece] = []
+            try:
+                for offset in range(0, num_bytes, max_piece_bytes):
+                    size = min(max_piece_bytes, num_bytes - offset)
+                    made.append(self.registrar.register(address + offset, size))
+            except DeviceError:
+                for piece in reversed(made):
+                    self.registrar.unregister(piece)
+                raise
+            self._pieces += made
+        return tuple(made)
+
+    def find(self, address: int, num_bytes: int) -> Piece | None:
+        """The one registration that holds the range; None if the range is outside all.
+
+        Raises ``DeviceError`` if the range is partly in one.
+        """
+        for piece in self._pieces:
+            end = piece.address + piece.num_bytes
+            if piece.address <= address and address + num_bytes <= end:
+                return piece
+            if piece.address < address + num_bytes and address < end:
+                raise DeviceError(
+                    f"{num_bytes} bytes at {address:#x} do not lie in one registration, which "
+                    f"one copy must: {piece.num_bytes} bytes are registered at {piece.address:#x}"
+                )
+        return None
+
+    def remove(self, pieces: tuple[Piece, ...]) -> None:
+        """Unregister, newest first. Nothing may be in flight. Raises the first refusal, at last."""
+        errors: list[DeviceError] = []
+        for piece in reversed(pieces):
+            try:
+                self.registrar.unregister(piece)
+            except DeviceError as error:
+                errors.append(error)
+            with self._lock:
+                self._pieces.remove(piece)
+        if errors:
+            raise errors[0]
+
+    def remove_all(self) -> None:
+        """Unregister everything; raises like ``remove``."""
+        self.remove(tuple(self._pieces))
+
+
+def register_memory(
+    runtime: Runtime,
+    registrations: Registrations,
+    memory: memoryview,
+    name: str,
+    *,
+    on_close: Callable[[HostMemory], None] = lambda _: None,
+) -> HostMemory:
+    """Register a buffer and check that the driver knows it. Raises ``DeviceError``."""
+    unregistered = HostMemory(memory, name=name, unregister=on_close)
+    pieces = registrations.add(unregistered.address, unregistered.num_bytes)
+
+    def unregister(closing: HostMemory) -> None:
+        on_close(closing)
+        registrations.remove(pieces)
+
+    try:
+        registered = HostMemory(
+            memory,
+            name=name,
+            device_address=_common_device_address(name, pieces),
+            unregister=unregister,
+        )
+        if registered.device_address and not runtime.is_pinned(_first_byte(registered)):
+            raise DeviceError(f"{name} is registered, but the driver does not know it as pinned")
+    except DeviceError:
+        registrations.remove(pieces)
+        raise
+    return registered
+
+
+def _common_device_address(name: str, pieces: Sequence[Piece]) -> int:
+    """Where the device sees the whole; 0 if it does not."""
+    first = pieces[0]
+    if first.device_address is None:
+        return 0
+    shift = first.device_address - first.address
+    if any(piece.device_address != piece.address + shift for piece in pieces):
+        raise DeviceError(f"{name}: the device sees its pieces apart from each other")
+    return first.device_address
+
+
+def _first_byte(memory: HostMemory) -> torch.Tensor:
+    return memory.tensor(0, (1,), torch.uint8)

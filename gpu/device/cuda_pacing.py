@@ -1,0 +1,77 @@
+"""Makes copies take as long as a slower link would, on a stream of CUDA.
+
+Around the copy: the host agent notices that the stream has come to it, begins the transfer on the
+link, and stores a go word at its end; the stream waits for that word behind the copy. The copy
+itself runs meanwhile, so a paced copy takes the longer of the two.
+
+How accurate: the agent notices by polling, some 100 us late on a quiet machine, and the end of the
+wait adds its latency. A copy that directly follows another on its stream starts, for the link,
+where that one ended, so that lateness does not add up from chunk to chunk. Where the host waits for
+words, the calling thread is held until the copy's end.
+"""
+
+from ...shm.words import wrap
+from . import cuda_words
+from .base import Word
+from .cuda_signals import Waiter
+from .cuda_streams import HostWork, StreamState
+from .link import Direction, PacedLink, Transfer
+
+
+class _PacedCopy:
+    """One transfer on the link, driven by the agent."""
+
+    def __init__(
+        self, link: PacedLink, direction: Direction, num_bytes: int, follows: "_PacedCopy | None"
+    ) -> None:
+        self._link = link
+        self._direction = direction
+        self._num_bytes = num_bytes
+        self._follows = follows
+        self._transfer: Transfer | None = None
+        self._end_s: float | None = None
+
+    def due_s(self) -> float:
+        """When it ends, as far as is known; the first call begins it."""
+        if self._transfer is None:
+            start_s = None if self._follows is None else self._follows._end_s
+            self._follows = None  # or every copy would keep all before it
+            self._transfer = self._link.begin(self._direction, self._num_bytes, start_s=start_s)
+        return self._link.expected_s(self._transfer)
+
+    def finish(self, go: Word, number: int) -> None:
+        """Let the stream go on."""
+        try:
+            if self._transfer is not None:
+                self._end_s = self._link.finish(self._transfer)
+        finally:
+            cuda_words.store(go.host_address, number)
+
+
+class Pacing:
+    """Paces the copies of streams. ``go_words``: one per stream, at 0, for nothing else."""
+
+    def __init__(
+        self, link: PacedLink, work: HostWork, waiter: Waiter, go_words: list[Word]
+    ) -> None:
+        self._link = link
+        self._work = work
+        self._waiter = waiter
+        self._go_words = go_words
+        self._numbers = [0] * len(go_words)
+
+    def begin(self, state: StreamState, direction: Direction, num_bytes: int) -> None:
+        """Before the copy is enqueued."""
+        follows = state.paced
+        assert follows is None or isinstance(follows, _PacedCopy)
+        paced = _PacedCopy(self._link, direction, num_bytes, follows)
+        go = self._go_words[state.stream.index]
+        number = wrap(self._numbers[state.stream.index] + 1)
+        self._numbers[state.stream.index] = number
+        self._work.after(state, lambda: paced.finish(go, number), due_s=paced.due_s, is_signal=True)
+        state.paced = paced
+
+    def end(self, state: StreamState) -> None:
+        """After the copy is enqueued: hold the stream until the link has carried it."""
+        index = state.stream.index
+        self._waiter.wait(state, self._go_words[index], self._numbers[index])

@@ -1,0 +1,175 @@
+"""Tries whether a way to register, to signal or to wait works here, before anything rests on it.
+
+A probe finds what is refused, missing or plainly wrong. It is no proof of ordering: the million
+rounds of ``bench/gpu_check.py`` are for that. Values wrap around on the way, and a payload written
+just before each flag must be seen behind it. Memory is written again after it was mapped, because
+some machines accept a registration and then show the device a copy of it.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...shm.words import wrap
+from . import cuda_words
+from .base import DeviceError, Word
+from .cuda_copies import Copies
+from .cuda_runtime import Runtime
+from .cuda_signals import Signaller, Waiter
+from .cuda_streams import EventPool, HostWork, StreamState
+from .host_memory import HostMemory
+
+_LOGGER = logging.getLogger(__name__)
+
+PAYLOAD_BYTES = 1 << 16
+PAYLOAD_OFFSET = 4096
+WORD_OFFSET = 64
+# A wait that passes at once passes within this time, on an idle stream.
+_TOO_EARLY_S = 2e-3
+# Stored value and value waited for: exact, overtaken, and around the ends of signed and unsigned.
+_ROUNDS = (
+    (1, 1),
+    (2**31 - 1, 2**31 - 1),
+    (2**31 + 5, 2**31),
+    (2**32 - 1, 2**32 - 1),
+    (2**32 + 2, 2**32),
+)
+
+
+class ProbeError(DeviceError):
+    """The way that was tried does not work here; the next may."""
+
+
+class StuckStreamError(DeviceError):
+    """What was enqueued does not end. A stream cannot be taken back: no other way is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeBench:
+    """What probes work on: a stream of their own, and scratch memory that is registered."""
+
+    runtime: Runtime
+    events: EventPool
+    work: HostWork
+    copies: Copies
+    state: StreamState
+    scratch: HostMemory
+    timeout_s: float
+
+    @property
+    def word(self) -> Word:
+        """A word that only probes use."""
+        return self.scratch.word(WORD_OFFSET, "probe")
+
+    def payload(self) -> torch.Tensor:
+        """int32, on the host."""
+        return self.scratch.tensor(PAYLOAD_OFFSET, (PAYLOAD_BYTES // 4,), torch.int32)
+
+    def device_payload(self) -> torch.Tensor:
+        """int32, zero, on the device; of the same size."""
+        return self.runtime.make_on_device(PAYLOAD_BYTES).view(torch.int32)
+
+    def ends(self, handle: Any, timeout_s: float) -> bool:
+        """Whether the event and the host work of the stream are done in time."""
+        pending = self.work.pending(self.state)
+        return cuda_words.poll(
+            lambda: self.runtime.is_done(handle) and self.work.are_done(pending), timeout_s
+        )
+
+
+def probe_copies(bench: ProbeBench) -> None:
+    """To the device and back, twice, the memory written anew in between. Raises ``ProbeError``."""
+    host, device = bench.payload(), bench.device_payload()
+    for number in (1, 2):
+        expected = torch.arange(host.numel(), dtype=torch.int32) * 31 + number
+        host.copy_(expected)
+        bench.copies.copy(bench.state, device, host)
+        _finish(bench, "a copy to the device")
+        host.zero_()
+        bench.copies.copy(bench.state, host, device)
+        _finish(bench, "a copy to the host")
+        if not torch.equal(host, expected):
+            raise ProbeError(f"copy {number} to the device and back returned other bytes")
+
+
+def probe_signal(bench: ProbeBench, signaller: Signaller) -> None:
+    """The word comes to hold each value, and what was copied before is there. ``ProbeError``."""
+    word, host, device = bench.word, bench.payload(), bench.device_payload()
+    cuda_words.store(word.host_address, 0)
+    for number, (value, _) in enumerate(_ROUNDS, 1):
+        bench.runtime.call(bench.state.handle, partial(_fill, device, number))
+        bench.copies.copy(bench.state, host, device)
+        signaller.signal(bench.state, word, value)
+        if not cuda_words.poll(partial(_holds, word, value), bench.timeout_s):
+            raise ProbeError(
+                f"the word held {cuda_words.load(word.host_address)} instead of {wrap(value)} "
+                f"after {bench.timeout_s:g} s"
+            )
+        if not bool((host == number).all()):
+            raise ProbeError("the payload that was copied before the signal came after it")
+        _finish(bench, "a signal")
+
+
+def probe_wait(bench: ProbeBench, waiter: Waiter) -> None:
+    """The stream is held until the word is there, and then sees what was written before it.
+
+    Raises ``ProbeError`` if it is not held or sees something else, ``StuckStreamError`` if it is
+    held for ever.
+    """
+    word, host, device = bench.word, bench.payload(), bench.device_payload()
+    holds_caller = waiter.name == "host"
+    cuda_words.store(word.host_address, 0)
+    for number, (stored, value) in enumerate(_ROUNDS, 1):
+        host.fill_(-1)
+        if holds_caller:
+            # Who is also the one who stores.
+            _publish(host, word, number, stored)
+        waiter.wait(bench.state, word, value)
+        bench.copies.copy(bench.state, device, host)
+        behind = bench.events.borrow(bench.state)
+        is_held = holds_caller or not bench.ends(behind, _TOO_EARLY_S)
+        if not holds_caller:
+            _publish(host, word, number, stored)
+        if not bench.ends(behind, bench.timeout_s):
+            raise StuckStreamError(
+                f"a {waiter.name} wait for {wrap(value)} does not end although the word holds "
+                f"{wrap(stored)}: this process cannot use the device any more; start it with "
+                "--device-wait host"
+            )
+        bench.events.give(behind)
+        timeout = waiter.take_timeout(bench.state)
+        if timeout is not None:
+            raise ProbeError(str(timeout))
+        if not is_held:
+            raise ProbeError(f"a wait for {wrap(value)} did not hold the stream")
+        host.zero_()
+        bench.copies.copy(bench.state, host, device)
+        _finish(bench, "a copy behind a wait")
+        if not bool((host == number).all()):
+            raise ProbeError("the stream did not see what was written before the word")
+
+
+def _publish(host: torch.Tensor, word: Word, number: int, value: int) -> None:
+    host.fill_(number)
+    cuda_words.store(word.host_address, value)
+
+
+def _holds(word: Word, value: int) -> bool:
+    return cuda_words.load(word.host_address) == wrap(value)
+
+
+def _fill(tensor: torch.Tensor, number: int) -> None:
+    tensor.fill_(number)
+
+
+def _finish(bench: ProbeBench, what: str) -> None:
+    handle = bench.events.borrow(bench.state)
+    if not bench.ends(handle, bench.timeout_s):
+        raise StuckStreamError(f"{what} is not done after {bench.timeout_s:g} s")
+    bench.events.give(handle)
+    if bench.state.failure is not None:
+        failure, bench.state.failure = bench.state.failure, None
+        raise ProbeError(f"{what} failed: {failure}") from failure

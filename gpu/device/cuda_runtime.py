@@ -1,0 +1,187 @@
+"""What the CUDA device needs of torch (streams, events, copies, pinned memory) and of Triton.
+
+Seams, so that everything above runs on a machine without a GPU, on streams that are threads. The
+streams of torch's pool neither wait for the default stream nor it for them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .base import DeviceError
+
+
+class Runtime(Protocol):
+    """Streams and events are opaque here. A failure of the device raises ``DeviceError``."""
+
+    def make_stream(self, *, is_urgent: bool) -> Any:
+        """A stream that no other stream is ordered with."""
+        ...
+
+    def handle(self, stream: Any) -> int:
+        """The stream as the driver knows it."""
+        ...
+
+    def make_event(self) -> Any:
+        """An event without timing, made by the driver now and not at its first record."""
+        ...
+
+    def record(self, stream: Any, event: Any) -> None:
+        """Record, again if need be: earlier waits keep the record that they were made on."""
+        ...
+
+    def hold(self, stream: Any, event: Any) -> None:
+        """Let the stream wait for the event's latest record; passes at once if there is none."""
+        ...
+
+    def is_done(self, event: Any) -> bool:
+        """Whether the device has come to the event's latest record. Any thread may ask."""
+        ...
+
+    def call(self, stream: Any, compute: Callable[[], None]) -> None:
+        """Call ``compute`` now, with ``stream`` the current one."""
+        ...
+
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy without waiting; one side on the device, the other there or pinned; contiguous."""
+        ...
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in this device's memory."""
+        ...
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the driver knows the tensor's host memory, however it was registered."""
+        ...
+
+    def make_pinned(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], zero, in host memory that is pinned where the machine can."""
+        ...
+
+    def make_on_device(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], zero, in the device's memory, and there before this returns."""
+        ...
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """``cudaHostRegister`` with flags 0, mapped and portable; returns its code, 0 if well."""
+        ...
+
+    def unregister(self, address: int) -> int:
+        """``cudaHostUnregister``; returns its code, 0 if well."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Make the device current on the calling thread."""
+        ...
+
+
+class Kernels(Protocol):
+    """The two kernels, ready to be enqueued on a stream of ``Runtime``."""
+
+    def signal(self, stream: Any, device_address: int, value: int) -> None:
+        """Store the low 32 bits of ``value`` to the word when the stream gets there."""
+        ...
+
+    def wait(
+        self, stream: Any, device_address: int, value: int, status: int, *, timeout_s: float
+    ) -> None:
+        """Hold the stream until the word has reached ``value``, or for ``timeout_s``.
+
+        Then an int32 1 is stored to the device address ``status``.
+        """
+        ...
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Torch reports what went wrong on the device, even long before, as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"the CUDA device failed: {error}") from error
+
+
+class TorchRuntime:
+    """``Runtime`` on torch and the CUDA device with ``index``."""
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceError("torch finds no CUDA device")
+        self.index = index
+        self._device = torch.device("cuda", index)
+        self._maker = torch.cuda.Stream(self._device)
+
+    def make_stream(self, *, is_urgent: bool) -> torch.cuda.Stream:
+        """As ``Runtime.make_stream`` says."""
+        # The smaller number is preferred.
+        return torch.cuda.Stream(self._device, priority=-1 if is_urgent else 0)
+
+    def handle(self, stream: torch.cuda.Stream) -> int:
+        """As ``Runtime.handle`` says."""
+        return int(stream.cuda_stream)
+
+    def make_event(self) -> torch.cuda.Event:
+        """As ``Runtime.make_event`` says."""
+        event = torch.cuda.Event()
+        event.record(self._maker)  # torch makes the driver's event only here
+        return event
+
+    def record(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """As ``Runtime.record`` says."""
+        with _device_errors():
+            event.record(stream)
+
+    def hold(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """As ``Runtime.hold`` says."""
+        with _device_errors():
+            stream.wait_event(event)
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        """As ``Runtime.is_done`` says."""
+        with _device_errors():
+            return bool(event.query())
+
+    def call(self, stream: torch.cuda.Stream, compute: Callable[[], None]) -> None:
+        """As ``Runtime.call`` says."""
+        with torch.cuda.stream(stream):
+            compute()
+
+    def copy(
+        self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """As ``Runtime.copy`` says."""
+        with _device_errors(), torch.cuda.stream(stream):
+            destination.view(-1).copy_(source.view(-1), non_blocking=True)
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """As ``Runtime.is_on_device`` says."""
+        return tensor.device == self._device
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """As ``Runtime.is_pinned`` says."""
+        return tensor.device.type == "cpu" and tensor.is_pinned()
+
+    def make_pinned(self, num_bytes: int) -> torch.Tensor:
+        """As ``Runtime.make_pinned`` says."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def make_on_device(self, num_bytes: int) -> torch.Tensor:
+        """As ``Runtime.make_on_device`` says."""
+        made = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        torch.cuda.current_stream(self._device).synchronize()
+        return made
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """As ``Runtime.register`` says."""
+        # The binding returns an enumeration that names only success: compare numbers.
+        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unregister(self, address: int) -> int:
+        """As ``Runtime.unregister`` says."""
+        return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def enter_thread(self) -> None:
+        """As ``Runtime.enter_thread`` says."""
+        torch.cuda.set_device(self._device)

@@ -1,0 +1,199 @@
+"""Signals and waits on words: by stream operation, by Triton kernel, and by the host."""
+
+import threading
+from typing import Protocol
+
+from ...shm.words import has_reached, wrap
+from . import cuda_words
+from .base import DeviceError, DeviceTimeoutError, Word
+from .cuda_driver import Driver
+from .cuda_runtime import Kernels, Runtime
+from .cuda_streams import HostWork, StreamState
+
+
+class Signaller(Protocol):
+    """One way to signal; ``name`` is the option's value."""
+
+    name: str
+
+    def signal(self, state: StreamState, word: Word, value: int) -> None:
+        """Store ``value`` to the word when everything enqueued on the stream is done."""
+        ...
+
+
+class Waiter(Protocol):
+    """One way to wait; ``name`` is the option's value."""
+
+    name: str
+
+    def wait(self, state: StreamState, word: Word, value: int) -> None:
+        """Hold the stream, or the caller, until the word has reached ``value``."""
+        ...
+
+    def take_timeout(self, state: StreamState) -> DeviceError | None:
+        """The error of a wait that gave up on the stream itself since the last call."""
+        ...
+
+
+class StreamOpSignaller:
+    """``cuStreamWriteValue32``: no kernel, and by its documentation fenced against earlier work."""
+
+    name = "stream-op"
+
+    def __init__(self, runtime: Runtime, driver: Driver) -> None:
+        self._runtime = runtime
+        self._driver = driver
+
+    def signal(self, state: StreamState, word: Word, value: int) -> None:
+        """As ``Signaller.signal`` says."""
+        self._driver.write_value(
+            self._runtime.handle(state.handle), _address_on_device(word), value
+        )
+
+
+class TritonSignaller:
+    """A kernel that makes a release store at system scope."""
+
+    name = "triton"
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def signal(self, state: StreamState, word: Word, value: int) -> None:
+        """As ``Signaller.signal`` says."""
+        self._kernels.signal(state.handle, _address_on_device(word), value)
+
+
+class HostSignaller:
+    """The host agent stores when it finds the stream there: late by a poll of some 100 us."""
+
+    name = "host"
+
+    def __init__(self, work: HostWork) -> None:
+        self._work = work
+
+    def signal(self, state: StreamState, word: Word, value: int) -> None:
+        """As ``Signaller.signal`` says."""
+        address = word.host_address
+        self._work.after(state, lambda: cuda_words.store(address, value), is_signal=True)
+
+
+class StreamOpWaiter:
+    """``cuStreamWaitValue32``: no kernel, no deadline."""
+
+    name = "stream-op"
+
+    def __init__(self, runtime: Runtime, driver: Driver) -> None:
+        self._runtime = runtime
+        self._driver = driver
+
+    def wait(self, state: StreamState, word: Word, value: int) -> None:
+        """As ``Waiter.wait`` says."""
+        self._driver.wait_value(self._runtime.handle(state.handle), _address_on_device(word), value)
+
+    def take_timeout(self, state: StreamState) -> DeviceError | None:
+        """As ``Waiter.take_timeout`` says."""
+        return None
+
+
+class TritonWaiter:
+    """A kernel that polls, for about ``timeout_s`` at most.
+
+    One that gave up stores 1 to its stream's status, which ``take_timeout`` reads and clears:
+    what the stream computed behind it is void. It holds a place on a multiprocessor meanwhile.
+    """
+
+    name = "triton"
+
+    def __init__(self, kernels: Kernels, status: Word, *, timeout_s: float) -> None:
+        """``status``: the first of as many words side by side as there may be streams."""
+        self._kernels = kernels
+        self._status = status
+        self._timeout_s = timeout_s
+
+    def wait(self, state: StreamState, word: Word, value: int) -> None:
+        """As ``Waiter.wait`` says."""
+        status = _address_on_device(self._status) + 4 * state.stream.index
+        address = _address_on_device(word)
+        self._kernels.wait(state.handle, address, value, status, timeout_s=self._timeout_s)
+
+    def take_timeout(self, state: StreamState) -> DeviceError | None:
+        """The error of a wait that gave up since the last call; ask when the stream is done."""
+        address = self._status.host_address + 4 * state.stream.index
+        if cuda_words.load(address) == 0:
+            return None
+        cuda_words.store(address, 0)
+        return DeviceTimeoutError(
+            f"stream {state.stream.name!r}: a wait gave up after about {self._timeout_s:g} s; what "
+            "was computed behind it is void"
+        )
+
+
+class HostWaiter:
+    """The *calling thread* waits: the stream is never held, and nothing is enqueued ahead.
+
+    Raises ``DeviceTimeoutError`` after ``timeout_s``. Another thread may release it by
+    ``Device.release_waits``, or by storing the value, as the supervisor of a dead worker does.
+    """
+
+    name = "host"
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def wait(self, state: StreamState, word: Word, value: int) -> None:
+        """As ``Waiter.wait`` says."""
+        address = word.host_address
+        if not cuda_words.poll(lambda: cuda_words.is_reached(address, value), self._timeout_s):
+            raise DeviceTimeoutError(
+                f"stream {state.stream.name!r}: word {word.name!r} did not reach {wrap(value)} in "
+                f"{self._timeout_s:g} s"
+            )
+
+    def take_timeout(self, state: StreamState) -> DeviceError | None:
+        """As ``Waiter.take_timeout`` says."""
+        return None
+
+
+class OutstandingWaits:
+    """What streams wait for: the newest value per word, asked and stored through host memory.
+
+    A wait that a stream has not come to yet is outstanding, too. Needs no call of CUDA, which may
+    hang while a stream is held.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[int, tuple[Word, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, word: Word, value: int) -> None:
+        """Before the wait is enqueued, so that whoever releases cannot miss it."""
+        with self._lock:
+            known = self._newest.get(word.host_address)
+            if known is None or has_reached(value, known[1]):
+                self._newest[word.host_address] = (word, value)
+
+    def open(self) -> list[tuple[Word, int]]:
+        """Words that have not reached what is waited for, with that value."""
+        with self._lock:
+            waits = list(self._newest.values())
+        return [w for w in waits if not cuda_words.is_reached(w[0].host_address, w[1])]
+
+    def release(self) -> int:
+        """Store what is waited for; returns to how many words."""
+        waits = self.open()
+        for word, value in waits:
+            cuda_words.store(word.host_address, value)
+        return len(waits)
+
+    def forget(self, address: int, num_bytes: int) -> None:
+        """Drop the words in a range that is about to be unmapped."""
+        with self._lock:
+            for known in [a for a in self._newest if address <= a < address + num_bytes]:
+                del self._newest[known]
+
+
+def _address_on_device(word: Word) -> int:
+    if word.device_address == 0:
+        raise DeviceError(f"the device does not see word {word.name!r}: it is not registered")
+    return word.device_address
