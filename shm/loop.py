@@ -63,7 +63,7 @@ def await_job(mailbox: int, sequence: int, state: int, spin_ns: int, park_ns: in
     ``state`` is the 8-byte word of the state in which this worker works.
     """
     word = mailbox + _PUBLISHED
-    found = _spin(mailbox, word, sequence, state, spin_ns)
+    found: int = _spin(mailbox, word, sequence, state, spin_ns)
     if found != NOT_YET:
         return found
     store_release(mailbox + _WORKER_SLEEPS, 1)
@@ -72,7 +72,7 @@ def await_job(mailbox: int, sequence: int, state: int, spin_ns: int, park_ns: in
     if not has_reached(seen, sequence) and load_acquire_64(mailbox + _STATE) == state:
         sleep_on(word, seen, park_ns)
     store_release(mailbox + _WORKER_SLEEPS, 0)
-    return _spin(mailbox, word, sequence, state, 0)
+    return int(_spin(mailbox, word, sequence, state, 0))
 
 
 @numba.njit("int32(int64, int32, int64, int64, int64)", nogil=True, cache=True)
@@ -83,7 +83,7 @@ def await_x(mailbox: int, sequence: int, state: int, spin_ns: int, timeout_ns: i
     """
     word = mailbox + _READY
     end = monotonic_ns() + timeout_ns
-    found = _spin(mailbox, word, sequence, state, min(spin_ns, timeout_ns))
+    found: int = _spin(mailbox, word, sequence, state, min(spin_ns, timeout_ns))
     while found == NOT_YET and monotonic_ns() < end:
         sleep_on(word, load_acquire(word), _NAP_NS)
         found = _spin(mailbox, word, sequence, state, 0)

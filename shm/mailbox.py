@@ -118,11 +118,12 @@ class ProducerEnd:
     def take_result(self) -> Result:
         """Take the oldest result that is not taken; its job's slot is free then.
 
-        The job must be done. Raises ``ShmError`` if what is written is not its result.
+        Raises ``ShmError`` if its job is not done, or if what is written is not its result.
         """
         sequence = wrap(self._taken + 1)
-        assert self.num_outstanding > 0 and self.is_done(sequence), sequence
         mailbox = self.mailbox
+        if self.num_outstanding == 0 or not self.is_done(sequence):
+            raise ShmError(f"job {sequence} of worker {mailbox.worker} is not done")
         try:
             result = Result.read(mailbox.buffer, mailbox.result_offset(sequence))
         except ValueError as error:

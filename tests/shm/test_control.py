@@ -1,0 +1,88 @@
+"""The control segment: its shape, its addresses, and what attach refuses."""
+
+import pytest
+from corun.shm.atomics import load_acquire
+from corun.shm.control import Control
+from corun.shm.errors import FormatError, ShmError
+from corun.shm.job import WorkerState, WorkerStatus
+from corun.shm.layout import LINE_BYTES, MAILBOX_FIELDS, mailbox_bytes
+from corun.shm.mailbox import ProducerEnd
+from corun.shm.segment import Segment
+from corun.shm.words import wrap
+
+
+def test_mailboxes_lie_apart_in_lines_of_their_own() -> None:
+    with Control.create(num_ranks=2, num_workers=3, num_slots=4) as control:
+        boxes = [control.mailbox(rank, worker) for rank in range(2) for worker in range(3)]
+        starts = [box.address - control.segment.address for box in boxes]
+        assert starts == [LINE_BYTES + index * mailbox_bytes(4) for index in range(6)]
+        assert all(start % LINE_BYTES == 0 for start in starts)
+        assert starts[-1] + mailbox_bytes(4) == control.segment.num_bytes
+        slots = {box.job_offset(n) for box in boxes for n in range(2**31 - 3, 2**31 + 3)}
+        assert len(slots) == 4
+        assert boxes[0].job_offset(2**31) == boxes[0].job_offset(wrap(2**31))
+        del boxes
+
+
+@pytest.mark.parametrize("first", [1, 0, 2**31 - 1, 2**31, 2**32 - 1])
+def test_all_words_start_before_the_first_job(first: int) -> None:
+    with (
+        Control.create(num_workers=1, num_slots=2, first_sequence=first) as control,
+        Control.attach(control.fd) as other,
+    ):
+        box = other.mailbox(0, 0)
+        for name in ("published", "ready", "done", "started"):
+            assert load_acquire(box.word(name)) == wrap(first - 1)
+        end = ProducerEnd(box)
+        assert end.next_sequence == wrap(first)
+        assert end.state() == WorkerState(0, WorkerStatus.ABSENT)
+        assert (other.num_ranks, other.num_workers, other.num_slots) == (1, 1, 2)
+        del box, end
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_workers", "num_slots"),
+    [(0, 1, 4), (1, 0, 4), (1, 1, 1), (1, 1, 12), (1, 1, 2**21)],
+)
+def test_shapes_that_cannot_be_are_refused(
+    num_ranks: int, num_workers: int, num_slots: int
+) -> None:
+    with pytest.raises(ShmError):
+        Control.create(num_ranks=num_ranks, num_workers=num_workers, num_slots=num_slots)
+
+
+def test_attach_refuses_other_segments() -> None:
+    with Segment.create(4096, kind="control") as segment:
+        with pytest.raises(FormatError, match="does not fit its shape"):
+            Control.attach(segment.fd)
+        segment.buffer[:12] = b"".join(n.to_bytes(4, "little") for n in (1, 9, 64))
+        with pytest.raises(FormatError, match="does not fit its shape"):
+            Control.attach(segment.fd)
+    with Segment.create(4096, kind="rings") as segment, pytest.raises(FormatError, match="rings"):
+        Control.attach(segment.fd)
+
+
+def test_a_held_mailbox_keeps_the_segment_open() -> None:
+    control = Control.create(num_workers=1)
+    end = ProducerEnd(control.mailbox(0, 0))
+    with pytest.raises(ShmError, match="cannot be closed"):
+        control.close()
+    assert end.can_publish()
+    del end
+    control.close()
+
+
+@pytest.mark.parametrize("status", list(WorkerStatus))
+@pytest.mark.parametrize("generation", [0, 1, 2**31 - 1, -(2**31), -1])
+def test_a_state_is_one_word(status: WorkerStatus, generation: int) -> None:
+    state = WorkerState(generation, status)
+    assert WorkerState.from_word(state.to_word()) == state
+    assert -(2**63) <= state.to_word() < 2**63
+
+
+def test_words_have_addresses_by_name() -> None:
+    with Control.create(num_workers=1) as control:
+        box = control.mailbox(0, 0)
+        addresses = [box.word(field.name) - box.address for field in MAILBOX_FIELDS]
+        assert addresses == [field.offset for field in MAILBOX_FIELDS]
+        del box
