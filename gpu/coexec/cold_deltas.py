@@ -11,6 +11,7 @@ of a fused kernel.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,16 +25,24 @@ GroupKey = tuple[int, int]  # layer, input group within it
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A layer group that is being loaded."""
+
+    event: Event  # recorded behind its copies
+    memory: torch.Tensor  # where it comes to lie on the device
+
+
+@dataclass(frozen=True, slots=True)
 class ColdPlan:
     """What the deltas of one pass are made of.
 
     ``batches`` and ``arrivals`` have one entry per layer: the rows whose deltas the device computes
-    there, and the events behind the loads that they need.
+    there, and the loads under way that they need.
     """
 
     invocations: Mapping[GroupKey, tuple[Invocation, ...]]
     batches: tuple[LoraBatch | None, ...]
-    arrivals: tuple[tuple[Event, ...], ...]
+    arrivals: tuple[tuple[Arrival, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +67,15 @@ class Exchange:
 
 
 class AddDeltas(Protocol):
-    """Adds what workers computed to the base products, on the compute stream."""
+    """Enqueues the sum of what workers computed and the base products."""
 
-    def __call__(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
-        """Add ``invocation.y`` to the invocation's tokens of ys, one per target of the group."""
+    def __call__(
+        self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
+    ) -> None:
+        """Add ``invocation.y`` to the invocation's tokens of ys, one per target of the group.
+
+        On ``exchange.compute``, which sees y already.
+        """
         ...
 
 
@@ -111,7 +125,8 @@ class ColdDeltas:
         self._add_deltas = add_deltas
         self._plan = plan
         self._observer = observer
-        self._has_arrived = [not events for events in plan.arrivals]
+        self._has_arrived = [not arrivals for arrivals in plan.arrivals]
+        self._signalled: set[int] = set()  # ids of invocations, which the plan keeps alive
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Send x to the workers of this group."""
@@ -125,6 +140,7 @@ class ColdDeltas:
             rows = x[invocation.start : invocation.end]
             exchange.device.copy(exchange.transfer, invocation.x, rows)
             exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
+            self._signalled.add(id(invocation))
             self._observer.signalled(key, invocation)
 
     def add(
@@ -140,15 +156,28 @@ class ColdDeltas:
         batch = self._plan.batches[layer]
         if batch is not None:
             self._await_layer(layer)
-            self._backend.add_deltas(x, ys, target_indices, batch)
+            self._exchange.device.launch(
+                self._exchange.compute,
+                partial(self._backend.add_deltas, x, ys, target_indices, batch),
+                reads=(x, *[arrival.memory for arrival in self._plan.arrivals[layer]]),
+                writes=ys,
+            )
         self._take_in(key, ys)
+
+    def release_workers(self) -> None:
+        """Let the workers go on that still wait for x: the pass has failed, and all is void."""
+        exchange = self._exchange
+        for invocations in self._plan.invocations.values():
+            for invocation in invocations:
+                if id(invocation) not in self._signalled:
+                    exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
 
     def _await_layer(self, layer: int) -> None:
         """Hold the compute stream until the adapters' layer groups are there."""
         if self._has_arrived[layer]:
             return
-        for event in self._plan.arrivals[layer]:
-            self._exchange.device.wait_event(self._exchange.compute, event)
+        for arrival in self._plan.arrivals[layer]:
+            self._exchange.device.wait_event(self._exchange.compute, arrival.event)
         self._has_arrived[layer] = True
 
     def _take_in(self, key: GroupKey, ys: Sequence[torch.Tensor]) -> None:
@@ -162,14 +191,7 @@ class ColdDeltas:
             self._observer.wait_ends(key, invocation)
         exchange.order(exchange.transfer, exchange.compute)
         for invocation in invocations:
-            self._add_deltas(invocation, ys)
-
-
-def add_from_host(invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
-    """``AddDeltas`` on the CPU: y lies where the device can read it."""
-    for (first, width), y in zip(invocation.columns, ys, strict=True):
-        rows = y[invocation.start : invocation.end]
-        rows += invocation.y[:, first : first + min(width, y.shape[1])]
+            self._add_deltas(exchange, invocation, ys)
 
 
 def _key(group: Hashable) -> GroupKey:

@@ -61,7 +61,9 @@ class Admission:
         """
         if request.num_in_flight_steps:
             return Verdict.NO_MEMORY  # preempted just now, and what it held is still in use
-        verdict = self._ready_adapter(request, now_s, is_first=is_first)
+        verdict = self._ready_adapter(
+            request, now_s, is_first=is_first, has_cold_seat=draft.max_cold_tokens > 0
+        )
         if verdict is not None:
             return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
@@ -72,7 +74,9 @@ class Admission:
         self._start(request, num_blocks, draft, now_s)
         return Verdict.ADMITTED
 
-    def _ready_adapter(self, request: Request, now_s: float, *, is_first: bool) -> Verdict | None:
+    def _ready_adapter(
+        self, request: Request, now_s: float, *, is_first: bool, has_cold_seat: bool
+    ) -> Verdict | None:
         """Return None if the request can run now; otherwise see to its adapter being loaded."""
         state = self._memory.cache.state(request.adapter_id)
         if state is AdapterState.RESIDENT:
@@ -87,7 +91,7 @@ class Admission:
                 0, request.adapter_bytes, include_waiting=is_first, keep=BASE_ADAPTER
             )
             return Verdict.NO_MEMORY
-        if self._cold_starts.may_start(request, len(self._running), now_s):
+        if has_cold_seat and self._cold_starts.may_start(request, len(self._running), now_s):
             return None
         return Verdict.LOADING
 
@@ -114,7 +118,7 @@ class Admission:
             draft.add_chunk(request)
             return
         chunk = self._cold_starts.next_chunk(
-            request, draft.num_free_tokens, len(self._running) - 1, now_s
+            request, draft.max_cold_tokens, len(self._running) - 1, now_s
         )
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)

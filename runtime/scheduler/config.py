@@ -19,10 +19,15 @@ class SchedulerConfig:
     mix_decode_with_prefill: bool = True  # decode rows ride along with prefill chunks
     recompute_at_tokens: int | None = None  # KV made below this length is of no use from it on
     max_prefetch_requests: int = 16  # waiting requests whose adapters load ahead of admission
+    max_assisted_tokens_per_step: int = 512  # of requests whose adapter is still being loaded
+    max_assisted_rows_per_step: int = 4  # such requests
     growth_headroom: float = 0.01  # share of the blocks that admission leaves to growth
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
+        for name in (
+            "max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size",
+            "max_assisted_tokens_per_step", "max_assisted_rows_per_step",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value < 1:
                 flag = "--" + name.replace("_", "-")

@@ -123,7 +123,7 @@ class Scheduler:
 
         Growth comes first, then decode rows, prefill chunks of running requests, new requests.
         """
-        draft = StepDraft(self.config.max_num_batched_tokens)
+        draft = StepDraft(self.config)
         if self.config.recompute_at_tokens is not None:
             self._reset_outgrown(self.config.recompute_at_tokens)
         if not self._cold_starts.stops_everybody():
@@ -269,15 +269,16 @@ class Scheduler:
         for request in self._policy.prefill_order(prefills, now_s):
             if not draft.num_free_tokens:
                 break
-            if request.is_cold:
+            if request.is_cold and draft.max_cold_tokens:
                 self._continue_cold(request, draft, now_s)
-            else:
+            elif not request.is_cold:
                 draft.add_chunk(request)
 
     def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
         """Put a chunk of a request into the step whose adapter is still being loaded."""
-        num_others = len(self._running) - 1
-        chunk = self._cold_starts.next_chunk(request, draft.num_free_tokens, num_others, now_s)
+        chunk = self._cold_starts.next_chunk(
+            request, draft.max_cold_tokens, len(self._running) - 1, now_s
+        )
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)
 

@@ -16,6 +16,7 @@ from ..plan import (
     TransferId,
 )
 from .cold import ColdChunk
+from .config import SchedulerConfig
 
 _Chunk = tuple[Request, int]  # and how many of its tokens to compute
 _ColdChunk = tuple[Request, int, int]  # and the split layer
@@ -37,12 +38,14 @@ class StepDraft:
 
     __slots__ = (
         "_block_updates", "_chunks", "_cold_chunks", "_decodes", "_new_requests",
-        "num_free_tokens",
+        "_num_free_cold_rows", "_num_free_cold_tokens", "num_free_tokens",
     )  # fmt: skip
 
-    def __init__(self, max_num_tokens: int) -> None:
-        """``max_num_tokens``: what the step may compute."""
-        self.num_free_tokens = max_num_tokens
+    def __init__(self, config: SchedulerConfig) -> None:
+        """``config``: how much a step may compute."""
+        self.num_free_tokens = config.max_num_batched_tokens
+        self._num_free_cold_tokens = config.max_assisted_tokens_per_step
+        self._num_free_cold_rows = config.max_assisted_rows_per_step
         self._decodes: list[Request] = []
         self._chunks: list[_Chunk] = []
         self._cold_chunks: list[_ColdChunk] = []
@@ -64,10 +67,19 @@ class StepDraft:
         else:
             self._chunks.append((request, num_tokens))
 
+    @property
+    def max_cold_tokens(self) -> int:
+        """Tokens that one more request may bring whose adapter is still being loaded."""
+        if not self._num_free_cold_rows:
+            return 0
+        return min(self.num_free_tokens, self._num_free_cold_tokens)
+
     def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
         """Compute ``chunk`` of a request whose adapter is not wholly on the device."""
-        assert 0 < chunk.num_tokens <= min(request.num_pending_tokens, self.num_free_tokens)
+        assert 0 < chunk.num_tokens <= min(request.num_pending_tokens, self.max_cold_tokens)
         self.num_free_tokens -= chunk.num_tokens
+        self._num_free_cold_tokens -= chunk.num_tokens
+        self._num_free_cold_rows -= 1
         self._cold_chunks.append((request, chunk.num_tokens, chunk.split_layer))
 
     def announce(self, request: Request) -> None:

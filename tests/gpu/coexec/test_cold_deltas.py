@@ -7,13 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from corun.gpu.coexec.cold_deltas import (
-    ColdDeltas,
-    ColdPlan,
-    Exchange,
-    NoObserver,
-    add_from_host,
-)
+from corun.gpu.coexec.adders import add_from_host
+from corun.gpu.coexec.cold_deltas import Arrival, ColdDeltas, ColdPlan, Exchange, NoObserver
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import Word
 from corun.gpu.device.cpu import CpuDevice
@@ -127,7 +122,7 @@ def test_workers_below_the_split_and_the_device_from_it_on(bench: Bench) -> None
     event = bench.device.event()
     load = bench.exchange.compute
     bench.device.record(load, event)
-    plan = ColdPlan(invocations, (None, None, batch), ((), (), (event,)))
+    plan = ColdPlan(invocations, (None, None, batch), ((), (), (Arrival(event, x),)))
     layers = run_pass(bench, plan, x)
     by_worker = x[start:end] @ worker.matrix
     for layer in range(split):

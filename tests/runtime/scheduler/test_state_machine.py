@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtaking_tokens=st.integers(0, 40),
         cold_start_share=st.sampled_from([0.0, 0.5, 1.0]),
         cold_seed=st.integers(0, 1000),
+        max_cold=st.tuples(st.integers(1, 12), st.integers(1, 3)),
     )
     def build(
         self,
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtaking_tokens: int,
         cold_start_share: float,
         cold_seed: int,
+        max_cold: tuple[int, int],
     ) -> None:
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), start_share=cold_start_share, blocking_share=0.1
@@ -78,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             mix_decode_with_prefill=mix,
             recompute_at_tokens=recompute_at_tokens,
             growth_headroom=0.0,
+            max_assisted_tokens_per_step=max_cold[0],
+            max_assisted_rows_per_step=max_cold[1],
             cold_starts=self.cold_starts,
         )
         self.executor = make_executor(self.scheduler, is_automatic=False)
@@ -341,6 +345,7 @@ def live_through(rng: random.Random, depth: int) -> tuple[int, int]:
         max_overtaking_tokens=rng.choice([0, 20, 1000]),
         cold_start_share=rng.choice([0.0, 0.7, 1.0]),
         cold_seed=rng.randint(0, 1000),
+        max_cold=(rng.choice([3, 20]), rng.choice([1, 4])),
     )
     for _ in range(80):
         act(machine, rng)

@@ -1,0 +1,213 @@
+"""Turns cold rows of a pass into jobs of CPU workers, and takes their results.
+
+Owns what the device knows of the workers' shared memory. It knows nothing of requests: rows are
+spans of packed tokens with an adapter.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...cpu_workers.pool import SliceJob, WorkerPool
+from ...cpu_workers.slices import split_tokens
+from ...shm.errors import WorkerUnavailableError
+from ...shm.job import Job, JobStatus
+from ...shm.region import Region
+from ..device.base import Word
+from ..device.host_memory import HostMemory
+from .cold_deltas import GroupKey
+from .invocation import Invocation
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRegion:
+    """A region of the host arena."""
+
+    arena_offset: int
+    region: Region
+
+    @property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """First column and width in y of each target of the group."""
+        spans, first = [], 0
+        for target in self.region.targets:
+            spans.append((first, target.padded_columns))
+            first += target.padded_columns
+        return tuple(spans)
+
+
+class ColdAdapter(Protocol):
+    """An adapter in the host arena."""
+
+    def region(self, key: GroupKey) -> PlacedRegion | None:
+        """Its matrices of an input group; None if it does not change the group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AssistedRow:
+    """Packed tokens [start, end) whose deltas workers compute in the layers below the split."""
+
+    start: int
+    end: int
+    split_layer: int
+    adapter: ColdAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One slice of one row, on one worker."""
+
+    row: int
+    start: int
+    end: int
+    worker: int
+
+
+# Seconds that a worker needs: (region, tokens).
+PredictDelta = Callable[[Region, int], float]
+
+
+class WorkerGateway:
+    """Publishes the jobs of passes. Used by one thread."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        memory: HostMemory,
+        predict_s: PredictDelta,
+        *,
+        num_input_groups: int,
+        tokens_per_worker: int,
+    ) -> None:
+        """Use ``pool``, whose rings are registered as ``memory``.
+
+        Args:
+            pool: The workers.
+            memory: Registration of ``pool.rings.segment``; closed by the device.
+            predict_s: How long a worker takes for a slice.
+            num_input_groups: In a layer.
+            tokens_per_worker: The per-core token budget c.
+        """
+        self._pool = pool
+        self._memory = memory
+        self._predict_s = predict_s
+        self._num_input_groups = num_input_groups
+        self._tokens_per_worker = tokens_per_worker
+        self._words = [self._words_of(worker) for worker in range(pool.num_workers)]
+
+    @property
+    def num_ready_workers(self) -> int:
+        """Workers that take jobs now."""
+        return len(self._pool.ready_workers())
+
+    def invoke(
+        self, rows: Sequence[AssistedRow], item_bytes: int
+    ) -> dict[GroupKey, tuple[Invocation, ...]]:
+        """Publish the jobs of all layers of a pass, in the order in which they will be needed.
+
+        Raises ``WorkerUnavailableError`` if a worker that had been ready is not any more, or
+        ``MailboxFullError``: jobs published until then are failed or ignored by ``settle``.
+        """
+        workers = self._pool.ready_workers()
+        if not workers:
+            raise WorkerUnavailableError("no CPU worker is ready")
+        invocations: dict[GroupKey, tuple[Invocation, ...]] = {}
+        for layer in range(max(row.split_layer for row in rows)):
+            places = self._places(rows, layer, workers)
+            for group in range(self._num_input_groups):
+                key = (layer, group)
+                jobs = [self._invoke_one(rows[p.row], p, key, item_bytes) for p in places]
+                present = tuple(job for job in jobs if job is not None)
+                if present:
+                    invocations[key] = present
+        return invocations
+
+    def settle(
+        self, invocations: dict[GroupKey, tuple[Invocation, ...]], *, timeout_s: float
+    ) -> frozenset[tuple[int, int]]:
+        """Take the results of all jobs; return the token spans whose deltas are void.
+
+        All waits of the pass have ended, so all results are there.
+        """
+        spans = {
+            (job.worker, job.sequence): (job.start, job.end)
+            for jobs in invocations.values()
+            for job in jobs
+        }
+        failed: set[tuple[int, int]] = set()
+        for worker in range(self._pool.num_workers):
+            end = self._pool.end(worker)
+            while end.num_outstanding:
+                self._pool.wait_done(worker, end.oldest_sequence, timeout_s=timeout_s)
+                result = end.take_result()
+                span = spans.get((worker, result.sequence))
+                if span is not None and result.status is not JobStatus.DONE:
+                    failed.add(span)
+        return frozenset(failed)
+
+    def _places(
+        self, rows: Sequence[AssistedRow], layer: int, workers: Sequence[int]
+    ) -> tuple[_Place, ...]:
+        """Share the tokens of the rows that are assisted in ``layer`` over the workers."""
+        num_tokens = [row.end - row.start if row.split_layer > layer else 0 for row in rows]
+        slices = split_tokens(
+            num_tokens, num_cores=len(workers), tokens_per_core=self._tokens_per_worker
+        )
+        return tuple(
+            _Place(
+                part.request,
+                rows[part.request].start + part.first_token,
+                rows[part.request].start + part.first_token + part.num_tokens,
+                workers[part.core],
+            )
+            for part in slices
+        )
+
+    def _invoke_one(
+        self, row: AssistedRow, place: _Place, key: GroupKey, item_bytes: int
+    ) -> Invocation | None:
+        placed = row.adapter.region(key)
+        if placed is None:
+            return None
+        region = placed.region
+        num_tokens = place.end - place.start
+        job = self._pool.submit(
+            place.worker,
+            SliceJob(
+                arena_offset=placed.arena_offset,
+                num_tokens=num_tokens,
+                in_columns=region.in_features,
+                out_columns=region.y_columns,
+                predicted_us=max(1, round(self._predict_s(region, num_tokens) * 1e6)),
+            ),
+        )
+        return self._invocation(job, place, placed)
+
+    def _invocation(self, job: Job, place: _Place, placed: PlacedRegion) -> Invocation:
+        ready, done = self._words[place.worker]
+        return Invocation(
+            worker=place.worker,
+            sequence=job.sequence,
+            generation=job.generation,
+            start=place.start,
+            end=place.end,
+            x=self._rows(job.x_offset, job.num_tokens, placed.region.in_features),
+            y=self._rows(job.y_offset, job.num_tokens, placed.region.y_columns),
+            columns=placed.columns,
+            ready=ready,
+            done=done,
+        )
+
+    def _rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
+        return self._memory.tensor(offset, (num_rows, num_columns), torch.bfloat16)
+
+    def _words_of(self, worker: int) -> tuple[Word, Word]:
+        """The words lie in the control segment, which is registered beside the rings."""
+        end = self._pool.end(worker)
+        return (
+            Word(f"ready of worker {worker}", end.ready_address),
+            Word(f"done of worker {worker}", end.done_address),
+        )
