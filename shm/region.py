@@ -29,6 +29,7 @@ MAX_TARGETS = 16  # of one input group; gate, up of an expert and q, k, v have t
 _MAGIC = b"corunreg"
 _HEADER = struct.Struct("<8sHHIqq32x")  # magic, version, item bytes, targets, width of x, bytes
 _TARGET = struct.Struct("<qqqqf28x")  # rank, offset of A, offset of B, columns of y, scaling
+_FLOAT32 = struct.Struct("<f")
 assert _HEADER.size == HEADER_BYTES and _TARGET.size == TARGET_BYTES
 
 # For readers that are compiled: fields of a target's line in words of 8 bytes. The scaling is the
@@ -95,16 +96,15 @@ def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]
     places = []
     for target in targets:
         assert target.rank >= 0 and target.padded_columns > 0, target
+        (scaling,) = _FLOAT32.unpack(_FLOAT32.pack(target.scaling))  # as readers will see it
         if target.rank == 0:
             assert target.a_bytes == target.b_bytes == 0, target
-            places.append(TargetPlace(0, 0, 0, target.padded_columns, target.scaling))
+            places.append(TargetPlace(0, 0, 0, target.padded_columns, scaling))
             continue
         a_offset = _aligned(end)
         b_offset = _aligned(a_offset + target.a_bytes)
         end = b_offset + target.b_bytes
-        places.append(
-            TargetPlace(target.rank, a_offset, b_offset, target.padded_columns, target.scaling)
-        )
+        places.append(TargetPlace(target.rank, a_offset, b_offset, target.padded_columns, scaling))
     return Region(in_features, item_bytes, _aligned(end), tuple(places))
 
 

@@ -62,7 +62,7 @@ def pack_a(a: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 
     out: where to, contiguous, of A's type and ``packed_a_shape``; all of it is written.
     """
-    tiles, steps, ranks, unit = shape = packed_a_shape(*a.shape, a.itemsize)
+    tiles, steps, ranks, unit = shape = packed_a_shape(a.shape[0], a.shape[1], a.itemsize)
     packed = np.empty(shape, a.dtype) if out is None else out
     assert packed.shape == shape, (packed.shape, shape)
     units = _padded(a, tiles * ranks, steps * unit).view(np.uint64).reshape(tiles, ranks, steps)
@@ -75,7 +75,7 @@ def pack_b(b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 
     out: where to, contiguous, of B's type and ``packed_b_shape``; all of it is written.
     """
-    groups, steps, columns, unit = shape = packed_b_shape(*b.shape, b.itemsize)
+    groups, steps, columns, unit = shape = packed_b_shape(b.shape[0], b.shape[1], b.itemsize)
     packed = np.empty(shape, b.dtype) if out is None else out
     assert packed.shape == shape, (packed.shape, shape)
     units = _padded(b, groups * columns, steps * unit).view(np.uint32)

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .emitter import F32, F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
+from .emitter import F32, F32X16, I16X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
 
 
@@ -98,8 +98,11 @@ def _make_shrink(num_tokens: int, num_tiles: int) -> Any:
     return shrink
 
 
-def _make_expand(num_tokens: int, num_groups: int) -> Any:
-    """y[token, column] += sum over ranks of h[token, rank] B[column, rank], one register tile."""
+def _make_expand(num_tokens: int, num_groups: int, *, is_stored: bool = False) -> Any:
+    """y[token, column] += sum over ranks of h[token, rank] B[column, rank], one register tile.
+
+    ``is_stored``: y is bfloat16 and written instead of added to; what it held is not read.
+    """
 
     @intrinsic
     def expand(
@@ -154,14 +157,28 @@ def _make_expand(num_tokens: int, num_groups: int) -> Any:
             for t in range(num_tokens):
                 target = emit.offset(y, builder.mul(y_stride, I64(t)))
                 for g in range(num_groups):
-                    emit.add_rounded(
-                        emit.offset(target, g * column_bytes), totals[t * num_groups + g]
-                    )
+                    columns = emit.offset(target, g * column_bytes)
+                    if is_stored:
+                        emit.store_bfloat16(totals[t * num_groups + g], columns)
+                    else:
+                        emit.add_rounded(columns, totals[t * num_groups + g])
             return context.get_dummy_value()
 
         return signature, codegen
 
     return expand
+
+
+@intrinsic
+def store_zeros(typingctx: Any, address: types.Type) -> tuple[Any, Any]:
+    """Write zeros to the 16 bfloat16 of a group of columns at ``address``."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
+        zeros = ir.Constant(I16X16, [0] * COLUMNS_PER_GROUP)
+        Emitter(builder, types.uint16).store(zeros, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 def _make_load(result: Any, kind: ir.Type, item_bytes: int) -> Any:
@@ -190,3 +207,5 @@ shrink_4x2, shrink_4x1 = _make_shrink(4, 2), _make_shrink(4, 1)
 shrink_1x2, shrink_1x1 = _make_shrink(1, 2), _make_shrink(1, 1)
 expand_4x4, expand_4x1 = _make_expand(4, 4), _make_expand(4, 1)
 expand_1x4, expand_1x1 = _make_expand(1, 4), _make_expand(1, 1)
+store_4x4, store_4x1 = _make_expand(4, 4, is_stored=True), _make_expand(4, 1, is_stored=True)
+store_1x4, store_1x1 = _make_expand(1, 4, is_stored=True), _make_expand(1, 1, is_stored=True)

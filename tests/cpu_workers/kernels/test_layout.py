@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from corun.cpu_workers import kernels
-from corun.cpu_workers.kernels import layout, linear, lora
+from corun.cpu_workers.kernels import delta, layout, linear, lora
 
 FOLDER = Path(kernels.__path__[0])
 
@@ -77,7 +77,7 @@ def test_pack_linear_keeps_every_value_in_place(out_features: int, in_features: 
     assert np.array_equal(layout.unpack_linear(packed, out_features, in_features), weight)
 
 
-@pytest.mark.parametrize("kernel", [linear, lora])
+@pytest.mark.parametrize("kernel", [delta, linear, lora])
 def test_a_change_of_the_tiles_is_a_change_of_the_cached_kernels(kernel: ModuleType) -> None:
     names = ("emitter.py", "layout.py", "linear_tiles.py", "tiles.py")
     content = b"".join((FOLDER / name).read_bytes() for name in names)
@@ -85,7 +85,7 @@ def test_a_change_of_the_tiles_is_a_change_of_the_cached_kernels(kernel: ModuleT
     assert digest == kernel.TILES_DIGEST, f"set TILES_DIGEST of {kernel.__name__} to {digest!r}"
 
 
-@pytest.mark.parametrize("name", ["linear", "lora"])
+@pytest.mark.parametrize("name", ["delta", "linear", "lora"])
 def test_kernels_load_without_torch(name: str) -> None:
     code = f"import sys, corun.cpu_workers.kernels.{name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

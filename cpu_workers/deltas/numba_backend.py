@@ -1,0 +1,48 @@
+"""Deltas by the register tiles of ``kernels``: the packed layout is theirs."""
+
+import numpy as np
+
+from ..kernels import layout
+from ..kernels.delta import SCRATCH_BYTES, store_delta
+from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
+from .unpack import padded_in
+
+
+class NumbaDelta:
+    """``use_bfloat16_dot`` None = if the processor has AVX512_BF16."""
+
+    name = "numba"
+
+    def __init__(self, *, use_bfloat16_dot: bool | None = None) -> None:
+        has_dot = layout.has_bfloat16_dot() if use_bfloat16_dot is None else use_bfloat16_dot
+        self._tag: np.generic = layout.BFLOAT16_DOT if has_dot else layout.BFLOAT16
+        self._hidden = np.empty(SCRATCH_BYTES // 4, np.float32)
+        self._scratch = Scratch()
+
+    def compute(self, job: DeltaJob) -> None:
+        """See ``DeltaBackend``."""
+        width = padded_in(job)
+        x_address, x_stride = job.x_address, job.x_stride_bytes
+        if width != job.region.in_features:
+            # The kernel reads whole units of x; behind its width lies anything.
+            x = self._padded(job, width)
+            x_address, x_stride = x.ctypes.data, x.strides[0]
+        store_delta(
+            self._tag,
+            job.region_address,
+            len(job.region.targets),
+            width * ITEM_BYTES // 8,
+            x_address,
+            x_stride,
+            job.num_tokens,
+            job.y_address,
+            job.y_stride_bytes,
+            self._hidden.ctypes.data,
+        )
+
+    def _padded(self, job: DeltaJob, width: int) -> np.ndarray:
+        in_features = job.region.in_features
+        x = self._scratch.take("x", np.uint16, (job.num_tokens, width))
+        x[:, :in_features] = rows_at(job.x_address, job.num_tokens, in_features, job.x_stride_bytes)
+        x[:, in_features:] = 0
+        return x

@@ -1,0 +1,53 @@
+"""The back ends of one worker, and which of them computes a job."""
+
+from ...shm.region import Region
+from .base import BACKEND_NAMES, BackendName, DeltaBackend, DeltaJob, shape_of
+from .table import DeltaTable
+
+
+def make_backend(name: str) -> DeltaBackend:
+    """A back end by its name; imports what it is made of, torch for ``torch`` alone."""
+    if name == "numba":
+        from .numba_backend import NumbaDelta
+
+        return NumbaDelta()
+    if name == "numpy":
+        from .numpy_backend import NumpyDelta
+
+        return NumpyDelta()
+    if name == "torch":
+        from .torch_backend import TorchDelta
+
+        return TorchDelta()
+    raise ValueError(f"delta back ends are {', '.join(BACKEND_NAMES)}; not {name}")
+
+
+class Deltas:
+    """Computes jobs, each with the back end that the table says is fastest for its shape.
+
+    For one thread: back ends own scratch memory.
+    """
+
+    def __init__(self, table: DeltaTable, forced: BackendName | None = None) -> None:
+        """``forced``: compute everything with this one; it need not be in the table."""
+        self._table = table
+        names = (forced,) if forced else table.backends
+        self._backends = {name: make_backend(name) for name in names}
+        self._forced = forced
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What may be chosen."""
+        return tuple(self._backends)
+
+    def choose(self, region: Region, num_tokens: int) -> DeltaBackend:
+        """Find the back end for a job; raises ``FormatError`` if the region is not for workers.
+
+        Not needed while x is waited for, so a worker can ask before.
+        """
+        shape = shape_of(region, num_tokens)
+        return self._backends[self._forced or self._table.best(shape)]
+
+    def compute(self, job: DeltaJob) -> None:
+        """Choose and compute."""
+        self.choose(job.region, job.num_tokens).compute(job)

@@ -1,0 +1,122 @@
+"""Which back end computes a delta fastest, and how long it takes: measured points, pure lookup."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """What the time of a job depends on.
+
+    ``rank_sum``: ranks of all targets. ``num_values``: of all their matrices A and B, so that
+    ``num_values / rank_sum`` is the width that a rank is read and written with.
+    """
+
+    num_tokens: int
+    rank_sum: int
+    num_values: int
+
+    @property
+    def width(self) -> float:
+        """Values of A and B per rank."""
+        return self.num_values / self.rank_sum if self.rank_sum else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Time of one job of one back end, in microseconds."""
+
+    backend: str
+    shape: DeltaShape
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTable:
+    """Measured times. Every back end in it has the same shapes.
+
+    A time is read off in two steps. Of the measured (rank sum, width) the nearest, by ratio, is
+    taken; between its numbers of tokens the time is interpolated, beyond the last it goes on with
+    the last slope. Then it is scaled by the values of A and B, which both arithmetic and memory
+    traffic are proportional to, without the fixed cost of a call.
+    """
+
+    points: tuple[Measured, ...]
+
+    def __post_init__(self) -> None:
+        assert self.points, "a table needs a measured point"
+        names = self.backends
+        for shape in {point.shape for point in self.points}:
+            measured = [point.backend for point in self.points if point.shape == shape]
+            assert sorted(measured) == sorted(names), (shape, measured)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of what was measured, each once, in the order of the points."""
+        return tuple(dict.fromkeys(point.backend for point in self.points))
+
+    def best(self, shape: DeltaShape) -> str:
+        """The back end that is predicted to be the fastest; of equal ones the first measured."""
+        return min(self.backends, key=lambda name: self.predicted_us(name, shape))
+
+    def predicted_us(self, backend: str, shape: DeltaShape) -> float:
+        """Microseconds of a job. Raises ``KeyError`` for a back end that was not measured."""
+        points = [point for point in self.points if point.backend == backend]
+        if not points:
+            raise KeyError(backend)
+        # The smallest job is nearly all call.
+        overhead_us = min(point.time_us for point in points)
+        if shape.num_values == 0:
+            return overhead_us
+        distance = min(_distance(shape, point.shape) for point in points)
+        curve = sorted(
+            (point.shape.num_tokens, point.time_us, point.shape.num_values)
+            for point in points
+            if _distance(shape, point.shape) == distance
+        )
+        at_point_us = _interpolated(shape.num_tokens, [(t, us) for t, us, _ in curve])
+        scale = shape.num_values / curve[0][2]
+        return overhead_us + max(0.0, at_point_us - overhead_us) * scale
+
+    def without_losers(self, keep: str, margin: float) -> "DeltaTable":
+        """Only ``keep`` and what is faster than it by more than ``margin`` (0.1 = 10 %) somewhere.
+
+        For back ends that cost memory merely by being loaded.
+        """
+        reference = {p.shape: p.time_us for p in self.points if p.backend == keep}
+        winners = {
+            p.backend for p in self.points if p.time_us * (1 + margin) < reference[p.shape]
+        } | {keep}
+        return DeltaTable(tuple(p for p in self.points if p.backend in winners))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "DeltaTable":
+        """Undo ``to_json``."""
+        points: Iterable[dict[str, Any]] = values["points"]
+        return cls(
+            tuple(
+                Measured(point["backend"], DeltaShape(**point["shape"]), point["time_us"])
+                for point in points
+            )
+        )
+
+
+def _distance(a: DeltaShape, b: DeltaShape) -> float:
+    return abs(math.log(a.rank_sum / b.rank_sum)) + abs(math.log(a.width / b.width))
+
+
+def _interpolated(x: int, curve: list[tuple[int, float]]) -> float:
+    """Piecewise linear through the points of ``curve``; constant before them."""
+    if x <= curve[0][0] or len(curve) == 1:
+        return curve[0][1] * max(1.0, x / curve[0][0])
+    segment = next((i for i in range(1, len(curve) - 1) if x <= curve[i][0]), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[segment - 1], curve[segment]
+    # Noise must not make a longer job look shorter than the longest measured.
+    slope = (y1 - y0) / (x1 - x0)
+    return y1 + max(0.0, slope) * (x - x1) if x > x1 else y0 + slope * (x - x0)

@@ -1,0 +1,219 @@
+"""The delta of one job on one core: y = scaling * (x A^T) B^T for all targets of an input group.
+
+Owns how work is cut; knows nothing of segments, jobs or torch: it is handed the raw address of a
+region (``shm.region``), whose header it reads itself. Products accumulate in float32; y is rounded
+once and written, never read. ``lora`` is for many adapters and threads, and adds to y.
+
+One block of tokens after the other, as many as stay in the second-level cache with 16 ranks of A:
+all ranks of all targets read them there, so x comes from memory once, and A once per block.
+"""
+
+from typing import Any
+
+from numba import njit
+
+from ...shm.region import (
+    A_WORD,
+    B_WORD,
+    COLUMNS_WORD,
+    HEADER_BYTES,
+    MAX_TARGETS,
+    RANK_WORD,
+    SCALING_WORD,
+    TARGET_BYTES,
+)
+from .emitter import VECTOR_BYTES
+from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
+from .tiles import (
+    float32_at,
+    int64_at,
+    shrink_1x1,
+    shrink_1x2,
+    shrink_4x1,
+    shrink_4x2,
+    shrink_8x1,
+    shrink_8x2,
+    store_1x1,
+    store_1x4,
+    store_4x1,
+    store_4x4,
+    store_zeros,
+)
+
+TILES_DIGEST = "6bbd443e8d1f5cc2"  # sha256 of its sources, first 16 digits: see tiles.py
+
+# What of ``shm.region`` is compiled into the cached kernel; a test holds it for the same reason.
+REGION_FORMAT = "header 64, target 64, words 0 1 2 3 4, targets 16"
+
+MAX_BLOCK_TOKENS = 64
+MAX_RANK = 256
+_BLOCK_BYTES = 512 * 1024  # of x: half of a second-level cache of today
+_STEP_BYTES = 8  # of a row of x, which ``shrink`` reads at once
+_ITEM_BYTES = 2  # bfloat16
+
+# What ``store_delta`` needs as scratch, for any region.
+SCRATCH_BYTES = 4 * MAX_BLOCK_TOKENS * MAX_TARGETS * MAX_RANK
+
+
+@njit(error_model="numpy", nogil=True)
+def _shrink_target(
+    tag: Any,
+    a: int,
+    tiles: int,
+    scaling: Any,
+    x: int,
+    x_stride: int,
+    in_steps: int,
+    num_tokens: int,
+    h: int,
+    h_stride: int,
+) -> None:
+    """All ranks of one target; two tiles of 8 ranks for all tokens before the next two."""
+    tile_bytes = in_steps * VECTOR_BYTES
+    tile = 0
+    while tile < tiles:
+        pair = tile + 1 < tiles
+        values = x
+        target = h + 4 * tile * RANKS_PER_TILE
+        token = 0
+        while token < num_tokens:
+            left = num_tokens - token
+            num = 8 if left >= 8 else 4 if left >= 4 else 1
+            if pair and num == 8:
+                shrink_8x2(
+                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
+                )
+            elif pair and num == 4:
+                shrink_4x2(
+                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
+                )
+            elif pair:
+                shrink_1x2(
+                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
+                )
+            elif num == 8:
+                shrink_8x1(
+                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
+                )
+            elif num == 4:
+                shrink_4x1(
+                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
+                )
+            else:
+                shrink_1x1(
+                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
+                )
+            token += num
+            values += num * x_stride
+            target += num * h_stride
+        num_tiles = 2 if pair else 1
+        tile += num_tiles
+        a += num_tiles * tile_bytes
+
+
+@njit(error_model="numpy", nogil=True)
+def _store_target(
+    tag: Any,
+    b: int,
+    rank: int,
+    num_groups: int,
+    h: int,
+    h_stride: int,
+    num_tokens: int,
+    y: int,
+    y_stride: int,
+) -> None:
+    """All columns of one target; 64 of them for all tokens before the next, whose B is cached."""
+    steps = -(-rank // 2)
+    group_bytes = steps * VECTOR_BYTES
+    group = 0
+    while group < num_groups:
+        whole = num_groups - group >= 4
+        values = h
+        target = y
+        token = 0
+        while token < num_tokens:
+            num = 4 if num_tokens - token >= 4 else 1
+            if whole and num == 4:
+                store_4x4(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
+            elif whole:
+                store_1x4(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
+            elif num == 4:
+                store_4x1(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
+            else:
+                store_1x1(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
+            token += num
+            values += num * h_stride
+            target += num * y_stride
+        done = 4 if whole else 1
+        group += done
+        b += done * group_bytes
+        y += done * COLUMNS_PER_GROUP * _ITEM_BYTES
+
+
+@njit(error_model="numpy", nogil=True)
+def _store_nothing(num_groups: int, num_tokens: int, y: int, y_stride: int) -> None:
+    for token in range(num_tokens):
+        for group in range(num_groups):
+            store_zeros(y + token * y_stride + group * COLUMNS_PER_GROUP * _ITEM_BYTES)
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def store_delta(
+    tag: Any,
+    region: int,
+    num_targets: int,
+    in_steps: int,
+    x: int,
+    x_stride: int,
+    num_tokens: int,
+    y: int,
+    y_stride: int,
+    h: int,
+) -> None:
+    """Write the deltas of all targets of a region, side by side, for some tokens.
+
+    tag: ``layout.BFLOAT16`` or ``BFLOAT16_DOT``.
+    region: address of a region with matrices of bfloat16; num_targets: as its header says.
+    in_steps: units of 8 bytes in a padded row of x.
+    x: address of bfloat16 [num_tokens, padded in]; x_stride: bytes from one token to the next.
+    y: address of bfloat16 [num_tokens, padded columns of all targets]; y_stride: bytes.
+    h: address of ``SCRATCH_BYTES`` of scratch. Nothing is allocated.
+    """
+    lines = region + HEADER_BYTES
+    padded_ranks = 0
+    for t in range(num_targets):
+        rank = int64_at(lines + t * TARGET_BYTES, RANK_WORD)
+        padded_ranks += -(-rank // RANKS_PER_TILE) * RANKS_PER_TILE
+    # All targets of a token side by side.
+    h_stride = 4 * padded_ranks
+    fitting = _BLOCK_BYTES // (in_steps * _STEP_BYTES) // 8 * 8
+    block_tokens = min(max(fitting, 8), MAX_BLOCK_TOKENS)
+    for first in range(0, num_tokens, block_tokens):
+        tokens = min(block_tokens, num_tokens - first)
+        hidden = h
+        for t in range(num_targets):
+            line = lines + t * TARGET_BYTES
+            rank = int64_at(line, RANK_WORD)
+            tiles = -(-rank // RANKS_PER_TILE)
+            _shrink_target(
+                tag, region + int64_at(line, A_WORD), tiles,
+                float32_at(line + 8 * SCALING_WORD, 0), x + first * x_stride, x_stride, in_steps,
+                tokens, hidden, h_stride,
+            )  # fmt: skip
+            hidden += 4 * tiles * RANKS_PER_TILE
+        hidden = h
+        columns = y + first * y_stride
+        for t in range(num_targets):
+            line = lines + t * TARGET_BYTES
+            rank = int64_at(line, RANK_WORD)
+            num_groups = int64_at(line, COLUMNS_WORD) // COLUMNS_PER_GROUP
+            if rank == 0:
+                _store_nothing(num_groups, tokens, columns, y_stride)
+            else:
+                _store_target(
+                    tag, region + int64_at(line, B_WORD), rank, num_groups, hidden, h_stride,
+                    tokens, columns, y_stride,
+                )  # fmt: skip
+            hidden += 4 * -(-rank // RANKS_PER_TILE) * RANKS_PER_TILE
+            columns += num_groups * COLUMNS_PER_GROUP * _ITEM_BYTES
