@@ -43,6 +43,8 @@ class Transfers:
             )
         if not destination.is_contiguous() or not source.is_contiguous():
             raise DeviceError("a copy's buffers must be contiguous")
+        if source.numel() == 0:
+            return None  # such a tensor has no address
         to_device = self._runtime.is_on_device(destination)
         from_device = self._runtime.is_on_device(source)
         if to_device and from_device:
