@@ -3,7 +3,9 @@
 One message is one packet, so nothing needs framing; whoever waits does so by ``fileno``.
 """
 
+import select
 import socket
+import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -37,6 +39,11 @@ class Link(Generic[Received]):
         """The descriptor that becomes readable with a message or at the end."""
         return self._sock.fileno()
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether ``flush`` still has something to send."""
+        return bool(self._unsent)
+
     def receive(self) -> list[Received]:
         """Return what has arrived; sets ``at_end`` at the end. Raises ``LinkError``."""
         messages = []
@@ -55,6 +62,23 @@ class Link(Generic[Received]):
             except msgspec.MsgspecError as error:
                 raise LinkError(f"a message cannot be decoded: {error}") from error
         return messages
+
+    def wait_one(self, timeout_s: float) -> Received | None:
+        """Wait for the next message; None if none comes in time, or the peer is gone.
+
+        For a peer that sends one and then waits: what came with it is dropped.
+        """
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        messages = self.receive()
+        deadline_s = time.monotonic() + timeout_s
+        while not messages and not self.at_end:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            poll.poll(left_s * 1000)
+            messages = self.receive()
+        return messages[0] if messages else None
 
     def send(self, message: object) -> None:
         """Send ``message``; what the peer does not take now goes with a later ``flush``."""

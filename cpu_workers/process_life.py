@@ -56,21 +56,21 @@ def _cpu_ns(pid: int, stat_fields: list[str]) -> int:
         return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
-def open_child(pid: int, parent_pid: int) -> int | None:
-    """Return a pidfd of ``pid`` if it is a child of ``parent_pid``, else None.
+def open_process(pid: int, arguments: Sequence[str]) -> int | None:
+    """Return a pidfd of ``pid`` if its command line ends with ``arguments``, else None.
 
-    Numbers of processes are used again: one that has ended may by now name a stranger.
+    Numbers of processes are used again: that of one that has ended may by now name a stranger.
     """
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        if int(stat.rpartition(")")[2].split()[1]) == parent_pid:
-            return pidfd
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
-        pass
+        command = b""
+    if command.endswith(b"\0".join([b"", *map(os.fsencode, arguments), b""])):
+        return pidfd
     os.close(pidfd)
     return None
 

@@ -31,9 +31,9 @@ class Look:
 def job_deadline_ns(predicted_us: float, slowdown: float = 1.0) -> int:
     """Time that a job may take before its worker counts as stuck.
 
-    ``slowdown``: how many times as long jobs take on purpose.
+    ``slowdown``: how many times as long jobs take on purpose, which no prediction knows of.
     """
-    return int(max(MIN_DEADLINE_NS, PREDICTION_MARGIN * predicted_us * 1000) * slowdown)
+    return max(MIN_DEADLINE_NS, int(PREDICTION_MARGIN * predicted_us * 1000 * slowdown))
 
 
 class ProgressWatch:
@@ -75,3 +75,21 @@ class ProgressWatch:
         self._last_cpu_ns = seen.cpu_ns
         self._charged_ns += got_ns
         self._starved_ns += step_ns - got_ns
+
+
+class Restarts:
+    """How long to wait before a process is started again: the longer, the more often it failed."""
+
+    _FIRST_DELAY_NS = 100 * _MS
+    _MAX_DELAY_NS = 30_000 * _MS
+    _LONG_LIFE_NS = 10_000 * _MS
+
+    def __init__(self) -> None:
+        self.num_failures = 0  # in a row
+
+    def delay_ns(self, lived_ns: int) -> int:
+        """Return the delay after a process that worked for ``lived_ns`` (0: it never did)."""
+        self.num_failures = 0 if lived_ns >= self._LONG_LIFE_NS else self.num_failures + 1
+        if self.num_failures == 0 or (self.num_failures == 1 and lived_ns > 0):
+            return 0
+        return min(self._MAX_DELAY_NS, self._FIRST_DELAY_NS << min(self.num_failures - 1, 20))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from corun.cpu_workers.watch import Look, ProgressWatch, job_deadline_ns
+from corun.cpu_workers.watch import Look, ProgressWatch, Restarts, job_deadline_ns
 
 MS = 1_000_000
 POLL = 10 * MS
@@ -104,7 +104,18 @@ def test_a_limit_may_change_with_the_job() -> None:
 
 @pytest.mark.parametrize(
     ("predicted_us", "slowdown", "deadline_ms"),
-    [(100, 1, 250), (12_500, 1, 250), (50_000, 1, 1000), (100, 4, 1000)],
+    [(100, 1, 250), (12_500, 1, 250), (50_000, 1, 1000), (100, 500, 1000)],
 )
 def test_deadline_of_a_job(predicted_us: float, slowdown: float, deadline_ms: int) -> None:
     assert job_deadline_ns(predicted_us, slowdown) == deadline_ms * MS
+
+
+def test_restarts_come_slower_the_more_often_they_fail() -> None:
+    restarts = Restarts()
+    assert restarts.delay_ns(lived_ns=1) == 0  # it had worked: at once
+    assert [restarts.delay_ns(0) // MS for _ in range(4)] == [200, 400, 800, 1600]
+    for _ in range(100):
+        assert restarts.delay_ns(0) <= 30_000 * MS
+    assert restarts.delay_ns(lived_ns=60_000 * MS) == 0
+    assert restarts.num_failures == 0
+    assert restarts.delay_ns(0) // MS == 100  # it never came to work: not at once

@@ -1,0 +1,127 @@
+"""What a worker does with its jobs: wait, compute, answer."""
+
+import functools
+import json
+import logging
+import time
+
+import numpy as np
+
+from ..shm.control import Control
+from ..shm.errors import FormatError
+from ..shm.job import Job, JobStatus
+from ..shm.mailbox import WorkerEnd
+from ..shm.region import ALIGNMENT_BYTES, read_header
+from ..shm.rings import Rings
+from ..shm.segment import Segment
+from .deltas.base import ITEM_BYTES, DeltaBackend, DeltaJob
+from .deltas.select import Deltas, make_backend
+from .deltas.table import DeltaTable
+from .kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from .messages import WorkerSetup
+
+ARENA_KIND = "adapters"
+
+_MAX_KNOWN_SHAPES = 1024
+_WARM_UP_FEATURES = 32
+_RUNNING_TIMEOUT_S = 60.0
+_X_PATIENCE_S = 0.05  # how long to wait for x before looking whether this worker should still run
+
+_LOG = logging.getLogger(__name__)
+
+
+class JobLoop:
+    """One worker's jobs. Attaches and loads everything when made, so that ``run`` loads nothing.
+
+    Raises ``ShmError`` for descriptors of something else, ``ValueError`` and ``ImportError`` for a
+    back end that there is not.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._arena = Segment.attach(setup.descriptors.arena, kind=ARENA_KIND)
+        self._rings = Rings.attach(setup.descriptors.rings)
+        self._control = Control.attach(setup.descriptors.control)
+        self._end = WorkerEnd(self._control.mailbox(0, setup.worker), setup.generation)
+        self._slowdown = setup.settings.slowdown
+        self._deltas = Deltas(DeltaTable.from_json(json.loads(setup.settings.delta_table)))
+        for name in self._deltas.names:
+            _warm_up(make_backend(name))
+        # A few shapes come again and again.
+        self._choose = functools.lru_cache(maxsize=_MAX_KNOWN_SHAPES)(self._deltas.choose)
+
+    def describe(self) -> str:
+        """Say how it computes."""
+        return f"deltas by {', '.join(self._deltas.names)}"
+
+    def run(self) -> bool:
+        """Take jobs until the supervisor says otherwise; False if it never said to begin."""
+        end = self._end
+        if not end.wait_running(_RUNNING_TIMEOUT_S):
+            return False
+        while True:
+            job = end.next_job()
+            if job is None:
+                if not end.is_running():
+                    return True
+                continue
+            task = self._prepare(job)
+            while not end.wait_x(job, timeout_s=_X_PATIENCE_S):
+                if not end.is_running():
+                    return True
+            end.begin(job)
+            end.finish(job, self._compute(job, task))
+
+    def _prepare(self, job: Job) -> tuple[DeltaBackend, DeltaJob] | None:
+        """Look up, while x is on its way, what the job needs; None if it cannot be computed."""
+        try:
+            region = read_header(self._arena.buffer[job.arena_offset :])
+            backend = self._choose(region, job.num_tokens)
+        except FormatError as error:
+            _LOG.error("job %d is refused: %s", job.sequence, error)
+            return None
+        rings, arena = self._rings.address, self._arena.address
+        return backend, DeltaJob(
+            region,
+            arena + job.arena_offset,
+            rings + job.x_offset,
+            job.x_stride_bytes,
+            rings + job.y_offset,
+            job.y_stride_bytes,
+            job.num_tokens,
+        )
+
+    def _compute(self, job: Job, task: tuple[DeltaBackend, DeltaJob] | None) -> JobStatus:
+        if task is None:
+            return JobStatus.FAILED
+        started_ns = time.perf_counter_ns()
+        try:
+            task[0].compute(task[1])
+        except Exception:
+            _LOG.exception("job %d failed", job.sequence)
+            return JobStatus.FAILED
+        if self._slowdown > 1:
+            _stretch(started_ns, self._slowdown)
+        return JobStatus.DONE
+
+
+def _warm_up(backend: DeltaBackend) -> None:
+    """Compute something small: the first job must not pay for compiling and loading."""
+    region = plan_packed(_WARM_UP_FEATURES, ITEM_BYTES, [TargetShape(1, _WARM_UP_FEATURES, 1.0)])
+    memory = np.zeros(region.num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    ones = np.ones((_WARM_UP_FEATURES, 1), np.uint16)
+    write_region(region, [Matrices(ones.T.copy(), ones)], memory.data[start:])
+    x, y = np.zeros((2, 1, _WARM_UP_FEATURES), np.uint16)
+    backend.compute(
+        DeltaJob(
+            region, memory.ctypes.data + start, x.ctypes.data, x.strides[0],
+            y.ctypes.data, y.strides[0], 1,
+        )
+    )  # fmt: skip
+
+
+def _stretch(started_ns: int, slowdown: float) -> None:
+    """Keep the core busy until the job has taken ``slowdown`` times as long as it did."""
+    end_ns = started_ns + int((time.perf_counter_ns() - started_ns) * slowdown)
+    while time.perf_counter_ns() < end_ns:
+        pass

@@ -1,0 +1,267 @@
+"""Keeps a supervisor running, from a thread of the engine, and stands in for it when it is dead.
+
+The thread lives as long as the pool, because the kernel kills a child when the *thread* that
+started it ends. It never touches the accelerator. While a supervisor runs, the thread only
+listens; when it dies, or is stopped, the thread makes sure that the supervisor and all workers
+are dead, releases their waits itself, and starts another one.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ..shm.control import Control
+from ..shm.job import WorkerState, WorkerStatus
+from ..shm.mailbox import SupervisorEnd
+from ..shm.words import wrap
+from .link import LinkError
+from .messages import Measured, Setup, Stop, Tick, WorkerGone, WorkerReady, WorkerSpawned
+from .process_life import kill_and_wait, look_at, open_process
+from .supervisor_process import SupervisorProcess
+from .watch import ProgressWatch, Restarts
+from .worker_process import parent_arguments
+
+_MS = 1_000_000
+_LISTEN_NS = 250 * _MS
+_MAX_STEP_NS = 2 * _LISTEN_NS
+_SILENCE_LIMIT_NS = 3_000 * _MS
+_START_LIMIT_NS = 60_000 * _MS
+_RELEASE_INTERVAL_S = 0.01  # while nobody watches, late jobs are failed this often
+_KILL_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 10.0
+_MAX_FAILURES = 5  # in a row
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """Totals since the start."""
+
+    num_restarts: int = 0  # of workers
+    num_supervisor_restarts: int = 0
+    num_failed_jobs: int = 0
+
+
+class SupervisorKeeper:
+    """See the module. Everything public is for other threads."""
+
+    def __init__(self, control: Control, setup: Setup) -> None:
+        """Start the thread. ``setup``: the generations in it are replaced by the right ones."""
+        self.is_watching = False  # a supervisor lives, as far as is known
+        self.is_off = False  # no supervisor will come any more
+        self.last_trouble = ""
+        self._setup = setup
+        self._mailboxes = [
+            SupervisorEnd(control.mailbox(0, worker)) for worker in range(len(setup.worker_cpus))
+        ]
+        self._counts = WorkerCounts()
+        self._num_spawned = [0] * len(self._mailboxes)
+        self._ready: set[int] = set()  # workers
+        self._pidfds: dict[int, int] = {}  # of workers
+        self._num_ticks = 0  # of the supervisor that lives
+        self._restarts = Restarts()
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._waker, self._wake = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="corun-cpu-workers", daemon=True)
+        self._thread.start()
+
+    def counts(self) -> WorkerCounts:
+        """Totals since the start."""
+        return self._counts
+
+    @property
+    def delta_table(self) -> str:
+        """The measured times of deltas as JSON; "" as long as there are none."""
+        return self._setup.settings.delta_table
+
+    def wait(self, is_true: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``is_true``, which is asked after every event; False if in vain."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_off or is_true(), timeout_s)
+        return is_true()
+
+    def close(self) -> None:
+        """End all processes, then the thread. Idempotent."""
+        self._is_closing = True
+        self._waker.close()
+        self._thread.join()
+        self._wake.close()
+        self._mailboxes.clear()
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            while not (self._is_closing or self.is_off):
+                self._run_one()
+        except Exception:
+            _LOG.exception("CPU workers are off because of an unexpected error")
+            self._turn_off("unexpected error; see the log")
+        while not self._is_closing:
+            self._answer_for_workers(_RELEASE_INTERVAL_S * 5)
+
+    def _run_one(self) -> None:
+        """Start a supervisor and listen to it until it is dead, and the workers with it."""
+        generations = tuple(wrap(end.state().generation + 1) for end in self._mailboxes)
+        self._num_ticks = 0
+        try:
+            supervisor = SupervisorProcess(
+                msgspec.structs.replace(self._setup, first_generations=generations)
+            )
+        except OSError as error:
+            self._plan_restart(f"cannot be started: {error}", 0)
+            return
+        started_ns = time.monotonic_ns()
+        try:
+            reason = self._listen(supervisor)
+        finally:
+            self.is_watching = False  # before any wait is released
+            ended = supervisor.kill()
+            self._bury_workers(supervisor)
+            supervisor.close()
+        if not self._is_closing:
+            lived_ns = time.monotonic_ns() - started_ns if self._num_ticks else 0
+            self._plan_restart(reason or ended, lived_ns)
+
+    def _listen(self, supervisor: SupervisorProcess) -> str | None:
+        """Take in what it says; return why it must be killed, or None once it has ended."""
+        watch = ProgressWatch(_MAX_STEP_NS)
+        poll = select.poll()
+        for fileno in (supervisor.pidfd, supervisor.link.fileno(), self._wake.fileno()):
+            poll.register(fileno, select.POLLIN)
+        while not self._is_closing:
+            poll.poll(_LISTEN_NS / 1e6)
+            self._take_messages(supervisor)
+            if supervisor.link.at_end or supervisor.wait_end(0):
+                return None
+            limit_ns = _SILENCE_LIMIT_NS if self._num_ticks else _START_LIMIT_NS
+            look = functools.partial(look_at, supervisor.pid)
+            if watch.observe(time.monotonic_ns(), self._num_ticks, limit_ns, look):
+                return "was killed because it showed no life"
+        supervisor.link.send(Stop())
+        if not supervisor.wait_end(_STOP_TIMEOUT_S):
+            _LOG.warning("the supervisor of the CPU workers does not end and is killed")
+        return None
+
+    def _take_messages(self, supervisor: SupervisorProcess) -> None:
+        for message in supervisor.link.receive():
+            match message:
+                case Tick():
+                    self._num_ticks += 1
+                    self.is_watching = True
+                case Measured(delta_table):
+                    self._note_measured(delta_table)
+                case WorkerSpawned(worker, _, pid):
+                    self._note_spawned(worker, pid, supervisor.pid)
+                case WorkerReady():
+                    self._note_ready(message)
+                case WorkerGone():
+                    self._note_gone(message)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _note_measured(self, delta_table: str) -> None:
+        """Keep what was measured, for predictions, and for the next supervisor."""
+        settings = msgspec.structs.replace(self._setup.settings, delta_table=delta_table)
+        self._setup = msgspec.structs.replace(self._setup, settings=settings)
+
+    def _note_spawned(self, worker: int, pid: int, supervisor_pid: int) -> None:
+        self._num_spawned[worker] += 1
+        if self._num_spawned[worker] > 1:
+            self._count(num_restarts=1)
+        self._forget_process(worker)
+        pidfd = open_process(pid, parent_arguments(supervisor_pid))
+        if pidfd is not None:
+            self._pidfds[worker] = pidfd
+
+    def _note_ready(self, message: WorkerReady) -> None:
+        worker = message.worker
+        self._ready.add(worker)
+        _LOG.info(
+            "CPU worker %d on CPU %d is ready: %s",
+            worker, self._setup.worker_cpus[worker], message.note,
+        )  # fmt: skip
+        if message.pinning is not None:
+            _LOG.warning("CPU worker %d is not pinned as planned: %s", worker, message.pinning)
+
+    def _note_gone(self, message: WorkerGone) -> None:
+        was_ready = message.worker in self._ready
+        self._ready.discard(message.worker)
+        self._forget_process(message.worker)
+        self._count(num_failed_jobs=message.num_failed_jobs)
+        self.last_trouble = f"CPU worker {message.worker} {message.reason}"
+        _LOG.warning(
+            "%s; %d of its jobs failed, %d of %d workers are ready",
+            self.last_trouble, message.num_failed_jobs, len(self._ready), len(self._mailboxes),
+        )  # fmt: skip
+        if was_ready and not self._ready:
+            _LOG.error("no CPU worker is left: co-execution is off until one is back")
+
+    def _forget_process(self, worker: int) -> None:
+        pidfd = self._pidfds.pop(worker, None)
+        if pidfd is not None:
+            os.close(pidfd)
+
+    def _bury_workers(self, supervisor: SupervisorProcess) -> None:
+        """The supervisor is reaped: make sure that its workers are dead, then release the waits.
+
+        The kernel kills them with it. One that it had just started, and not yet told of, ends
+        before it attaches to anything: it finds its parent gone.
+        """
+        with contextlib.suppress(LinkError):
+            self._take_messages(supervisor)
+        while not kill_and_wait(list(self._pidfds.values()), _KILL_TIMEOUT_S):
+            _LOG.error("CPU workers do not end; what waits for them is held")
+        for worker in tuple(self._pidfds):
+            self._forget_process(worker)
+        self._ready.clear()
+        for end in self._mailboxes:
+            end.announce(WorkerState(end.state().generation, WorkerStatus.DEAD))
+        self._fail_outstanding()
+
+    def _plan_restart(self, reason: str, lived_ns: int) -> None:
+        self.last_trouble = f"the supervisor of the CPU workers {reason}"
+        delay_ns = self._restarts.delay_ns(lived_ns)
+        if self._restarts.num_failures > _MAX_FAILURES:
+            self._turn_off(self.last_trouble)
+            return
+        self._count(num_supervisor_restarts=1)
+        _LOG.error(
+            "%s: co-execution is off until another one has started, in %.1f s",
+            self.last_trouble, delay_ns / 1e9,
+        )  # fmt: skip
+        self._answer_for_workers(delay_ns / 1e9)
+
+    def _turn_off(self, reason: str) -> None:
+        _LOG.error("co-execution stays off: %s", reason)
+        with self._changed:
+            self.is_watching = False
+            self.is_off = True
+            self._changed.notify_all()
+
+    def _answer_for_workers(self, duration_s: float) -> None:
+        """Fail jobs that a producer publishes before it has seen that the workers are dead."""
+        end_s = time.monotonic() + duration_s
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        while not self._is_closing and time.monotonic() < end_s:
+            self._fail_outstanding()
+            poll.poll(_RELEASE_INTERVAL_S * 1000)
+
+    def _fail_outstanding(self) -> None:
+        self._count(num_failed_jobs=sum(end.fail_outstanding() for end in self._mailboxes))
+
+    def _count(self, **added: int) -> None:
+        counts = {name: getattr(self._counts, name) + number for name, number in added.items()}
+        self._counts = replace(self._counts, **counts)

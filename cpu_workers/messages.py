@@ -1,0 +1,132 @@
+"""What engine, supervisor and workers say to each other, on one screen.
+
+Structs of msgspec, one per packet of a ``Link``. Everything about jobs goes through shared memory;
+these are for starting, ending and telling what happened. Descriptors go by number: whoever starts
+a process passes them on to it.
+"""
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+class Descriptors(msgspec.Struct, frozen=True, array_like=True):
+    """Numbers of what is passed on; the same in every process."""
+
+    control: int
+    rings: int
+    arena: int
+
+    def all(self) -> tuple[int, ...]:
+        """Return the numbers."""
+        return (self.control, self.rings, self.arena)
+
+
+class DeltaMeasurement(msgspec.Struct, frozen=True, array_like=True):
+    """For which input group the times of deltas are measured."""
+
+    in_features: int
+    columns: tuple[int, ...]  # of each target
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
+    """What all workers have in common."""
+
+    backend: str  # of the deltas: auto | numba | numpy | torch
+    delta_table: str  # measured times, a ``DeltaTable`` as JSON; "" = to be measured
+    measurement: DeltaMeasurement
+    slowdown: float  # a job takes this many times as long as it must
+    log_level: str
+
+
+# Engine -> supervisor.
+
+
+class Setup(Message, frozen=True):
+    """The first message: what to start."""
+
+    descriptors: Descriptors
+    settings: WorkerSettings
+    worker_cpus: tuple[int, ...]  # one worker each
+    own_cpus: tuple[int, ...]  # of the supervisor; () = wherever it may run
+    first_generations: tuple[int, ...]  # of the next process of each worker
+
+
+class Stop(Message, frozen=True):
+    """End the workers and yourself."""
+
+
+# Supervisor -> engine.
+
+
+class Tick(Message, frozen=True):
+    """The supervisor lives and watches."""
+
+
+class Measured(Message, frozen=True):
+    """How long deltas take here; workers choose by it."""
+
+    delta_table: str
+
+
+class WorkerSpawned(Message, frozen=True):
+    """A process was started; it takes no jobs yet."""
+
+    worker: int
+    generation: int
+    pid: int
+
+
+class WorkerReady(Message, frozen=True):
+    """The process takes jobs."""
+
+    worker: int
+    generation: int
+    pinning: str | None  # what differs from the CPU asked for
+    note: str  # how it computes, for people
+
+
+class WorkerGone(Message, frozen=True):
+    """The process has ended and is reaped; its waits are released."""
+
+    worker: int
+    generation: int
+    reason: str
+    num_failed_jobs: int
+
+
+# Supervisor -> worker.
+
+
+class WorkerSetup(Message, frozen=True):
+    """Who the worker is. What it may do, it reads in its mailbox: the state."""
+
+    worker: int
+    generation: int
+    cpu: int
+    descriptors: Descriptors
+    settings: WorkerSettings
+
+
+# Worker -> supervisor.
+
+
+class Prepared(Message, frozen=True):
+    """The worker can begin."""
+
+    pinning: str | None  # what differs from the CPU asked for
+    note: str
+
+
+class Refused(Message, frozen=True):
+    """The worker cannot work here; it exits."""
+
+    reason: str
+
+
+ToSupervisor = Setup | Stop
+FromSupervisor = Tick | Measured | WorkerSpawned | WorkerReady | WorkerGone
+ToWorker = WorkerSetup
+FromWorker = Prepared | Refused

@@ -1,0 +1,223 @@
+"""The CPU workers as the engine uses them: shared memory, jobs in, results out.
+
+Owns the segments that jobs go through and, by its ``SupervisorKeeper``, the processes. It knows
+nothing of models or requests: a job is a number of tokens and places in shared memory.
+"""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from ..shm.backing import Backing
+from ..shm.control import Control
+from ..shm.job import Job, WorkerStatus
+from ..shm.mailbox import ProducerEnd
+from ..shm.rings import ITEM_BYTES, Rings, RingShape
+from ..shm.segment import Segment
+from .deltas.table import DeltaTable
+from .errors import WorkerPoolError
+from .keeper import SupervisorKeeper, WorkerCounts
+from .messages import DeltaMeasurement, Descriptors, Setup, WorkerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """What a pool is made of."""
+
+    worker_cpus: tuple[int, ...]  # one worker each
+    supervisor_cpus: tuple[int, ...] = ()  # () = wherever the caller may run
+    max_slice_tokens: int  # of one job
+    max_in_features: int  # width of x, of the widest input group, padded as kernels want it
+    max_out_columns: int  # width of y, likewise, all targets of the group together
+    num_ring_slots: int = 2  # jobs of a worker whose x or y may be under way; a power of two
+    num_job_slots: int = 256  # jobs that a worker may be given ahead; a power of two
+    backend: str = "auto"  # of the deltas
+    delta_table: DeltaTable | None = None  # how long they take here; None = measure it
+    measured_columns: tuple[int, ...] = (4096, 1024, 1024)  # of the targets of a usual group
+    slowdown: float = 1.0  # a job takes this many times as long as it must
+    log_level: str = "warning"  # of the processes
+    backing: Backing = "auto"  # of the shared memory
+    first_sequence: int = 1  # number of the first job; numbers wrap around
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceJob:
+    """Tokens of one (layer, input group) of one adapter, for one worker."""
+
+    arena_offset: int  # of the region
+    num_tokens: int
+    in_columns: int  # width of x in the ring, padded as kernels want it
+    out_columns: int  # width of y, all targets of the group together
+    predicted_us: int
+
+
+class WorkerPool:
+    """See the module. Jobs are submitted and taken by one thread; the rest may be any thread's.
+
+    The order of a job: ``submit``, x into ``rings.rows(job.x_offset, ...)`` and ``ready`` stored
+    (both by the accelerator, in its own time), ``done``, ``take_result``, y read.
+    """
+
+    def __init__(self, config: PoolConfig, arena: Segment) -> None:
+        """Make the segments and start the processes; see ``wait_ready``.
+
+        ``arena``: the adapters; it stays the caller's, and open as long as the pool.
+        Raises ``ShmError`` if there is too little shared memory.
+        """
+        assert config.worker_cpus, "a pool has workers"
+        self.config = config
+        num_workers = len(config.worker_cpus)
+        with contextlib.ExitStack() as undo:
+            self.rings = undo.enter_context(
+                Rings.create(_ring_shape(config), backing=config.backing)
+            )
+            self.control = undo.enter_context(
+                Control.create(
+                    num_workers=num_workers,
+                    num_slots=config.num_job_slots,
+                    first_sequence=config.first_sequence,
+                    backing=config.backing,
+                )
+            )
+            self._ends = [
+                ProducerEnd(self.control.mailbox(0, worker)) for worker in range(num_workers)
+            ]
+            descriptors = Descriptors(self.control.fd, self.rings.fd, arena.fd)
+            table = config.delta_table
+            settings = WorkerSettings(
+                config.backend,
+                "" if table is None else json.dumps(table.to_json()),
+                DeltaMeasurement(config.max_in_features, config.measured_columns),
+                config.slowdown,
+                config.log_level,
+            )
+            self._keeper = SupervisorKeeper(
+                self.control,
+                Setup(
+                    descriptors, settings, config.worker_cpus, config.supervisor_cpus,
+                    (1,) * num_workers,
+                ),
+            )  # fmt: skip
+            undo.pop_all()
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that there should be."""
+        return len(self._ends)
+
+    @property
+    def is_available(self) -> bool:
+        """Whether work may be admitted: a worker takes jobs, and somebody watches over it."""
+        return bool(self.ready_workers())
+
+    def ready_workers(self) -> tuple[int, ...]:
+        """The workers that take jobs now; none without a supervisor."""
+        if not self._keeper.is_watching:
+            return ()
+        return tuple(
+            worker
+            for worker, end in enumerate(self._ends)
+            if end.state().status == WorkerStatus.RUNNING
+        )
+
+    @property
+    def trouble(self) -> str:
+        """What went wrong last, for people; "" if nothing has."""
+        return self._keeper.last_trouble
+
+    def counts(self) -> WorkerCounts:
+        """Totals since the start."""
+        return self._keeper.counts()
+
+    def delta_table(self) -> DeltaTable | None:
+        """How long deltas take on a worker; None as long as it is not measured."""
+        text = self._keeper.delta_table
+        return DeltaTable.from_json(json.loads(text)) if text else None
+
+    def wait_ready(self, timeout_s: float, *, num_workers: int | None = None) -> None:
+        """Wait until so many workers, or all, take jobs.
+
+        Raises ``WorkerPoolError`` with what is known of the reason, at once if none will come.
+        """
+        wanted = self.num_workers if num_workers is None else num_workers
+        if not self._keeper.wait(lambda: len(self.ready_workers()) >= wanted, timeout_s):
+            raise WorkerPoolError(
+                f"{len(self.ready_workers())} of {wanted} CPU workers are ready after "
+                f"{timeout_s:g} s: {self.trouble or 'they are still starting'}"
+            )
+
+    def end(self, worker: int) -> ProducerEnd:
+        """A worker's mailbox: the words that the accelerator signals and waits on, results."""
+        return self._ends[worker]
+
+    def submit(self, worker: int, task: SliceJob) -> Job:
+        """Publish a job; returns it with its number and its places in the rings.
+
+        Raises ``WorkerUnavailableError`` if the worker takes none, ``MailboxFullError`` if it has
+        ``num_job_slots`` jobs whose results are not taken. A worker that dies afterwards makes the
+        job's result FAILED.
+        """
+        end = self._ends[worker]
+        self._check(task)
+        sequence = end.next_sequence
+        shape = self.rings.shape
+        job = Job(
+            sequence=sequence,
+            generation=end.generation(),
+            arena_offset=task.arena_offset,
+            x_offset=shape.x_offset(0, worker, sequence),
+            y_offset=shape.y_offset(0, worker, sequence),
+            num_tokens=task.num_tokens,
+            x_stride_bytes=task.in_columns * ITEM_BYTES,
+            y_stride_bytes=task.out_columns * ITEM_BYTES,
+            predicted_us=task.predicted_us,
+        )
+        end.publish(job)
+        return job
+
+    def wait_done(self, worker: int, sequence: int, *, timeout_s: float) -> None:
+        """Wait on the host for a job's end. Raises ``WaitTimeoutError``."""
+        self._ends[worker].wait_done(sequence, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End the processes and free the segments. Idempotent.
+
+        Nothing may be enqueued that waits for a job. Raises ``ShmError`` while views of the
+        segments, or ends of mailboxes, are held elsewhere; the processes are gone even then.
+        """
+        self._keeper.close()
+        self._ends.clear()
+        self.control.close()
+        self.rings.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._keeper.close()
+        self._ends.clear()
+        self.control.__exit__(kind, error, traceback)
+        self.rings.__exit__(kind, error, traceback)
+
+    def _check(self, task: SliceJob) -> None:
+        limit = self.config
+        assert 0 < task.num_tokens <= limit.max_slice_tokens, task
+        assert 0 < task.in_columns <= limit.max_in_features, task
+        assert 0 < task.out_columns <= limit.max_out_columns, task
+
+
+def _ring_shape(config: PoolConfig) -> RingShape:
+    return RingShape.for_widths(
+        num_workers=len(config.worker_cpus),
+        num_slots=config.num_ring_slots,
+        max_slice_tokens=config.max_slice_tokens,
+        max_in_features=config.max_in_features,
+        max_out_columns=config.max_out_columns,
+    )

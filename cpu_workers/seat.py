@@ -1,0 +1,192 @@
+"""One worker of the supervisor: the processes that serve it one after the other.
+
+Whose turn it is to write the mailbox's results follows from the state announced there: the
+process's while it is RUNNING, until it is reaped; the supervisor's at all other times.
+"""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from ..shm.job import WorkerState, WorkerStatus
+from ..shm.mailbox import SupervisorEnd
+from ..shm.words import wrap
+from .link import LinkError
+from .messages import (
+    FromSupervisor,
+    Prepared,
+    Refused,
+    WorkerGone,
+    WorkerReady,
+    WorkerSetup,
+    WorkerSpawned,
+)
+from .process_life import look_at
+from .watch import ProgressWatch, Restarts, job_deadline_ns
+from .worker_process import WorkerProcess
+
+_MS = 1_000_000
+# A worker beats much more often than this, whether it spins or sleeps.
+_BEAT_LIMIT_NS = 2_000 * _MS
+_AWAKE_BEAT_LIMIT_NS = 500 * _MS
+# Loading and compiling on a slow machine; what a loaded one takes away is not counted.
+_START_LIMIT_NS = 120_000 * _MS
+
+_LOG = logging.getLogger(__name__)
+
+
+class Seat:
+    """One worker: its mailbox, its process, and the watch over it."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        mailbox: SupervisorEnd,
+        tell: Callable[[FromSupervisor], None],
+        max_step_ns: int,
+    ) -> None:
+        """``setup`` is for the first process; ``max_step_ns`` see ``ProgressWatch``."""
+        self._setup = setup
+        self._mailbox = mailbox
+        self._tell = tell
+        self._max_step_ns = max_step_ns
+        self._process: WorkerProcess | None = None
+        self._watch = ProgressWatch(max_step_ns)
+        self._running_since_ns: int | None = None  # None = it takes no jobs yet
+        self._kill_reason: str | None = None
+        self._is_stopping = False
+        self._restarts = Restarts()
+        self._start_at_ns = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is published and not done."""
+        return self._mailbox.num_outstanding() > 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no process is left."""
+        return self._process is None
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when ``poll`` has something to do."""
+        process = self._process
+        if process is None:
+            return []
+        return [process.pidfd] if process.link.at_end else [process.pidfd, process.link.fileno()]
+
+    def poll(self, now_ns: int) -> None:
+        """Take in what has happened to the process; start one where there is none."""
+        if self.poll_end(now_ns):
+            return
+        if self._process is None:
+            if now_ns >= self._start_at_ns:
+                self._spawn(now_ns)
+            return
+        self._take_messages(now_ns)
+        if self._kill_reason is None and self._is_stuck(now_ns):
+            self.kill(self._describe_stuck())
+
+    def poll_end(self, now_ns: int) -> bool:
+        """Reap the process if it has ended, and fail jobs that nobody will compute.
+
+        Returns whether it was reaped. Starts no other.
+        """
+        ended = None if self._process is None else self._process.reap()
+        if ended is not None:
+            self._bury(self._kill_reason or ended, now_ns)
+        elif self._running_since_ns is None:
+            self._mailbox.fail_outstanding()
+        return ended is not None
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, if there is one, and leave its waits until it is reaped."""
+        if self._process is not None and self._kill_reason is None:
+            self._kill_reason = reason
+            self._process.kill()
+
+    def stop(self) -> None:
+        """Kill the process for good."""
+        self._is_stopping = True
+        self.kill("was stopped")
+
+    def _spawn(self, now_ns: int) -> None:
+        worker, generation = self._setup.worker, self._setup.generation
+        self._announce(WorkerStatus.STARTING)
+        try:
+            self._process = WorkerProcess(self._setup)
+        except OSError as error:
+            _LOG.error("worker %d cannot be started: %s", worker, error)
+            self._start_at_ns = now_ns + self._restarts.delay_ns(0)
+            return
+        self._watch = ProgressWatch(self._max_step_ns)
+        self._tell(WorkerSpawned(worker, generation, self._process.pid))
+
+    def _take_messages(self, now_ns: int) -> None:
+        assert self._process is not None
+        try:
+            messages = self._process.link.receive()
+        except LinkError as error:
+            self.kill(f"was killed because {error}")
+            return
+        for message in messages:
+            match message:
+                case Prepared():
+                    self._begin(message, now_ns)
+                case Refused(reason):
+                    self.kill(f"could not start: {reason}")
+
+    def _begin(self, prepared: Prepared, now_ns: int) -> None:
+        """Let the process take the jobs behind those that are failed here."""
+        setup = self._setup
+        self._mailbox.fail_outstanding()
+        self._announce(WorkerStatus.RUNNING)
+        self._running_since_ns = now_ns
+        self._tell(WorkerReady(setup.worker, setup.generation, prepared.pinning, prepared.note))
+
+    def _is_stuck(self, now_ns: int) -> bool:
+        process = self._process
+        assert process is not None
+        if self._running_since_ns is None:
+            progress, limit_ns = None, _START_LIMIT_NS
+        else:
+            activity = self._mailbox.activity()
+            job = activity.job
+            progress = (activity.beat_ns, job and job.sequence)
+            if job is not None:
+                limit_ns = job_deadline_ns(job.predicted_us, self._setup.settings.slowdown)
+            else:
+                limit_ns = _AWAKE_BEAT_LIMIT_NS if self.is_busy else _BEAT_LIMIT_NS
+        return self._watch.observe(now_ns, progress, limit_ns, lambda: look_at(process.pid))
+
+    def _describe_stuck(self) -> str:
+        if self._running_since_ns is None:
+            return "was killed because it took too long to start"
+        job = self._mailbox.activity().job
+        if job is None:
+            return "was killed because it showed no life"
+        return (
+            f"was killed over job {job.sequence} of {job.num_tokens} tokens, which should have "
+            f"taken {job.predicted_us} us"
+        )
+
+    def _bury(self, reason: str, now_ns: int) -> None:
+        """The process is reaped: nobody else writes now."""
+        assert self._process is not None
+        self._process.close()
+        self._process = None
+        self._announce(WorkerStatus.DEAD)
+        num_failed = self._mailbox.fail_outstanding()
+        if self._is_stopping:
+            return
+        since_ns = self._running_since_ns
+        lived_ns = 0 if since_ns is None else max(1, now_ns - since_ns)
+        self._start_at_ns = now_ns + self._restarts.delay_ns(lived_ns)
+        self._running_since_ns = self._kill_reason = None
+        self._tell(WorkerGone(self._setup.worker, self._setup.generation, reason, num_failed))
+        generation = wrap(self._setup.generation + 1)
+        self._setup = msgspec.structs.replace(self._setup, generation=generation)
+
+    def _announce(self, status: WorkerStatus) -> None:
+        self._mailbox.announce(WorkerState(self._setup.generation, status))

@@ -1,0 +1,160 @@
+"""The supervisor: ``python -m corun.cpu_workers.supervisor --fd N --parent-pid PID``.
+
+The parent of the workers, so that it can reap them: only then is it sure that a worker writes
+nothing any more, and its waits may be released. It knows neither torch nor an accelerator, so
+nothing that they block can block it. Descriptor N is its end of a link to the engine; the first
+message there is the ``Setup``. It ends with the engine, with the link, or when told; the workers
+end with it.
+"""
+
+import argparse
+import faulthandler
+import logging
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from ..shm.control import Control
+from ..shm.mailbox import SupervisorEnd
+from .affinity import pin_thread
+from .link import Link
+from .measure_process import MeasureProcess
+from .messages import Measured, Setup, Stop, Tick, ToSupervisor, WorkerSettings, WorkerSetup
+from .process_life import OrphanError, die_with_parent, ignore_group_signals
+from .seat import Seat
+
+TICK_NS = 250_000_000
+"""How often the engine hears that the supervisor lives."""
+
+_BUSY_POLL_NS = 10_000_000
+_IDLE_POLL_NS = 50_000_000
+_MAX_STEP_NS = 2 * _IDLE_POLL_NS
+_SETUP_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 5.0
+
+_LOG = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Keeps one process per worker, and answers for those that are dead."""
+
+    def __init__(self, link: Link[ToSupervisor], setup: Setup) -> None:
+        self._link = link
+        self._setup = setup
+        self._control = Control.attach(setup.descriptors.control)
+        self._seats: list[Seat] = []
+        self._next_tick_ns = 0
+
+    def run(self) -> int:
+        """Watch until told to stop, or until the engine is gone; return the exit status."""
+        settings = self._setup.settings
+        if not settings.delta_table:
+            table = self._measure(settings)
+            if table is None:
+                return 1
+            settings = msgspec.structs.replace(settings, delta_table=table)
+            self._link.send(Measured(table))
+        self._make_seats(settings)
+        while not self._is_told_to_stop():
+            now_ns = time.monotonic_ns()
+            for seat in self._seats:
+                seat.poll(now_ns)
+            is_busy = any(seat.is_busy for seat in self._seats)
+            self._sleep(_BUSY_POLL_NS if is_busy else _IDLE_POLL_NS)
+        self._stop_workers()
+        return 0
+
+    def _measure(self, settings: WorkerSettings) -> str | None:
+        """Time the deltas; None if told to stop, or if nothing can be measured."""
+        backends = ["auto", "numba"] if settings.backend == "auto" else [settings.backend]
+        for backend in backends:
+            process = MeasureProcess(self._setup.worker_cpus[0], settings.measurement, backend)
+            while not process.has_ended():
+                if self._is_told_to_stop():
+                    process.kill()
+                    return None
+                self._sleep(_IDLE_POLL_NS)
+            table, ended = process.take()
+            if table:
+                return table
+            _LOG.warning("deltas (%s) cannot be measured: the process %s", backend, ended)
+        return None
+
+    def _make_seats(self, settings: WorkerSettings) -> None:
+        setup = self._setup
+        seats = zip(setup.worker_cpus, setup.first_generations, strict=True)
+        self._seats = [
+            Seat(
+                WorkerSetup(worker, generation, cpu, setup.descriptors, settings),
+                SupervisorEnd(self._control.mailbox(0, worker)),
+                self._link.send,
+                _MAX_STEP_NS,
+            )
+            for worker, (cpu, generation) in enumerate(seats)
+        ]
+
+    def _is_told_to_stop(self) -> bool:
+        is_told = any(isinstance(message, Stop) for message in self._link.receive())
+        return is_told or self._link.at_end
+
+    def _sleep(self, timeout_ns: int) -> None:
+        """Show life, then wait for a message, for a process to end, or for the next look."""
+        now_ns = time.monotonic_ns()
+        if now_ns >= self._next_tick_ns and not self._link.has_unsent:
+            self._link.send(Tick())
+            self._next_tick_ns = now_ns + TICK_NS
+        self._link.flush()
+        poll = select.poll()
+        for fileno in (self._link.fileno(), *(f for seat in self._seats for f in seat.filenos())):
+            poll.register(fileno, select.POLLIN)
+        poll.poll(timeout_ns / 1e6)
+
+    def _stop_workers(self) -> None:
+        for seat in self._seats:
+            seat.stop()
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        while not all(seat.is_empty for seat in self._seats):
+            for seat in self._seats:
+                seat.poll_end(time.monotonic_ns())
+            if time.monotonic() >= deadline_s:
+                _LOG.error("workers do not end; they are left to the kernel")
+                return
+            time.sleep(0.001)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the process; return its exit status."""
+    parser = argparse.ArgumentParser(prog="corun supervisor")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    options = parser.parse_args(arguments)
+    try:
+        die_with_parent(options.parent_pid)
+    except OrphanError:
+        return 1
+    ignore_group_signals()
+    faulthandler.enable()
+    os.set_inheritable(options.fd, False)
+    link: Link[ToSupervisor] = Link(socket.socket(fileno=options.fd), ToSupervisor)
+    setup = link.wait_one(_SETUP_TIMEOUT_S)
+    if not isinstance(setup, Setup):
+        return 1
+    logging.basicConfig(
+        level=setup.settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s supervisor: %(message)s",
+        stream=sys.stderr,
+    )
+    if setup.own_cpus:
+        pinning = pin_thread(setup.own_cpus)
+        if not pinning.is_exact:
+            _LOG.warning("the supervisor is not pinned as planned: %s", pinning.describe())
+    return Supervisor(link, setup).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

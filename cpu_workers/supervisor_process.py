@@ -1,0 +1,49 @@
+"""The supervisor, as the engine sees it: started, listened to, killed, reaped."""
+
+import os
+import subprocess
+import sys
+
+from .link import Link, link_pair
+from .messages import FromSupervisor, Setup
+from .process_life import has_ended
+from .worker_process import describe_end, parent_arguments
+
+
+class SupervisorProcess:
+    """A process that is this one's child. The kernel kills it when the calling thread ends."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Start it. Raises ``OSError`` if the system does not."""
+        ours, theirs = link_pair()
+        command = [sys.executable, "-P", "-m", f"{__package__}.supervisor"]
+        command += ["--fd", str(theirs.fileno()), *parent_arguments(os.getpid())]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *setup.descriptors.all()),
+                )
+            except OSError:
+                ours.close()
+                raise
+        self.link: Link[FromSupervisor] = Link(ours, FromSupervisor)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.link.send(setup)
+
+    def kill(self) -> str:
+        """Kill it if it has not ended, reap it, and say how it ended."""
+        self._process.kill()
+        return describe_end(self._process.wait())
+
+    def wait_end(self, timeout_s: float) -> bool:
+        """Wait for it to end by itself; False after ``timeout_s``."""
+        return has_ended(self.pidfd, timeout_s)
+
+    def close(self) -> None:
+        """Close the descriptors. It must have been reaped."""
+        assert self._process.returncode is not None
+        self.link.close()
+        os.close(self.pidfd)

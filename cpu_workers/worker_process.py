@@ -1,0 +1,68 @@
+"""One worker process, as its parent sees it: started, told who it is, killed, reaped."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from .link import Link, link_pair
+from .messages import FromWorker, WorkerSetup
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+"""For processes of one core, before they load any library: more threads would fight for it."""
+
+
+def parent_arguments(parent_pid: int) -> list[str]:
+    """The end of a worker's command line: by it, a process is known for that parent's worker."""
+    return ["--parent-pid", str(parent_pid)]
+
+
+def describe_end(status: int) -> str:
+    """Say in words how a process ended, from the status that ``subprocess`` gives."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-status}"
+
+
+class WorkerProcess:
+    """A process that is this one's child. ``pidfd`` is readable once it has ended."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        ours, theirs = link_pair()
+        self.link: Link[FromWorker] = Link(ours, FromWorker)
+        command = [sys.executable, "-P", "-m", f"{__package__}.worker"]
+        command += ["--fd", str(theirs.fileno()), *parent_arguments(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+                pass_fds=(theirs.fileno(), *setup.descriptors.all()),
+            )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.link.send(setup)
+
+    def kill(self) -> None:
+        """Send SIGKILL, which a stopped process obeys, too. It is gone once it is reaped."""
+        self._process.kill()
+
+    def reap(self) -> str | None:
+        """How it ended, or None if it has not; it can write nothing any more afterwards."""
+        status = self._process.poll()
+        return None if status is None else describe_end(status)
+
+    def close(self) -> None:
+        """Close the descriptors. The process must have been reaped."""
+        assert self._process.returncode is not None
+        self.link.close()
+        os.close(self.pidfd)

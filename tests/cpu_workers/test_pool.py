@@ -1,0 +1,207 @@
+"""A pool of real workers when nothing goes wrong, and what it refuses."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun.cpu_workers import keeper as keeper_module
+from corun.cpu_workers.errors import WorkerPoolError
+from corun.cpu_workers.pool import WorkerPool
+from corun.shm.errors import MailboxFullError, ShmError, SpaceError
+from corun.shm.job import JobStatus
+from corun.shm.segment import Segment
+from support.worker_pool import (
+    Driver,
+    are_gone,
+    case,
+    make_config,
+    supervisor,
+    table_of,
+    wait_until,
+    workers,
+)
+
+DONE = JobStatus.DONE
+
+
+def open_descriptors() -> set[str]:
+    """What this process has open; several of one kind count."""
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(f"{name}:{os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue
+    return set(found)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_jobs_of_several_adapters_on_several_workers(backend: str) -> None:
+    cases = [case(1), case(8, (16, 0), 1), case(32, (1, 64), 2), case(13, (3, 5), 3)]
+    config = make_config(2, delta_table=table_of(backend))
+    with Driver(cases, config) as driver:
+        for index in range(len(cases)):
+            for worker in (0, 1):
+                assert driver.run(worker, index) is DONE
+        assert driver.pool.ready_workers() == (0, 1)
+        assert driver.pool.counts().num_restarts == 0
+
+
+def test_jobs_may_be_published_ahead_of_their_x() -> None:
+    # As many as the rings hold: whoever enqueues more orders its copies behind earlier waits.
+    with Driver([case(4), case(9, seed=1)], make_config(num_ring_slots=8)) as driver:
+        for _ in range(10):
+            jobs = [driver.publish(0, number % 2) for number in range(8)]
+            for number, job in enumerate(jobs):
+                driver.send_x(0, number % 2, job)
+            for number, job in enumerate(jobs):
+                assert driver.finish(0, number % 2, job) is DONE
+
+
+def test_nothing_is_left_after_close() -> None:
+    before, names, threads = open_descriptors(), os.listdir("/dev/shm"), threading.active_count()
+    driver = Driver([case()], make_config(2))
+    pids = [supervisor().pid, *(worker.pid for worker in workers())]
+    assert len(pids) == 3
+    assert driver.run(0, 0) is DONE
+    assert not [name for name in set(os.listdir("/dev/shm")) - set(names) if "corun" in name]
+    driver.close()
+    driver.pool.close()
+    assert not driver.pool.is_available
+    assert are_gone(pids)
+    assert open_descriptors() == before
+    assert threading.active_count() == threads
+
+
+def test_the_thread_that_starts_a_pool_may_end() -> None:
+    made: list[Driver] = []
+    thread = threading.Thread(target=lambda: made.append(Driver([case()])))
+    thread.start()
+    thread.join()
+    with made[0] as driver:
+        pid = supervisor().pid
+        assert driver.run(0, 0) is DONE
+        assert supervisor().pid == pid
+
+
+def test_workers_run_where_they_should_with_one_thread_each() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    config = make_config(worker_cpus=(cpu,), supervisor_cpus=(min(os.sched_getaffinity(0)),))
+    with Driver([case()], config):
+        (worker,) = workers()
+        assert worker.cpu_affinity() == [cpu]
+        assert supervisor().cpu_affinity() == [min(os.sched_getaffinity(0))]
+        assert worker.num_threads() == 1
+        environment = worker.environ()
+        assert environment["OMP_NUM_THREADS"] == environment["NUMBA_NUM_THREADS"] == "1"
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
+        maps = Path(f"/proc/{supervisor().pid}/maps").read_text()
+        assert "libtorch" not in maps and "libcuda" not in maps
+
+
+def test_a_pinning_that_the_kernel_refuses_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with Driver([case()], make_config(worker_cpus=(5000,))) as driver:
+        assert driver.run(0, 0) is DONE
+        assert set(workers()[0].cpu_affinity()) == os.sched_getaffinity(0)
+    assert "CPU worker 0 is not pinned as planned: asked for CPU 5000" in caplog.text
+
+
+def test_deltas_are_measured_where_no_table_is_given() -> None:
+    config = make_config(backend="numpy", delta_table=None, measured_columns=(48, 16))
+    with Driver([case()], config) as driver:
+        assert driver.run(0, 0) is DONE
+        table = driver.pool.delta_table()
+        assert table is not None and table.backends == ("numpy",)
+
+
+def test_a_full_mailbox_refuses_and_goes_on() -> None:
+    with Driver([case(2)], make_config(num_job_slots=4)) as driver:
+        jobs = [driver.publish(0, 0) for _ in range(4)]
+        with pytest.raises(MailboxFullError, match="all 4 slots of worker 0"):
+            driver.publish(0, 0)
+        for job in jobs:
+            driver.send_x(0, 0, job)
+            assert driver.finish(0, 0, job) is DONE
+        assert driver.run(0, 0) is DONE
+
+
+def test_too_little_shared_memory_starts_nothing() -> None:
+    before = open_descriptors()
+    with (
+        Segment.create(4096, kind="adapters") as arena,
+        pytest.raises(SpaceError, match="shared memory"),
+    ):
+        WorkerPool(make_config(max_slice_tokens=2**40), arena)
+    assert open_descriptors() == before
+
+
+def test_numbers_of_jobs_wrap_around() -> None:
+    with Driver([case(3)], make_config(first_sequence=2**31 - 10)) as driver:
+        numbers = []
+        for _ in range(20):
+            job = driver.start(0, 0)
+            numbers.append(job.sequence)
+            assert driver.finish(0, 0, job) is DONE
+        assert numbers[9:11] == [2**31 - 1, -(2**31)]
+
+
+def test_a_job_without_an_adapter_fails_alone() -> None:
+    with Driver([case(4)]) as driver:
+        driver.arena.buffer[:8] = b"nonsense"
+        assert driver.run(0, 0) is JobStatus.FAILED
+        driver.arena.buffer[: len(driver.places[0].region_bytes())] = driver.places[
+            0
+        ].region_bytes()
+        assert driver.run(0, 0) is DONE
+        assert driver.pool.counts().num_restarts == 0
+
+
+def test_workers_that_cannot_start_say_why() -> None:
+    before = open_descriptors()
+    with Segment.create(4096, kind="adapters") as arena:
+        pool = WorkerPool(make_config(delta_table=table_of("abacus")), arena)
+        with pytest.raises(WorkerPoolError, match="0 of 1 CPU workers are ready after 5 s"):
+            pool.wait_ready(5.0)
+        wait_until(lambda: "delta back ends are" in pool.trouble)
+        assert not pool.is_available
+        pool.close()
+    with Segment.create(4096, kind="somethingelse") as segment:
+        pool = WorkerPool(make_config(), segment)
+        wait_until(lambda: "adapters was expected" in pool.trouble)
+        pool.close()
+    assert open_descriptors() == before
+
+
+def test_a_supervisor_that_cannot_start_turns_the_pool_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(keeper_module.Restarts):
+        def delay_ns(self, lived_ns: int) -> int:
+            return super().delay_ns(lived_ns) // 100
+
+    monkeypatch.setattr(keeper_module, "Restarts", Impatient)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with Segment.create(4096, kind="adapters") as arena:
+        pool = WorkerPool(make_config(), arena)
+        with pytest.raises(WorkerPoolError, match="supervisor of the CPU workers exited with"):
+            pool.wait_ready(60.0)
+        assert not pool.is_available
+        pool.close()
+        monkeypatch.setattr("sys.executable", "/no/such/python")
+        pool = WorkerPool(make_config(), arena)
+        with pytest.raises(WorkerPoolError, match=r"cannot be started: .*No such file"):
+            pool.wait_ready(60.0)
+        pool.close()
+
+
+def test_views_that_are_held_keep_the_memory_but_not_the_processes() -> None:
+    driver = Driver([case()])
+    pids = [supervisor().pid, workers()[0].pid]
+    held: Any = driver.pool.rings.rows(64, 1, 8)
+    with pytest.raises(ShmError, match="cannot be closed while"):
+        driver.pool.close()
+    assert are_gone(pids)
+    del held
+    driver.close()
