@@ -60,6 +60,9 @@ _POLICY = (
     "runtime.adapters.target_map",
     "runtime.engine.core",
     "runtime.engine.messages",
+    # Not policy, but what property tests run on.
+    "gpu.device.symbolic_explore",
+    "gpu.device.symbolic_run",
 )
 _POLICY_PACKAGES = ("runtime/scheduler", "runtime/planner", "runtime/memory", "runtime/config", "runtime/cli")
 _HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")
