@@ -125,7 +125,8 @@ class Workplace:
         - A back end that rounds h to bfloat16 k times errs by k u of |h||B| more.
         - y is rounded once: u |y|, and u of the errors above. Padding adds zeros.
 
-        The second order (terms like u v) is covered by 1 % more.
+        The second order (terms like u v) is covered by 1 % more. Values must be far from the
+        smallest float32, where errors are absolute.
         """
         first_column = 0
         for target, matrices, scaling in zip(

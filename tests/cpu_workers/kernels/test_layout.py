@@ -45,13 +45,13 @@ def test_packing_writes_all_of_the_place_it_is_given(
     dtype: type, rank: int, in_features: int, out_features: int
 ) -> None:
     generator = np.random.default_rng(0)
-    a = generator.integers(1, 99, (rank, in_features)).astype(dtype)
-    b = generator.integers(1, 99, (out_features, rank)).astype(dtype)
+    a: np.ndarray = generator.integers(1, 99, (rank, in_features)).astype(dtype)
+    b: np.ndarray = generator.integers(1, 99, (out_features, rank)).astype(dtype)
     for matrix, pack, shape in (
         (a, layout.pack_a, layout.packed_a_shape(rank, in_features, a.itemsize)),
         (b, layout.pack_b, layout.packed_b_shape(out_features, rank, b.itemsize)),
     ):
-        place = np.full(shape, 99, dtype)
+        place: np.ndarray = np.full(shape, 99, dtype)
         assert pack(matrix, place) is place
         assert np.array_equal(place, pack(matrix))
         assert np.count_nonzero(place) == matrix.size
