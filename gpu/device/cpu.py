@@ -6,7 +6,6 @@ any thread, so also by a computation to other streams than its own.
 """
 
 import ctypes
-import itertools
 import logging
 import threading
 import time
@@ -14,18 +13,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...shm.atomics import load_acquire, store_release
-from ...shm.words import distance, has_reached, wrap
+from ...shm.atomics import store_release
+from ...shm.words import wrap
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
 from .cpu_events import EventTable
-from .cpu_stream import StreamThread
-from .cpu_wait import wait_word
-from .host_memory import DeviceChoices, HostMemory
+from .cpu_stream import StreamThread, raise_first
+from .cpu_waits import WordWaits
+from .host_memory import WORD_BYTES, DeviceChoices, HostMemory, check_copy
 from .link import Direction, PacedLink
 
 _LOG = logging.getLogger(__name__)
 
-_WAIT_PIECE_NS = 100_000_000
 _GRACE_S = 1.0  # between the release of waits and giving up
 _POLL_S = 0.05
 
@@ -40,8 +38,7 @@ class CpuDevice:
         self._handles: list[Stream] = []
         self._events = EventTable()
         self._memories: list[HostMemory] = []
-        self._waits: dict[int, tuple[int, int]] = {}  # outstanding: key -> (address, value)
-        self._wait_keys = itertools.count()
+        self._waits = WordWaits()
         self._has_begun = False
         self._is_closed = False
         self._is_abandoned = False
@@ -85,7 +82,9 @@ class CpuDevice:
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Device.copy``. Raises ``DeviceError`` if the buffers do not match."""
         thread = self._thread(stream)
-        _check_buffers(destination, source)
+        check_copy(destination, source)
+        if destination.device.type != "cpu" or source.device.type != "cpu":
+            raise DeviceError("the CPU device copies tensors of the CPU only")
         to_pointer, from_pointer = destination.data_ptr(), source.data_ptr()
         num_bytes = source.nbytes
         direction = self._direction(to_pointer, from_pointer, num_bytes)
@@ -112,18 +111,16 @@ class CpuDevice:
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """See ``Device.wait``."""
         thread = self._thread(stream)
-        address, awaited = word.host_address, wrap(value)
-        key = next(self._wait_keys)
-        self._waits[key] = (address, awaited)
+        key = self._waits.add(word.host_address, wrap(value))
 
         def run() -> None:
-            # Waits of a failed stream are left out, but not forgotten.
+            # On a failed stream the wait is left out, but no longer outstanding either.
             try:
                 if thread.error is None:
-                    self._wait_word(address, awaited)
+                    self._waits.run(key)
             finally:
                 thread.ready_s = None
-                del self._waits[key]
+                self._waits.remove(key)
 
         thread.enqueue(run, always=True)
 
@@ -141,7 +138,7 @@ class CpuDevice:
         generation = event.generation
 
         def run() -> None:
-            self._events.wait_slot(slot, generation)
+            self._events.wait_in_stream(slot, generation)
             thread.ready_s = None
 
         thread.enqueue(run)
@@ -179,34 +176,22 @@ class CpuDevice:
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
         """See ``Device.synchronize``. Raises ``DeviceError`` if a computation calls it."""
         self._check_open()
-        chosen = self._streams if stream is None else [self._streams[stream.index]]
-        started = [thread for thread in chosen if thread.is_started]
         self._check_outside("synchronize")
         deadline_s = time.monotonic() + timeout_s
-        markers = [(thread, self._mark(thread)) for thread in started]
-        for thread, marker in markers:
-            left_s = max(deadline_s - time.monotonic(), 0.0)
-            is_done = self._events.wait(marker, left_s)
-            self._events.release(marker)
-            if not is_done:
-                raise DeviceTimeoutError(
-                    f"stream {thread.name} did not come to its end within {timeout_s:g} s; "
-                    f"{thread.num_outstanding} operations are outstanding"
-                )
-        _raise_first(started)
+        if stream is not None:
+            chosen = [self._find(stream)]
+            self._wait_ends(chosen, deadline_s)
+        else:
+            chosen = self._streams
+            # Computations may have enqueued more on other streams meanwhile.
+            while not self._wait_ends(chosen, deadline_s):
+                pass
+        raise_first(chosen)
 
     def release_waits(self) -> int:
         """See ``Device.release_waits``."""
-        furthest: dict[int, int] = {}
-        for address, value in list(self._waits.values()):
-            if distance(value, furthest.setdefault(address, value)) > 0:
-                furthest[address] = value
-        num_words = 0
-        for address, value in furthest.items():
-            if not has_reached(load_acquire(address), value):
-                store_release(address, value)
-                num_words += 1
-        return num_words
+        self._check_open()
+        return self._waits.release()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """See ``Device.close``."""
@@ -222,6 +207,7 @@ class CpuDevice:
             running = self._release_and_join(time.monotonic() + _GRACE_S)
         if running:
             self._is_abandoned = True
+            self._waits.abandon()
             _LOG.error(
                 "streams %s do not end; they are abandoned, with the memory that they use",
                 ", ".join(thread.name for thread in running),
@@ -241,13 +227,17 @@ class CpuDevice:
         if any(thread.is_current for thread in self._streams):
             raise DeviceError(f"a computation called {what}, which would wait for itself")
 
+    def _find(self, stream: Stream) -> StreamThread:
+        if stream.index >= len(self._handles) or self._handles[stream.index] is not stream:
+            raise DeviceError(f"stream {stream.name} is of another device")
+        return self._streams[stream.index]
+
     def _thread(self, stream: Stream) -> StreamThread:
         """The thread to enqueue an operation on."""
         self._check_open()
-        if stream.index >= len(self._handles) or self._handles[stream.index] is not stream:
-            raise DeviceError(f"stream {stream.name} is of another device")
+        thread = self._find(stream)
         self._has_begun = True
-        return self._streams[stream.index]
+        return thread
 
     def _direction(self, to_pointer: int, from_pointer: int, num_bytes: int) -> Direction | None:
         """Which way a copy takes the link; None within the host or within the device."""
@@ -257,21 +247,38 @@ class CpuDevice:
             return None
         return Direction.TO_HOST if is_to_host else Direction.TO_DEVICE
 
-    def _wait_word(self, address: int, value: int) -> None:
-        waited_ns = 0
-        while not wait_word(address, value, waited_ns, waited_ns + _WAIT_PIECE_NS):
-            waited_ns += _WAIT_PIECE_NS
-            if self._is_abandoned:  # the word may be unmapped at any moment
-                raise DeviceError("the device was abandoned during a wait")
+    def _wait_ends(self, threads: Sequence[StreamThread], deadline_s: float) -> bool:
+        """Wait for the ends as of now; whether nothing was enqueued behind them meanwhile.
 
-    def _mark(self, thread: StreamThread) -> Event:
-        """An event behind everything enqueued on the stream."""
+        Raises ``DeviceTimeoutError``.
+        """
+        marked = [(thread, *self._mark(thread)) for thread in threads if thread.is_started]
+        for thread, marker, _ in marked:
+            left_s = deadline_s - time.monotonic()
+            is_done = self._events.wait(marker, max(left_s, 0.0))
+            self._events.release(marker)
+            if not is_done:
+                raise DeviceTimeoutError(
+                    f"stream {thread.name} did not come to its end in time; "
+                    f"{thread.num_outstanding - 1} operations are outstanding"
+                )
+        num_enqueued = {id(thread): number for thread, _, number in marked}
+        return all(num_enqueued.get(id(t), 0) == t.num_enqueued for t in threads)
+
+    def _mark(self, thread: StreamThread) -> tuple[Event, int]:
+        """An event behind everything enqueued on the stream, and how much that was."""
         marker = self._events.take()
         slot = self._events.begin_record(marker)
-        thread.enqueue(lambda: self._events.finish_record(slot, marker.generation), always=True)
-        return marker
+        number = thread.enqueue(
+            lambda: self._events.finish_record(slot, marker.generation), always=True
+        )
+        return marker, number
 
     def _unregister(self, memory: HostMemory) -> None:
+        if self._is_abandoned:
+            raise DeviceError(f"{memory.name} may still be used by streams that did not end")
+        if any(memory.contains(address, WORD_BYTES) for address in self._waits.addresses()):
+            raise DeviceError(f"{memory.name} cannot be closed: a stream waits on a word of it")
         with self._lock:
             self._memories.remove(memory)
 
@@ -284,30 +291,7 @@ class CpuDevice:
         num_released = 0
         running = self._streams
         while running and time.monotonic() < deadline_s:
-            num_released += self.release_waits()
+            num_released += self._waits.release()
             running = self._join(min(deadline_s, time.monotonic() + _POLL_S))
         _LOG.warning("waits on %d words were released to close the device", num_released)
         return running
-
-
-def _check_buffers(destination: torch.Tensor, source: torch.Tensor) -> None:
-    if destination.device.type != "cpu" or source.device.type != "cpu":
-        raise DeviceError("the CPU device copies tensors of the CPU only")
-    if destination.dtype != source.dtype or destination.numel() != source.numel():
-        raise DeviceError(
-            f"a copy needs the same type and size on both sides, not {source.dtype} "
-            f"{list(source.shape)} to {destination.dtype} {list(destination.shape)}"
-        )
-    if not destination.is_contiguous() or not source.is_contiguous():
-        raise DeviceError("a copy needs contiguous tensors on both sides")
-
-
-def _raise_first(threads: Sequence[StreamThread]) -> None:
-    """Clear the failures of ended streams and raise the one that was first."""
-    failed = sorted((t for t in threads if t.error is not None), key=lambda t: t.failed_s)
-    errors = [(thread.name, thread.error) for thread in failed]
-    for thread in failed:
-        thread.error = None
-    if errors:
-        name, error = errors[0]
-        raise DeviceError(f"stream {name}: {type(error).__name__}: {error}") from error

@@ -12,7 +12,7 @@ import numpy as np
 from ...shm.atomics import has_reached, load_acquire, store_release
 from ...shm.words import wrap
 from .base import DeviceError, Event, UnrecordedEventError
-from .cpu_wait import spin_word
+from .cpu_wait import wait_awake, wait_briefly
 
 
 class EventSlot:
@@ -100,21 +100,26 @@ class EventTable:
             for waiter in waiters:
                 waiter.release()
 
-    def wait(self, event: Event, timeout_s: float | None = None) -> bool:
-        """``wait_slot`` for an event that is recorded."""
-        return self.wait_slot(self.recorded(event), event.generation, timeout_s)
+    def wait_in_stream(self, slot: EventSlot, generation: int) -> None:
+        """Wait until the record of ``generation`` is done, and notice within microseconds."""
+        if not wait_awake(slot.address, wrap(generation)):
+            self._block(slot, generation, -1)
 
-    def wait_slot(self, slot: EventSlot, generation: int, timeout_s: float | None = None) -> bool:
-        """Wait until the record of ``generation`` is done; False after ``timeout_s``."""
-        if spin_word(slot.address, wrap(generation)):
+    def wait(self, event: Event, timeout_s: float) -> bool:
+        """Wait until the record of ``event`` is done; False after ``timeout_s``."""
+        slot = self.recorded(event)
+        if wait_briefly(slot.address, wrap(event.generation)):
             return True
+        return self._block(slot, event.generation, timeout_s)
+
+    def _block(self, slot: EventSlot, generation: int, timeout_s: float) -> bool:
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
             slot.waiters.append(waiter)
         # A record that is done now was stored before, or finds the waiter.
         if not slot.is_done(generation):
-            waiter.acquire(timeout=-1 if timeout_s is None else timeout_s)
+            waiter.acquire(timeout=timeout_s)
         with self._lock:
             if waiter in slot.waiters:
                 slot.waiters.remove(waiter)

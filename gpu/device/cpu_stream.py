@@ -7,12 +7,13 @@ some microseconds before it blocks, because waking a blocked thread costs tens o
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ...shm.words import wrap
-from .cpu_wait import spin_word
+from .base import DeviceError
+from .cpu_wait import wait_briefly
 
 Operation = Callable[[], None]
 
@@ -31,8 +32,8 @@ class StreamThread:
         self.ready_s: float | None = None
         self._operations: queue.SimpleQueue[tuple[bool, Operation] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_enqueued = 0
-        self._num_taken = 0
+        self.num_enqueued = 0
+        self._num_ended = 0
         self._word = np.zeros(1, np.int32)  # shows num_enqueued to the spinning thread
         self._word_address: int = self._word.ctypes.data
         self._thread: threading.Thread | None = None
@@ -51,21 +52,23 @@ class StreamThread:
     @property
     def num_outstanding(self) -> int:
         """Operations enqueued and not ended, as far as known from outside."""
-        return self._num_enqueued - self._num_taken
+        return self.num_enqueued - self._num_ended
 
-    def enqueue(self, operation: Operation, *, always: bool = False) -> None:
+    def enqueue(self, operation: Operation, *, always: bool = False) -> int:
         """Run ``operation`` after all earlier ones; at once if the caller is one of them.
 
-        After a failure only operations marked ``always`` are run.
+        After a failure only operations marked ``always`` are run. Returns how many have been
+        enqueued so far.
         """
         if threading.get_ident() == self._ident:
             self.ready_s = None
             self._run(operation, always)
-            return
+            return self.num_enqueued
         with self._lock:
             if self._thread is None:
                 self._start()
             self._put((always, operation))
+            return self.num_enqueued
 
     def stop(self) -> None:
         """End the thread behind all operations. Nothing may be enqueued any more."""
@@ -93,24 +96,23 @@ class StreamThread:
 
     def _put(self, item: tuple[bool, Operation] | None) -> None:
         self._operations.put(item)
-        self._num_enqueued += 1
-        self._word[0] = wrap(self._num_enqueued)
+        self.num_enqueued += 1
+        self._word[0] = wrap(self.num_enqueued)
 
     def _loop(self) -> None:
         self._ident = threading.get_ident()
         while (item := self._next()) is not None:
             always, operation = item
             self._run(operation, always)
+            self._num_ended += 1
             # Or the buffers of the last operation would live until the next one.
             del item, operation
 
     def _next(self) -> tuple[bool, Operation] | None:
         if self._operations.empty():
             self.ready_s = None
-            spin_word(self._word_address, wrap(self._num_taken + 1))
-        item = self._operations.get()
-        self._num_taken += 1
-        return item
+            wait_briefly(self._word_address, wrap(self._num_ended + 1))
+        return self._operations.get()
 
     def _run(self, operation: Operation, always: bool) -> None:
         if self.error is not None and not always:
@@ -119,3 +121,14 @@ class StreamThread:
             operation()
         except BaseException as error:  # whatever a computation raises: the thread lives on
             self.mark_failed(error)
+
+
+def raise_first(threads: Sequence[StreamThread]) -> None:
+    """Clear the failures of streams that ended and raise the first as a ``DeviceError``."""
+    failed = sorted((t for t in threads if t.error is not None), key=lambda t: t.failed_s)
+    errors = [(thread.name, thread.error) for thread in failed]
+    for thread in failed:
+        thread.error = None
+    if errors:
+        name, error = errors[0]
+        raise DeviceError(f"stream {name}: {type(error).__name__}: {error}") from error

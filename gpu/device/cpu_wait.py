@@ -26,7 +26,7 @@ _PAUSES_PER_LOOK = 16
 _LOOKS_PER_SLEEP = 32  # sleeps for 1/32 of the time waited so far
 _MAX_SLEEP_NS = 1_000_000
 _LONGEST_LATE_NS = 150_000  # by how much a sleep usually ends too late, at most
-_BEFORE_LOCK_NS = 50_000
+_BRIEFLY_NS = 50_000
 
 
 def _libc(builder: ir.IRBuilder, name: str, kinds: list[ir.Type]) -> ir.Value:
@@ -98,6 +98,12 @@ def wait_clock(deadline_ns: int) -> None:
 
 
 @numba.njit("boolean(int64, int32)", nogil=True, cache=True)
-def spin_word(address: int, target: int) -> bool:
-    """The first part of ``wait_word``, for waits that then block on a lock."""
-    return bool(wait_word(address, target, 0, _BEFORE_LOCK_NS))
+def wait_briefly(address: int, target: int) -> bool:
+    """The begin of ``wait_word``, before a wait on a lock that nobody is in a hurry for."""
+    return bool(wait_word(address, target, 0, _BRIEFLY_NS))
+
+
+@numba.njit("boolean(int64, int32)", nogil=True, cache=True)
+def wait_awake(address: int, target: int) -> bool:
+    """All of ``wait_word`` but the sleeps, before a wait on a lock."""
+    return bool(wait_word(address, target, 0, _YIELD_NS))

@@ -128,3 +128,14 @@ class TorchDevice(Device[torch.Tensor], Protocol):
         Raises ``DeviceError`` if the memory cannot be registered.
         """
         ...
+
+
+def check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise ``DeviceError`` if the buffers of a copy do not match."""
+    if destination.dtype != source.dtype or destination.numel() != source.numel():
+        raise DeviceError(
+            f"a copy needs the same type and size on both sides, not {source.dtype} "
+            f"{list(source.shape)} to {destination.dtype} {list(destination.shape)}"
+        )
+    if not destination.is_contiguous() or not source.is_contiguous():
+        raise DeviceError("a copy needs contiguous tensors on both sides")
