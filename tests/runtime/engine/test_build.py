@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from corun import Engine, SamplingParams
+from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.engine import build
+from corun.runtime.errors import ConfigError
 from support.architectures import save_model
 from support.fake_engine import save_tokenizer
 from transformers import AttentionInterface
@@ -71,3 +73,25 @@ def test_an_adapter_that_was_named_must_be_servable(
     with pytest.raises(Exception, match="adapter 'x'"):
         Engine(**options, lora_modules=(f"x={tmp_path}",))
     assert held() == before
+
+
+def test_an_engine_owns_a_device_and_closes_it(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[CpuDevice] = []
+    close = CpuDevice.close
+
+    def note(device: CpuDevice, **timeout: float) -> None:
+        closed.append(device)
+        close(device, **timeout)
+
+    monkeypatch.setattr(CpuDevice, "close", note)
+    with Engine(**options, link_gib_per_s=2, link_latency_us=5) as engine:
+        choices = engine.get_model_info().device_choices
+        assert closed == []
+    assert choices == {
+        "registration": "none", "signal": "host", "wait": "host", "link": "2 GiB/s + 5 us",
+    }  # fmt: skip
+    assert len(set(map(id, closed))) == 1
+    with pytest.raises(ConfigError, match="--device-wait stream-op needs a CUDA device"):
+        Engine(**options, device_wait="stream-op")
