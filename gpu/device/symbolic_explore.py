@@ -78,11 +78,7 @@ def _expand(
     is_reduced: bool,
 ) -> Iterator[ProtocolError]:
     """Add the states one step after ``node``, and leave in it the orders that end there."""
-    try:
-        ready = runner.ready(node.state, is_reduced=is_reduced)
-    except FoundError as error:
-        yield ProtocolError(error.finding, lines_of(node.trail))
-        return
+    ready = runner.ready(node.state, is_reduced=is_reduced)
     num_orders = node.num_orders
     if ready:
         node.num_orders = 0

@@ -101,7 +101,7 @@ def _is_asking(program: Program, state: State) -> bool:
     return program.is_open and state.positions[HOST] == len(program.agents[HOST].steps) - 1
 
 
-def _hang(program: Program, state: State, kind: type[Hang] = Hang) -> Finding | None:
+def _hang(program: Program, state: State, kind: type[Hang]) -> Finding | None:
     """Who waits for ever, if nobody can go on."""
     waiting = []
     for index, agent in enumerate(program.agents):
@@ -163,14 +163,13 @@ class Runner:
         return State.start(self.reference(()).program)
 
     def ready(self, state: State, *, is_reduced: bool = False) -> list[int]:
-        """The agents to choose from; empty at the end. Raises ``FoundError`` for a hang."""
+        """The agents to choose from; empty at the end."""
         reference = self.reference(state.answers)
         ready = _ready(reference.program, state)
         if is_reduced:
             ready = reference.reduction.reduce(state, ready)
-        finding = None if ready else _hang(reference.program, state)
-        if finding is not None:
-            raise FoundError(finding)
+        # What nothing releases here, nothing releases in the reference order.
+        assert ready or _hang(reference.program, state, Hang) is None, "a hang of this order only"
         return ready
 
     def follow(self, trail: Trail, state: State, agent: int) -> Trail:

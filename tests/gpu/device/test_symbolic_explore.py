@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from support.symbolic_programs import choosers, is_ordered, small_programs, write_down
 
 X, Y = Buffer("x"), Buffer("y")
-DRAWN = settings(derandomize=True, deadline=None, database=None, max_examples=250)
+DRAWN = settings(derandomize=True, deadline=None, database=None, max_examples=150)
 
 
 def nothing() -> None:
@@ -160,6 +160,24 @@ def test_both_answers_to_a_question_are_explored() -> None:
     assert asked == [1, 1]  # once for each answer
     explored = explore(Recording(lambda device: _load_and_evict(device, is_careful=False)))
     assert explored.kinds == {UseAfterHandOn}
+
+
+@pytest.mark.parametrize("wrong_answer", [False, True])
+def test_what_follows_an_answer_is_not_mixed_up(wrong_answer: bool) -> None:
+    """After the synchronizing, all agents have come as far whatever the answer was."""
+
+    def host(device: SymbolicDevice) -> None:
+        load = device.stream("load")
+        slot, event = device.lease("slot"), device.event()
+        device.record(load, event)
+        answer = device.is_done(event)
+        device.synchronize(timeout_s=1)
+        device.launch(load, nothing, writes=[slot])
+        if answer != wrong_answer:
+            device.synchronize(timeout_s=1)
+        device.give_back(slot)
+
+    assert explore(Recording(host)).kinds == {UseAfterHandOn}
 
 
 def test_a_run_may_ask_too() -> None:

@@ -61,7 +61,6 @@ FOUND: dict[Mistake, set[type[Finding]]] = {
         Sizes(num_layers=2, split_layer=0),
         Sizes(num_layers=2, split_layer=2),
         Sizes(num_layers=4, split_layer=2, layers_per_group=2),
-        Sizes(num_layers=4, split_layer=3),
         SMALL,
         SLICED,
         Sizes(num_layers=3, split_layer=2, num_slices=2, ring_depth=2),

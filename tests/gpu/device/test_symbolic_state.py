@@ -7,6 +7,7 @@ from corun.gpu.device.symbolic import Recording, SymbolicDevice
 from corun.gpu.device.symbolic_explore import Exploration, explore
 from corun.gpu.device.symbolic_findings import (
     Hang,
+    HangInOneQueue,
     MissingRelease,
     Overlap,
     OverwriteBeforeRead,
@@ -31,8 +32,10 @@ def nothing() -> None:
 
 
 def explored(host: Callable[[SymbolicDevice], None]) -> Exploration:
-    """With every order, so that the shortest ones are shown."""
-    return explore(Recording(host), is_reduced=False)
+    """With every order, so that the shortest ones are shown; fewer find the same."""
+    found = explore(Recording(host), is_reduced=False)
+    assert explore(Recording(host)).kinds == found.kinds
+    return found
 
 
 def test_nothing_has_written_what_is_read() -> None:
@@ -54,6 +57,19 @@ def test_a_write_overtakes_a_read() -> None:
         device.launch(writer, nothing, writes=[X])
 
     assert explored(host).kinds == {OverwriteBeforeRead, Overlap}
+
+
+def test_a_write_begins_while_a_read_is_on() -> None:
+    def host(device: SymbolicDevice) -> None:
+        stream, worker, begun = device.stream("s"), device.process("w"), device.word("begun")
+        worker.wait(begun, 1)
+        worker.compute(writes=[X])
+        device.host.compute(writes=[X])
+        device.launch(stream, lambda: device.signal(stream, begun, 1), reads=[X])
+
+    (error,) = explored(host).errors
+    assert isinstance(error.finding, Overlap)
+    assert (error.finding.access.agent, error.finding.other.agent) == ("w", "s")
 
 
 def test_writes_come_in_either_order() -> None:
@@ -179,6 +195,20 @@ def test_everybody_who_hangs_is_named() -> None:
     )
 
 
+def test_a_stream_is_held_up_by_another_one_in_its_queue() -> None:
+    def host(device: SymbolicDevice) -> None:
+        held, free, word = device.stream("held"), device.stream("free"), device.word("word")
+        device.wait(held, word, 1)
+        device.launch(free, nothing, writes=[X])
+        device.synchronize(free, timeout_s=1)
+        device.host.signal(word, 1)
+
+    (error,) = explored(host).errors
+    assert error.finding == HangInOneQueue(
+        (("host", "synchronizes with agents 3"), ("the one queue", "waits for word >= 1"))
+    )
+
+
 def test_a_slot_is_used_by_its_owner_only() -> None:
     def host(device: SymbolicDevice) -> None:
         stream = device.stream("stream")
@@ -281,6 +311,21 @@ def test_releasing_counts_words_and_leaves_reached_ones() -> None:
 
     explored(host).check()
     assert counts == {1, 2}  # whether the worker was in time
+
+
+def test_a_late_signal_may_come_before_or_after_the_released_wait_passes() -> None:
+    def host(device: SymbolicDevice) -> None:
+        worker, stream = device.process("worker"), device.stream("stream")
+        late, event = device.word("late"), device.event()
+        worker.signal(late, 1)
+        device.wait(stream, late, 1)
+        device.launch(stream, nothing, writes=[X])
+        device.record(stream, event)
+        device.release_waits()
+        device.synchronize(timeout_s=1)
+        device.host.compute(reads=[X])
+
+    assert explored(host).kinds == {ReadOfVoid}
 
 
 def _retry(device: SymbolicDevice, *, num_jobs: int) -> None:
