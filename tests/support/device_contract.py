@@ -91,7 +91,7 @@ class Rig:
 
     def shown(self, word: int) -> int:
         """What a word shows, as int32."""
-        return load_acquire(self.word(word).host_address)
+        return int(load_acquire(self.word(word).host_address))
 
     def multiply_add(self, stream: Stream, tensor: torch.Tensor, factor: int, term: int) -> None:
         """Enqueue ``tensor = tensor * factor + term``; two of them do not commute."""

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -35,6 +35,15 @@ def device() -> Iterator[CpuDevice]:
 
 def stream_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("corun-stream-")]
+
+
+def held_by(gate: threading.Event) -> Callable[[], None]:
+    """A computation that ends once the gate is set."""
+
+    def wait() -> None:
+        gate.wait(LONG_S)
+
+    return wait
 
 
 def test_threads_start_with_the_first_operation_and_end_with_the_device(device: CpuDevice) -> None:
@@ -93,7 +102,7 @@ def test_whatever_a_computation_raises_the_stream_lives(
 def test_a_copy_holds_its_buffers_until_it_is_done(device: CpuDevice) -> None:
     a = device.stream("a")
     gate = threading.Event()
-    device.launch(a, lambda: gate.wait(LONG_S) and None)
+    device.launch(a, held_by(gate))
     source, destination = torch.ones(4), torch.zeros(4)
     device.copy(a, destination, source)
     kept = weakref.ref(source)
@@ -170,7 +179,7 @@ def test_a_stream_that_does_not_end_is_abandoned(
     a = device.stream("a")
     memory = device.register(memoryview(bytearray(64)), name="kept")
     gate = threading.Event()
-    device.launch(a, lambda: gate.wait(LONG_S) and None)
+    device.launch(a, held_by(gate))
     with caplog.at_level(logging.ERROR):
         device.close(timeout_s=0.02)
     assert "streams a do not end; they are abandoned" in caplog.text
@@ -200,8 +209,11 @@ def test_waits_that_computations_enqueue_while_closing_are_released() -> None:
 
 
 def test_a_failure_nobody_asked_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
     device = CpuDevice()
-    device.launch(device.stream("a"), lambda: 1 // 0 and None)
+    device.launch(device.stream("a"), fail)
     with caplog.at_level(logging.WARNING):
         device.close()
     assert "stream a had failed: " in caplog.text
@@ -210,7 +222,7 @@ def test_a_failure_nobody_asked_for_is_logged(caplog: pytest.LogCaptureFixture) 
 def test_a_timeout_counts_what_is_outstanding(device: CpuDevice) -> None:
     a = device.stream("a")
     gate = threading.Event()
-    device.launch(a, lambda: gate.wait(LONG_S) and None)
+    device.launch(a, held_by(gate))
     device.launch(a, lambda: None)
     with pytest.raises(DeviceTimeoutError, match="2 operations"):
         device.synchronize(timeout_s=0.01)
@@ -241,7 +253,7 @@ def enqueue_copies(device: CpuDevice, stream: Stream, num_copies: int) -> None:
     memory = device.register(memoryview(bytearray(2**20)), name=f"host of {stream.name}")
     host, x = memory.tensor(0, (2**20,), torch.uint8), torch.empty(2**20, dtype=torch.uint8)
     gate = threading.Event()
-    device.launch(stream, lambda: gate.wait(LONG_S) and None)
+    device.launch(stream, held_by(gate))
     for _ in range(num_copies):
         device.copy(stream, x, host)
     gate.set()

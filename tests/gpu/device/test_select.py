@@ -77,7 +77,8 @@ def test_cuda_is_opened_with_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(cuda, "open_cuda_device", open_cuda_device)
     options = DeviceOptions(8, 0, "driver", "triton", "host")
-    assert make_device(torch.device("cuda", 1), options) == "a device"
+    made: object = make_device(torch.device("cuda", 1), options)
+    assert made == "a device"
     ((asked, index, link),) = opened
     assert (asked.registration, asked.signal, asked.wait) == ("driver", "triton", "host")
     assert (index, link) == (1, "8 GiB/s + 0 us")
