@@ -62,7 +62,8 @@ class CudaDevice:
     Copies take tensors of this device, of registered memory, or pinned ones of torch; not both
     sides on the host, which CUDA does not order with a stream. With ``wait`` = host, ``wait`` and a
     paced ``copy`` hold the calling thread, and with ``registration`` = bounce a copy to the device
-    does: see ``HostWaiter`` and ``BounceCopies``.
+    does: see ``HostWaiter`` and ``BounceCopies``. The thread that enqueues makes its first call before
+    anything waits.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class CudaDevice:
         self._agent = HostAgent(
             runtime, on_failure=self._streams.fail, has_failed=self._streams.has_failed
         )
+        self._entered = {threading.get_ident()}
         self._events = EventPool(runtime, options.num_events)
         self._work = HostWork(runtime, self._events, self._agent)
         probing = self._streams.make("probe", is_urgent=False)
@@ -91,6 +93,7 @@ class CudaDevice:
             runtime, loaders, options, events=self._events, work=self._work, state=probing
         )
         try:
+            self._agent.start()
             self._by = selection.choose()
         except Exception:
             self._agent.stop(timeout_s=1.0)
@@ -112,6 +115,7 @@ class CudaDevice:
         """Whole pages, while no wait is outstanding; see ``TorchDevice``."""
         self._check_open()
         self._check_no_wait(f"{name} cannot be registered")
+        self._enter()
         registered = register_memory(
             self._runtime, self._by.registrations, memory, name, on_close=self._forget
         )
@@ -123,7 +127,7 @@ class CudaDevice:
         self._check_open()
         if self._has_begun:
             raise DeviceError(
-                f"stream {name!r} is asked for after the first operation: making one may wait for "
+                f"stream {name} must be made before the first operation: making one may wait for "
                 "the whole device"
             )
         return self._streams.make(name, is_urgent=is_urgent).stream
@@ -261,7 +265,15 @@ class CudaDevice:
         """For every operation: the stream's state, once the device is open."""
         self._check_open()
         self._has_begun = True
+        self._enter()
         return self._streams.state(stream)
+
+    def _enter(self) -> None:
+        """A thread's first call makes the context current, which the driver's calls need."""
+        ident = threading.get_ident()
+        if ident not in self._entered:
+            self._runtime.enter_thread()
+            self._entered.add(ident)
 
     def _enqueue(self, state: StreamState, operation: Callable[[], None]) -> None:
         """What fails marks the stream, and is raised here, too."""
@@ -272,25 +284,26 @@ class CudaDevice:
             raise
 
     def _await_end(self, states: Sequence[StreamState], timeout_s: float) -> None:
-        pending = [(self._events.borrow(s), self._work.pending(s)) for s in states]
+        ends = [(s, self._events.borrow(s), self._work.pending(s)) for s in states]
 
-        def are_done() -> bool:
-            return all(
-                self._runtime.is_done(handle) and self._work.are_done(tickets)
-                for handle, tickets in pending
-            )
+        def open_streams() -> list[str]:
+            return [
+                f"stream {state.stream.name}"
+                for state, handle, host_work in ends
+                if not (self._runtime.is_done(handle) and self._work.are_done(host_work))
+            ]
 
         try:
-            is_in_time = cuda_words.poll(are_done, timeout_s)
+            is_in_time = cuda_words.poll(lambda: not open_streams(), timeout_s)
+            names = ", ".join(open_streams())
         finally:
-            for handle, _ in pending:
+            for _, handle, _ in ends:
                 self._events.give(handle)
         if not is_in_time:
-            words = ", ".join(f"{w.name} >= {v}" for w, v in self._outstanding.open())
-            names = ", ".join(s.stream.name for s in states)
+            words = ", ".join(f"{word.name} >= {value}" for word, value in self._outstanding.open())
             raise DeviceTimeoutError(
-                f"streams ({names}) did not end in {timeout_s:g} s; "
-                f"waits are outstanding on: {words or 'no word'}"
+                f"{names or 'a stream'} did not come to an end in {timeout_s:g} s; waits are "
+                f"outstanding on: {words or 'no word'}"
             )
 
     def _raise_failure(self, states: Sequence[StreamState]) -> None:
@@ -300,7 +313,11 @@ class CudaDevice:
                 self._streams.fail(state.stream.index, timeout)
         failure = self._streams.take_first_failure(states)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # Or this frame, which the traceback holds, would hold the exception in turn.
+                del failure
 
     def _forget(self, memory: HostMemory) -> None:
         """Before memory is unregistered."""

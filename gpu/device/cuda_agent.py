@@ -62,19 +62,20 @@ class HostAgent:
         self._num_done: dict[int, int] = {}
         self._wakeup = threading.Condition()
         self._is_stopping = False
-        self._thread: threading.Thread | None = None
+        self._has_entered = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="corun-cuda-agent", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, once, before anything waits: it has yet to enter CUDA's context."""
+        self._thread.start()
+        self._has_entered.wait()
 
     def submit(self, stream_index: int, item: Item) -> Ticket:
-        """Enqueue an item; the first one starts the thread."""
+        """Enqueue an item behind those of its stream."""
         with self._wakeup:
             self._queues.setdefault(stream_index, deque()).append(item)
             number = self._num_submitted.get(stream_index, 0) + 1
             self._num_submitted[stream_index] = number
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="corun-cuda-agent", daemon=True
-                )
-                self._thread.start()
             self._wakeup.notify()
         return stream_index, number
 
@@ -97,11 +98,13 @@ class HostAgent:
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        self._runtime.enter_thread()
+        try:
+            self._runtime.enter_thread()
+        finally:
+            self._has_entered.set()
         while self._await_work():
             # A snapshot: streams may come to have their first item meanwhile.
             heads = [(index, queue) for index, queue in list(self._queues.items()) if queue]
@@ -147,5 +150,5 @@ class HostAgent:
             item.at_end()
 
     def _fail(self, index: int, error: Exception) -> None:
-        _LOGGER.error("a host operation of stream %d failed: %s", index, error)
+        _LOGGER.error("a host operation of stream %d failed", index, exc_info=error)
         self._on_failure(index, error)

@@ -92,7 +92,7 @@ class BounceCopies:
         pending = self._work.pending(state)
         if not cuda_words.poll(lambda: self._work.are_done(pending), self._timeout_s):
             raise DeviceTimeoutError(
-                f"stream {state.stream.name!r}: the host work before a copy to the device was not "
+                f"stream {state.stream.name}: the host work before a copy to the device was not "
                 f"done after {self._timeout_s:g} s"
             )
 

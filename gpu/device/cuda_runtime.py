@@ -17,7 +17,7 @@ class Runtime(Protocol):
     """Streams and events are opaque here. A failure of the device raises ``DeviceError``."""
 
     def make_stream(self, *, is_urgent: bool) -> Any:
-        """A stream that no other stream is ordered with."""
+        """A stream that no other stream is ordered with, for the first 32 of a kind."""
         ...
 
     def handle(self, stream: Any) -> int:
@@ -73,7 +73,10 @@ class Runtime(Protocol):
         ...
 
     def enter_thread(self) -> None:
-        """Make the device current on the calling thread."""
+        """Make the device and its context current on the calling thread, for driver calls too.
+
+        Not while a wait is outstanding.
+        """
         ...
 
 
@@ -185,3 +188,6 @@ class TorchRuntime:
     def enter_thread(self) -> None:
         """As ``Runtime.enter_thread`` says."""
         torch.cuda.set_device(self._device)
+        # torch leaves out the call for the device that it takes to be current, so that a new
+        # thread would have no context; any call of the runtime makes it current.
+        torch.cuda.mem_get_info(self._device)

@@ -52,9 +52,11 @@ _NOT_SEEN = "the device does not see host memory that is not registered"
 # Behind the probes' words and payload: a status word per stream, then a go word on its own line.
 STATUS_OFFSET = PAYLOAD_OFFSET + PAYLOAD_BYTES
 GO_OFFSET = STATUS_OFFSET + 4096
-MAX_STREAMS = 64
+# torch hands out 32 streams of a priority in turn: with more, two would be the same.
+MAX_STREAMS = 16
 GO_BYTES = 64
-SCRATCH_BYTES = GO_OFFSET + MAX_STREAMS * GO_BYTES
+# Whole pages.
+SCRATCH_BYTES = -(-(GO_OFFSET + MAX_STREAMS * GO_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 T = TypeVar("T")
 

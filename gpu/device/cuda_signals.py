@@ -124,7 +124,7 @@ class TritonWaiter:
             return None
         cuda_words.store(address, 0)
         return DeviceTimeoutError(
-            f"stream {state.stream.name!r}: a wait gave up after about {self._timeout_s:g} s; what "
+            f"stream {state.stream.name}: a wait gave up after about {self._timeout_s:g} s; what "
             "was computed behind it is void"
         )
 
@@ -146,7 +146,7 @@ class HostWaiter:
         address = word.host_address
         if not cuda_words.poll(lambda: cuda_words.is_reached(address, value), self._timeout_s):
             raise DeviceTimeoutError(
-                f"stream {state.stream.name!r}: word {word.name!r} did not reach {wrap(value)} in "
+                f"stream {state.stream.name}: word {word.name!r} did not reach {wrap(value)} in "
                 f"{self._timeout_s:g} s"
             )
 

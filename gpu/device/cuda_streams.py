@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .base import DeviceError, Event, Stream, UnrecordedEventError
+from .base import DeviceError, DeviceTimeoutError, Event, Stream, UnrecordedEventError
 from .cuda_agent import HostAgent, Item, Ticket
 from .cuda_runtime import Runtime
 
@@ -40,7 +40,7 @@ class StreamTable:
         """Raises ``DeviceError`` if there are as many as there may be."""
         index = len(self._states)
         if index == self._max_streams:
-            raise DeviceError(f"stream {name!r} would be more than {self._max_streams}")
+            raise DeviceError(f"stream {name} would be more than {self._max_streams}")
         handle = self._runtime.make_stream(is_urgent=is_urgent)
         state = StreamState(Stream(index, name), handle)
         self._states.append(state)
@@ -54,19 +54,22 @@ class StreamTable:
         """Raises ``DeviceError`` for another device's stream."""
         known = 0 <= stream.index < len(self._states)
         if not known or self._states[stream.index].stream is not stream:
-            raise DeviceError(f"stream {stream.name!r} is another device's")
+            raise DeviceError(f"stream {stream.name} is another device's")
         return self._states[stream.index]
 
     def fail(self, index: int, error: Exception) -> None:
-        """Mark a stream; the first failure stays."""
+        """Mark a stream; the first failure stays, as a text.
+
+        The exception itself would keep alive, by its traceback, the tensors of whoever raised it.
+        """
         state = self._states[index]
         if state.failure is not None:
             return
-        if not isinstance(error, DeviceError):
-            cause = error
-            error = DeviceError(f"stream {state.stream.name!r}: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
-        state.failure, state.failed_s = error, time.monotonic()
+        text = str(error) if isinstance(error, DeviceError) else f"{type(error).__name__}: {error}"
+        start = f"stream {state.stream.name}: "
+        kind = DeviceTimeoutError if isinstance(error, DeviceTimeoutError) else DeviceError
+        state.failure = kind(text if text.startswith(start) else start + text)
+        state.failed_s = time.monotonic()
 
     def has_failed(self, index: int) -> bool:
         """Whether operations of the stream are to be left out."""
@@ -140,7 +143,7 @@ class EventPool:
             slot = self._slot(event)
             if not slot.is_recorded:
                 raise UnrecordedEventError(
-                    f"stream {state.stream.name!r} would wait for event {event}, which nothing "
+                    f"stream {state.stream.name} would wait for event {event}, which nothing "
                     "has recorded: CUDA would let it pass"
                 )
             if is_left_out:

@@ -21,6 +21,7 @@ from corun.gpu.device.cuda_driver import DriverError
 from corun.gpu.device.cuda_select import CudaOptions, Loaders
 from corun.gpu.device.link import PacedLink
 from corun.shm.words import has_reached, wrap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Device addresses of registered memory are this much larger than the host's.
 SHIFT = 1 << 44
@@ -32,11 +33,11 @@ class FakeStream:
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def enqueue(self, operation: Callable[[], None]) -> None:
+    def enqueue(self, operation: Callable[[], object]) -> None:
         self._queue.put(operation)
 
     def stop(self) -> None:
@@ -47,6 +48,7 @@ class FakeStream:
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:
             operation()
+            del operation  # or its tensors would live until the next one
 
 
 @dataclass
@@ -61,7 +63,9 @@ class FakeGpu:
     """``faults``: names of what goes wrong; see the places that ask for them."""
 
     faults: frozenset[str] = frozenset()
-    calls_at_once: bool = False
+    current: FakeStream | None = None  # which kernels are launched on
+    # For tests that make device tensors without asking: what is none of these ranges.
+    host_ranges: list[tuple[int, int]] | None = None
     streams: list[FakeStream] = field(default_factory=list)
     registered: dict[int, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
@@ -75,6 +79,11 @@ class FakeGpu:
         made = torch.zeros(*shape, dtype=dtype)
         self.on_device[made.data_ptr()] = made
         return made
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Enqueue any Python on the current stream, from within a computation."""
+        assert self.current is not None, "a kernel needs a current stream"
+        self.current.enqueue(kernel)
 
     def stop(self) -> None:
         self.is_stopping = True
@@ -129,6 +138,22 @@ class FakeGpu:
         return has_reached(seen, value)
 
 
+class _Launches(TorchDispatchMode):
+    """Makes torch enqueue what computes in place, as on a GPU, instead of computing it."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._gpu = gpu
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.overloadpacket.__name__.endswith("_"):
+            return func(*args, **(kwargs or {}))  # makes a view
+        self._gpu.launch(lambda: func(*args, **(kwargs or {})))
+        return args[0]
+
+
 class FakeRuntime:
     """``Runtime`` on a ``FakeGpu``."""
 
@@ -162,10 +187,12 @@ class FakeRuntime:
         return event.fence is None or event.fence.is_set()
 
     def call(self, stream: FakeStream, compute: Callable[[], None]) -> None:
-        if self._gpu.calls_at_once:
-            compute()
-        else:
-            stream.enqueue(compute)
+        outer, self._gpu.current = self._gpu.current, stream
+        try:
+            with _Launches(self._gpu):
+                compute()
+        finally:
+            self._gpu.current = outer
 
     def copy(self, stream: FakeStream, destination: torch.Tensor, source: torch.Tensor) -> None:
         for tensor in (destination, source):
@@ -174,7 +201,13 @@ class FakeRuntime:
         stream.enqueue(lambda: self._move(destination, source))
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        return _holds(self._gpu.on_device, tensor)
+        ranges = self._gpu.host_ranges
+        if ranges is None:
+            return _holds(self._gpu.on_device, tensor)
+        address = tensor.data_ptr()
+        return not self.is_pinned(tensor) and not any(
+            start <= address < start + size for start, size in ranges
+        )
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         if _holds(self._gpu.pinned, tensor):

@@ -71,11 +71,13 @@ def failures() -> dict[int, Exception]:
 
 @pytest.fixture
 def agent(failures: dict[int, Exception]) -> HostAgent:
-    return HostAgent(
+    made = HostAgent(
         FakeRuntime(FakeGpu()),
         on_failure=failures.__setitem__,
         has_failed=failures.__contains__,
     )
+    made.start()
+    return made
 
 
 def _await(is_so: Callable[[], bool]) -> None:
@@ -142,7 +144,7 @@ def test_a_paced_copy_takes_as_long_as_the_link() -> None:
         for _ in range(3):
             device.copy(stream, on_device, memory.tensor(0, (num_bytes,), torch.uint8))
         ran_s: list[float] = []
-        device.launch(stream, lambda: ran_s.append(time.monotonic()))
+        device.launch(stream, lambda: gpu.launch(lambda: ran_s.append(time.monotonic())))
         assert time.monotonic() - started_s < 0.05, "the caller is not held"
         device.synchronize(timeout_s=10.0)
         assert ran_s[0] - started_s >= 0.06, "nothing behind a paced copy runs before its end"
@@ -182,7 +184,7 @@ def test_a_dead_device_ends_a_paced_copy() -> None:
     with fake_device(link=link) as (device, gpu):
         stream = device.stream("paced")
         memory = device.register(memoryview(page), name="shared")
-        device.launch(stream, lambda: gate.wait(5.0) and None)
+        device.launch(stream, lambda: gpu.launch(lambda: gate.wait(5.0)))
         device.copy(stream, gpu.empty(16), memory.tensor(0, (16,), torch.float32))
         gpu.is_dead = True
         with pytest.raises(DeviceError, match="illegal access"):
