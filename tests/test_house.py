@@ -35,6 +35,9 @@ _ALLOWED_IMPORTS = {
         "gpu",
         "shm",
         "cpu_workers.kernels",
+        # The side of the CPU workers that the device talks to.
+        "cpu_workers.pool",
+        "cpu_workers.slices",
         "runtime.plan",
         "runtime.sampling",
         "runtime.errors",
