@@ -29,7 +29,7 @@ _GEOMETRY = structure(CONTROL_FIELDS, LINE_BYTES)
 class Mailbox:
     """Where one (producer rank, worker) pair talks: addresses in this process.
 
-    ``buffer`` is the mailbox itself; the segment cannot be closed while it is held.
+    ``buffer`` is the mailbox itself; it stays mapped while this is held.
     """
 
     rank: int
@@ -118,8 +118,8 @@ class Control:
         )
 
     def close(self) -> None:
-        """Unmap; raises ``ShmError`` while mailboxes are held. See ``Segment.close``."""
-        self.segment.close()
+        """Close the descriptor; the memory goes with the last mailbox that is held."""
+        self.segment.drop()
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +130,7 @@ class Control:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.segment.__exit__(kind, error, traceback)
+        self.close()
 
 
 def _check_shape(num_ranks: int, num_workers: int, num_slots: int) -> None:

@@ -98,9 +98,12 @@ def structure(fields: tuple[Field, ...], num_bytes: int) -> struct.Struct:
     return struct.Struct(f"{code}{num_bytes - end}x")
 
 
+_MAILBOX_OFFSETS = {field.name: field.offset for field in MAILBOX_FIELDS}
+
+
 def offset_of(name: str) -> int:
     """Offset of a mailbox's field from the mailbox's start."""
-    return next(field.offset for field in MAILBOX_FIELDS if field.name == name)
+    return _MAILBOX_OFFSETS[name]
 
 
 JOBS_OFFSET = (max(field.offset for field in MAILBOX_FIELDS) // LINE_BYTES + 1) * LINE_BYTES

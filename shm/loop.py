@@ -103,7 +103,8 @@ def complete(
 ) -> None:
     """Write the result of job ``sequence``, then let everybody who waits for it go on.
 
-    y, written by the caller before, is visible to whoever sees ``done``.
+    y, written by the caller before, is visible to whoever sees ``done``. ``status`` is a plain
+    int: from Python, an enum costs ten microseconds here.
     """
     slot = sequence & (num_slots - 1)
     result = mailbox + JOBS_OFFSET + num_slots * JOB_BYTES + slot * RESULT_BYTES

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from . import loop
 from .atomics import (
     fence,
-    has_reached,
     load_acquire,
     load_acquire_64,
     monotonic_ns,
@@ -29,7 +28,7 @@ from .errors import MailboxFullError, ShmError, WorkerUnavailableError
 from .futex import wake
 from .job import Job, JobStatus, Result, WorkerState, WorkerStatus
 from .park import PARK_NS, SPIN_NS, publish, wait_until
-from .words import distance, wrap
+from .words import distance, has_reached, wrap
 
 X_SPIN_NS = 20_000_000
 """How long a worker spins for x; the accelerator is late by then, and has more to do than that."""
@@ -101,7 +100,7 @@ class ProducerEnd:
 
     def is_done(self, sequence: int) -> bool:
         """Whether the result of a job is written."""
-        return bool(has_reached(load_acquire(self.done_address), sequence))
+        return has_reached(load_acquire(self.done_address), sequence)
 
     def wait_done(
         self, sequence: int, *, timeout_s: float, is_peer_alive: Callable[[], bool] | None = None
@@ -210,8 +209,9 @@ class WorkerEnd:
 
     def _complete(self, sequence: int, status: JobStatus, duration_us: int) -> None:
         self._next = wrap(sequence + 1)
+        # A plain int: compiled functions take ten microseconds to see that an enum is one.
         loop.complete(
-            self.mailbox.address, self.mailbox.num_slots, sequence, self.generation, status,
+            self.mailbox.address, self.mailbox.num_slots, sequence, self.generation, int(status),
             duration_us,
         )  # fmt: skip
 
@@ -274,6 +274,6 @@ class SupervisorEnd:
         for step in range(1, num_jobs + 1):
             loop.complete(
                 mailbox.address, mailbox.num_slots, wrap(done + step), state.generation,
-                JobStatus.FAILED, 0,
+                int(JobStatus.FAILED), 0,
             )  # fmt: skip
         return num_jobs

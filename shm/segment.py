@@ -6,6 +6,7 @@ be registered with an accelerator on its own. No segment has a name (see ``backi
 gone when the last process that has it is gone, however that one ends.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -150,7 +151,7 @@ class Segment:
         under them would turn their next use into a crash.) Raw addresses are nobody's to count:
         whoever computed with one must be done.
         """
-        if self._map.closed:
+        if self.fd < 0:
             return
         try:
             self._map.close()
@@ -159,6 +160,12 @@ class Segment:
                 f"segment {self.kind} cannot be closed while arrays, tensors or memoryviews of it "
                 "are alive; drop them first"
             ) from error
+        self._close_fd()
+
+    def drop(self) -> None:
+        """Close the descriptor now, and unmap when the last view is gone. Idempotent."""
+        with contextlib.suppress(BufferError):
+            self._map.close()
         self._close_fd()
 
     def _close_fd(self) -> None:
@@ -175,16 +182,13 @@ class Segment:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
+        if error is None:
             self.close()
-        except ShmError:
-            if error is None:
-                raise
-            # An error on its way out holds views in its frames. The mapping goes with the last.
-            self._close_fd()
+        else:
+            self.drop()  # the frames of an error on its way out hold views
 
     def _check_open(self) -> None:
-        if self._map.closed:
+        if self.fd < 0:
             raise ShmError(f"segment {self.kind} is closed")
 
     def _check_range(self, offset: int, num_bytes: int) -> None:

@@ -39,10 +39,8 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     control = Control.create(
         num_workers=1, num_slots=_NUM_SLOTS, first_sequence=request.param, backing="memfd"
     )
-    made = Ends(control)
-    yield made
-    made.__dict__.clear()
-    control.close()
+    with control:
+        yield Ends(control)
 
 
 def test_a_job_arrives_as_it_was_sent_and_its_result_comes_back(ends: Ends) -> None:

@@ -46,7 +46,6 @@ class MailboxHistory(RuleBasedStateMachine):
         while self.expected:
             self.take_result()
         assert self.producer.num_outstanding == self.supervisor.num_outstanding() == 0
-        del self.producer, self.supervisor, self.worker
         self.control.close()
 
     @rule()
