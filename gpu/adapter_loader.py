@@ -1,19 +1,55 @@
-"""Brings adapters to the device off the step: one thread that reads, checks and packs."""
+"""Brings adapters to the device off the step.
+
+A thread fetches them from the host's arena, or from files; the engine's thread, the only one that
+enqueues operations on the device, starts the copies and later takes what has arrived. Nobody waits
+for a copy: while any is under way the thread looks now and then whether its event is done.
+"""
 
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..runtime.errors import CorunError
 from ..runtime.plan import AdapterId, Transfer, TransferId
+from .adapter_store import StoreBusyError
 from .lora.table import DeviceAdapter
 
 _LOG = logging.getLogger(__name__)
 
-# Reads, checks and packs one adapter version; raises ``CorunError`` with the reason.
-LoadAdapter = Callable[[AdapterId], DeviceAdapter]
+# Small against any copy worth the name, large against what a look costs.
+_LOOK_EVERY_S = 0.0005
+_RETRY_EVERY_S = 0.005
+# References that fill the arena are those of copies under way; longer than this nothing copies.
+_BUSY_TIMEOUT_S = 30.0
+
+
+class Arrival(Protocol):
+    """An adapter on its way from the host to the device."""
+
+    def start(self) -> None:
+        """Enqueue what brings it there. Called once, by the engine's thread."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether it has arrived, or failed to. Called by any thread."""
+        ...
+
+    def finish(self) -> DeviceAdapter:
+        """Return it. Called once, when it is done; raises ``CorunError`` if it has failed."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the host's copy back; instead of ``finish``, with no copy under way."""
+        ...
+
+
+# Fetches one adapter version on the host; raises ``CorunError`` with the reason.
+FetchAdapter = Callable[[AdapterId], Arrival]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +62,31 @@ class LoadedAdapter:
     error: str | None = None
 
 
-class AdapterLoader:
-    """Runs loads one after the other, in the order asked for."""
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    transfer: Transfer
+    arrival: Arrival | None
+    error: str = ""  # why there is none
 
-    def __init__(self, load: LoadAdapter, notify: Callable[[], None]) -> None:
-        """``notify`` is called in the loading thread after each load that has ended."""
-        self._load = load
+
+@dataclass(slots=True)
+class _Deferred:
+    transfer: Transfer
+    since_s: float
+
+
+class AdapterLoader:
+    """Runs loads, fetched one after the other in the order asked for."""
+
+    def __init__(self, fetch: FetchAdapter, notify: Callable[[], None]) -> None:
+        """``notify`` is called in the loading thread when ``take_done`` has something to do."""
+        self._fetch = fetch
         self._notify = notify
-        self._jobs: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[LoadedAdapter] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Transfer | Arrival | None] = queue.SimpleQueue()
+        self._fetched: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
+        self._under_way: list[_Fetched] = []  # of the engine's thread
+        self._watched: list[Arrival] = []  # of the loading thread
+        self._deferred: deque[_Deferred] = deque()  # of the loading thread
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True)
         self._thread.start()
@@ -44,34 +96,121 @@ class AdapterLoader:
         self._jobs.put(transfer)
 
     def take_done(self) -> list[LoadedAdapter]:
-        """Return the loads that have ended since the last call."""
+        """Start the copies of what was fetched; return the loads that have ended since then."""
         done = []
-        while not self._done.empty():
-            done.append(self._done.get())
+        while not self._fetched.empty():
+            fetched = self._fetched.get()
+            error = self._start(fetched)
+            if error is None:
+                self._under_way.append(fetched)
+            else:
+                done.append(_failed(fetched.transfer, error))
+        under_way, self._under_way = self._under_way, []
+        for fetched in under_way:
+            assert fetched.arrival is not None
+            if fetched.arrival.is_done():
+                done.append(_finished(fetched, fetched.arrival))
+            else:
+                self._under_way.append(fetched)
         return done
 
     def close(self) -> None:
-        """Finish the load that is running, drop the others, stop the thread. Idempotent."""
+        """Finish the load that is running, drop the others, stop the thread. Idempotent.
+
+        The device must have come to its end: nothing is copied any more.
+        """
         if self._closed:
             return
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
+        while not self._fetched.empty():
+            self._under_way.append(self._fetched.get())
+        for fetched in self._under_way:
+            if fetched.arrival is not None:
+                fetched.arrival.cancel()
+        self._under_way.clear()
+
+    def _start(self, fetched: _Fetched) -> str | None:
+        """Start the copies of one adapter, or return the reason why there are none."""
+        if fetched.arrival is None:
+            assert fetched.error
+            return fetched.error
+        try:
+            fetched.arrival.start()
+        except Exception as error:  # a full device must fail one adapter, not the engine
+            _LOG.exception("adapter %d cannot be copied", fetched.transfer.adapter_id)
+            fetched.arrival.cancel()
+            return f"{type(error).__name__}: {error}"
+        if not fetched.arrival.is_done():
+            self._jobs.put(fetched.arrival)
+        return None
 
     def _run(self) -> None:
-        while (transfer := self._jobs.get()) is not None:
-            if self._closed:
-                continue
-            self._done.put(self._run_one(transfer))
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._patience_s())
+            except queue.Empty:
+                pass
+            else:
+                if job is None:
+                    return
+                if self._closed:
+                    continue
+                if isinstance(job, Transfer):
+                    self._deferred.append(_Deferred(job, time.monotonic()))
+                else:
+                    self._watched.append(job)
+            self._look()
+            self._fetch_deferred()
+
+    def _patience_s(self) -> float | None:
+        if self._watched:
+            return _LOOK_EVERY_S
+        return _RETRY_EVERY_S if self._deferred else None
+
+    def _look(self) -> None:
+        """Tell of copies that have ended."""
+        still = [arrival for arrival in self._watched if not arrival.is_done()]
+        if len(still) < len(self._watched):
+            self._watched = still
             self._notify()
 
-    def _run_one(self, transfer: Transfer) -> LoadedAdapter:
+    def _fetch_deferred(self) -> None:
+        """Fetch what waits, in order, until the arena has no room for the next."""
+        while self._deferred and not self._closed:
+            deferred = self._deferred[0]
+            fetched = self._fetch_one(deferred)
+            if fetched is None:
+                return
+            self._deferred.popleft()
+            self._fetched.put(fetched)
+            self._notify()
+
+    def _fetch_one(self, deferred: _Deferred) -> _Fetched | None:
+        """None if it must wait until somebody else is done with the arena."""
+        transfer = deferred.transfer
         try:
-            adapter = self._load(transfer.adapter_id)
+            return _Fetched(transfer, self._fetch(transfer.adapter_id))
+        except StoreBusyError as error:
+            if time.monotonic() - deferred.since_s < _BUSY_TIMEOUT_S:
+                return None
+            return _Fetched(transfer, None, str(error))
         except CorunError as error:
-            return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, str(error))
-        except Exception as error:  # a bug or a full device must fail one adapter, not the thread
+            return _Fetched(transfer, None, str(error))
+        except Exception as error:  # a bug must fail one adapter, not the thread
             _LOG.exception("loading adapter %d failed", transfer.adapter_id)
-            reason = f"{type(error).__name__}: {error}"
-            return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, reason)
-        return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, adapter)
+            return _Fetched(transfer, None, f"{type(error).__name__}: {error}")
+
+
+def _failed(transfer: Transfer, error: str) -> LoadedAdapter:
+    return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, error)
+
+
+def _finished(fetched: _Fetched, arrival: Arrival) -> LoadedAdapter:
+    transfer = fetched.transfer
+    try:
+        adapter = arrival.finish()
+    except CorunError as error:
+        return _failed(transfer, str(error))
+    return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, adapter)

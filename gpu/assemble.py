@@ -11,13 +11,16 @@ from transformers import PreTrainedModel
 
 from ..runtime.adapters.target_map import TargetMap
 from ..runtime.config.engine import EngineConfig
-from ..runtime.errors import ModelError
-from .adapter_loader import LoadAdapter
+from ..runtime.errors import ModelError, ResourceError
+from ..shm.errors import ShmError
+from .adapter_loader import FetchAdapter
+from .adapter_store import OpenSource
 from .attention.base import AttentionBackend
 from .attention.select import select_attention_backend
 from .device.host_memory import TorchDevice
 from .device.select import DeviceOptions, make_device
 from .executor import DeviceExecutor
+from .host_adapters import ArenaSize, HostAdapters
 from .linear.select import select_linear_backend
 from .linear.wrapper import wrap_linears
 from .lora.base import LoraBackend
@@ -194,14 +197,31 @@ def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) 
 
 
 def make_executor(
-    loaded: LoadedModel, runner: ModelRunner, load_adapter: LoadAdapter,
+    loaded: LoadedModel, runner: ModelRunner, fetch_adapter: FetchAdapter,
     *, eos_token_ids: tuple[int, ...], max_model_len: int,
+    on_kv_bytes: Callable[[int], None] | None = None,
 ) -> DeviceExecutor:  # fmt: skip
     """Make the executor of the engine; it owns the runner from now on."""
     return DeviceExecutor(
-        runner, Sampler(eos_token_ids), loaded.lora_table, load_adapter,
-        max_model_len=max_model_len,
+        runner, Sampler(eos_token_ids), loaded.lora_table, fetch_adapter,
+        max_model_len=max_model_len, on_kv_bytes=on_kv_bytes,
     )  # fmt: skip
+
+
+def make_host_adapters(
+    loaded: LoadedModel, size: ArenaSize, open_source: OpenSource
+) -> HostAdapters:
+    """Make the arena of packed adapters; before the device's first operation.
+
+    Raises ``ResourceError`` if there is too little memory for it.
+    """
+    try:
+        return HostAdapters(
+            loaded.device, loaded.lora_backend, loaded.dtype, loaded.model.device,
+            loaded.target_map, size, open_source,
+        )  # fmt: skip
+    except ShmError as error:
+        raise ResourceError(f"{error} (--host-adapter-bytes)") from error
 
 
 def free_bytes(device: torch.device, cpu_available_bytes: int) -> int:

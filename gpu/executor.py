@@ -4,7 +4,7 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..runtime.plan import (
     TransferKind,
     TransferResult,
 )
-from .adapter_loader import AdapterLoader, LoadAdapter
+from .adapter_loader import AdapterLoader, FetchAdapter
 from .lora.table import LoraTable
 from .model.lower import PackedRows, lower
 from .model.request_table import RequestState, RequestTable
@@ -47,9 +47,10 @@ class DeviceExecutor:
     """
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, table: LoraTable, load_adapter: LoadAdapter,
-        *, max_model_len: int,
+        self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch_adapter: FetchAdapter,
+        *, max_model_len: int, on_kv_bytes: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
+        """``on_kv_bytes`` is told what memory KV blocks may hold, before a step that changes it."""
         self._runner = runner
         self._sampler = sampler
         self._lora_table = table
@@ -60,8 +61,10 @@ class DeviceExecutor:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()  # unlike select, for descriptors of any number
         self._poller.register(self._event_fd, select.POLLIN)
-        self._loader = AdapterLoader(load_adapter, self._notify)
+        self._loader = AdapterLoader(fetch_adapter, self._notify)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
+        self._on_kv_bytes = on_kv_bytes
+        self._told_blocks = 0
         self._closed = False
 
     def submit(self, plan: StepPlan) -> None:
@@ -74,6 +77,7 @@ class DeviceExecutor:
             self._num_touched_blocks = max(self._num_touched_blocks, highest + 1)
         for transfer in plan.transfers:
             self._start_transfer(transfer)
+        self._tell_kv_bytes()
         rows: list[RowResult] = []
         for batch in plan.sub_batches:
             rows.extend(self._run_batch(batch))
@@ -105,6 +109,7 @@ class DeviceExecutor:
         self._loader.close()
         os.close(self._event_fd)
         self._resident.clear()
+        self._lora_table.clear()
         self._runner.close()
 
     def _notify(self) -> None:
@@ -190,6 +195,11 @@ class DeviceExecutor:
                 else:
                     self._resident[done.adapter_id] = _Resident(row, done.adapter.max_rank)
             self._results.append(TransferResult(done.transfer_id, error))
+
+    def _tell_kv_bytes(self) -> None:
+        if self._on_kv_bytes is not None and self._num_touched_blocks != self._told_blocks:
+            self._told_blocks = self._num_touched_blocks
+            self._on_kv_bytes(self._told_blocks * self._runner.pool.block_bytes)
 
     def _give_back_free_blocks(self) -> None:
         """Return the memory of blocks that were used once: the adapter is about to take it."""

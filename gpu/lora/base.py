@@ -8,27 +8,24 @@ from typing import Protocol
 import torch
 
 from ..step import LoraBatch
+from .matrix_layout import ROWS, MatrixLayout
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLora:
-    """A and B of one target in the layout of one backend; ``num_bytes`` counts their padding."""
+    """A and B of one target in the layout of one backend."""
 
     a: torch.Tensor
     b: torch.Tensor
     rank: int
     scaling: float
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device."""
-        return self.a.numel() * self.a.element_size() + self.b.numel() * self.b.element_size()
-
 
 class LoraBackend(Protocol):
     """Computes deltas with the adapters of a ``LoraTable``."""
 
     name: str
+    layout: MatrixLayout  # what it reads A and B in
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """Lay out A [rank, in_features] and B [out_features, rank] for this backend.
@@ -61,7 +58,9 @@ class LoraBackend(Protocol):
 
 
 class TargetByTarget(ABC):
-    """Base of backends that gain nothing from targets that read the same x."""
+    """Base of backends that read plain rows and gain nothing from targets that read the same x."""
+
+    layout: MatrixLayout = ROWS
 
     @abstractmethod
     def add_delta(

@@ -1,17 +1,15 @@
-"""Turns the bytes of an adapter that fits the model into tensors and packs them for a backend.
+"""Turns the bytes of an adapter's tensors into tensors of the type that they are served in.
 
-Owns the check that every value is a finite number in the type it is served in. Knows nothing of
-files, names in requests or memory budgets.
+Owns the check that every value is a finite number in that type. Knows nothing of files, names in
+requests or memory budgets.
 """
 
 from collections.abc import Mapping
 
 import torch
 
-from ...runtime.adapters.resolved import RawTensor, ResolvedAdapter
+from ...runtime.adapters.resolved import RawTensor
 from ...runtime.errors import AdapterError
-from .base import LoraBackend
-from .table import DeviceAdapter
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
@@ -20,44 +18,22 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-def estimate_bytes(adapter: ResolvedAdapter, dtype: torch.dtype) -> int:
-    """Bytes on the device in ``dtype`` without the padding of a backend's layout."""
-    return adapter.num_bytes(dtype.itemsize)
+def check_values(raw: RawTensor, data: memoryview) -> None:
+    """Raise ``AdapterError`` naming the tensor if a value is not finite."""
+    to_tensor(raw, data, _DTYPES[raw.dtype])
 
 
-def convert_adapter(
-    adapter: ResolvedAdapter, backend: LoraBackend, dtype: torch.dtype
-) -> DeviceAdapter:
-    """Pack all targets for ``backend``; the matrices pass through ``dtype``, the model's.
+def to_tensor(raw: RawTensor, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of ``raw`` as a CPU tensor [*raw.shape] of ``dtype``, over ``data`` if they can be.
 
     Raises ``AdapterError`` naming the tensor if a value is not finite, or overflows ``dtype``.
     """
-    return DeviceAdapter(
-        {
-            lora.target.index: backend.pack(
-                to_tensor(lora.a, dtype), to_tensor(lora.b, dtype), lora.scaling
-            )
-            for lora in adapter.targets
-        }
-    )
-
-
-def check_values(adapter: ResolvedAdapter) -> None:
-    """Raise ``AdapterError`` naming the first tensor with a value that is not finite."""
-    for lora in adapter.targets:
-        for raw in (lora.a, lora.b):
-            to_tensor(raw, _DTYPES[raw.dtype])
-
-
-def to_tensor(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy the bytes of ``raw`` into a CPU tensor [*raw.shape] of ``dtype``.
-
-    Raises ``AdapterError`` naming the tensor if a value is not finite, or overflows ``dtype``.
-    """
-    stored = torch.frombuffer(raw.data, dtype=_DTYPES[raw.dtype]).view(raw.shape)
+    stored = torch.frombuffer(data, dtype=_DTYPES[raw.dtype]).view(raw.shape)
     if not bool(stored.isfinite().all()):
         raise AdapterError(f"{raw.name} holds values that are not finite (NaN or infinity)")
-    tensor = stored.to(dtype, copy=True)
+    if stored.dtype == dtype:
+        return stored
+    tensor = stored.to(dtype)
     if not bool(tensor.isfinite().all()):
         largest = float(stored.abs().max())
         raise AdapterError(

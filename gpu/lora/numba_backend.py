@@ -12,6 +12,7 @@ from ...cpu_workers.kernels import layout
 from ...cpu_workers.kernels.lora import add_deltas
 from ..step import LoraBatch
 from .base import PackedLora
+from .matrix_layout import PACKED, MatrixLayout
 from .table import LoraTable
 
 
@@ -22,6 +23,7 @@ class NumbaLora:
     """
 
     name = "numba"
+    layout: MatrixLayout = PACKED
 
     def __init__(
         self, table: LoraTable, *, dtype: torch.dtype, use_bfloat16_dot: bool | None = None

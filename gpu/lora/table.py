@@ -4,7 +4,7 @@ Owns the rows and keeps the adapters' tensors alive; knows nothing of requests, 
 budget. A row that a step in flight refers to must not be removed: that is the caller's concern.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +19,8 @@ class DeviceAdapter:
     """One adapter on the device: its packed matrices by target index."""
 
     targets: Mapping[int, PackedLora]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device."""
-        return sum(packed.num_bytes for packed in self.targets.values())
+    # Called when no kernel reads the matrices any more, if they are somebody else's memory.
+    release: Callable[[], None] | None = None
 
     @property
     def max_rank(self) -> int:
@@ -90,8 +87,16 @@ class LoraTable:
         for host in self._host_arrays():
             host[row] = 0
         self._upload(row)
-        self._adapters[row] = None
+        adapter, self._adapters[row] = self._adapters[row], None
         self._free_rows.append(row)
+        if adapter is not None and adapter.release is not None:
+            adapter.release()
+
+    def clear(self) -> None:
+        """Remove all adapters."""
+        for row, adapter in enumerate(self._adapters):
+            if adapter is not None:
+                self.remove(row)
 
     def packed(self, row: int, target_index: int) -> PackedLora | None:
         """The matrices of one target, or None if this adapter does not have it."""

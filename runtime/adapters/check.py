@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import AdapterError
-from .checkpoint import content_digest, read_checkpoint
+from .load import open_adapter
 from .lora_spec import LoraSpec
-from .peft_config import read_peft_config
-from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
+from .resolve import ResolveError
 from .resolved import ResolvedAdapter
-from .target_map import TargetMap
 
 _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
 
@@ -64,32 +62,16 @@ def run_check(
     from ...gpu.model.load import ModelSource
     from ...gpu.model.skeleton import target_map_of
 
-    report = check_adapter(
-        adapter, target_map_of(ModelSource(model, revision, trust_remote_code)), model, max_rank
-    )
-    if report.adapter is None:
-        return report
+    target_map = target_map_of(ModelSource(model, revision, trust_remote_code))
     try:
-        check_values(report.adapter)
-    except AdapterError as error:
-        return CheckReport(report.directory, model, (str(error),), report.spec)
-    return report
-
-
-def check_adapter(directory: Path, target_map: TargetMap, model: str, max_rank: int) -> CheckReport:
-    """Check all that needs no arithmetic: configuration, names, shapes, ranks, types."""
-    spec: LoraSpec | None = None
-    try:
-        spec = read_peft_config(directory)
-        tensors = read_checkpoint(
-            directory, max_tensor_bytes=max_tensor_bytes(target_map, max_rank)
-        )
-        adapter = resolve_adapter(spec, tensors, target_map, max_rank=max_rank)
+        with open_adapter(adapter, target_map, max_rank=max_rank) as source:
+            for tensor, data in source.tensors():
+                check_values(tensor, data)
+            return CheckReport(str(adapter), model, (), source.spec, source.adapter, source.digest)
     except ResolveError as error:
-        return CheckReport(str(directory), model, error.problems, spec)
+        return CheckReport(str(adapter), model, error.problems)
     except AdapterError as error:
-        return CheckReport(str(directory), model, (str(error),), spec)
-    return CheckReport(str(directory), model, (), spec, adapter, content_digest(spec, tensors))
+        return CheckReport(str(adapter), model, (str(error),))
 
 
 def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:

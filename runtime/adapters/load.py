@@ -1,35 +1,68 @@
-"""Reads a PEFT directory for one model: configuration, tensors, targets and digest in one call."""
+"""Opens a PEFT directory for one model: what it is first, its tensors in one pass."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
-from ..errors import AdapterError
-from .checkpoint import content_digest, read_checkpoint
+from .checkpoint import Checkpoint, ContentDigest
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
 from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from .resolved import ResolvedAdapter
+from .resolved import RawTensor, ResolvedAdapter
 from .target_map import TargetMap
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """An adapter read from a directory, which fits the model; holds the tensors' bytes."""
+class OpenAdapter:
+    """An adapter that fits the model, and its open file; see ``resolved.AdapterReader``."""
 
-    spec: LoraSpec
-    adapter: ResolvedAdapter
-    digest: str  # hexadecimal SHA-256 of configuration and tensors
+    def __init__(self, spec: LoraSpec, adapter: ResolvedAdapter, checkpoint: Checkpoint) -> None:
+        """Takes ``checkpoint`` over."""
+        self.spec = spec
+        self.adapter = adapter
+        self._checkpoint = checkpoint
+        self._digest: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of configuration and tensors, once all have been read."""
+        assert self._digest is not None, "not all tensors have been read"
+        return self._digest
+
+    def tensors(self) -> Iterator[tuple[RawTensor, memoryview]]:
+        """Read the tensors in the order of their names and digest them on the way."""
+        digest = ContentDigest(self.spec)
+        for tensor, data in self._checkpoint.read():
+            digest.add(tensor, data)
+            yield tensor, data
+        self._digest = digest.hexdigest()
+
+    def read_digest(self) -> str:
+        """Read all tensors for nothing but the digest."""
+        for _ in self.tensors():
+            pass
+        return self.digest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpoint.close()
 
 
-def read_adapter(directory: Path, target_map: TargetMap, *, max_rank: int) -> AdapterFiles:
-    """Read, check and digest the adapter in ``directory``.
+def open_adapter(directory: Path, target_map: TargetMap, *, max_rank: int) -> OpenAdapter:
+    """Open the adapter in ``directory`` and check all that needs none of its values.
 
-    Raises ``AdapterError`` naming the file and what is wrong.
+    Raises ``AdapterError`` naming the file and what is wrong; ``ResolveError``, which is one, with
+    every problem if it does not fit the model.
     """
     spec = read_peft_config(directory)
-    tensors = read_checkpoint(directory, max_tensor_bytes=max_tensor_bytes(target_map, max_rank))
+    checkpoint = Checkpoint(directory, max_tensor_bytes=max_tensor_bytes(target_map, max_rank))
     try:
-        adapter = resolve_adapter(spec, tensors, target_map, max_rank=max_rank)
+        adapter = resolve_adapter(spec, checkpoint.tensors, target_map, max_rank=max_rank)
     except ResolveError as error:
-        raise AdapterError(f"{directory}: {error}") from error
-    return AdapterFiles(spec, adapter, content_digest(spec, tensors))
+        checkpoint.close()
+        raise ResolveError(error.problems, directory) from None
+    except BaseException:
+        checkpoint.close()
+        raise
+    return OpenAdapter(spec, adapter, checkpoint)

@@ -7,6 +7,7 @@ file say the same. Values are checked when they are converted, where the arithme
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import AdapterError
 from .lora_spec import ALL_LINEAR, LoraSpec
@@ -25,12 +26,13 @@ _MAX_LISTED = 8
 class ResolveError(AdapterError):
     """The adapter does not fit; ``problems`` lists why, the message shows the first few."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], directory: Path | None = None) -> None:
         self.problems = tuple(problems)
         shown = [f"  {problem}" for problem in self.problems[:_MAX_LISTED]]
         if len(self.problems) > _MAX_LISTED:
             shown.append(f"  and {len(self.problems) - _MAX_LISTED} more")
-        super().__init__("\n".join(["the adapter does not fit the model:", *shown]))
+        where = "" if directory is None else f"{directory}: "
+        super().__init__("\n".join([f"{where}the adapter does not fit the model:", *shown]))
 
 
 def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:

@@ -1,9 +1,11 @@
-"""An adapter that has been read and fits the model: its matrices by target, still as bytes.
+"""An adapter that fits the model: which tensors of its file are the matrices of which target.
 
 Plain data between the reader, which knows files, and the device half, which knows arithmetic.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 from .target_map import Target
 
@@ -17,12 +19,8 @@ class RawTensor:
     name: str
     dtype: str  # of safetensors: F32, F16, BF16, …
     shape: tuple[int, ...]
-    data: memoryview  # of bytes, writable, owned by this tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the data."""
-        return self.data.nbytes
+    start: int  # of its bytes, behind the file's header
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +51,35 @@ class ResolvedAdapter:
             lora.rank * (lora.target.in_features + lora.target.out_features)
             for lora in self.targets
         )
+
+
+class AdapterReader(Protocol):
+    """An adapter whose configuration and header have been read; its tensors come once, in order.
+
+    A context manager, which closes the file.
+    """
+
+    @property
+    def adapter(self) -> ResolvedAdapter:
+        """Where each tensor belongs."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of the content, hexadecimal; known once ``tensors`` has come to its end."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[RawTensor, memoryview]]:
+        """Read the tensors one after the other; the bytes are valid until the next one.
+
+        Raises ``AdapterError`` if the file cannot be read or has changed meanwhile.
+        """
+        ...
+
+    def __enter__(self) -> Self:
+        """Use it in a ``with`` statement."""
+        ...
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        ...

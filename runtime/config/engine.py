@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .check import check_config
 from .cpu_list import parse_cpu_cores
 from .lora_modules import parse_lora_modules
+from .num_bytes import parse_num_bytes
 from .option import option
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -64,6 +65,15 @@ class EngineConfig:
         above=0,
         maximum=1,
         help="Share of the memory free after the model is loaded that the default takes.",
+    )
+    host_adapter_bytes: str | None = option(
+        None,
+        metavar="BYTES",
+        number_as_text=True,
+        help="Host memory for packed adapters, e.g. 4GiB, from which they are copied to the "
+        "device; default: an eighth of what is free, 8 GiB at most. On a CPU without a link they "
+        "stay where they are, in the memory of KV blocks and adapters, and this limits what of it "
+        "holds adapters that no request uses.",
     )
     scheduling_policy: str = option("fcfs", choices=POLICIES, help="Who is admitted next.")
     lora_dir: str | None = option(
@@ -138,6 +148,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_config(self)
         parse_lora_modules(self.lora_modules)
+        if self.host_adapter_bytes is not None:
+            parse_num_bytes(self.host_adapter_bytes, "--host-adapter-bytes")
         if self.cpu_cores not in ("auto", "none"):
             parse_cpu_cores(self.cpu_cores, "--cpu-cores")
         if self.engine_cores is not None:

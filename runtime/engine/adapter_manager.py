@@ -56,10 +56,17 @@ class AdapterManager:
     All methods but the reading thread's belong to the engine's thread.
     """
 
-    def __init__(self, read_facts: ReadFacts, base_names: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        read_facts: ReadFacts,
+        base_names: Collection[str] = (),
+        on_content_gone: Callable[[str], None] | None = None,
+    ) -> None:
+        """``on_content_gone`` is told the digest of content that no version has any more."""
         ids = itertools.count(1)
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)), base_names)
         self._read_facts = read_facts
+        self._on_content_gone = on_content_gone
         self._device: Device | None = None
         self._versions: dict[AdapterId, AdapterVersion] = {}  # until they have left the device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -99,8 +106,10 @@ class AdapterManager:
 
     def forget(self, adapter_id: AdapterId) -> None:
         """A dropped version has left the device."""
-        self._versions.pop(adapter_id, None)
+        version = self._versions.pop(adapter_id, None)
         self._is_changed = True
+        if version is not None:
+            self._tell_if_gone(version.digest)
 
     # Operations.
 
@@ -183,10 +192,17 @@ class AdapterManager:
         if registered is None:
             error = f"adapter {job.name!r} was removed while it was being loaded"
             self._done.append(OperationDone(job.operation_id, error, AdapterError.__name__))
+            self._tell_if_gone(read.facts.digest)
             return
         self._versions[registered.version.adapter_id] = registered.version
         self._drop(registered.freed)
         self._done.append(OperationDone(job.operation_id))
+
+    def _tell_if_gone(self, digest: str) -> None:
+        """Two names may have the same content, and an old version that of a new one."""
+        versions = self._versions.values()
+        if self._on_content_gone is not None and all(v.digest != digest for v in versions):
+            self._on_content_gone(digest)
 
     def _drop(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Evict versions that nothing can refer to any more."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..adapters.load import read_adapter
+from ..adapters.load import OpenAdapter, open_adapter
 from ..adapters.registry import AdapterFacts
 from ..adapters.sources import AdapterSource, collect_sources, parse_lora_module
 from ..config.demo import model_name, with_demo
@@ -33,12 +33,21 @@ from .adapter_manager import AdapterManager
 from .core import CoreConfig, EngineCore
 from .messages import ModelInfo
 from .placement import Placement, place_engine
-from .resources import DeviceFacts, MemoryPlan, plan_max_model_len, plan_memory
+from .resources import (
+    ArenaPlan,
+    DeviceFacts,
+    MemoryPlan,
+    plan_copied_arena,
+    plan_max_model_len,
+    plan_memory,
+    plan_shared_arena,
+)
 from .summary import summary_lines
 
 if TYPE_CHECKING:
+    from ...gpu.adapter_loader import Arrival
     from ...gpu.assemble import LoadedModel
-    from ...gpu.lora.table import DeviceAdapter
+    from ...gpu.host_adapters import HostAdapters
     from ...gpu.model.generation import GenerationDefaults
     from ...gpu.model.load import ModelSource
 
@@ -117,17 +126,20 @@ def _connect(
     from ...gpu.model.fingerprint import model_fingerprint
     from ...gpu.model.generation import read_generation_defaults
 
-    memory = _plan_memory(config, loaded, read_machine_facts())
+    memory, arena = _plan_memory(config, loaded, read_machine_facts())
     runner = assemble.make_runner(loaded, memory.num_blocks)
     defaults = read_generation_defaults(source, loaded.config)
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.device.close)
-        manager = AdapterManager(_facts_reader(config, loaded), _base_names(config))
+        host = _host_adapters(config, loaded, arena)
+        undo.callback(host.close)
+        manager = AdapterManager(_facts_reader(host), _base_names(config), host.forget)
         undo.callback(manager.close)
         executor = assemble.make_executor(
-            loaded, runner, _adapter_loader(config, loaded, manager),
+            loaded, runner, _adapter_fetcher(host, manager),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
+            on_kv_bytes=host.on_kv_bytes,
         )  # fmt: skip
         undo.callback(executor.close)
         core = EngineCore(
@@ -146,17 +158,26 @@ def _connect(
         return EngineAssembly(core, info, manager, undo.pop_all().close)
 
 
-def _plan_memory(config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts) -> MemoryPlan:
+def _plan_memory(
+    config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts
+) -> tuple[MemoryPlan, ArenaPlan]:
+    """Share what is free between the one budget and, where that is apart, the arena."""
     from ...gpu import assemble
 
     device = loaded.model.device
+    arena: ArenaPlan | None = None
+    host_bytes = facts.memory_available_bytes
+    if device.type == "cuda" or config.link_gib_per_s is not None or config.link_latency_us > 0:
+        arena = plan_copied_arena(config, device.type, host_bytes)
+        host_bytes -= arena.memory_bytes
     max_model_len = _max_model_len(config, loaded.config, loaded.rope_max_len)
     device_facts = DeviceFacts(
         type=device.type,
-        free_bytes=assemble.free_bytes(device, facts.memory_available_bytes),
+        free_bytes=assemble.free_bytes(device, host_bytes),
         block_bytes=loaded.layout.block_bytes,
     )
-    return plan_memory(config, device_facts, max_model_len)
+    memory = plan_memory(config, device_facts, max_model_len)
+    return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
 
 
 def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None) -> int:
@@ -185,40 +206,38 @@ def _make_scheduler(
     return Scheduler(scheduler_config, make_policy(config.scheduling_policy), memory, eos_token_ids)
 
 
-def _read(config: EngineConfig, loaded: "LoadedModel", path: str) -> "tuple[DeviceAdapter, str]":
-    """Read, check and pack a PEFT directory; returns it with its content digest."""
-    from ...gpu.lora.convert import convert_adapter
+def _host_adapters(config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan) -> "HostAdapters":
+    """Make the arena, and what fills it from PEFT directories."""
+    from ...gpu import assemble
+    from ...gpu.host_adapters import ArenaSize
 
-    files = read_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
-    return convert_adapter(files.adapter, loaded.lora_backend, loaded.dtype), files.digest
+    def open_source(path: str) -> OpenAdapter:
+        return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
+
+    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.budget_bytes, arena.idle_bytes)
+    return assemble.make_host_adapters(loaded, size, open_source)
 
 
-def _facts_reader(config: EngineConfig, loaded: "LoadedModel") -> Callable[[str], AdapterFacts]:
-    """What registering needs: the adapter is packed once to know its exact size, and dropped."""
+def _facts_reader(host: "HostAdapters") -> Callable[[str], AdapterFacts]:
+    """What registering needs; what was read stays in the arena while there is room."""
 
     def read_facts(path: str) -> AdapterFacts:
-        adapter, digest = _read(config, loaded, path)
-        return AdapterFacts(digest=digest, rank=adapter.max_rank, num_bytes=adapter.num_bytes)
+        adapter = host.register(path)
+        return AdapterFacts(adapter.digest, adapter.rank, adapter.num_bytes)
 
     return read_facts
 
 
-def _adapter_loader(
-    config: EngineConfig, loaded: "LoadedModel", manager: AdapterManager
-) -> "Callable[[AdapterId], DeviceAdapter]":
+def _adapter_fetcher(
+    host: "HostAdapters", manager: AdapterManager
+) -> "Callable[[AdapterId], Arrival]":
     """What the executor's loads do: a version's files must still be what was registered."""
 
-    def load_adapter(adapter_id: AdapterId) -> "DeviceAdapter":
+    def fetch_adapter(adapter_id: AdapterId) -> "Arrival":
         version = manager.version(adapter_id)
-        adapter, digest = _read(config, loaded, version.path)
-        if digest != version.digest:
-            raise AdapterError(
-                f"the files of adapter {version.name!r} in {version.path} have changed since it "
-                "was registered; register it again to serve the new content"
-            )
-        return adapter
+        return host.fetch(version.digest, version.path)
 
-    return load_adapter
+    return fetch_adapter
 
 
 def _base_names(config: EngineConfig) -> tuple[str, ...]:

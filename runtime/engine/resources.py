@@ -3,12 +3,20 @@
 from dataclasses import dataclass
 
 from ..config.engine import EngineConfig
+from ..config.num_bytes import parse_num_bytes
 from ..errors import ConfigError, ResourceError
 
 _GIB = 2**30
 # CUDA memory for the KV pool is taken whole at start; this share of the budget stays for adapters.
 # On the CPU blocks take memory only when they are written, so both share all of it.
 _CUDA_ADAPTER_SHARE = 0.1
+
+# The arena that adapters are copied from, where nothing else is asked for: of what is free.
+_ARENA_SHARE = 1 / 8
+_MAX_ARENA_BYTES = 8 * _GIB
+# Addresses cost nothing where memory is taken page by page; twice the budget leaves holes that an
+# adapter's layers fit even where others of all sizes come and go.
+_ADDRESSES_PER_BYTE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +97,52 @@ def _capacity_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
             f"are free on {facts.type} with the model loaded"
         )
     return asked_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """The arena of packed adapters on the host."""
+
+    num_bytes: int  # of memory, or of addresses if it is elastic
+    is_elastic: bool
+    memory_bytes: int  # to be left out of the one budget; 0 where it is part of that
+    budget_bytes: int | None = None  # where it is part of it: what it shares with KV blocks
+    idle_bytes: int | None = None  # and what of it adapters may hold that no request uses
+
+
+def plan_copied_arena(
+    config: EngineConfig, device_type: str, host_available_bytes: int
+) -> ArenaPlan:
+    """Size the arena that adapters are copied from. CUDA pins it, so its size is fixed there.
+
+    Raises:
+        ResourceError: There is less memory than was asked for.
+    """
+    asked_bytes = _asked_arena_bytes(config)
+    if asked_bytes is None:
+        asked_bytes = min(int(host_available_bytes * _ARENA_SHARE), _MAX_ARENA_BYTES)
+    elif not 0 < asked_bytes <= host_available_bytes:
+        raise ResourceError(
+            f"--host-adapter-bytes is {config.host_adapter_bytes}, but adapters that are copied "
+            f"to the device need some, and {host_available_bytes / _GIB:.3g} GiB of host memory "
+            "are free"
+        )
+    return ArenaPlan(asked_bytes, device_type == "cpu", memory_bytes=asked_bytes)
+
+
+def plan_shared_arena(config: EngineConfig, capacity_bytes: int) -> ArenaPlan:
+    """Size the arena that is the device's memory: ``capacity_bytes`` are its and the KV's."""
+    asked_bytes = _asked_arena_bytes(config)
+    return ArenaPlan(
+        num_bytes=_ADDRESSES_PER_BYTE * capacity_bytes,
+        is_elastic=True,
+        memory_bytes=0,
+        budget_bytes=capacity_bytes,
+        idle_bytes=capacity_bytes if asked_bytes is None else min(asked_bytes, capacity_bytes),
+    )
+
+
+def _asked_arena_bytes(config: EngineConfig) -> int | None:
+    if config.host_adapter_bytes is None:
+        return None
+    return parse_num_bytes(config.host_adapter_bytes, "--host-adapter-bytes")

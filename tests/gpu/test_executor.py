@@ -40,6 +40,25 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ADAPTER = AdapterId(5)
 
 
+class Ready:
+    """An adapter that is on the device as soon as it is fetched."""
+
+    def __init__(self, adapter: DeviceAdapter) -> None:
+        self._adapter = adapter
+
+    def start(self) -> None:
+        """Nothing is copied."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self) -> DeviceAdapter:
+        return self._adapter
+
+    def cancel(self) -> None:
+        """Nothing is borrowed."""
+
+
 class Device:
     """An executor over a tiny model, and what its loads bring."""
 
@@ -52,14 +71,14 @@ class Device:
         self.runner = assemble.make_runner(self.loaded, 32)
         self.adapter: DeviceAdapter | Exception = AdapterError("its files have changed")
         self.executor: DeviceExecutor = assemble.make_executor(
-            self.loaded, self.runner, self._load, eos_token_ids=(2,), max_model_len=64
+            self.loaded, self.runner, self._fetch, eos_token_ids=(2,), max_model_len=64
         )
         self._num_steps = 0
 
-    def _load(self, adapter_id: AdapterId) -> DeviceAdapter:
+    def _fetch(self, adapter_id: AdapterId) -> "Ready":
         if isinstance(self.adapter, Exception):
             raise self.adapter
-        return self.adapter
+        return Ready(self.adapter)
 
     def submit(self, *batches: SubBatch, **fields: Any) -> None:
         self._num_steps += 1

@@ -65,8 +65,20 @@ def test_remove_releases_the_tensors_and_refuses_an_empty_row() -> None:
         table.remove(row)
 
 
-def test_adapter_counts_its_bytes_and_highest_rank() -> None:
+def test_what_an_adapter_borrows_is_given_back_once() -> None:
+    given_back: list[str] = []
+    table = LoraTable(2, 2, "cpu")
+    first = table.add(DeviceAdapter({0: make_packed(1)}, release=lambda: given_back.append("a")))
+    table.add(DeviceAdapter({0: make_packed(1)}, release=lambda: given_back.append("b")))
+    table.remove(first)
+    assert given_back == ["a"]
+    table.clear()
+    table.clear()
+    assert given_back == ["a", "b"]
+    assert table.num_free_rows == 2
+
+
+def test_adapter_knows_its_highest_rank() -> None:
     adapter = DeviceAdapter({0: make_packed(2), 3: make_packed(5)})
-    assert adapter.num_bytes == 4 * (2 * (6 + 4) + 5 * (6 + 4))
     assert adapter.max_rank == 5
     assert DeviceAdapter({}).max_rank == 0

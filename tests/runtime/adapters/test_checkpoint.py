@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corun.runtime.adapters.checkpoint import content_digest, read_checkpoint
+from corun.runtime.adapters.checkpoint import Checkpoint, ContentDigest
 from corun.runtime.adapters.lora_spec import LoraSpec
 from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import AdapterError
@@ -24,8 +24,19 @@ def write(directory: Path, **tensors: np.ndarray) -> Path:
     return directory
 
 
-def read(directory: Path, max_tensor_bytes: int = 1 << 20) -> tuple[RawTensor, ...]:
-    return read_checkpoint(directory, max_tensor_bytes=max_tensor_bytes)
+Tensor = tuple[RawTensor, memoryview]
+
+
+def read(directory: Path, max_tensor_bytes: int = 1 << 20) -> list[Tensor]:
+    with Checkpoint(directory, max_tensor_bytes=max_tensor_bytes) as checkpoint:
+        return [(raw, memoryview(bytearray(data))) for raw, data in checkpoint.read()]
+
+
+def content_digest(spec: LoraSpec, tensors: list[Tensor]) -> str:
+    digest = ContentDigest(spec)
+    for raw, data in tensors:
+        digest.add(raw, data)
+    return digest.hexdigest()
 
 
 def write_header(directory: Path, header: bytes, data: bytes = b"") -> Path:
@@ -34,11 +45,11 @@ def write_header(directory: Path, header: bytes, data: bytes = b"") -> Path:
 
 
 def test_tensors_come_sorted_with_types_shapes_and_bytes(tmp_path: Path) -> None:
-    a, b = read(write(tmp_path))
+    (a, a_data), (b, b_data) = read(write(tmp_path))
     assert (a.name, a.dtype, a.shape) == ("a", "F64", (3,))
     assert (b.name, b.dtype, b.shape) == ("b", "F16", (2, 1))
-    assert np.frombuffer(a.data, np.float64).tolist() == [0.0, 1.0, 2.0]
-    assert b.num_bytes == 4
+    assert np.frombuffer(a_data, np.float64).tolist() == [0.0, 1.0, 2.0]
+    assert b.num_bytes == b_data.nbytes == 4
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 20, -1])
@@ -66,6 +77,13 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     [
         (b"no json", 0),
         (b'"text"', 0),
+        (b"[" * 100_000, 0),
+        (b"\xff{}", 0),
+        (b'{"a": 3}', 0),
+        (json.dumps({"a": entry("F32", [-1], 0, 4)}).encode(), 4),
+        (json.dumps({"a": {**entry("F32", [1], 0, 4), "shape": 1}}).encode(), 4),
+        (json.dumps({"a": {**entry("F32", [1], 0, 4), "data_offsets": [0]}}).encode(), 4),
+        (b'{"a": %b, "a": %b}' % ((json.dumps(entry("F32", [0], 0, 0)).encode(),) * 2), 0),
         (json.dumps({"a": entry("F32", [2], 0, 4)}).encode(), 4),  # size is not that of the shape
         (json.dumps({"a": entry("F32", [1], 4, 8)}).encode(), 8),  # a hole
         (json.dumps({"a": entry("F32", [1], 0, 400)}).encode(), 4),  # beyond the end
@@ -127,10 +145,46 @@ def test_a_file_that_grows_while_it_is_read(
         read(tmp_path)
 
 
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path) / _NAME
+    with Checkpoint(tmp_path, max_tensor_bytes=1 << 20) as checkpoint:
+        tensors = checkpoint.read()
+        next(tensors)
+        os.truncate(path, 20)
+        with pytest.raises(AdapterError, match="changed while it was read"):
+            next(tensors)
+
+
+def test_a_file_that_is_written_while_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path) / _NAME
+    with Checkpoint(tmp_path, max_tensor_bytes=1 << 20) as checkpoint:
+        tensors = checkpoint.read()
+        next(tensors)
+        os.utime(path, ns=(1, 1))
+        next(tensors)
+        with pytest.raises(AdapterError, match="changed while it was read"):
+            next(tensors)
+
+
+def test_the_same_as_the_library_reads(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for dtype in (np.float16, np.float32, np.int8, np.uint64, np.bool_):
+        for index, shape in enumerate(((), (0,), (3, 5), (2, 1, 4))):
+            values = {
+                f"{name}{index}": generator.integers(0, 2, shape).astype(dtype) for name in "zab"
+            }
+            save_file(values, tmp_path / _NAME, metadata={"format": "pt"})
+            found = read(tmp_path)
+            assert [raw.name for raw, _ in found] == sorted(values)
+            for raw, data in found:
+                assert raw.shape == shape
+                assert bytes(data) == values[raw.name].tobytes()
+
+
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from corun.gpu.model.targets import build_target_map
-from corun.runtime.adapters.load import AdapterFiles, read_adapter
+from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.errors import AdapterError
 from support.architectures import make_model
 from support.peft_adapters import (
@@ -20,8 +20,10 @@ from support.peft_adapters import (
 _TARGET_MAP = build_target_map(make_model("llama3-rope"))
 
 
-def read(directory: Path, max_rank: int = 64) -> AdapterFiles:
-    return read_adapter(directory, _TARGET_MAP, max_rank=max_rank)
+def read(directory: Path, max_rank: int = 64) -> OpenAdapter:
+    with open_adapter(directory, _TARGET_MAP, max_rank=max_rank) as source:
+        source.read_digest()
+        return source
 
 
 def test_the_digest_is_the_same_in_any_directory_and_changes_with_content(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_expert_parameters_are_refused(tmp_path: Path) -> None:
         read(tmp_path)
     edit_config(tmp_path, target_parameters=...)
     with pytest.raises(AdapterError, match="expert targets are not served yet"):
-        read_adapter(tmp_path, build_target_map(make_model("mixtral")), max_rank=64)
+        open_adapter(tmp_path, build_target_map(make_model("mixtral")), max_rank=64)
 
 
 def test_truncated_tensors(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def make_spec(**fields: Any) -> LoraSpec:
 
 
 def raw(name: str, *shape: int, dtype: str = "F32") -> RawTensor:
-    return RawTensor(name, dtype, shape, memoryview(bytearray()))
+    return RawTensor(name, dtype, shape, 0, 0)
 
 
 def pair(path: str, rank: int = 4, infix: str = "", dtype: str = "F32") -> list[RawTensor]:

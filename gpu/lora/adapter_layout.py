@@ -1,0 +1,153 @@
+"""Where every matrix of an adapter goes in the host arena, and back from there to tensors.
+
+One region per (layer, input group) that the adapter changes, with all targets of the group in it:
+those that the adapter leaves alone have rank 0, so that deltas of a group lie side by side the same
+way for every adapter. Knows nothing of files or of room in the arena.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...cpu_workers.kernels.layout import padded_features
+from ...runtime.adapters.resolved import RawTensor, ResolvedAdapter, TargetLora
+from ...runtime.adapters.target_map import Target, TargetMap
+from ...shm.arena_entry import Region as Place
+from ...shm.arena_entry import RegionSpec
+from ...shm.region import Region, TargetSize, plan_region, read_header, write_header
+from .base import PackedLora
+from .convert import to_tensor
+from .matrix_layout import MatrixLayout, bits_of
+
+GroupKey = tuple[int, int]  # layer, input group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One region that is to be made."""
+
+    key: GroupKey
+    region: Region
+    loras: tuple[TargetLora | None, ...]  # by position in the group
+
+    @property
+    def spec(self) -> RegionSpec:
+        """What the arena is asked for."""
+        return RegionSpec(*self.key, self.region.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMatrices:
+    """Where one target's matrices lie in a region, in bytes from its start."""
+
+    target: Target
+    rank: int
+    scaling: float
+    a_offset: int
+    b_offset: int
+
+
+class AdapterLayout:
+    """The layout of all adapters of one model; ``matrices`` says how A and B lie."""
+
+    def __init__(self, target_map: TargetMap, matrices: MatrixLayout, dtype: torch.dtype) -> None:
+        """``dtype``: of the matrices, the model's."""
+        self.matrices = matrices
+        self.dtype = dtype
+        groups: dict[GroupKey, list[Target]] = defaultdict(list)
+        for target in target_map.targets:
+            groups[target.layer, target.input_group].append(target)
+        self._groups = {key: tuple(groups[key]) for key in sorted(groups)}
+
+    def plan(self, adapter: ResolvedAdapter) -> tuple[GroupPlan, ...]:
+        """The regions of an adapter, layers ascending."""
+        by_index = {lora.target.index: lora for lora in adapter.targets}
+        plans = []
+        for key, targets in self._groups.items():
+            loras = tuple(by_index.get(target.index) for target in targets)
+            if any(lora is not None for lora in loras):
+                sizes = [self._size(*pair) for pair in zip(targets, loras, strict=True)]
+                region = plan_region(targets[0].in_features, self.dtype.itemsize, sizes)
+                plans.append(GroupPlan(key, region, loras))
+        return tuple(plans)
+
+    def fill(
+        self,
+        plans: Sequence[GroupPlan],
+        parts: Sequence[torch.Tensor],
+        tensors: Iterable[tuple[RawTensor, memoryview]],
+    ) -> None:
+        """Check and convert ``tensors`` and write them to their places.
+
+        ``parts``: of each plan its region's bytes, uint8. Raises ``AdapterError`` naming the
+        tensor if a value is not finite, or overflows the type.
+        """
+        places: dict[str, tuple[np.ndarray, bool]] = {}
+        for plan, part in zip(plans, parts, strict=True):
+            write_header(plan.region, part.numpy().data)
+            self._places_of(plan, part, places)
+        for raw, data in tensors:
+            matrix = bits_of(to_tensor(raw, data, self.dtype))
+            place, is_a = places.pop(raw.name)
+            write = self.matrices.write_a if is_a else self.matrices.write_b
+            write(matrix, place)
+        assert not places, f"not written: {sorted(places)}"
+
+    def check(self, tensors: Iterable[tuple[RawTensor, memoryview]]) -> None:
+        """Do what ``fill`` does, but for the writing."""
+        for raw, data in tensors:
+            to_tensor(raw, data, self.dtype)
+
+    def matrices_in(self, place: Place, part: torch.Tensor) -> tuple[TargetMatrices, ...]:
+        """What a filled region holds (``part``: its bytes on the CPU), by its own header."""
+        region = read_header(part.numpy().data)
+        targets = self._groups[place.layer, place.input_group]
+        return tuple(
+            TargetMatrices(target, at.rank, at.scaling, at.a_offset, at.b_offset)
+            for target, at in zip(targets, region.targets, strict=True)
+            if at.rank
+        )
+
+    def views(self, found: TargetMatrices, part: torch.Tensor) -> PackedLora:
+        """One target's matrices as views of a region, or of its copy on some device."""
+        target, rank = found.target, found.rank
+        return PackedLora(
+            a=self._view(part, found.a_offset, self._a_shape(target, rank)),
+            b=self._view(part, found.b_offset, self._b_shape(target, rank)),
+            rank=rank,
+            scaling=found.scaling,
+        )
+
+    def _size(self, target: Target, lora: TargetLora | None) -> TargetSize:
+        itemsize = self.dtype.itemsize
+        _, columns = padded_features(0, target.out_features, itemsize)
+        if lora is None:
+            return TargetSize(0, columns, 0.0, 0, 0)
+        a_bytes = int(np.prod(self._a_shape(target, lora.rank))) * itemsize
+        b_bytes = int(np.prod(self._b_shape(target, lora.rank))) * itemsize
+        # As the header holds it, so that what is read back is equal.
+        return TargetSize(lora.rank, columns, float(np.float32(lora.scaling)), a_bytes, b_bytes)
+
+    def _places_of(
+        self, plan: GroupPlan, part: torch.Tensor, places: dict[str, tuple[np.ndarray, bool]]
+    ) -> None:
+        for lora, at in zip(plan.loras, plan.region.targets, strict=True):
+            if lora is None:
+                continue
+            a = self._view(part, at.a_offset, self._a_shape(lora.target, at.rank))
+            b = self._view(part, at.b_offset, self._b_shape(lora.target, at.rank))
+            places[lora.a.name] = bits_of(a), True
+            places[lora.b.name] = bits_of(b), False
+
+    def _view(self, part: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        num_bytes = int(np.prod(shape)) * self.dtype.itemsize
+        return part[offset : offset + num_bytes].view(self.dtype).view(shape)
+
+    def _a_shape(self, target: Target, rank: int) -> tuple[int, ...]:
+        return self.matrices.a_shape(rank, target.in_features, self.dtype.itemsize)
+
+    def _b_shape(self, target: Target, rank: int) -> tuple[int, ...]:
+        return self.matrices.b_shape(target.out_features, rank, self.dtype.itemsize)

@@ -1,0 +1,82 @@
+"""The header of a safetensors file: which tensors lie where.
+
+Read apart from the tensors, so that a file's bytes can go straight to where they are wanted. As
+strict as the library: tensors cover the data without holes or overlaps.
+"""
+
+import json
+from math import prod
+from typing import Any
+
+from .resolved import RawTensor
+
+LENGTH_BYTES = 8  # the header's length, little-endian, in front of it
+
+_ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_METADATA = "__metadata__"
+
+
+class HeaderError(ValueError):
+    """The header is not one; the message says why."""
+
+
+def parse_header(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
+    """The tensors that ``header`` describes, in the order of their names.
+
+    ``data_bytes``: what follows the header in the file. Raises ``HeaderError``.
+    """
+    try:
+        entries = json.loads(header.decode(), object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"its header is not valid: {error}") from error
+    if not isinstance(entries, dict):
+        raise HeaderError("its header is no JSON object")
+    entries.pop(_METADATA, None)
+    tensors = [_tensor(name, fields) for name, fields in entries.items()]
+    _check_cover(tensors, data_bytes)
+    return tuple(sorted(tensors, key=lambda tensor: tensor.name))
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise HeaderError("a name stands twice in its header")
+    return entries
+
+
+def _tensor(name: str, fields: Any) -> RawTensor:
+    if not isinstance(fields, dict):
+        raise HeaderError(f"the entry of {name} is no object")
+    dtype = fields.get("dtype")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise HeaderError(f"{name} has the unknown type {dtype!r}")
+    item_bytes = _ITEM_BYTES[dtype]
+    shape, offsets = _sizes(name, fields, "shape"), _sizes(name, fields, "data_offsets")
+    if len(offsets) != 2:
+        raise HeaderError(f"{name} has {len(offsets)} offsets")
+    begin, end = offsets
+    if end - begin != item_bytes * prod(shape):
+        raise HeaderError(f"{name} has {end - begin} bytes for shape {list(shape)} of {dtype}")
+    return RawTensor(name, dtype, shape, begin, end - begin)
+
+
+def _sizes(name: str, fields: dict[str, Any], key: str) -> tuple[int, ...]:
+    values = fields.get(key)
+    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+        raise HeaderError(f"{name} has no valid {key}: {values!r}")
+    return tuple(values)
+
+
+def _check_cover(tensors: list[RawTensor], data_bytes: int) -> None:
+    position = 0
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != position:
+            raise HeaderError(f"{tensor.name} starts at {tensor.start}, not at {position}")
+        position += tensor.num_bytes
+    if position != data_bytes:
+        raise HeaderError(f"its tensors have {position} bytes, the file {data_bytes}")
