@@ -62,8 +62,8 @@ class CudaDevice:
     Copies take tensors of this device, of registered memory, or pinned ones of torch; not both
     sides on the host, which CUDA does not order with a stream. With ``wait`` = host, ``wait`` and a
     paced ``copy`` hold the calling thread, and with ``registration`` = bounce a copy to the device
-    does: see ``HostWaiter`` and ``BounceCopies``. The thread that enqueues makes its first call before
-    anything waits.
+    does: see ``HostWaiter`` and ``BounceCopies``. The thread that enqueues makes its first call
+    before anything waits.
     """
 
     def __init__(

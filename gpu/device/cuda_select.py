@@ -58,6 +58,9 @@ GO_BYTES = 64
 # Whole pages.
 SCRATCH_BYTES = -(-(GO_OFFSET + MAX_STREAMS * GO_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
+# Scratch memory of streams that are stuck: the device may still touch it.
+_KEPT: list[HostMemory] = []
+
 T = TypeVar("T")
 
 
@@ -133,6 +136,7 @@ class Selection:
         try:
             return self._choose_words(registrations, bench)
         except StuckStreamError:
+            _KEPT.append(bench.scratch)
             raise
         except Exception:
             bench.scratch.close()
@@ -180,6 +184,7 @@ class Selection:
             )
             probe_copies(bench)
         except StuckStreamError:
+            _KEPT.append(scratch)
             raise
         except Exception:
             scratch.close()

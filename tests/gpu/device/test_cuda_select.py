@@ -60,8 +60,13 @@ def test_a_signal_that_never_comes_leads_to_the_next_rung() -> None:
 @pytest.mark.parametrize("fault", ["wait never ends", "wait compares for equality"])
 def test_a_stream_operation_that_holds_for_ever_ends_the_search(fault: str) -> None:
     """Nothing can take the stream back; trying on would hang later, and without a word."""
-    with pytest.raises(StuckStreamError, match="--device-wait host"):
-        _choices(fault, probe_timeout_s=0.1)
+    gpu = FakeGpu(frozenset({fault}))
+    with (
+        pytest.raises(StuckStreamError, match="--device-wait host"),
+        fake_device(gpu, probe_timeout_s=0.1),
+    ):
+        pass
+    assert gpu.log == ["register"], "the device may still touch the memory"
 
 
 @pytest.mark.parametrize("fault", ["wait never ends", "wait compares for equality"])
