@@ -14,6 +14,7 @@ are zeros. The y of a group is [tokens, sum of all padded columns], targets side
 Knows nothing of the arena or of adapters' names.
 """
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _MAGIC = b"corunreg"
 _HEADER = struct.Struct("<8sHHIqq32x")  # magic, version, item bytes, targets, width of x, bytes
 _TARGET = struct.Struct("<qqqqf28x")  # rank, offset of A, offset of B, columns of y, scaling
 _FLOAT32 = struct.Struct("<f")
+_NUM_TARGETS, _NUM_TARGETS_OFFSET = struct.Struct("<I"), 12
 assert _HEADER.size == HEADER_BYTES and _TARGET.size == TARGET_BYTES
 
 # For readers that are compiled: fields of a target's line in words of 8 bytes. The scaling is the
@@ -129,18 +131,30 @@ def read_header(buffer: memoryview) -> Region:
     """
     if len(buffer) < HEADER_BYTES:
         raise FormatError(f"a region needs {HEADER_BYTES} bytes; {len(buffer)} are left")
-    fields = _HEADER.unpack_from(buffer, 0)
-    magic, version, item_bytes, num_targets, in_features, num_bytes = fields
+    (num_targets,) = _NUM_TARGETS.unpack_from(buffer, _NUM_TARGETS_OFFSET)
+    lines_bytes = min(num_targets, MAX_TARGETS) * TARGET_BYTES
+    region = _parse(bytes(buffer[: HEADER_BYTES + lines_bytes]))
+    if region.num_bytes > len(buffer):
+        raise FormatError(f"a region of {region.num_bytes} bytes does not fit {len(buffer)}")
+    return region
+
+
+# All layers of an adapter have the same header, and workers read one per job.
+@functools.lru_cache(maxsize=1024)
+def _parse(header: bytes) -> Region:
+    magic, version, item_bytes, num_targets, in_features, num_bytes = _HEADER.unpack_from(header)
     if magic != _MAGIC or version != VERSION:
         raise FormatError(f"no region of version {VERSION} starts here: {magic!r}, {version}")
-    if not 0 < num_targets <= MAX_TARGETS or item_bytes not in {2, 4} or in_features <= 0:
-        raise FormatError(f"a region's header makes no sense: {fields[2:]}")
     matrices_start = HEADER_BYTES + num_targets * TARGET_BYTES
-    if not matrices_start <= num_bytes <= len(buffer):
-        raise FormatError(f"a region of {num_bytes} bytes does not fit {len(buffer)}")
+    is_sound = 0 < num_targets <= MAX_TARGETS and item_bytes in {2, 4} and in_features > 0
+    if not is_sound or not matrices_start <= min(num_bytes, len(header)):
+        raise FormatError(
+            f"a region's header makes no sense: {num_targets} targets of {item_bytes} bytes a "
+            f"value, width {in_features}, {num_bytes} bytes"
+        )
     targets = []
     for index in range(num_targets):
-        line = _TARGET.unpack_from(buffer, HEADER_BYTES + index * TARGET_BYTES)
+        line = _TARGET.unpack_from(header, HEADER_BYTES + index * TARGET_BYTES)
         target = TargetPlace(*line)
         inside = all(
             matrices_start <= offset < num_bytes for offset in (target.a_offset, target.b_offset)

@@ -17,6 +17,7 @@ class NumbaDelta:
         has_dot = layout.has_bfloat16_dot() if use_bfloat16_dot is None else use_bfloat16_dot
         self._tag: np.generic = layout.BFLOAT16_DOT if has_dot else layout.BFLOAT16
         self._hidden = np.empty(SCRATCH_BYTES // 4, np.float32)
+        self._hidden_address = int(self._hidden.ctypes.data)  # asking costs a microsecond
         self._scratch = Scratch()
 
     def compute(self, job: DeltaJob) -> None:
@@ -37,7 +38,7 @@ class NumbaDelta:
             job.num_tokens,
             job.y_address,
             job.y_stride_bytes,
-            self._hidden.ctypes.data,
+            self._hidden_address,
         )
 
     def _padded(self, job: DeltaJob, width: int) -> np.ndarray:

@@ -4,6 +4,8 @@ from ...shm.region import Region
 from .base import BACKEND_NAMES, BackendName, DeltaBackend, DeltaJob, shape_of
 from .table import DeltaTable
 
+_MAX_KEPT = 4096  # answers; an adapter's groups times the numbers of tokens that come along
+
 
 def make_backend(name: str) -> DeltaBackend:
     """A back end by its name; imports what it is made of, torch for ``torch`` alone."""
@@ -34,6 +36,7 @@ class Deltas:
         names = (forced,) if forced else table.backends
         self._backends = {name: make_backend(name) for name in names}
         self._forced = forced
+        self._chosen: dict[tuple[Region, int], DeltaBackend] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,10 +46,17 @@ class Deltas:
     def choose(self, region: Region, num_tokens: int) -> DeltaBackend:
         """Find the back end for a job; raises ``FormatError`` if the region is not for workers.
 
-        Not needed while x is waited for, so a worker can ask before.
+        Answers are kept: all layers of an adapter ask the same.
         """
-        shape = shape_of(region, num_tokens)
-        return self._backends[self._forced or self._table.best(shape)]
+        key = region, num_tokens
+        backend = self._chosen.get(key)
+        if backend is None:
+            shape = shape_of(region, num_tokens)
+            if len(self._chosen) >= _MAX_KEPT:
+                self._chosen.clear()
+            backend = self._backends[self._forced or self._table.best(shape)]
+            self._chosen[key] = backend
+        return backend
 
     def compute(self, job: DeltaJob) -> None:
         """Choose and compute."""

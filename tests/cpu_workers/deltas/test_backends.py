@@ -68,14 +68,14 @@ def test_wide_x_is_cut_into_several_blocks(name: str) -> None:
 
 @st.composite
 def delta_cases(draw: st.DrawFn) -> DeltaCase:
-    widths = st.integers(1, 200)
-    ranks = st.integers(0, 256)
+    widths = st.integers(1, 100)
+    ranks = st.integers(0, 80)  # all ranks have their own test
     sizes = st.floats(2.0**-10, 4.0, width=32)  # the bound is for what does not underflow
     scalings = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
-    targets = draw(st.lists(st.tuples(widths, ranks, scalings), min_size=1, max_size=4))
+    targets = draw(st.lists(st.tuples(widths, ranks, scalings), min_size=1, max_size=3))
     return DeltaCase(
         num_tokens=draw(st.integers(1, 130)),
-        in_features=draw(st.integers(1, 300)),
+        in_features=draw(st.integers(1, 160)),
         out_features=tuple(width for width, _, _ in targets),
         ranks=tuple(rank for _, rank, _ in targets),
         scalings=tuple(scaling for _, _, scaling in targets),
@@ -84,7 +84,7 @@ def delta_cases(draw: st.DrawFn) -> DeltaCase:
 
 
 @every_backend
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(case=delta_cases())
 def test_drawn_shapes(name: str, case: DeltaCase) -> None:
     _check(name, case)

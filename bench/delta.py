@@ -1,0 +1,194 @@
+"""Do workers compute deltas at the speed of the core, and how many tokens does a core get done?
+
+One pinned process with one thread, as a worker is. As a worker: x, y and the regions of all layers
+lie in segments of shared memory; every job reads its region's header, chooses its back end and
+walks on to the next layer. Bare: the same back end alone, the same walk, all in private memory and
+prepared before. Beside it, as a figure, one region over and over: everything in the caches.
+
+The floor is counted before: operations of shrink and expand at the rate that the register tiles
+have with operands in the first-level cache, bytes of x, A, B and y, each once, at the rate of a
+large read. The time can be no less than the longer of the two, but that layers of small ranks may
+all stay in the last-level cache.
+
+The curve (time against tokens, per rank) is what the tokens per core come from: the most that take
+no longer than ``--layer-us``, which is what the accelerator needs for its part meanwhile. The last
+line is JSON.
+
+    python bench/delta.py [--backend auto] [--pairs 9] [--picture delta.png] [--curve-json FILE]
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from corun.cpu_workers.deltas.measure import measure
+from corun.cpu_workers.deltas.select import Deltas, make_backend
+from corun.cpu_workers.deltas.table import DeltaTable
+from delta_floor import Peak, floor_of, measure_peak
+from delta_walk import Walk, Workload
+from paired import MAX_CONTROL_SPREAD, Ratio, compare, report
+
+BOUND = 0.9
+
+
+def measure_rank(
+    workload: Workload, rank: int, deltas: Deltas, peak: Peak, options: argparse.Namespace
+) -> tuple[dict[str, Any], bool | None]:
+    """The rate as a worker relative to the bare one, and whether it holds the bound."""
+    shared = Walk(workload, rank, workload.num_tokens, is_shared=True)
+    private = Walk(workload, rank, workload.num_tokens, is_shared=False)
+    floor = floor_of(shared.region, workload.num_tokens, peak)
+    print(f"rank {rank}: at least {floor.time_us:.0f} us by count", flush=True)
+
+    def worker() -> float:
+        return shared.as_worker_us(deltas, options.jobs)
+
+    def bare() -> float:
+        return private.bare_us(deltas, options.jobs, private.num_layers)
+
+    def cached() -> float:
+        return private.bare_us(deltas, options.jobs, 1)
+
+    for warm_up in (worker, bare, cached):
+        warm_up()
+    # Rates are the other way round than times.
+    ratio, bare_us, worker_us = compare(bare, worker, options.pairs, progress=f"rank {rank}")
+    control, _, _ = compare(worker, worker, options.pairs)
+    of_cached, cached_us, _ = compare(cached, worker, options.pairs)
+    backend = deltas.choose(shared.region, workload.num_tokens).name
+    shared.close()
+    private.close()
+    times_us = {"worker": worker_us, "bare": bare_us, "bare_cached": cached_us}
+    return {
+        "backend": backend,
+        "floor": asdict(floor) | {"time_us": round(floor.time_us, 1)},
+        **{f"{name}_us": round(statistics.median(us), 1) for name, us in times_us.items()},
+        "rate_of_floor": round(floor.time_us / statistics.median(worker_us), 3),
+        "rate_of_bare": ratio.to_json(),
+        "rate_of_bare_cached": of_cached.to_json(),
+        "control": control.to_json(),
+    }, judged(ratio, control)
+
+
+def judged(ratio: Ratio, control: Ratio) -> bool | None:
+    """Whether the whole interval holds the bound; None if the control says that noise decides."""
+    if control.spread > MAX_CONTROL_SPREAD:
+        return None
+    return ratio.low >= BOUND
+
+
+def measure_curve(
+    workload: Workload, deltas: Deltas, peak: Peak, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Microseconds of a job as a worker, and its floor, against tokens, per rank."""
+    curve: dict[str, Any] = {"tokens": workload.curve_tokens, "ranks": {}}
+    for rank in workload.curve_ranks:
+        times_us, floors_us = [], []
+        for tokens in workload.curve_tokens:
+            walk = Walk(workload, rank, tokens, is_shared=True)
+            walk.as_worker_us(deltas, 2)
+            times_us.append(round(walk.as_worker_us(deltas, options.jobs), 1))
+            floors_us.append(round(floor_of(walk.region, tokens, peak).time_us, 1))
+            walk.close()
+        curve["ranks"][rank] = {
+            "time_us": times_us,
+            "floor_us": floors_us,
+            "tokens_per_core": _tokens_within(options.layer_us, workload.curve_tokens, times_us),
+        }
+        print(f"curve of rank {rank}: {times_us}", flush=True)
+    return curve
+
+
+def _tokens_within(limit_us: float, tokens: Sequence[int], times_us: Sequence[float]) -> int:
+    """The most tokens that take no longer, between measured points by a straight line."""
+    if times_us[0] > limit_us:
+        return 0
+    points = list(zip(tokens, times_us, strict=True))
+    for (t0, us0), (t1, us1) in itertools.pairwise(points):
+        if us1 > limit_us:
+            return int(t0 + (t1 - t0) * max(0.0, limit_us - us0) / (us1 - us0))
+    return tokens[-1]
+
+
+def draw(curve: dict[str, Any], layer_us: float, path: Path) -> None:
+    """Time against tokens, measured and counted, as a picture."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
+    for rank, lines in curve["ranks"].items():
+        (line,) = axes.plot(curve["tokens"], lines["time_us"], marker="o", label=f"rank {rank}")
+        axes.plot(curve["tokens"], lines["floor_us"], "--", color=line.get_color(), linewidth=1)
+    axes.axhline(layer_us, color="grey", linewidth=1)
+    axes.text(1, layer_us, " time the accelerator needs meanwhile", va="bottom", color="grey")
+    axes.plot([], [], "--", color="black", linewidth=1, label="floor by count")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a job", ylabel="time in microseconds")
+    axes.set_title("One core, deltas of q, k, v")
+    axes.set_xticks(curve["tokens"], labels=[str(t) for t in curve["tokens"]])
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _alone(cpu: int | None) -> int:
+    """Run on one CPU with one thread per library, which each reads as it is loaded."""
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+        os.execve(  # noqa: S606
+            sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(names, "1")
+        )
+    chosen = max(os.sched_getaffinity(0)) if cpu is None else cpu
+    os.sched_setaffinity(0, {chosen})
+    return chosen
+
+
+def main() -> None:
+    """Measure both ranks against the bare product, then the curve; print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="auto", choices=("auto", "numba", "numpy", "torch"))
+    parser.add_argument("--cpu", type=int, help="where to run; the last one allowed if not given")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--jobs", type=int, default=64, help="per measurement; its median counts")
+    parser.add_argument("--layer-us", type=float, default=300.0)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--curve-json", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a small workload, to try the script")
+    options = parser.parse_args()
+    cpu = _alone(options.cpu)
+    workload = Workload()
+    if options.tiny:
+        workload = Workload(256, (256, 64, 64), 8, (4,), 2, (4, 8), (1, 8, 16))
+    names = ("numba", "numpy", "torch") if options.backend == "auto" else (options.backend,)
+    table: DeltaTable = measure(
+        [make_backend(name) for name in names],
+        in_features=workload.in_features, columns=workload.columns,
+    )  # fmt: skip
+    deltas = Deltas(table)
+    peak = measure_peak()
+    figures: dict[str, Any] = {"cpu": cpu, "peak": asdict(peak), "table": table.to_json()}
+    bounds: dict[str, bool | None] = {}
+    for rank in workload.ranks:
+        figures[f"rank_{rank}"], holds = measure_rank(workload, rank, deltas, peak, options)
+        bounds[f"rank {rank}: at least {BOUND} of the bare rate"] = holds
+    curve = figures["curve"] = measure_curve(workload, deltas, peak, options)
+    if options.curve_json:
+        options.curve_json.write_text(json.dumps(curve))
+    if options.picture:
+        draw(curve, options.layer_us, options.picture)
+    settings = {key: getattr(options, key) for key in ("backend", "pairs", "jobs", "layer_us")}
+    report("delta", asdict(workload) | settings, figures, bounds)
+
+
+if __name__ == "__main__":
+    main()
