@@ -10,7 +10,7 @@ import torch
 from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_agent import HostAgent, Item
 from corun.gpu.device.cuda_memory import Piece, Registrations
-from corun.gpu.device.link import Direction, PacedLink
+from corun.gpu.device.link import Direction, PacedLink, Transfer
 from support.fake_cuda import FakeEvent, FakeGpu, FakeRuntime, fake_device
 
 PAGE = mmap.PAGESIZE
@@ -151,7 +151,41 @@ def test_a_paced_copy_takes_as_long_as_the_link() -> None:
         stats = link.stats(Direction.TO_DEVICE)
         assert stats.num_bytes == 3 * num_bytes
         assert stats.num_transfers == 0
-        assert stats.busy_s == pytest.approx(0.06), "each starts where the one before it ended"
+        assert stats.busy_s == pytest.approx(0.06)
+
+
+class NotedLink(PacedLink):
+    """Remembers when transfers were said to start, and their ends."""
+
+    def __init__(self) -> None:
+        super().__init__(latency_us=1000)
+        self.starts_s: list[float | None] = []
+        self.ends_s: list[float] = []
+
+    def begin(
+        self, direction: Direction, num_bytes: int, *, start_s: float | None = None
+    ) -> Transfer:
+        self.starts_s.append(start_s)
+        return super().begin(direction, num_bytes, start_s=start_s)
+
+    def finish(self, transfer: Transfer) -> float:
+        self.ends_s.append(super().finish(transfer))
+        return self.ends_s[-1]
+
+
+def test_a_copy_behind_a_paced_one_starts_at_its_end_and_not_when_noticed() -> None:
+    link = NotedLink()
+    page = mmap.mmap(-1, PAGE)
+    with fake_device(link=link) as (device, gpu):
+        stream = device.stream("paced")
+        memory = device.register(memoryview(page), name="shared")
+        on_device = gpu.empty(16)
+        for is_interrupted in (False, False, True, False):
+            if is_interrupted:
+                device.launch(stream, lambda: None)
+            device.copy(stream, on_device, memory.tensor(0, (16,), torch.float32))
+        device.synchronize(timeout_s=5.0)
+    assert link.starts_s == [None, link.ends_s[0], None, link.ends_s[2]]
 
 
 def test_a_paced_copy_holds_the_caller_where_the_host_waits() -> None:
