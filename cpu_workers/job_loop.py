@@ -93,14 +93,14 @@ class JobLoop:
     def _compute(self, job: Job, task: tuple[DeltaBackend, DeltaJob] | None) -> JobStatus:
         if task is None:
             return JobStatus.FAILED
-        started_ns = time.perf_counter_ns()
+        started_ns = time.thread_time_ns()
         try:
             task[0].compute(task[1])
         except Exception:
             _LOG.exception("job %d failed", job.sequence)
             return JobStatus.FAILED
         if self._slowdown > 1:
-            _stretch(started_ns, self._slowdown)
+            _spin((time.thread_time_ns() - started_ns) * (self._slowdown - 1))
         return JobStatus.DONE
 
 
@@ -120,8 +120,8 @@ def _warm_up(backend: DeltaBackend) -> None:
     )  # fmt: skip
 
 
-def _stretch(started_ns: int, slowdown: float) -> None:
-    """Keep the core busy until the job has taken ``slowdown`` times as long as it did."""
-    end_ns = started_ns + int((time.perf_counter_ns() - started_ns) * slowdown)
+def _spin(duration_ns: float) -> None:
+    """Keep the core busy."""
+    end_ns = time.perf_counter_ns() + duration_ns
     while time.perf_counter_ns() < end_ns:
         pass

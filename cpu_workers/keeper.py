@@ -25,10 +25,9 @@ from ..shm.mailbox import SupervisorEnd
 from ..shm.words import wrap
 from .link import LinkError
 from .messages import Measured, Setup, Stop, Tick, WorkerGone, WorkerReady, WorkerSpawned
-from .process_life import kill_and_wait, look_at, open_process
+from .process_life import kill_and_wait, look_at
 from .supervisor_process import SupervisorProcess
 from .watch import ProgressWatch, Restarts
-from .worker_process import parent_arguments
 
 _MS = 1_000_000
 _LISTEN_NS = 250 * _MS
@@ -155,15 +154,16 @@ class SupervisorKeeper:
         return None
 
     def _take_messages(self, supervisor: SupervisorProcess) -> None:
-        for message in supervisor.link.receive():
+        for message, descriptor in supervisor.link.receive_with_descriptors():
             match message:
                 case Tick():
                     self._num_ticks += 1
                     self.is_watching = True
                 case Measured(delta_table):
                     self._note_measured(delta_table)
-                case WorkerSpawned(worker, _, pid):
-                    self._note_spawned(worker, pid, supervisor.pid)
+                case WorkerSpawned(worker):
+                    assert descriptor is not None
+                    self._note_spawned(worker, descriptor)
                 case WorkerReady():
                     self._note_ready(message)
                 case WorkerGone():
@@ -176,14 +176,12 @@ class SupervisorKeeper:
         settings = msgspec.structs.replace(self._setup.settings, delta_table=delta_table)
         self._setup = msgspec.structs.replace(self._setup, settings=settings)
 
-    def _note_spawned(self, worker: int, pid: int, supervisor_pid: int) -> None:
+    def _note_spawned(self, worker: int, pidfd: int) -> None:
         self._num_spawned[worker] += 1
         if self._num_spawned[worker] > 1:
             self._count(num_restarts=1)
         self._forget_process(worker)
-        pidfd = open_process(pid, parent_arguments(supervisor_pid))
-        if pidfd is not None:
-            self._pidfds[worker] = pidfd
+        self._pidfds[worker] = pidfd
 
     def _note_ready(self, message: WorkerReady) -> None:
         worker = message.worker
@@ -223,6 +221,8 @@ class SupervisorKeeper:
             self._take_messages(supervisor)
         while not kill_and_wait(list(self._pidfds.values()), _KILL_TIMEOUT_S):
             _LOG.error("CPU workers do not end; what waits for them is held")
+            if self._is_closing:
+                return
         for worker in tuple(self._pidfds):
             self._forget_process(worker)
         self._ready.clear()

@@ -3,6 +3,7 @@
 One message is one packet, so nothing needs framing; whoever waits does so by ``fileno``.
 """
 
+import os
 import select
 import socket
 import time
@@ -26,13 +27,17 @@ def link_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Link(Generic[Received]):
-    """One end. ``received_type`` is what the peer sends (a msgspec union). Never blocks."""
+    """One end. ``received_type`` is what the peer sends (a msgspec union).
+
+    Only ``wait_one`` blocks. A message may carry a descriptor, which the receiver then owns.
+    """
 
     def __init__(self, sock: socket.socket, received_type: Any) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received_type)
-        self._unsent: list[bytes] = []
+        self._unread: list[tuple[Received, int | None]] = []
+        self._unsent: list[tuple[bytes, int | None]] = []
         self.at_end = False  # the peer is gone
 
     def fileno(self) -> int:
@@ -47,61 +52,83 @@ class Link(Generic[Received]):
     def receive(self) -> list[Received]:
         """Return what has arrived; sets ``at_end`` at the end. Raises ``LinkError``."""
         messages = []
-        while not self.at_end:
-            try:
-                data = self._sock.recv(_MAX_MESSAGE_BYTES)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                data = b""
-            if not data:
-                self.at_end = True
-                break
-            try:
-                messages.append(self._decoder.decode(data))
-            except msgspec.MsgspecError as error:
-                raise LinkError(f"a message cannot be decoded: {error}") from error
+        for message, descriptor in self.receive_with_descriptors():
+            if descriptor is not None:
+                os.close(descriptor)
+            messages.append(message)
+        return messages
+
+    def receive_with_descriptors(self) -> list[tuple[Received, int | None]]:
+        """``receive``, each message with the descriptor that it carries."""
+        self._read()
+        messages, self._unread = self._unread, []
         return messages
 
     def wait_one(self, timeout_s: float) -> Received | None:
-        """Wait for the next message; None if none comes in time, or the peer is gone.
-
-        For a peer that sends one and then waits: what came with it is dropped.
-        """
+        """Wait for the next message; None if none comes in time, or the peer is gone."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        messages = self.receive()
         deadline_s = time.monotonic() + timeout_s
-        while not messages and not self.at_end:
+        self._read()
+        while not self._unread:
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 or self.at_end:
                 return None
             poll.poll(left_s * 1000)
-            messages = self.receive()
-        return messages[0] if messages else None
+            self._read()
+        message, descriptor = self._unread.pop(0)
+        assert descriptor is None, "who waits for one message expects no descriptor"
+        return message
 
-    def send(self, message: object) -> None:
-        """Send ``message``; what the peer does not take now goes with a later ``flush``."""
+    def send(self, message: object, descriptor: int | None = None) -> None:
+        """Send ``message``; what the peer does not take now goes with a later ``flush``.
+
+        ``descriptor`` goes with it; the caller keeps its own.
+        """
         data = _encoder.encode(message)
         assert len(data) <= _MAX_MESSAGE_BYTES, f"{type(message).__name__} has {len(data)} bytes"
-        self._unsent.append(data)
+        self._unsent.append((data, None if descriptor is None else os.dup(descriptor)))
         self.flush()
 
     def flush(self) -> None:
         """Send what the peer takes of what was kept; drop everything once it is gone."""
-        while self._unsent and not self.at_end:
+        while self._unsent:
+            data, descriptor = self._unsent[0]
             try:
-                self._sock.send(self._unsent[0])
+                if not self.at_end:
+                    descriptors = [] if descriptor is None else [descriptor]
+                    socket.send_fds(self._sock, [data], descriptors)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
                 self.at_end = True
-            else:
-                del self._unsent[0]
-        if self.at_end:
-            self._unsent.clear()
+            del self._unsent[0]
+            if descriptor is not None:
+                os.close(descriptor)
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
+        """Close this end and what was not taken. Idempotent."""
         self.at_end = True
+        self.flush()
+        for _, descriptor in self._unread:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._unread.clear()
         self._sock.close()
+
+    def _read(self) -> None:
+        while not self.at_end:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE_BYTES, 1)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                data, descriptors = b"", []
+            if not data:
+                self.at_end = True
+                break
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.MsgspecError as error:
+                raise LinkError(f"a message cannot be decoded: {error}") from error
+            self._unread.append((message, descriptors[0] if descriptors else None))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .messages import DeltaMeasurement
 from .process_life import OrphanError, die_with_parent
-from .worker_process import ENVIRONMENT, describe_end, parent_arguments
+from .worker_process import ENVIRONMENT, describe_end
 
 
 class MeasureProcess:
@@ -15,7 +15,7 @@ class MeasureProcess:
 
     def __init__(self, cpu: int, wanted: DeltaMeasurement, backend: str) -> None:
         """``backend``: auto = all. Raises ``OSError`` if the system starts no process."""
-        command = [sys.executable, "-P", "-m", __name__, *parent_arguments(os.getpid())]
+        command = [sys.executable, "-P", "-m", __name__, "--parent-pid", str(os.getpid())]
         command += ["--cpu", str(cpu), "--in-features", str(wanted.in_features)]
         command += ["--columns", ",".join(map(str, wanted.columns))]
         command += [] if backend == "auto" else ["--backend", backend]

@@ -72,11 +72,10 @@ class Measured(Message, frozen=True):
 
 
 class WorkerSpawned(Message, frozen=True):
-    """A process was started; it takes no jobs yet."""
+    """A process was started, and takes no jobs yet. A pidfd of it goes with this message."""
 
     worker: int
     generation: int
-    pid: int
 
 
 class WorkerReady(Message, frozen=True):

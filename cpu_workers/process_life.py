@@ -56,25 +56,6 @@ def _cpu_ns(pid: int, stat_fields: list[str]) -> int:
         return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
-def open_process(pid: int, arguments: Sequence[str]) -> int | None:
-    """Return a pidfd of ``pid`` if its command line ends with ``arguments``, else None.
-
-    Numbers of processes are used again: that of one that has ended may by now name a stranger.
-    """
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        command = b""
-    if command.endswith(b"\0".join([b"", *map(os.fsencode, arguments), b""])):
-        return pidfd
-    os.close(pidfd)
-    return None
-
-
 def kill_and_wait(pidfds: Sequence[int], timeout_s: float) -> bool:
     """Kill the processes and wait until all have ended; False if they have not in time."""
     for pidfd in pidfds:

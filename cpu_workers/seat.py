@@ -33,6 +33,9 @@ _AWAKE_BEAT_LIMIT_NS = 500 * _MS
 # Loading and compiling on a slow machine; what a loaded one takes away is not counted.
 _START_LIMIT_NS = 120_000 * _MS
 
+Tell = Callable[[FromSupervisor, int | None], None]
+"""Sends a message to the engine, with a descriptor or without."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -43,7 +46,7 @@ class Seat:
         self,
         setup: WorkerSetup,
         mailbox: SupervisorEnd,
-        tell: Callable[[FromSupervisor], None],
+        tell: Tell,
         max_step_ns: int,
     ) -> None:
         """``setup`` is for the first process; ``max_step_ns`` see ``ProgressWatch``."""
@@ -121,7 +124,8 @@ class Seat:
             self._start_at_ns = now_ns + self._restarts.delay_ns(0)
             return
         self._watch = ProgressWatch(self._max_step_ns)
-        self._tell(WorkerSpawned(worker, generation, self._process.pid))
+        # Its number alone may name a stranger by the time that it is used.
+        self._tell(WorkerSpawned(worker, generation), self._process.pidfd)
 
     def _take_messages(self, now_ns: int) -> None:
         assert self._process is not None
@@ -143,7 +147,8 @@ class Seat:
         self._mailbox.fail_outstanding()
         self._announce(WorkerStatus.RUNNING)
         self._running_since_ns = now_ns
-        self._tell(WorkerReady(setup.worker, setup.generation, prepared.pinning, prepared.note))
+        ready = WorkerReady(setup.worker, setup.generation, prepared.pinning, prepared.note)
+        self._tell(ready, None)
 
     def _is_stuck(self, now_ns: int) -> bool:
         process = self._process
@@ -184,7 +189,8 @@ class Seat:
         lived_ns = 0 if since_ns is None else max(1, now_ns - since_ns)
         self._start_at_ns = now_ns + self._restarts.delay_ns(lived_ns)
         self._running_since_ns = self._kill_reason = None
-        self._tell(WorkerGone(self._setup.worker, self._setup.generation, reason, num_failed))
+        gone = WorkerGone(self._setup.worker, self._setup.generation, reason, num_failed)
+        self._tell(gone, None)
         generation = wrap(self._setup.generation + 1)
         self._setup = msgspec.structs.replace(self._setup, generation=generation)
 

@@ -7,7 +7,7 @@ import sys
 from .link import Link, link_pair
 from .messages import FromSupervisor, Setup
 from .process_life import has_ended
-from .worker_process import describe_end, parent_arguments
+from .worker_process import describe_end
 
 
 class SupervisorProcess:
@@ -17,7 +17,7 @@ class SupervisorProcess:
         """Start it. Raises ``OSError`` if the system does not."""
         ours, theirs = link_pair()
         command = [sys.executable, "-P", "-m", f"{__package__}.supervisor"]
-        command += ["--fd", str(theirs.fileno()), *parent_arguments(os.getpid())]
+        command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
         with theirs:
             try:
                 self._process = subprocess.Popen(

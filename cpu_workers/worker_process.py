@@ -18,11 +18,6 @@ ENVIRONMENT = {
 """For processes of one core, before they load any library: more threads would fight for it."""
 
 
-def parent_arguments(parent_pid: int) -> list[str]:
-    """The end of a worker's command line: by it, a process is known for that parent's worker."""
-    return ["--parent-pid", str(parent_pid)]
-
-
 def describe_end(status: int) -> str:
     """Say in words how a process ended, from the status that ``subprocess`` gives."""
     if status >= 0:
@@ -40,7 +35,7 @@ class WorkerProcess:
         ours, theirs = link_pair()
         self.link: Link[FromWorker] = Link(ours, FromWorker)
         command = [sys.executable, "-P", "-m", f"{__package__}.worker"]
-        command += ["--fd", str(theirs.fileno()), *parent_arguments(os.getpid())]
+        command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
                 command,

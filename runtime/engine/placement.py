@@ -35,7 +35,10 @@ def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
     if device.type == "cuda":
         address = pci_address(device)
         node = None if address is None else pci_numa_node(address)
-    plan = plan_cores(machine, _request(config, device.type), node)
+    off_reason = None
+    if device.type == "cpu" and config.link_gib_per_s is None:
+        off_reason = "the model runs on the CPU itself"
+    plan = plan_cores(machine, _request(config, off_reason), node)
     for warning in plan.warnings:
         _LOG.warning("%s", warning)
     reasons = plan.reasons
@@ -48,12 +51,12 @@ def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
     return Placement(plan, machine, "; ".join(reasons))
 
 
-def _request(config: EngineConfig, device_type: str) -> CoreRequest:
+def _request(config: EngineConfig, off_reason: str | None) -> CoreRequest:
     engine = config.engine_cores
     return CoreRequest(
         worker_cpus=_worker_cpus(config.cpu_cores),
         engine_cpus=None if engine is None else parse_cpu_cores(engine, "--engine-cores"),
-        off_reason="the model runs on the CPU itself" if device_type == "cpu" else None,
+        off_reason=off_reason,
     )
 
 

@@ -1,5 +1,6 @@
 """Links: whole messages, in order, never blocking, and an end that is noticed."""
 
+import os
 import socket
 
 import msgspec
@@ -68,6 +69,44 @@ def test_a_broken_message_is_an_error() -> None:
         link.receive()
     link.close()
     theirs.close()
+
+
+def test_waiting_for_one_message_leaves_the_next() -> None:
+    left, right = links()
+    assert right.wait_one(0.01) is None
+    left.send(Note(1))
+    left.send(Note(2))
+    assert right.wait_one(10) == Note(1)
+    assert right.wait_one(10) == Note(2)
+    left.send(Note(3))
+    left.close()
+    assert right.wait_one(10) == Note(3)
+    assert right.wait_one(10) is None
+    right.close()
+
+
+def test_descriptors_go_with_messages() -> None:
+    left, right = links()
+    before = len(os.listdir("/proc/self/fd"))
+    reader, writer = os.pipe()
+    left.send(Note(1), writer)
+    left.send(Note(2), writer)
+    left.send(Note(3))
+    os.close(writer)
+    (first, descriptor), *_, (third, none) = right.receive_with_descriptors()
+    assert (first, third, none) == (Note(1), Note(3), None)
+    assert descriptor is not None
+    os.write(descriptor, b"x")
+    assert os.read(reader, 1) == b"x"
+    os.close(descriptor)
+    left.send(Note(4), reader)
+    assert right.receive() == [Note(4)]  # who does not want it does not keep it
+    left.send(Note(5), reader)
+    os.close(reader)
+    right.close()
+    left.send(Note(6), 0)
+    left.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_ends_are_not_inherited() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun.cpu_workers import keeper as keeper_module
 from corun.cpu_workers.errors import WorkerPoolError
 from corun.cpu_workers.pool import WorkerPool
-from corun.shm.errors import MailboxFullError, ShmError, SpaceError
+from corun.cpu_workers.watch import Restarts
+from corun.shm.errors import ShmError, SpaceError
 from corun.shm.job import JobStatus
 from corun.shm.segment import Segment
 from support.worker_pool import (
@@ -49,17 +49,6 @@ def test_jobs_of_several_adapters_on_several_workers(backend: str) -> None:
                 assert driver.run(worker, index) is DONE
         assert driver.pool.ready_workers() == (0, 1)
         assert driver.pool.counts().num_restarts == 0
-
-
-def test_jobs_may_be_published_ahead_of_their_x() -> None:
-    # As many as the rings hold: whoever enqueues more orders its copies behind earlier waits.
-    with Driver([case(4), case(9, seed=1)], make_config(num_ring_slots=8)) as driver:
-        for _ in range(10):
-            jobs = [driver.publish(0, number % 2) for number in range(8)]
-            for number, job in enumerate(jobs):
-                driver.send_x(0, number % 2, job)
-            for number, job in enumerate(jobs):
-                assert driver.finish(0, number % 2, job) is DONE
 
 
 def test_nothing_is_left_after_close() -> None:
@@ -118,17 +107,6 @@ def test_deltas_are_measured_where_no_table_is_given() -> None:
         assert table is not None and table.backends == ("numpy",)
 
 
-def test_a_full_mailbox_refuses_and_goes_on() -> None:
-    with Driver([case(2)], make_config(num_job_slots=4)) as driver:
-        jobs = [driver.publish(0, 0) for _ in range(4)]
-        with pytest.raises(MailboxFullError, match="all 4 slots of worker 0"):
-            driver.publish(0, 0)
-        for job in jobs:
-            driver.send_x(0, 0, job)
-            assert driver.finish(0, 0, job) is DONE
-        assert driver.run(0, 0) is DONE
-
-
 def test_too_little_shared_memory_starts_nothing() -> None:
     before = open_descriptors()
     with (
@@ -137,27 +115,6 @@ def test_too_little_shared_memory_starts_nothing() -> None:
     ):
         WorkerPool(make_config(max_slice_tokens=2**40), arena)
     assert open_descriptors() == before
-
-
-def test_numbers_of_jobs_wrap_around() -> None:
-    with Driver([case(3)], make_config(first_sequence=2**31 - 10)) as driver:
-        numbers = []
-        for _ in range(20):
-            job = driver.start(0, 0)
-            numbers.append(job.sequence)
-            assert driver.finish(0, 0, job) is DONE
-        assert numbers[9:11] == [2**31 - 1, -(2**31)]
-
-
-def test_a_job_without_an_adapter_fails_alone() -> None:
-    with Driver([case(4)]) as driver:
-        driver.arena.buffer[:8] = b"nonsense"
-        assert driver.run(0, 0) is JobStatus.FAILED
-        driver.arena.buffer[: len(driver.places[0].region_bytes())] = driver.places[
-            0
-        ].region_bytes()
-        assert driver.run(0, 0) is DONE
-        assert driver.pool.counts().num_restarts == 0
 
 
 def test_workers_that_cannot_start_say_why() -> None:
@@ -177,11 +134,7 @@ def test_workers_that_cannot_start_say_why() -> None:
 
 
 def test_a_supervisor_that_cannot_start_turns_the_pool_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Impatient(keeper_module.Restarts):
-        def delay_ns(self, lived_ns: int) -> int:
-            return super().delay_ns(lived_ns) // 100
-
-    monkeypatch.setattr(keeper_module, "Restarts", Impatient)
+    monkeypatch.setattr(Restarts, "_FIRST_DELAY_NS", 1_000_000)
     monkeypatch.setattr("sys.executable", "/bin/false")
     with Segment.create(4096, kind="adapters") as arena:
         pool = WorkerPool(make_config(), arena)

@@ -3,6 +3,7 @@
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from corun.runtime.config.engine import EngineConfig
@@ -60,3 +61,16 @@ def test_a_forbidden_pinning_is_a_warning(
 def test_absent_cores_are_refused() -> None:
     with pytest.raises(ConfigError, match="--engine-cores names CPU 60000"):
         place(EngineConfig(device="cpu", engine_cores="60000"))
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="needs a CPU for a worker")
+def test_a_paced_link_makes_room_for_workers() -> None:
+    config = EngineConfig(device="cpu", link_gib_per_s=1.0)
+    placement, runs_on = place(config)
+    assert placement.plan.worker_cpus
+    assert not runs_on.intersection(placement.plan.worker_cpus)
+    placement, runs_on = place(replace(config, engine_cores=FIRST, cpu_cores=str(ALLOWED[1])))
+    assert (placement.plan.worker_cpus, runs_on) == ((ALLOWED[1],), {ALLOWED[0]})
+    placement, runs_on = place(replace(config, cpu_cores="none"))
+    assert placement.line == "co-execution off: --cpu-cores is none"
+    assert tuple(sorted(runs_on)) == ALLOWED

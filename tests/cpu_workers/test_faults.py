@@ -1,0 +1,284 @@
+"""Whoever dies or is stopped, at whatever moment: no wait is left, no wrong result, no process."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from corun.cpu_workers.pool import PoolConfig
+from corun.shm.errors import WorkerUnavailableError
+from corun.shm.job import Job, JobStatus
+from support.worker_pool import (
+    Driver,
+    are_gone,
+    case,
+    has_begun,
+    make_config,
+    supervisor,
+    wait_until,
+    workers,
+)
+
+DONE, FAILED = JobStatus.DONE, JobStatus.FAILED
+# A job of some tens of microseconds takes seconds: long enough to hit it in the middle.
+SLOWDOWN = 1e5
+
+
+def slow_config(num_workers: int = 1, **values: Any) -> PoolConfig:
+    return make_config(num_workers, slowdown=SLOWDOWN, **values)
+
+
+def begin(driver: Driver, worker: int, predicted_us: int = 1000) -> Job:
+    """Start a job and wait until the worker computes it. Its deadline is far."""
+    job = driver.start(worker, 0, predicted_us)
+    wait_until(lambda: has_begun(driver, worker, job))
+    return job
+
+
+def elapsed_s(start_s: float) -> float:
+    return time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("sequence", [1, 2**31 - 2])
+def test_a_worker_killed_in_mid_job_fails_its_jobs_and_is_replaced(sequence: int) -> None:
+    config = slow_config(first_sequence=sequence, num_ring_slots=4)
+    with Driver([case(4)], config) as driver:
+        first = begin(driver, 0)
+        # x of the next is there, that of the last is not: nobody will compute either.
+        jobs = [first, driver.start(0, 0), driver.publish(0, 0)]
+        start_s = time.monotonic()
+        workers()[0].send_signal(signal.SIGKILL)
+        assert [driver.finish(0, 0, job) for job in jobs] == [FAILED] * 3
+        assert elapsed_s(start_s) < 5  # a death is seen at once
+        driver.wait_ready()
+        assert driver.pool.end(0).generation() == first.generation + 1
+        counts = driver.pool.counts()
+        assert (counts.num_restarts, counts.num_failed_jobs) == (1, 3)
+    with Driver([case(4)], make_config(first_sequence=sequence)) as driver:
+        assert driver.run(0, 0) is DONE
+
+
+def test_the_replacement_computes_right(caplog: pytest.LogCaptureFixture) -> None:
+    with Driver([case(4), case(8, seed=1)]) as driver:
+        for _ in range(3):
+            assert driver.run(0, 0) is DONE
+            workers()[0].send_signal(signal.SIGKILL)
+            # Published by somebody who has not heard of it yet, or refused.
+            try:
+                late = driver.start(0, 1)
+            except WorkerUnavailableError:
+                late = None
+            if late is not None:
+                assert driver.finish(0, 1, late) is FAILED
+            wait_until(lambda: not driver.pool.is_available)
+            driver.wait_ready()
+            assert driver.run(0, 1) is DONE
+        assert driver.pool.counts().num_restarts == 3
+    assert "no CPU worker is left: co-execution is off until one is back" in caplog.text
+
+
+@pytest.mark.parametrize("is_computing", [True, False])
+def test_a_stopped_worker_is_killed_and_replaced(is_computing: bool) -> None:
+    config = slow_config() if is_computing else make_config()
+    with Driver([case(4)], config) as driver:
+        (worker,) = workers()
+        job = begin(driver, 0, predicted_us=0) if is_computing else None
+        worker.send_signal(signal.SIGSTOP)
+        if job is None:  # it sleeps, and gets work that it does not see
+            job = driver.start(0, 0)
+        start_s = time.monotonic()
+        assert driver.finish(0, 0, job) is FAILED
+        assert elapsed_s(start_s) < 10
+        assert are_gone([worker.pid])
+        driver.wait_ready()
+        assert driver.pool.counts().num_restarts == 1
+
+
+def test_a_stopped_worker_without_work_is_replaced() -> None:
+    with Driver([case(4)]) as driver:
+        (worker,) = workers()
+        worker.send_signal(signal.SIGSTOP)
+        wait_until(lambda: are_gone([worker.pid]))
+        driver.wait_ready()
+        assert driver.run(0, 0) is DONE
+
+
+def test_a_worker_in_an_endless_job_is_killed() -> None:
+    with Driver([case(4)], slow_config()) as driver:
+        job = begin(driver, 0, predicted_us=0)  # it should take nothing: the least deadline
+        start_s = time.monotonic()
+        assert driver.finish(0, 0, job) is FAILED
+        assert elapsed_s(start_s) < 10
+        wait_until(lambda: "was killed over job 1 of 4 tokens" in driver.pool.trouble)
+
+
+def test_a_slow_worker_is_left_alone() -> None:
+    with Driver([case(4)], make_config(slowdown=2e4)) as driver:
+        start_s = time.monotonic()
+        assert driver.run(0, 0, predicted_us=1000) is DONE
+        assert elapsed_s(start_s) > 0.3  # longer than the least deadline
+        assert driver.pool.counts().num_restarts == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_workers_at_once(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
+    with Driver([case(4)], slow_config(2)) as driver:
+        jobs = [begin(driver, worker, predicted_us=0) for worker in (0, 1)]
+        for process in workers():
+            process.send_signal(number)
+        assert [driver.finish(worker, 0, jobs[worker]) for worker in (0, 1)] == [FAILED] * 2
+        wait_until(lambda: "no CPU worker is left" in caplog.text)
+        driver.wait_ready()
+        assert driver.pool.counts().num_restarts == 2
+
+
+def test_a_killed_supervisor_takes_its_workers_and_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Driver([case(4)], slow_config(2)) as driver:
+        pids = [process.pid for process in workers()]
+        jobs = [begin(driver, worker) for worker in (0, 1)]
+        start_s = time.monotonic()
+        supervisor().send_signal(signal.SIGKILL)
+        for worker in (0, 1):
+            assert driver.finish(worker, 0, jobs[worker]) is FAILED
+            assert are_gone(pids)  # before anybody went on
+        assert elapsed_s(start_s) < 10
+        driver.wait_ready()
+        assert driver.pool.counts().num_supervisor_restarts == 1
+        assert driver.pool.end(0).generation() > jobs[0].generation
+        assert "supervisor of the CPU workers was killed by SIGKILL" in caplog.text
+        workers()[0].send_signal(signal.SIGKILL)  # the new one watches, too
+        wait_until(lambda: len(driver.pool.ready_workers()) < 2)
+        driver.wait_ready()
+
+
+def test_a_supervisor_killed_while_workers_start() -> None:
+    with Driver([case(4)]) as driver:
+        workers()[0].send_signal(signal.SIGKILL)
+        wait_until(lambda: driver.pool.counts().num_restarts == 1)
+        supervisor().send_signal(signal.SIGKILL)
+        wait_until(lambda: driver.pool.counts().num_supervisor_restarts == 1)
+        driver.wait_ready()
+        assert driver.run(0, 0) is DONE
+
+
+def test_a_stopped_supervisor_is_replaced_and_what_it_missed_is_released() -> None:
+    with Driver([case(4)], slow_config()) as driver:
+        job = begin(driver, 0)
+        watcher, (worker,) = supervisor(), workers()
+        watcher.send_signal(signal.SIGSTOP)
+        worker.send_signal(signal.SIGKILL)  # nobody reaps it
+        assert driver.finish(0, 0, job) is FAILED
+        assert are_gone([watcher.pid, worker.pid])
+        driver.wait_ready()
+
+
+def test_a_pause_of_everything_kills_nobody() -> None:
+    with Driver([case(4)]) as driver:
+        job = driver.publish(0, 0)  # the worker spins for x, and shows life
+        watcher, (worker,) = supervisor(), workers()
+        for process in (watcher, worker):
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)  # longer than a worker with work may be silent
+        for process in (worker, watcher):
+            process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        driver.send_x(0, 0, job)
+        assert driver.finish(0, 0, job) is DONE
+        assert driver.pool.counts().num_restarts == 0
+
+
+def test_everybody_at_once() -> None:
+    with Driver([case(4)], slow_config(2)) as driver:
+        jobs = [begin(driver, worker) for worker in (0, 1)]
+        for process in [*workers(), supervisor()]:
+            process.send_signal(signal.SIGKILL)
+        assert [driver.finish(worker, 0, jobs[worker]) for worker in (0, 1)] == [FAILED] * 2
+        driver.wait_ready()
+
+
+def test_close_in_mid_job_ends_everything() -> None:
+    driver = Driver([case(4)], slow_config())
+    begin(driver, 0)
+    pids = [supervisor().pid, workers()[0].pid]
+    workers()[0].send_signal(signal.SIGSTOP)
+    start_s = time.monotonic()
+    driver.close()
+    assert elapsed_s(start_s) < 10
+    assert are_gone(pids)
+
+
+def test_an_interrupt_of_the_group_is_for_the_engine_alone() -> None:
+    with Driver([case(4)]) as driver:
+        for process in [*workers(), supervisor()]:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert driver.run(0, 0) is DONE
+        assert driver.pool.counts().num_restarts == 0
+
+
+ENGINE = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from support.worker_pool import *
+driver = Driver([case(4)], make_config(2, slowdown=1e5))
+jobs = [driver.start(worker, 0, 1000) for worker in (0, 1)]
+wait_until(lambda: all(has_begun(driver, worker, jobs[worker]) for worker in (0, 1)))
+print(json.dumps([supervisor().pid, *(process.pid for process in workers())]), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_engine_leaves_nothing(repository: Path, number: signal.Signals) -> None:
+    names = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", ENGINE, str(repository / "tests")]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert engine.stdout is not None
+    pids = json.loads(engine.stdout.readline())
+    assert len(pids) == 3 and not are_gone(pids[:1])
+    psutil.Process(pids[0]).send_signal(signal.SIGSTOP)  # even a supervisor that cannot react
+    engine.send_signal(number)
+    engine.communicate(timeout=20)
+    wait_until(lambda: are_gone(pids), timeout_s=20)
+    assert not {name for name in set(os.listdir("/dev/shm")) - names if f"-{engine.pid}-" in name}
+
+
+HOG = "while True: pass"
+
+
+def test_no_false_kill_in_a_thousand_jobs_on_a_loaded_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    hogs = [
+        subprocess.Popen([sys.executable, "-c", HOG])
+        for _ in range(2 * len(os.sched_getaffinity(0)))
+    ]
+    try:
+        config = make_config(2, num_ring_slots=8)
+        with Driver([case(4), case(16, (32, 8), 1)], config) as driver:
+            for _ in range(63):
+                jobs = [
+                    (worker, index, driver.start(worker, index, predicted_us=10))
+                    for worker in (0, 1)
+                    for index in (0, 1) * 4
+                ]
+                for worker, index, job in jobs:
+                    assert driver.finish(worker, index, job) is DONE
+            assert driver.pool.counts().num_restarts == 0
+            assert driver.pool.counts().num_supervisor_restarts == 0
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    assert "killed" not in caplog.text
