@@ -123,8 +123,7 @@ def _make_expand(num_tokens: int, num_groups: int, *, is_stored: bool = False) -
             context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]
         ) -> Any:
             # h is float32, so the products are, too.
-            tag = signature.args[0]
-            emit = Emitter(builder, types.uint16 if tag == types.int16 else tag)
+            emit = Emitter(builder, signature.args[0], is_float32_product=True)
             _, b, group_bytes, h, h_stride, steps, y, y_stride = args
             groups = [emit.offset(b, builder.mul(group_bytes, I64(g))) for g in range(num_groups)]
             tokens = [emit.offset(h, builder.mul(h_stride, I64(t))) for t in range(num_tokens)]
