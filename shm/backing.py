@@ -37,7 +37,9 @@ def open_backing(what: str, num_bytes: int, backing: Backing) -> tuple[int, str]
         if chosen == "posix":
             return _open_posix(), chosen
         if chosen == "memfd":
-            return os.memfd_create(f"corun-{what}", os.MFD_CLOEXEC), chosen
+            fd = os.memfd_create(f"corun-{what}", os.MFD_CLOEXEC)
+            os.fchmod(fd, 0o600)  # it is reachable in /proc
+            return fd, chosen
     except (OSError, ImportError) as error:
         raise ShmError(f"cannot open {chosen} shared memory for {what}: {error}") from error
     raise ShmError(f"{backing!r} is no backing of shared memory; choose auto, posix or memfd")

@@ -9,6 +9,7 @@ from corun.shm.control import Control
 from corun.shm.errors import MailboxFullError, ShmError, WaitTimeoutError, WorkerUnavailableError
 from corun.shm.job import Job, JobStatus, WorkerState, WorkerStatus
 from corun.shm.mailbox import ProducerEnd, SupervisorEnd, WorkerEnd
+from corun.shm.park import wait_once
 from corun.shm.words import wrap
 from support.processes import DEADLINE_S
 
@@ -194,6 +195,33 @@ def test_a_sleeping_worker_wakes_for_a_job_and_for_its_end(ends: Ends) -> None:
         if found[-1] is not None:
             ends.worker.finish(found[-1])
     assert found[0] is not None and found[1] is None
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_sleeping_producer_is_woken_by_whoever_answers(ends: Ends, is_dead: bool) -> None:
+    job = _job(ends.producer)
+    ends.producer.publish(job)
+    assert ends.take() == job
+    end = ends.producer
+    found: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: found.append(
+            wait_once(
+                end.done_address, job.sequence, 0, int(DEADLINE_S * 1e9), end.waiter_sleeps_address
+            )
+        )
+    )
+    thread.start()
+    while not load_acquire(end.waiter_sleeps_address):
+        threading.Event().wait(0.001)
+    threading.Event().wait(0.02)
+    if is_dead:
+        ends.supervisor.announce(WorkerState(1, WorkerStatus.DEAD))
+        ends.supervisor.fail_outstanding()
+    else:
+        ends.worker.finish(job)
+    thread.join(DEADLINE_S / 2)
+    assert found == [True]
 
 
 def test_whoever_waits_for_x_hears_of_the_end(ends: Ends) -> None:

@@ -1,11 +1,15 @@
 """Waiting: sleepers are woken, wake-ups are not lost, and every wait has an end."""
 
+import re
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import numba
 import pytest
+from corun.shm import loop, park
 from corun.shm.atomics import load_acquire, store_release
 from corun.shm.errors import PeerDeadError, WaitTimeoutError
 from corun.shm.futex import sleep_on, wake
@@ -64,6 +68,29 @@ for round in range(1, int(sys.argv[2]) + 1):
         pass
     publish(base + 128, round, base + 192)
 """
+
+
+_OPERATIONS = re.compile(r"fence seq_cst|store atomic|load atomic|@syscall")
+_LETTERS = {"fence seq_cst": "F", "store atomic": "S", "load atomic": "L", "@syscall": "C"}
+
+
+@pytest.mark.parametrize(
+    ("function", "signature", "expected"),
+    [
+        (publish, "void(int64, int32, int64)", "FSFLC"),
+        (park._park, "boolean(int64, int32, int64, int64)", "FSFLC"),
+        (loop.await_job, "int32(int64, int32, int64, int64, int64)", "FSFLL"),
+    ],
+)
+def test_a_full_fence_parts_what_is_stored_from_what_is_looked_at(
+    function: Any, signature: str, expected: str
+) -> None:
+    """What happens without it is too rare to be met in a test, and differs by machine."""
+    compiled = numba.njit(signature, nogil=True)(function.py_func)
+    code = "".join(compiled.inspect_llvm().values())
+    body = code[code.index("define") :].partition("\n}")[0]
+    operations = "".join(_LETTERS[found] for found in _OPERATIONS.findall(body))
+    assert expected in operations
 
 
 def test_no_wake_up_is_lost_between_processes() -> None:

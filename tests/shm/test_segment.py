@@ -46,8 +46,7 @@ def test_payload_is_shared_aligned_and_zero(backing: Backing) -> None:
 def test_only_this_user_may_open_it_and_it_has_no_name(backing: Backing) -> None:
     with Segment.create(1, kind="test", backing=backing) as segment:
         status = os.fstat(segment.fd)
-        if backing == "posix":
-            assert stat.S_IMODE(status.st_mode) == 0o600
+        assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_uid == os.getuid()
         assert status.st_nlink == 0
         assert not os.get_inheritable(segment.fd)
