@@ -6,6 +6,7 @@ of bf16: the result is rounded once, and so are the weights before they meet the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from corun.gpu.attention.base import AttentionBackend, AttentionParams
@@ -49,10 +50,7 @@ def measure_attention(
     num_hidden = max(1, max(context for _, context in rows) // 32)
     control = _ratio(attended, problem.reference(0, num_hidden=num_hidden)[0], tolerance)
     times = measure(
-        [
-            lambda index=index: problem.forward(backend, index)
-            for index in range(problem.num_layers)
-        ],
+        [partial(problem.forward, backend, index) for index in range(problem.num_layers)],
         device,
     )
     return Measured(error, control, problem.num_bytes, problem.num_flops, times)

@@ -6,6 +6,7 @@ result is rounded to bf16 once, all sums are float32's, in any order.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from corun.gpu.lora.base import LoraBackend
@@ -57,10 +58,7 @@ def measure_lora(
     control = _ratio(found, problem.reference(scaling=1.1 * _SCALING)[0], tolerance)
     out = problem.base.clone()
     times = measure(
-        [
-            lambda target=target: problem.add_delta(out, target)
-            for target in range(problem.num_targets)
-        ],
+        [partial(problem.add_delta, out, target) for target in range(problem.num_targets)],
         device,
     )
     return Measured(error, control, problem.num_bytes, problem.num_flops, times)

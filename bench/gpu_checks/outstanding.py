@@ -4,6 +4,7 @@ For each action a wait is made outstanding and a process without CUDA is told to
 nothing here can hang for good: an action that is done before that went on.
 """
 
+import contextlib
 import subprocess
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from corun.gpu.device import cuda_words
+from corun.gpu.device.base import DeviceError
 
 from gpu_checks import layout
 from gpu_checks.figures import Figures
@@ -33,7 +35,7 @@ def outstanding(kind: str, limit_s: float, figures: Figures) -> None:
 def _outstanding_with(rig: Rig, figures: Figures) -> None:
     actions = _common_actions(rig) | ({} if rig.is_tiny else _cuda_actions(rig))
     figures.put("hold_s", rig.sizes.hold_s)
-    rig.start_peer("release", num_rounds=len(actions) + 1, hold_s=rig.sizes.hold_s)
+    rig.start_peer("release", num_rounds=len(actions) + 1, hold_s=rig.sizes.hold_s, words="polled")
     for number, (name, action) in enumerate(actions.items(), 1):
         figures.put(name, _beside_a_wait(rig, number, action))
     figures.put("launch queue", _fill_queue(rig, len(actions) + 1))
@@ -52,7 +54,9 @@ def _beside_a_wait(rig: Rig, number: int, action: Action) -> dict[str, Any]:
     took_s = time.perf_counter() - start_s
     went_on = rig.load(layout.DONE) < number
     rig.store(layout.CANCEL, number)
-    rig.synchronize()
+    # What failed in a launch is raised once more here.
+    with contextlib.nullcontext() if error is None else contextlib.suppress(DeviceError):
+        rig.synchronize()
     found: dict[str, Any] = {"went_on": went_on and error is None, "ms": round(took_s * 1e3, 3)}
     return found if error is None else {**found, "error": error}
 

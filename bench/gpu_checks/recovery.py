@@ -49,7 +49,7 @@ def _own_names() -> set[str]:
 
 def _lose_worker(rig: Rig, number: signal.Signals) -> dict[str, Any]:
     """Let a worker take a job, strike it down, and wait for the stream."""
-    supervisor = rig.start_peer("supervise", num_rounds=1, deadline_s=_DEADLINE_S)
+    supervisor = rig.start_peer("supervise", deadline_s=_DEADLINE_S, words="polled")
     values = rig.zeros(1024)
     rig.device.signal(rig.transfer, rig.word(layout.READY), 1)
     rig.device.wait(rig.transfer, rig.word(layout.DONE), 1)
@@ -89,7 +89,7 @@ def hold(kind: str, limit_s: float, figures: Figures) -> None:
 
 
 def _hold_with(rig: Rig, figures: Figures) -> None:
-    supervisor = rig.start_peer("supervise", num_rounds=1, deadline_s=_DEADLINE_S)
+    supervisor = rig.start_peer("supervise", deadline_s=_DEADLINE_S, words="polled")
     rig.device.signal(rig.transfer, rig.word(layout.READY), 1)
     rig.device.wait(rig.transfer, rig.word(layout.DONE), 1)
     rig.until(lambda: rig.load(layout.HEARTBEAT) > 0, "the job", 25.0, supervisor)
