@@ -128,8 +128,7 @@ def draw(curve: dict[str, Any], layer_us: float, path: Path) -> None:
     for rank, lines in curve["ranks"].items():
         (line,) = axes.plot(curve["tokens"], lines["time_us"], marker="o", label=f"rank {rank}")
         axes.plot(curve["tokens"], lines["floor_us"], "--", color=line.get_color(), linewidth=1)
-    axes.axhline(layer_us, color="grey", linewidth=1)
-    axes.text(1, layer_us, " time the accelerator needs meanwhile", va="bottom", color="grey")
+    axes.axhline(layer_us, color="grey", linewidth=1, label="accelerator's part meanwhile")
     axes.plot([], [], "--", color="black", linewidth=1, label="floor by count")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a job", ylabel="time in microseconds")
     axes.set_title("One core, deltas of q, k, v")
