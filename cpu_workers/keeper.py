@@ -112,12 +112,9 @@ class SupervisorKeeper:
 
     def _run_one(self) -> None:
         """Start a supervisor and listen to it until it is dead, and the workers with it."""
-        generations = tuple(wrap(end.state().generation + 1) for end in self._mailboxes)
         self._num_ticks = 0
         try:
-            supervisor = SupervisorProcess(
-                msgspec.structs.replace(self._setup, first_generations=generations)
-            )
+            supervisor = SupervisorProcess(self._setup.descriptors)
         except OSError as error:
             self._plan_restart(f"cannot be started: {error}", 0)
             return
@@ -140,7 +137,9 @@ class SupervisorKeeper:
         for fileno in (supervisor.pidfd, supervisor.link.fileno(), self._wake.fileno()):
             poll.register(fileno, select.POLLIN)
         while not self._is_closing:
-            poll.poll(_LISTEN_NS / 1e6)
+            if self._num_ticks == 0:
+                self._fail_outstanding()  # it is not up yet, so this is still ours to do
+            poll.poll(_LISTEN_NS / 1e6 if self._num_ticks else _RELEASE_INTERVAL_S * 1000)
             self._take_messages(supervisor)
             if supervisor.link.at_end or supervisor.wait_end(0):
                 return None
@@ -157,8 +156,7 @@ class SupervisorKeeper:
         for message, descriptor in supervisor.link.receive_with_descriptors():
             match message:
                 case Tick():
-                    self._num_ticks += 1
-                    self.is_watching = True
+                    self._note_tick(supervisor)
                 case Measured(delta_table):
                     self._note_measured(delta_table)
                 case WorkerSpawned(worker):
@@ -170,6 +168,16 @@ class SupervisorKeeper:
                     self._note_gone(message)
         with self._changed:
             self._changed.notify_all()
+
+    def _note_tick(self, supervisor: SupervisorProcess) -> None:
+        """It lives; with the first sign of it, the mailboxes are handed over."""
+        self._num_ticks += 1
+        if self._num_ticks == 1:
+            generations = tuple(wrap(end.state().generation + 1) for end in self._mailboxes)
+            supervisor.link.send(
+                msgspec.structs.replace(self._setup, first_generations=generations)
+            )
+            self.is_watching = True
 
     def _note_measured(self, delta_table: str) -> None:
         """Keep what was measured, for predictions, and for the next supervisor."""

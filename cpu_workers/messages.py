@@ -45,7 +45,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(Message, frozen=True):
-    """The first message: what to start."""
+    """What to start. From here on the supervisor answers for dead workers, not the engine."""
 
     descriptors: Descriptors
     settings: WorkerSettings
@@ -62,7 +62,7 @@ class Stop(Message, frozen=True):
 
 
 class Tick(Message, frozen=True):
-    """The supervisor lives and watches."""
+    """The supervisor lives. The first one asks for the ``Setup``."""
 
 
 class Measured(Message, frozen=True):

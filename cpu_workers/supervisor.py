@@ -2,9 +2,9 @@
 
 The parent of the workers, so that it can reap them: only then is it sure that a worker writes
 nothing any more, and its waits may be released. It knows neither torch nor an accelerator, so
-nothing that they block can block it. Descriptor N is its end of a link to the engine; the first
-message there is the ``Setup``. It ends with the engine, with the link, or when told; the workers
-end with it.
+nothing that they block can block it. Descriptor N is its end of a link to the engine: there it
+shows life, is given its ``Setup`` and with it the mailboxes, and tells what happens. It ends with
+the engine, with the link, or when told; the workers end with it.
 """
 
 import argparse
@@ -141,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faulthandler.enable()
     os.set_inheritable(options.fd, False)
     link: Link[ToSupervisor] = Link(socket.socket(fileno=options.fd), ToSupervisor)
+    link.send(Tick())
     setup = link.wait_one(_SETUP_TIMEOUT_S)
     if not isinstance(setup, Setup):
         return 1

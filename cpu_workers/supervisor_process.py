@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from .link import Link, link_pair
-from .messages import FromSupervisor, Setup
+from .messages import Descriptors, FromSupervisor
 from .process_life import has_ended
 from .worker_process import describe_end
 
@@ -13,8 +13,8 @@ from .worker_process import describe_end
 class SupervisorProcess:
     """A process that is this one's child. The kernel kills it when the calling thread ends."""
 
-    def __init__(self, setup: Setup) -> None:
-        """Start it. Raises ``OSError`` if the system does not."""
+    def __init__(self, descriptors: Descriptors) -> None:
+        """Start it with these passed on. Raises ``OSError`` if the system does not."""
         ours, theirs = link_pair()
         command = [sys.executable, "-P", "-m", f"{__package__}.supervisor"]
         command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
@@ -23,7 +23,7 @@ class SupervisorProcess:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), *setup.descriptors.all()),
+                    pass_fds=(theirs.fileno(), *descriptors.all()),
                 )
             except OSError:
                 ours.close()
@@ -31,7 +31,6 @@ class SupervisorProcess:
         self.link: Link[FromSupervisor] = Link(ours, FromSupervisor)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self.link.send(setup)
 
     def kill(self) -> str:
         """Kill it if it has not ended, reap it, and say how it ended."""

@@ -28,6 +28,7 @@ class CorePlan:
 
     engine_cpus: tuple[int, ...]  # () = wherever the process may run
     worker_cpus: tuple[int, ...]  # one worker each; () = co-execution is off
+    supervisor_cpus: tuple[int, ...]  # of who watches the workers; () = there are none
     reasons: tuple[str, ...]  # in words, for the start-up summary
     warnings: tuple[str, ...]  # what was asked for and will not go well
 
@@ -55,6 +56,7 @@ def plan_cores(
         return CorePlan(
             engine_cpus=engine,
             worker_cpus=request.worker_cpus,
+            supervisor_cpus=_supervisor_cpus(machine, engine, request.worker_cpus),
             reasons=(_placed(engine, request.worker_cpus), "as --cpu-cores says"),
             warnings=tuple(_warnings(machine, node, engine, request.worker_cpus)),
         )
@@ -68,6 +70,7 @@ def _without_workers(request: CoreRequest) -> CorePlan:
     return CorePlan(
         engine_cpus=engine,
         worker_cpus=(),
+        supervisor_cpus=(),
         reasons=(*_pinned(engine), f"co-execution off: {reason}"),
         warnings=(f"--cpu-cores is not used: {reason}",) if is_unused else (),
     )
@@ -137,6 +140,7 @@ def _auto(
         return CorePlan(
             engine_cpus=engine,
             worker_cpus=workers,
+            supervisor_cpus=_supervisor_cpus(machine, engine, workers),
             reasons=(_placed(engine, workers), *reasons),
             warnings=(),
         )
@@ -149,9 +153,18 @@ def _auto(
     return CorePlan(
         engine_cpus=kept,
         worker_cpus=(),
+        supervisor_cpus=(),
         reasons=(*_pinned(kept), f"co-execution off: {why}"),
         warnings=(),
     )
+
+
+def _supervisor_cpus(
+    machine: MachineFacts, engine: tuple[int, ...], workers: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Choose where the supervisor disturbs nobody; where it cannot, it shares with the engine."""
+    busy = _with_siblings(machine, (*engine, *workers))
+    return tuple(cpu for cpu in machine.allowed_cpus if cpu not in busy) or engine
 
 
 def _pinned(engine: tuple[int, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import psutil
 import pytest
 from corun.cpu_workers.pool import PoolConfig
 from corun.shm.errors import WorkerUnavailableError
-from corun.shm.job import Job, JobStatus
+from corun.shm.job import Job, JobStatus, WorkerStatus
 from support.worker_pool import (
     Driver,
     are_gone,
@@ -120,7 +121,7 @@ def test_a_worker_in_an_endless_job_is_killed() -> None:
 
 
 def test_a_slow_worker_is_left_alone() -> None:
-    with Driver([case(4)], make_config(slowdown=2e4)) as driver:
+    with Driver([case(32, (64, 64))], make_config(slowdown=3e3)) as driver:
         start_s = time.monotonic()
         assert driver.run(0, 0, predicted_us=1000) is DONE
         assert elapsed_s(start_s) > 0.3  # longer than the least deadline
@@ -179,6 +180,30 @@ def test_a_stopped_supervisor_is_replaced_and_what_it_missed_is_released() -> No
         assert driver.finish(0, 0, job) is FAILED
         assert are_gone([watcher.pid, worker.pid])
         driver.wait_ready()
+
+
+def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow_python = tmp_path / "python"
+    slow_python.write_text(f'#!/bin/sh\nsleep 4\nexec {sys.executable} "$@"\n')
+    slow_python.chmod(0o700)
+    with Driver([case(4)]) as driver:
+        job = driver.start(0, 0)
+        assert driver.finish(0, 0, job) is DONE
+        monkeypatch.setattr("sys.executable", str(slow_python))
+        supervisor().send_signal(signal.SIGKILL)
+        end = driver.pool.end(0)
+        wait_until(lambda: end.state().status is WorkerStatus.DEAD)
+        assert not driver.pool.is_available
+        with pytest.raises(WorkerUnavailableError, match="worker 0 is dead"):
+            driver.publish(0, 0)
+        late = replace(job, sequence=end.next_sequence)  # of an engine that looked too early
+        end.publish(late)
+        assert driver.finish(0, 0, late) is FAILED
+        assert not driver.pool.is_available
+        driver.wait_ready()
+        assert driver.run(0, 0) is DONE
 
 
 def test_a_pause_of_everything_kills_nobody() -> None:

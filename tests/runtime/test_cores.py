@@ -57,6 +57,7 @@ def test_auto_takes_one_thread_of_each_core_near_the_accelerator() -> None:
     chosen = plan(TWO_SOCKETS, node=1)
     assert chosen.engine_cpus == (4, 12)  # a whole core: its sibling must not be spun on
     assert chosen.worker_cpus == (5, 6, 7)
+    assert chosen.supervisor_cpus == (0, 1, 2, 3, 8, 9, 10, 11)
     assert "NUMA node 1" in chosen.reasons[1]
 
 
@@ -108,6 +109,7 @@ def test_two_cores_are_one_each() -> None:
     two = machine(((0,), (1,)))
     for chosen in (plan(two), plan(two, workers=(1,), engine=(0,)), plan(two, workers=(1,))):
         assert (chosen.engine_cpus, chosen.worker_cpus) == ((0,), (1,))
+        assert chosen.supervisor_cpus == (0,)
         assert chosen.warnings == ()
         assert "engine on CPU 0, 1 worker on 1" in chosen.reasons
 
