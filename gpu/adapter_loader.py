@@ -36,7 +36,7 @@ class Arrival(Protocol):
         ...
 
     def is_done(self) -> bool:
-        """Whether it has arrived, or failed to. Called by any thread."""
+        """Whether it has arrived, or failed to. Called between ``start`` and ``finish``."""
         ...
 
     def finish(self) -> DeviceAdapter:
@@ -69,6 +69,12 @@ class _Fetched:
     error: str = ""  # why there is none
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Started:
+    transfer: Transfer
+    arrival: Arrival
+
+
 @dataclass(slots=True)
 class _Deferred:
     transfer: Transfer
@@ -82,10 +88,11 @@ class AdapterLoader:
         """``notify`` is called in the loading thread when ``take_done`` has something to do."""
         self._fetch = fetch
         self._notify = notify
-        self._jobs: queue.SimpleQueue[Transfer | Arrival | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Transfer | _Started | None] = queue.SimpleQueue()
         self._fetched: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
-        self._under_way: list[_Fetched] = []  # of the engine's thread
-        self._watched: list[Arrival] = []  # of the loading thread
+        self._arrived: queue.SimpleQueue[_Started] = queue.SimpleQueue()
+        self._under_way: list[_Started] = []  # of the engine's thread
+        self._watched: list[_Started] = []  # of the loading thread, which alone looks at them
         self._deferred: deque[_Deferred] = deque()  # of the loading thread
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True)
@@ -98,20 +105,14 @@ class AdapterLoader:
     def take_done(self) -> list[LoadedAdapter]:
         """Start the copies of what was fetched; return the loads that have ended since then."""
         done = []
+        while not self._arrived.empty():
+            started = self._arrived.get()
+            self._under_way.remove(started)
+            done.append(_finished(started))
         while not self._fetched.empty():
-            fetched = self._fetched.get()
-            error = self._start(fetched)
-            if error is None:
-                self._under_way.append(fetched)
-            else:
-                done.append(_failed(fetched.transfer, error))
-        under_way, self._under_way = self._under_way, []
-        for fetched in under_way:
-            assert fetched.arrival is not None
-            if fetched.arrival.is_done():
-                done.append(_finished(fetched, fetched.arrival))
-            else:
-                self._under_way.append(fetched)
+            ended = self._start(self._fetched.get())
+            if ended is not None:
+                done.append(ended)
         return done
 
     def close(self) -> None:
@@ -124,26 +125,29 @@ class AdapterLoader:
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
+        for started in self._under_way:
+            started.arrival.cancel()
+        self._under_way.clear()
         while not self._fetched.empty():
-            self._under_way.append(self._fetched.get())
-        for fetched in self._under_way:
+            fetched = self._fetched.get()
             if fetched.arrival is not None:
                 fetched.arrival.cancel()
-        self._under_way.clear()
 
-    def _start(self, fetched: _Fetched) -> str | None:
-        """Start the copies of one adapter, or return the reason why there are none."""
+    def _start(self, fetched: _Fetched) -> LoadedAdapter | None:
+        """Start the copies of one adapter; return its end if that has come at once."""
         if fetched.arrival is None:
-            assert fetched.error
-            return fetched.error
+            return _failed(fetched.transfer, fetched.error)
+        started = _Started(fetched.transfer, fetched.arrival)
         try:
-            fetched.arrival.start()
+            started.arrival.start()
         except Exception as error:  # a full device must fail one adapter, not the engine
             _LOG.exception("adapter %d cannot be copied", fetched.transfer.adapter_id)
-            fetched.arrival.cancel()
-            return f"{type(error).__name__}: {error}"
-        if not fetched.arrival.is_done():
-            self._jobs.put(fetched.arrival)
+            started.arrival.cancel()
+            return _failed(fetched.transfer, f"{type(error).__name__}: {error}")
+        if started.arrival.is_done():
+            return _finished(started)
+        self._under_way.append(started)
+        self._jobs.put(started)
         return None
 
     def _run(self) -> None:
@@ -171,9 +175,11 @@ class AdapterLoader:
 
     def _look(self) -> None:
         """Tell of copies that have ended."""
-        still = [arrival for arrival in self._watched if not arrival.is_done()]
-        if len(still) < len(self._watched):
-            self._watched = still
+        done = [started for started in self._watched if started.arrival.is_done()]
+        for started in done:
+            self._watched.remove(started)
+            self._arrived.put(started)
+        if done:
             self._notify()
 
     def _fetch_deferred(self) -> None:
@@ -207,10 +213,10 @@ def _failed(transfer: Transfer, error: str) -> LoadedAdapter:
     return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, error)
 
 
-def _finished(fetched: _Fetched, arrival: Arrival) -> LoadedAdapter:
-    transfer = fetched.transfer
+def _finished(started: _Started) -> LoadedAdapter:
+    transfer = started.transfer
     try:
-        adapter = arrival.finish()
+        adapter = started.arrival.finish()
     except CorunError as error:
         return _failed(transfer, str(error))
     return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, adapter)

@@ -32,6 +32,7 @@ class Files:
 
     def __init__(self) -> None:
         self.content: dict[str, str | Exception] = {}
+        self.gone: list[str] = []  # content that no version has any more
         self.gate = threading.Event()
         self.gate.set()
 
@@ -55,7 +56,7 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def manager(files: Files, device: FakeDevice) -> Iterator[AdapterManager]:
-    manager = AdapterManager(files.read)
+    manager = AdapterManager(files.read, on_content_gone=files.gone.append)
     manager.attach(device)
     yield manager
     manager.close()
@@ -166,6 +167,23 @@ def test_removal_while_loading_ends_both_operations(manager: AdapterManager, fil
     done, _ = wait_done(manager)
     assert done.operation_id == 1
     assert "removed while" in (done.error or "")
+    assert files.gone == ["d1"]
+
+
+def test_tells_of_content_that_no_version_has_any_more(
+    manager: AdapterManager, files: Files
+) -> None:
+    add(manager, files, "d1")
+    first = manager.resolve("a").adapter_id
+    files.content["/b"] = "d1"
+    manager.handle(AddAdapter(8, "b", "/b"))
+    wait_done(manager)
+    add(manager, files, "d2")
+    manager.forget(first)
+    assert files.gone == [], "another name has the same content"
+    manager.forget(manager.resolve("b").adapter_id)
+    manager.forget(manager.resolve("a").adapter_id)
+    assert files.gone == ["d1", "d2"]
 
 
 def test_tells_what_has_become_resident_and_nothing_else(

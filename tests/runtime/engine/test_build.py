@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun import Engine, SamplingParams
+from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.engine import build
 from corun.runtime.errors import ConfigError
 from support.architectures import save_model
 from support.fake_engine import save_tokenizer
+from support.peft_adapters import save_adapter
 from transformers import AttentionInterface
 
 
@@ -95,3 +96,60 @@ def test_an_engine_owns_a_device_and_closes_it(
     assert len(set(map(id, closed))) == 1
     with pytest.raises(ConfigError, match="--device-wait stream-op needs a CUDA device"):
         Engine(**options, device_wait="stream-op")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("abc"):
+        save_adapter(directory / name, seed=seed, target_modules="all-linear", lora_alpha=64)
+    return {name: directory / name for name in "abc"}
+
+
+def adapted_answers(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[int]]:
+    """Answers under adapters, one after the other and again, so that some must come back."""
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    answers = []
+    with Engine(**options) as engine:
+        for _ in range(2):
+            for index, (name, path) in enumerate(adapters.items(), start=1):
+                lora = LoRARequest(name, index, str(path))
+                (output,) = engine.generate([[5, 6, 7]], greedy, lora)
+                answers.append(output.outputs[0].token_ids)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[int]]:
+    answers = adapted_answers(options, adapters)
+    assert len(set(map(tuple, answers))) == len(adapters)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"host_adapter_bytes": "0"},
+        {"link_gib_per_s": 4.0},
+        {"link_gib_per_s": 4.0, "host_adapter_bytes": "120KiB"},
+        {"link_gib_per_s": 4.0, "lora_backend": "numba"},
+    ],
+    ids=["nothing kept", "copied", "copied from a small arena", "copied packed"],
+)
+def test_adapters_answer_the_same_and_leave_nothing(
+    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
+    way: dict[str, Any], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The other ways than to read them where they lie."""
+    before = held(), mapped_segments(), os.listdir("/dev/shm")
+    assert before[1] == 0
+    assert adapted_answers({**options, **way}, adapters) == expected
+    assert (held(), mapped_segments(), os.listdir("/dev/shm")) == before
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def mapped_segments() -> int:
+    """Mappings of shared memory of ours, with or without a name."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return sum("corun-" in line and "(deleted)" in line for line in maps.splitlines())

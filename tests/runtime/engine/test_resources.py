@@ -2,7 +2,14 @@
 
 import pytest
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.resources import DeviceFacts, plan_max_model_len, plan_memory
+from corun.runtime.engine.resources import (
+    ArenaPlan,
+    DeviceFacts,
+    plan_copied_arena,
+    plan_max_model_len,
+    plan_memory,
+    plan_shared_arena,
+)
 from corun.runtime.errors import ConfigError, ResourceError
 
 GIB = 2**30
@@ -59,3 +66,34 @@ def test_too_little_for_the_context_asked_for() -> None:
     assert plan_memory(EngineConfig(memory_fraction=1.0), small, 4096).max_model_len == 256
     with pytest.raises(ResourceError, match="--memory-gib"):
         plan_memory(EngineConfig(), facts(free_gib=0.0), 4096)
+
+
+def test_the_arena_that_adapters_are_copied_from() -> None:
+    config = EngineConfig()
+    assert plan_copied_arena(config, "cpu", 16 * GIB) == ArenaPlan(2 * GIB, True, 2 * GIB)
+    assert plan_copied_arena(config, "cuda", 900 * GIB) == ArenaPlan(8 * GIB, False, 8 * GIB)
+    asked = EngineConfig(host_adapter_bytes="3GiB")
+    assert plan_copied_arena(asked, "cuda", 4 * GIB) == ArenaPlan(3 * GIB, False, 3 * GIB)
+
+
+@pytest.mark.parametrize("asked", ["0", "5GiB"])
+def test_an_arena_that_there_is_no_memory_for(asked: str) -> None:
+    config = EngineConfig(host_adapter_bytes=asked)
+    with pytest.raises(ResourceError, match=rf"--host-adapter-bytes is {asked}.* 4 GiB"):
+        plan_copied_arena(config, "cuda", 4 * GIB)
+
+
+def test_the_arena_that_shares_the_budget() -> None:
+    """Its addresses are more than its memory, and no memory is left out of the budget for it."""
+    plan = plan_shared_arena(EngineConfig(), 4 * GIB)
+    assert plan == ArenaPlan(8 * GIB, True, 0, 4 * GIB, 4 * GIB)
+    small = plan_shared_arena(EngineConfig(host_adapter_bytes="1024"), 4 * GIB)
+    assert (small.budget_bytes, small.idle_bytes) == (4 * GIB, 1024)
+    large = plan_shared_arena(EngineConfig(host_adapter_bytes="1TiB"), 4 * GIB)
+    assert large.idle_bytes == 4 * GIB
+
+
+def test_amounts_are_checked_with_the_options() -> None:
+    assert EngineConfig(host_adapter_bytes="4096").host_adapter_bytes == "4096"
+    with pytest.raises(ConfigError, match="--host-adapter-bytes is 'much'"):
+        EngineConfig(host_adapter_bytes="much")

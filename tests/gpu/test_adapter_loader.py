@@ -1,0 +1,210 @@
+"""Loads beside the step: who starts copies, who looks for their end, and what ends badly."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from corun.gpu import adapter_loader
+from corun.gpu.adapter_loader import AdapterLoader, LoadedAdapter
+from corun.gpu.adapter_store import StoreBusyError
+from corun.gpu.lora.table import DeviceAdapter
+from corun.runtime.errors import AdapterError
+from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
+
+TIMEOUT_S = 10.0
+
+
+class Arrival:
+    """An adapter whose copy ends when the test says so."""
+
+    def __init__(self, *, fails_to_start: bool = False, error: str | None = None) -> None:
+        self.arrived = threading.Event()
+        self.starter: threading.Thread | None = None
+        self.ends: list[str] = []
+        self.looked_late = False
+        self._fails_to_start = fails_to_start
+        self._error = error
+
+    def start(self) -> None:
+        self.starter = threading.current_thread()
+        if self._fails_to_start:
+            raise RuntimeError("the device is full")
+
+    def is_done(self) -> bool:
+        if self.ends:
+            self.looked_late = True
+        return self.arrived.is_set()
+
+    def finish(self) -> DeviceAdapter:
+        self.ends.append("finish")
+        if self._error is not None:
+            raise AdapterError(self._error)
+        return DeviceAdapter({})
+
+    def cancel(self) -> None:
+        self.ends.append("cancel")
+
+
+class Loading:
+    """A loader, and the engine's thread that waits to be told."""
+
+    def __init__(self) -> None:
+        self.fetched: list[AdapterId] = []
+        self.results: dict[AdapterId, Arrival | Callable[[], Arrival]] = {}
+        self._told = threading.Semaphore(0)
+        self.loader = AdapterLoader(self._fetch, self._told.release)
+
+    def load(self, *adapter_ids: int) -> None:
+        for number in adapter_ids:
+            transfer = Transfer(
+                TransferId(100 + number), TransferKind.LOAD_ADAPTER, AdapterId(number), 1
+            )
+            self.loader.start(transfer)
+
+    def wait(self) -> list[LoadedAdapter]:
+        """Wait to be told once, and do what the engine does then."""
+        assert self._told.acquire(timeout=TIMEOUT_S), "nobody was told"
+        return self.loader.take_done()
+
+    def _fetch(self, adapter_id: AdapterId) -> Arrival:
+        self.fetched.append(adapter_id)
+        result = self.results[adapter_id]
+        return result if isinstance(result, Arrival) else result()
+
+
+@pytest.fixture
+def loading() -> Iterator[Loading]:
+    loading = Loading()
+    yield loading
+    loading.loader.close()
+
+
+def refuse(error: Exception) -> Callable[[], Arrival]:
+    def fetch() -> Arrival:
+        raise error
+
+    return fetch
+
+
+def test_the_engines_thread_starts_copies_and_is_told_of_their_end(loading: Loading) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival()
+    loading.load(1)
+    assert loading.wait() == []
+    assert arrival.starter is threading.current_thread()
+    assert loading.loader.take_done() == []
+    arrival.arrived.set()
+
+    (done,) = loading.wait()
+    assert (done.transfer_id, done.adapter_id, done.error) == (TransferId(101), AdapterId(1), None)
+    assert done.adapter is not None
+    assert arrival.ends == ["finish"]
+
+
+def test_what_is_there_at_once_needs_no_second_look(loading: Loading) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival()
+    arrival.arrived.set()
+    loading.load(1)
+    assert [done.error for done in loading.wait()] == [None]
+
+
+def test_copies_end_in_any_order(loading: Loading) -> None:
+    arrivals = [Arrival(), Arrival()]
+    loading.results = {AdapterId(1): arrivals[0], AdapterId(2): arrivals[1]}
+    loading.load(1, 2)
+    assert loading.wait() == loading.wait() == []
+    arrivals[1].arrived.set()
+    assert [done.adapter_id for done in loading.wait()] == [2]
+    arrivals[0].arrived.set()
+    assert [done.adapter_id for done in loading.wait()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (AdapterError("its files have changed"), "its files have changed"),
+        (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug"),
+    ],
+)
+def test_what_cannot_be_fetched_fails_alone(
+    loading: Loading, error: Exception, reason: str
+) -> None:
+    good = Arrival()
+    good.arrived.set()
+    loading.results = {AdapterId(1): refuse(error), AdapterId(2): good}
+    loading.load(1, 2)
+    ends = loading.wait() + loading.wait()
+    assert [(done.adapter_id, done.error) for done in ends] == [(1, reason), (2, None)]
+
+
+def test_a_copy_that_cannot_be_started_is_cancelled(loading: Loading) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival(fails_to_start=True)
+    loading.load(1)
+    (done,) = loading.wait()
+    assert done.error == "RuntimeError: the device is full"
+    assert arrival.ends == ["cancel"]
+
+
+def test_a_copy_that_failed(loading: Loading) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival(error="copying failed")
+    arrival.arrived.set()
+    loading.load(1)
+    assert [done.error for done in loading.wait()] == ["copying failed"]
+    assert arrival.ends == ["finish"]
+
+
+def test_a_busy_arena_is_asked_again_and_the_order_kept(loading: Loading) -> None:
+    """The second load waits behind the first, which waits for the arena."""
+    good = Arrival()
+    good.arrived.set()
+    tries: list[float] = []
+
+    def fetch() -> Arrival:
+        tries.append(time.monotonic())
+        if len(tries) < 4:
+            raise StoreBusyError("in use now")
+        return good
+
+    loading.results = {AdapterId(1): fetch, AdapterId(2): good}
+    loading.load(1, 2)
+    ends = loading.wait() + loading.wait()
+    assert [(done.adapter_id, done.error) for done in ends] == [(1, None), (2, None)]
+    assert loading.fetched == [1, 1, 1, 1, 2]
+
+
+def test_an_arena_that_stays_busy(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_loader, "_BUSY_TIMEOUT_S", 0.02)
+    loading.results = {AdapterId(1): refuse(StoreBusyError("in use now"))}
+    loading.load(1)
+    assert [done.error for done in loading.wait()] == ["in use now"]
+
+
+def test_closing_gives_back_what_is_under_way_and_what_was_fetched() -> None:
+    loading = Loading()
+    under_way, fetched = Arrival(), Arrival()
+    loading.results = {AdapterId(1): under_way, AdapterId(2): fetched}
+    loading.load(1)
+    assert loading.wait() == []
+    loading.load(2)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while AdapterId(2) not in loading.fetched:
+        assert time.monotonic() < deadline_s
+    loading.loader.close()
+    loading.loader.close()
+    assert under_way.ends == fetched.ends == ["cancel"]
+    assert fetched.starter is None
+
+
+def test_nobody_looks_at_an_arrival_that_was_finished(loading: Loading) -> None:
+    """Its event is given back by then, and the device refuses its handle."""
+    for number in range(1, 30):
+        arrival = loading.results[AdapterId(number)] = Arrival()
+        loading.load(number)
+        assert loading.wait() == []
+        arrival.arrived.set()
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not (ends := loading.loader.take_done()):
+            assert time.monotonic() < deadline_s
+        assert [done.error for done in ends] == [None]
+        assert not arrival.looked_late
+        assert loading._told.acquire(timeout=TIMEOUT_S)
