@@ -121,6 +121,13 @@ class Peer:
         while not self.words.spin(self.base + offset, target, min(0.5, self.left_s())):
             pass
 
+    def rest(self, offset: int, target: int, timeout_s: float) -> bool:
+        """Wait for a word asleep, for those whom a millisecond does not matter.
+
+        On a busy machine a sleeper is run at once where one that spins has to queue.
+        """
+        return cuda_words.poll(lambda: has_reached(self.load(offset), target), timeout_s)
+
     def store(self, offset: int, value: int) -> None:
         """Store to a word of this peer."""
         self.words.store(self.base + offset, value)
@@ -198,15 +205,17 @@ def release(peer: Peer) -> None:
     """End the waits that it is armed for, ``hold_s`` later or as soon as they are cancelled."""
     peer.begin()
     for number in range(1, peer.options["num_rounds"] + 1):
-        peer.spin(layout.ARM, number)
-        peer.words.spin(peer.base + layout.CANCEL, number, peer.options["hold_s"])
+        if not peer.rest(layout.ARM, number, peer.left_s()):
+            sys.exit(LATE)
+        peer.rest(layout.CANCEL, number, peer.options["hold_s"])
         peer.store(layout.DONE, number)
 
 
 def hang(peer: Peer) -> None:
     """Take a job and never finish it; the heart beats."""
     peer.begin()
-    peer.spin(layout.READY, 1)
+    if not peer.rest(layout.READY, 1, peer.left_s()):
+        sys.exit(LATE)
     beat = 0
     while peer.left_s() > 0:
         beat += 1
