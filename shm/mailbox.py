@@ -60,6 +60,11 @@ class ProducerEnd:
         return wrap(self._published + 1)
 
     @property
+    def oldest_sequence(self) -> int:
+        """The job whose result ``take_result`` takes next."""
+        return wrap(self._taken + 1)
+
+    @property
     def num_outstanding(self) -> int:
         """Jobs published whose results are not taken."""
         return distance(self._published, self._taken)
@@ -119,7 +124,7 @@ class ProducerEnd:
 
         Raises ``ShmError`` if its job is not done, or if what is written is not its result.
         """
-        sequence = wrap(self._taken + 1)
+        sequence = self.oldest_sequence
         mailbox = self.mailbox
         if self.num_outstanding == 0 or not self.is_done(sequence):
             raise ShmError(f"job {sequence} of worker {mailbox.worker} is not done")

@@ -12,13 +12,17 @@ import torch
 
 from ...cpu_workers.pool import SliceJob, WorkerPool
 from ...cpu_workers.slices import split_tokens
-from ...shm.errors import WorkerUnavailableError
+from ...shm.atomics import store_release
+from ...shm.errors import MailboxFullError, WorkerUnavailableError
 from ...shm.job import Job, JobStatus
 from ...shm.region import Region
+from ...shm.words import wrap
 from ..device.base import Word
 from ..device.host_memory import HostMemory
 from .cold_deltas import GroupKey
 from .invocation import Invocation
+
+_DROP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +80,26 @@ class WorkerGateway:
     def __init__(
         self,
         pool: WorkerPool,
-        memory: HostMemory,
+        rings: HostMemory,
+        control: HostMemory,
         predict_s: PredictDelta,
         *,
         num_input_groups: int,
         tokens_per_worker: int,
     ) -> None:
-        """Use ``pool``, whose rings are registered as ``memory``.
+        """Use ``pool``.
 
         Args:
             pool: The workers.
-            memory: Registration of ``pool.rings.segment``; closed by the device.
+            rings: Registration of ``pool.rings.segment``; closed by the device.
+            control: Registration of ``pool.control.segment``, likewise.
             predict_s: How long a worker takes for a slice.
             num_input_groups: In a layer.
             tokens_per_worker: The per-core token budget c.
         """
         self._pool = pool
-        self._memory = memory
+        self._rings = rings
+        self._control = control
         self._predict_s = predict_s
         self._num_input_groups = num_input_groups
         self._tokens_per_worker = tokens_per_worker
@@ -103,23 +110,30 @@ class WorkerGateway:
         """Workers that take jobs now."""
         return len(self._pool.ready_workers())
 
-    def invoke(
-        self, rows: Sequence[AssistedRow], item_bytes: int
-    ) -> dict[GroupKey, tuple[Invocation, ...]]:
+    def invoke(self, rows: Sequence[AssistedRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
         """Publish the jobs of all layers of a pass, in the order in which they will be needed.
 
         Raises ``WorkerUnavailableError`` if a worker that had been ready is not any more, or
-        ``MailboxFullError``: jobs published until then are failed or ignored by ``settle``.
+        ``MailboxFullError``; jobs that had been published are over then.
         """
         workers = self._pool.ready_workers()
         if not workers:
             raise WorkerUnavailableError("no CPU worker is ready")
+        try:
+            return self._publish(rows, workers)
+        except (WorkerUnavailableError, MailboxFullError):
+            self._drop_published()
+            raise
+
+    def _publish(
+        self, rows: Sequence[AssistedRow], workers: Sequence[int]
+    ) -> dict[GroupKey, tuple[Invocation, ...]]:
         invocations: dict[GroupKey, tuple[Invocation, ...]] = {}
         for layer in range(max(row.split_layer for row in rows)):
             places = self._places(rows, layer, workers)
             for group in range(self._num_input_groups):
                 key = (layer, group)
-                jobs = [self._invoke_one(rows[p.row], p, key, item_bytes) for p in places]
+                jobs = [self._invoke_one(rows[p.row], p, key) for p in places]
                 present = tuple(job for job in jobs if job is not None)
                 if present:
                     invocations[key] = present
@@ -166,9 +180,15 @@ class WorkerGateway:
             for part in slices
         )
 
-    def _invoke_one(
-        self, row: AssistedRow, place: _Place, key: GroupKey, item_bytes: int
-    ) -> Invocation | None:
+    def _drop_published(self) -> None:
+        """Let the workers go through the jobs of a pass that will not run; nothing else is out."""
+        for worker in range(self._pool.num_workers):
+            end = self._pool.end(worker)
+            if end.num_outstanding:
+                store_release(end.ready_address, wrap(end.next_sequence - 1))
+        self.settle({}, timeout_s=_DROP_TIMEOUT_S)
+
+    def _invoke_one(self, row: AssistedRow, place: _Place, key: GroupKey) -> Invocation | None:
         placed = row.adapter.region(key)
         if placed is None:
             return None
@@ -202,12 +222,12 @@ class WorkerGateway:
         )
 
     def _rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        return self._memory.tensor(offset, (num_rows, num_columns), torch.bfloat16)
+        return self._rings.tensor(offset, (num_rows, num_columns), torch.bfloat16)
 
     def _words_of(self, worker: int) -> tuple[Word, Word]:
-        """The words lie in the control segment, which is registered beside the rings."""
         end = self._pool.end(worker)
+        start = self._control.address
         return (
-            Word(f"ready of worker {worker}", end.ready_address),
-            Word(f"done of worker {worker}", end.done_address),
+            self._control.word(end.ready_address - start, f"ready of worker {worker}"),
+            self._control.word(end.done_address - start, f"done of worker {worker}"),
         )

@@ -66,12 +66,12 @@ def lower(rows: PackedRows, block_size: int, device: torch.device) -> ForwardInp
         position_ids=_to(positions[None], device),
         last_indices=_to(query_starts[1:] - 1, device),
         attention=metadata,
-        lora=_lora_batch(rows.table_rows, rows.ranks, starts_host, device),
+        lora=lora_batch(rows.table_rows, rows.ranks, starts_host, device),
         known_lens=rows.known_lens,
     )
 
 
-def _lora_batch(
+def lora_batch(
     table_rows: Sequence[int], ranks: Sequence[int], starts: Sequence[int], device: torch.device
 ) -> LoraBatch | None:
     """Merge neighbouring rows of one adapter into segments; None if all rows are the base's."""

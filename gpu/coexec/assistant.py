@@ -1,0 +1,147 @@
+"""Prepares and settles passes of cold rows: who computes which deltas, and what became of it."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...shm.errors import ShmError
+from ..lora.base import LoraBackend
+from ..model.lower import lora_batch
+from ..step import LoraBatch
+from .cold_deltas import (
+    AddDeltas,
+    Arrival,
+    ColdDeltas,
+    ColdPlan,
+    Exchange,
+    GroupKey,
+    NoObserver,
+    WaitObserver,
+)
+from .gateway import AssistedRow, ColdAdapter, WorkerGateway
+from .invocation import Invocation
+
+_LOG = logging.getLogger(__name__)
+
+_SETTLE_TIMEOUT_S = 10.0  # the waits have ended, so the results are there
+
+
+class ArrivingAdapter(ColdAdapter, Protocol):
+    """An adapter on its way to the device."""
+
+    def arrival(self, layer: int) -> Arrival | None:
+        """What the layer's deltas on the device wait for; None if it is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ColdRow:
+    """One row of a pass: packed tokens [start, end) and how far its adapter is."""
+
+    start: int
+    end: int
+    split_layer: int
+    table_row: int  # of the LoRA table
+    max_rank: int
+    arriving: ArrivingAdapter | None  # None = it is on the device
+
+
+@dataclass(slots=True)
+class AssistedPass:
+    """One pass under way. ``settle`` or ``give_up`` ends it."""
+
+    deltas: ColdDeltas
+    _gateway: WorkerGateway | None
+    _invocations: dict[GroupKey, tuple[Invocation, ...]]
+
+    def settle(self) -> frozenset[tuple[int, int]]:
+        """Packed token spans whose deltas are void, after the pass has come to its end."""
+        if self._gateway is None or not self._invocations:
+            return frozenset()
+        return self._gateway.settle(self._invocations, timeout_s=_SETTLE_TIMEOUT_S)
+
+    def give_up(self) -> None:
+        """The pass raised: let the workers come to the end of its jobs, and forget the results."""
+        self.deltas.release_workers()
+        self.settle()
+
+
+class Assistant:
+    """Makes the passes of one engine. ``gateway`` None = no workers: layers only wait for loads."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        backend: LoraBackend,
+        add_deltas: AddDeltas,
+        gateway: WorkerGateway | None,
+        num_layers: int,
+    ) -> None:
+        self.observer: WaitObserver = NoObserver()
+        self._exchange = exchange
+        self._backend = backend
+        self._add_deltas = add_deltas
+        self._gateway = gateway
+        self._num_layers = num_layers
+
+    @property
+    def num_ready_workers(self) -> int:
+        """Workers that take jobs now."""
+        return 0 if self._gateway is None else self._gateway.num_ready_workers
+
+    def begin(self, rows: Sequence[ColdRow], device: torch.device) -> AssistedPass:
+        """Publish the workers' jobs and plan the device's part.
+
+        Raises ``ShmError`` if the workers that the plan counts on are not there; nothing of the
+        pass may be computed then.
+        """
+        plan = ColdPlan(
+            invocations=self._invoke(rows),
+            batches=self._batches(rows, device),
+            arrivals=tuple(_arrivals(rows, layer) for layer in range(self._num_layers)),
+        )
+        deltas = ColdDeltas(self._exchange, self._backend, self._add_deltas, plan, self.observer)
+        return AssistedPass(deltas, self._gateway, dict(plan.invocations))
+
+    def _invoke(self, rows: Sequence[ColdRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
+        assisted = [
+            AssistedRow(row.start, row.end, row.split_layer, row.arriving)
+            for row in rows
+            if row.arriving is not None and row.split_layer > 0
+        ]
+        if not assisted:
+            return {}
+        if self._gateway is None:
+            raise ShmError("the plan counts on CPU workers, and there are none")
+        return self._gateway.invoke(assisted)
+
+    def _batches(
+        self, rows: Sequence[ColdRow], device: torch.device
+    ) -> tuple[LoraBatch | None, ...]:
+        """By layer: the rows whose deltas the device computes; few of them differ."""
+        made: dict[tuple[int, ...], LoraBatch | None] = {}
+        batches = []
+        for layer in range(self._num_layers):
+            table_rows = tuple(
+                -1 if row.arriving is not None and row.split_layer > layer else row.table_row
+                for row in rows
+            )
+            if table_rows not in made:
+                starts = [row.start for row in rows] + [rows[-1].end]
+                ranks = [row.max_rank for row in rows]
+                made[table_rows] = lora_batch(table_rows, ranks, starts, device)
+            batches.append(made[table_rows])
+        return tuple(batches)
+
+
+def _arrivals(rows: Sequence[ColdRow], layer: int) -> tuple[Arrival, ...]:
+    """What the device's deltas of a layer wait for, each event once."""
+    found = [
+        row.arriving.arrival(layer)
+        for row in rows
+        if row.arriving is not None and row.split_layer <= layer
+    ]
+    return tuple({arrival.event: arrival for arrival in found if arrival is not None}.values())
