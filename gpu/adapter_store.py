@@ -49,7 +49,6 @@ class HostAdapter:
         self._entry = entry
         self.places = entry.regions
         self.parts = tuple(parts)
-        self.num_bytes = entry.num_bytes
         self._is_released = False
 
     def release(self) -> None:

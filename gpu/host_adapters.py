@@ -62,7 +62,8 @@ class HostAdapters:
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
             self._copier = AdapterCopier(device, where, layout, backend.layout)
-        arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic)
+        hint = "raise --memory-gib" if size.is_device_memory else "raise --host-adapter-bytes"
+        arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic, hint=hint)
         try:
             self._store = AdapterStore(
                 arena, layout, open_source, device, is_device_memory=size.is_device_memory

@@ -41,13 +41,15 @@ class HostArena:
     """See the module. Owns its segment."""
 
     def __init__(
-        self, segment: Segment, *, is_elastic: bool, rank: Rank = least_recently_used
-    ) -> None:
+        self, segment: Segment, *, is_elastic: bool, hint: str,
+        rank: Rank = least_recently_used,
+    ) -> None:  # fmt: skip
         """``segment`` is sparse; ``is_elastic``: memory is taken and returned with the adapters.
 
-        Raises ``SpaceError``.
+        ``hint``: what to do about an arena that is full, for messages. Raises ``SpaceError``.
         """
         self.segment = segment
+        self._hint = hint
         self._rank = rank
         self._pages = ArenaPages(segment, is_elastic=is_elastic)
         self._ranges = RangeAllocator(segment.num_bytes, PAGE_BYTES)
@@ -65,6 +67,7 @@ class HostArena:
         num_bytes: int,
         *,
         is_elastic: bool,
+        hint: str,
         rank: Rank = least_recently_used,
         backing: Backing = "auto",
     ) -> Self:
@@ -75,7 +78,7 @@ class HostArena:
         rounded_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         segment = Segment.create(rounded_bytes, kind=KIND, backing=backing, is_sparse=True)
         try:
-            return cls(segment, is_elastic=is_elastic, rank=rank)
+            return cls(segment, is_elastic=is_elastic, hint=hint, rank=rank)
         except BaseException:
             segment.close()
             raise
@@ -231,7 +234,7 @@ class HostArena:
             limit_bytes = min(limit_bytes, self._keep_bytes)
         referenced_bytes = self._referenced_bytes()
         if num_bytes > limit_bytes - referenced_bytes:
-            raise ArenaFullError(num_bytes, limit_bytes, referenced_bytes)
+            raise ArenaFullError(num_bytes, limit_bytes, referenced_bytes, hint=self._hint)
 
     def _place(self, sizes: Sequence[int]) -> list[int]:
         """Take ranges of these sizes, evicting as few as the ranking allows; their starts."""
@@ -243,7 +246,7 @@ class HostArena:
             if victim is None:
                 raise ArenaFullError(
                     sum(sizes), self.capacity_bytes, self._referenced_bytes(),
-                    largest_free_bytes=ranges.largest_free_bytes,
+                    hint=self._hint, largest_free_bytes=ranges.largest_free_bytes,
                 )  # fmt: skip
             victims.append(victim)
             for start, size in victim.extents:

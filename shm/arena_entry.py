@@ -2,13 +2,14 @@
 
 import enum
 import itertools
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .errors import ShmError
 from .region import ALIGNMENT_BYTES
 
-PAGE_BYTES = 4096  # what extents are rounded to, so that their memory can be returned
+PAGE_BYTES = mmap.PAGESIZE  # what extents are rounded to, so that their memory can be returned
 assert PAGE_BYTES % ALIGNMENT_BYTES == 0
 
 
@@ -17,10 +18,11 @@ class ArenaFullError(ShmError):
 
     def __init__(
         self, needed_bytes: int, limit_bytes: int, referenced_bytes: int,
-        *, largest_free_bytes: int | None = None,
+        *, hint: str, largest_free_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """``limit_bytes``: of the arena; ``referenced_bytes``: of it, what is in use now.
 
+        ``hint``: what can be done about it.
         ``largest_free_bytes``: the longest free range, if there is room but not in one piece.
         """
         pieces = (
@@ -29,8 +31,7 @@ class ArenaFullError(ShmError):
         )  # fmt: skip
         super().__init__(
             f"an adapter of {needed_bytes} bytes does not fit the host adapter arena of "
-            f"{limit_bytes} bytes, {referenced_bytes} of which are in use now{pieces}; raise "
-            "--host-adapter-bytes"
+            f"{limit_bytes} bytes, {referenced_bytes} of which are in use now{pieces}; {hint}"
         )
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes

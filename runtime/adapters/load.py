@@ -36,12 +36,6 @@ class OpenAdapter:
             yield tensor, data
         self._digest = digest.hexdigest()
 
-    def read_digest(self) -> str:
-        """Read all tensors for nothing but the digest."""
-        for _ in self.tensors():
-            pass
-        return self.digest
-
     def __enter__(self) -> Self:
         return self
 

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 NUM_PAGES = 12
+HINT = "raise --host-adapter-bytes"
 
 
 @pytest.fixture(params=[True, False], ids=["elastic", "fixed"])
 def arena(request: pytest.FixtureRequest) -> Iterator[HostArena]:
-    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=request.param)
+    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=request.param, hint=HINT)
     yield arena
     arena.check_invariants()
     arena.close()
@@ -105,7 +106,9 @@ def test_a_policy_ranks_the_victims() -> None:
     def most_recently_used(entries: Sequence[ArenaEntry]) -> Iterable[ArenaEntry]:
         return sorted(entries, key=lambda entry: -entry.last_use)
 
-    with_policy = HostArena.create(3 * PAGE_BYTES, is_elastic=True, rank=most_recently_used)
+    with_policy = HostArena.create(
+        3 * PAGE_BYTES, is_elastic=True, hint=HINT, rank=most_recently_used
+    )
     for digest in "abcd":
         add(with_policy, digest, 1)
     assert [is_there(with_policy, digest) for digest in "abcd"] == [True, True, False, True]
@@ -199,7 +202,7 @@ def test_a_limit_on_what_is_kept(arena: HostArena) -> None:
 
 
 def test_an_elastic_arena_holds_memory_for_its_adapters_only() -> None:
-    arena = HostArena.create(1 << 40, is_elastic=True)
+    arena = HostArena.create(1 << 40, is_elastic=True, hint=HINT)
     assert held_pages(arena) == 0
     add(arena, "a", 2, 3)
     add(arena, "b", 4)
@@ -213,7 +216,7 @@ def test_an_elastic_arena_holds_memory_for_its_adapters_only() -> None:
 
 
 def test_a_fixed_arena_holds_its_memory_from_the_start() -> None:
-    arena = HostArena.create(NUM_PAGES * PAGE_BYTES - 1, is_elastic=False)
+    arena = HostArena.create(NUM_PAGES * PAGE_BYTES - 1, is_elastic=False, hint=HINT)
     assert held_pages(arena) == NUM_PAGES
     add(arena, "a", 2)
     arena.discard("a")
@@ -223,8 +226,8 @@ def test_a_fixed_arena_holds_its_memory_from_the_start() -> None:
 
 def test_too_little_memory_is_an_error_that_loses_nothing() -> None:
     with pytest.raises(SpaceError):
-        HostArena.create(1 << 42, is_elastic=False)
-    arena = HostArena.create(1 << 42, is_elastic=True)
+        HostArena.create(1 << 42, is_elastic=False, hint=HINT)
+    arena = HostArena.create(1 << 42, is_elastic=True, hint=HINT)
     add(arena, "a", 2)
     with pytest.raises(SpaceError):
         arena.reserve([RegionSpec(0, 0, 1 << 41)])
@@ -244,7 +247,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True)
+        self.arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True, hint=HINT)
         self.filling: list[ArenaEntry] = []
         self.references: list[ArenaEntry] = []
         self.stamps: dict[int, int] = {}  # what was written, by the entry's id
@@ -311,7 +314,7 @@ TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 def test_threads() -> None:
     """Several fill, use and discard the same few contents at once."""
-    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True)
+    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True, hint=HINT)
     errors: list[BaseException] = []
 
     def run(seed: int) -> None:
