@@ -1,12 +1,14 @@
 """What a worker does with its jobs: wait, compute, answer."""
 
 import functools
+import gc
 import json
 import logging
 import time
 
 import numpy as np
 
+from ..shm.arena import KIND
 from ..shm.control import Control
 from ..shm.errors import FormatError
 from ..shm.job import Job, JobStatus
@@ -19,8 +21,6 @@ from .deltas.select import Deltas, make_backend
 from .deltas.table import DeltaTable
 from .kernels.regions import Matrices, TargetShape, plan_packed, write_region
 from .messages import WorkerSetup
-
-ARENA_KIND = "adapters"
 
 _MAX_KNOWN_SHAPES = 1024
 _WARM_UP_FEATURES = 32
@@ -38,7 +38,7 @@ class JobLoop:
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self._arena = Segment.attach(setup.descriptors.arena, kind=ARENA_KIND)
+        self._arena = Segment.attach(setup.descriptors.arena, kind=KIND)
         self._rings = Rings.attach(setup.descriptors.rings)
         self._control = Control.attach(setup.descriptors.control)
         self._end = WorkerEnd(self._control.mailbox(0, setup.worker), setup.generation)
@@ -48,6 +48,8 @@ class JobLoop:
             _warm_up(make_backend(name))
         # A few shapes come again and again.
         self._choose = functools.lru_cache(maxsize=_MAX_KNOWN_SHAPES)(self._deltas.choose)
+        # What is loaded now stays: a collection in mid-job should not look at all of it again.
+        gc.freeze()
 
     def describe(self) -> str:
         """Say how it computes."""
@@ -93,7 +95,7 @@ class JobLoop:
     def _compute(self, job: Job, task: tuple[DeltaBackend, DeltaJob] | None) -> JobStatus:
         if task is None:
             return JobStatus.FAILED
-        started_ns = time.thread_time_ns()
+        started_ns = time.thread_time_ns() if self._slowdown > 1 else 0
         try:
             task[0].compute(task[1])
         except Exception:
