@@ -1,8 +1,9 @@
 """Brings adapters to the device off the step.
 
-A thread fetches them from the host's arena, or from files; the engine's thread, the only one that
+One thread fetches them from the host's arena, or from files; the engine's thread, the only one that
 enqueues operations on the device, starts the copies and later takes what has arrived. Nobody waits
-for a copy: while any is under way the thread looks now and then whether its event is done.
+for a copy: while any is under way a second thread looks now and then whether its event is done, so
+that reading one adapter's files does not delay the end of another's copy.
 """
 
 import logging
@@ -85,18 +86,22 @@ class AdapterLoader:
     """Runs loads, fetched one after the other in the order asked for."""
 
     def __init__(self, fetch: FetchAdapter, notify: Callable[[], None]) -> None:
-        """``notify`` is called in the loading thread when ``take_done`` has something to do."""
+        """``notify`` is called by any thread when ``take_done`` has something to do."""
         self._fetch = fetch
         self._notify = notify
-        self._jobs: queue.SimpleQueue[Transfer | _Started | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._fetched: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Started] = queue.SimpleQueue()
         self._under_way: list[_Started] = []  # of the engine's thread
-        self._watched: list[_Started] = []  # of the loading thread, which alone looks at them
-        self._deferred: deque[_Deferred] = deque()  # of the loading thread
+        self._deferred: deque[_Deferred] = deque()  # of the fetching thread
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True),
+            threading.Thread(target=self._watch, name="corun-adapter-copies", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def start(self, transfer: Transfer) -> None:
         """Queue a load; its end comes back through ``take_done``."""
@@ -116,7 +121,7 @@ class AdapterLoader:
         return done
 
     def close(self) -> None:
-        """Finish the load that is running, drop the others, stop the thread. Idempotent.
+        """Finish the load that is running, drop the others, stop the threads. Idempotent.
 
         The device must have come to its end: nothing is copied any more.
         """
@@ -124,7 +129,9 @@ class AdapterLoader:
             return
         self._closed = True
         self._jobs.put(None)
-        self._thread.join()
+        self._started.put(None)
+        for thread in self._threads:
+            thread.join()
         for started in self._under_way:
             started.arrival.cancel()
         self._under_way.clear()
@@ -147,40 +154,39 @@ class AdapterLoader:
         if started.arrival.is_done():
             return _finished(started)
         self._under_way.append(started)
-        self._jobs.put(started)
+        self._started.put(started)
         return None
 
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=self._patience_s())
+                job = self._jobs.get(timeout=_RETRY_EVERY_S if self._deferred else None)
             except queue.Empty:
                 pass
             else:
                 if job is None:
                     return
-                if self._closed:
-                    continue
-                if isinstance(job, Transfer):
-                    self._deferred.append(_Deferred(job, time.monotonic()))
-                else:
-                    self._watched.append(job)
-            self._look()
+                self._deferred.append(_Deferred(job, time.monotonic()))
             self._fetch_deferred()
 
-    def _patience_s(self) -> float | None:
-        if self._watched:
-            return _LOOK_EVERY_S
-        return _RETRY_EVERY_S if self._deferred else None
-
-    def _look(self) -> None:
-        """Tell of copies that have ended."""
-        done = [started for started in self._watched if started.arrival.is_done()]
-        for started in done:
-            self._watched.remove(started)
-            self._arrived.put(started)
-        if done:
-            self._notify()
+    def _watch(self) -> None:
+        """Tell of copies that have ended; no other thread looks at one that was started."""
+        watched: list[_Started] = []
+        while True:
+            try:
+                started = self._started.get(timeout=_LOOK_EVERY_S if watched else None)
+            except queue.Empty:
+                pass
+            else:
+                if started is None:
+                    return
+                watched.append(started)
+            done = [started for started in watched if started.arrival.is_done()]
+            for started in done:
+                watched.remove(started)
+                self._arrived.put(started)
+            if done:
+                self._notify()
 
     def _fetch_deferred(self) -> None:
         """Fetch what waits, in order, until the arena has no room for the next."""

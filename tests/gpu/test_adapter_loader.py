@@ -153,6 +153,23 @@ def test_a_copy_that_failed(loading: Loading) -> None:
     assert arrival.ends == ["finish"]
 
 
+def test_files_that_are_read_delay_no_copy(loading: Loading) -> None:
+    first, gate = Arrival(), threading.Event()
+
+    def read() -> Arrival:
+        assert gate.wait(TIMEOUT_S)
+        return first
+
+    loading.results = {AdapterId(1): first, AdapterId(2): read}
+    loading.load(1)
+    assert loading.wait() == []
+    loading.load(2)
+    first.arrived.set()
+    assert [done.adapter_id for done in loading.wait()] == [1]
+    gate.set()
+    assert [done.adapter_id for done in loading.wait()] == [2]
+
+
 def test_a_busy_arena_is_asked_again_and_the_order_kept(loading: Loading) -> None:
     """The second load waits behind the first, which waits for the arena."""
     good = Arrival()
