@@ -1,10 +1,10 @@
-"""How threads of the CPU device wait for words: compiled, without the GIL, and in three stages.
+"""How threads of the CPU device wait for words: compiled, without the GIL, and in two stages.
 
-A wait first spins, because what it waits for is often microseconds away and waking a sleeping
-thread costs tens of them. It then spins on but yields the core between looks: a computation that
-shares the core keeps it, and once that sleeps the spinner has the core to itself, which is when a
-late answer would cost time. Last, it sleeps for a share of the time waited so far, so that a long
-wait costs little and is still noticed with a small relative delay.
+A wait first stays awake but yields the core between looks. What it waits for is often microseconds
+away, and waking a sleeping thread costs tens of them. Yielding, because the thread that it waits
+for, or a computation beside it, may share its core: spinning without would hold up the very store
+that is waited for. Then it sleeps, for a share of the time waited so far: a long wait costs little
+and is still noticed with a small relative delay.
 """
 
 from typing import Any
@@ -20,7 +20,6 @@ from ...shm.atomics import has_reached, load_acquire, monotonic_ns, pause
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
-_SPIN_NS = 20_000
 _YIELD_NS = 10_000_000
 _PAUSES_PER_LOOK = 16
 _LOOKS_PER_SLEEP = 32  # sleeps for 1/32 of the time waited so far
@@ -80,7 +79,7 @@ def wait_word(address: int, target: int, waited_ns: int, timeout_ns: int) -> boo
             return False
         if waited_ns >= _YIELD_NS:
             _sleep_ns(min(waited_ns // _LOOKS_PER_SLEEP, _MAX_SLEEP_NS, timeout_ns - waited_ns))
-        elif waited_ns >= _SPIN_NS:
+        else:
             _yield_core()
 
 
