@@ -75,14 +75,12 @@ class WorkerSpawned(Message, frozen=True):
     """A process was started, and takes no jobs yet. A pidfd of it goes with this message."""
 
     worker: int
-    generation: int
 
 
 class WorkerReady(Message, frozen=True):
     """The process takes jobs."""
 
     worker: int
-    generation: int
     pinning: str | None  # what differs from the CPU asked for
     note: str  # how it computes, for people
 
@@ -91,7 +89,6 @@ class WorkerGone(Message, frozen=True):
     """The process has ended and is reaped; its waits are released."""
 
     worker: int
-    generation: int
     reason: str
     num_failed_jobs: int
 

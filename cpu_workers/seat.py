@@ -4,6 +4,7 @@ Whose turn it is to write the mailbox's results follows from the state announced
 process's while it is RUNNING, until it is reaped; the supervisor's at all other times.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -98,7 +99,7 @@ class Seat:
         """
         ended = None if self._process is None else self._process.reap()
         if ended is not None:
-            self._bury(self._kill_reason or ended, now_ns)
+            self._bury(self._kill_reason or self._last_words() or ended, now_ns)
         elif self._running_since_ns is None:
             self._mailbox.fail_outstanding()
         return ended is not None
@@ -115,7 +116,7 @@ class Seat:
         self.kill("was stopped")
 
     def _spawn(self, now_ns: int) -> None:
-        worker, generation = self._setup.worker, self._setup.generation
+        worker = self._setup.worker
         self._announce(WorkerStatus.STARTING)
         try:
             self._process = WorkerProcess(self._setup)
@@ -125,7 +126,7 @@ class Seat:
             return
         self._watch = ProgressWatch(self._max_step_ns)
         # Its number alone may name a stranger by the time that it is used.
-        self._tell(WorkerSpawned(worker, generation), self._process.pidfd)
+        self._tell(WorkerSpawned(worker), self._process.pidfd)
 
     def _take_messages(self, now_ns: int) -> None:
         assert self._process is not None
@@ -141,14 +142,21 @@ class Seat:
                 case Refused(reason):
                     self.kill(f"could not start: {reason}")
 
+    def _last_words(self) -> str | None:
+        """Return why the process, which has ended, could not start, if it said so."""
+        assert self._process is not None
+        with contextlib.suppress(LinkError):
+            for message in self._process.link.receive():
+                if isinstance(message, Refused):
+                    return f"could not start: {message.reason}"
+        return None
+
     def _begin(self, prepared: Prepared, now_ns: int) -> None:
         """Let the process take the jobs behind those that are failed here."""
-        setup = self._setup
         self._mailbox.fail_outstanding()
         self._announce(WorkerStatus.RUNNING)
         self._running_since_ns = now_ns
-        ready = WorkerReady(setup.worker, setup.generation, prepared.pinning, prepared.note)
-        self._tell(ready, None)
+        self._tell(WorkerReady(self._setup.worker, prepared.pinning, prepared.note), None)
 
     def _is_stuck(self, now_ns: int) -> bool:
         process = self._process
@@ -189,8 +197,7 @@ class Seat:
         lived_ns = 0 if since_ns is None else max(1, now_ns - since_ns)
         self._start_at_ns = now_ns + self._restarts.delay_ns(lived_ns)
         self._running_since_ns = self._kill_reason = None
-        gone = WorkerGone(self._setup.worker, self._setup.generation, reason, num_failed)
-        self._tell(gone, None)
+        self._tell(WorkerGone(self._setup.worker, reason, num_failed), None)
         generation = wrap(self._setup.generation + 1)
         self._setup = msgspec.structs.replace(self._setup, generation=generation)
 
