@@ -5,6 +5,7 @@ on an event given back is never let go by somebody else's record.
 """
 
 import threading
+import time
 from collections import deque
 
 import numpy as np
@@ -103,7 +104,7 @@ class EventTable:
     def wait_in_stream(self, slot: EventSlot, generation: int) -> None:
         """Wait until the record of ``generation`` is done, and notice within microseconds."""
         if not wait_awake(slot.address, wrap(generation)):
-            self._block(slot, generation, -1)
+            self._block(slot, generation, None)
 
     def wait(self, event: Event, timeout_s: float) -> bool:
         """Wait until the record of ``event`` is done; False after ``timeout_s``."""
@@ -112,18 +113,24 @@ class EventTable:
             return True
         return self._block(slot, event.generation, timeout_s)
 
-    def _block(self, slot: EventSlot, generation: int, timeout_s: float) -> bool:
-        waiter = threading.Lock()
-        waiter.acquire()
-        with self._lock:
-            slot.waiters.append(waiter)
-        # A record that is done now was stored before, or finds the waiter.
-        if not slot.is_done(generation):
-            waiter.acquire(timeout=timeout_s)
-        with self._lock:
-            if waiter in slot.waiters:
-                slot.waiters.remove(waiter)
-        return slot.is_done(generation)
+    def _block(self, slot: EventSlot, generation: int, timeout_s: float | None) -> bool:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        # Again and again: a thread that stored an earlier generation may wake this one, too late.
+        while not slot.is_done(generation):
+            left_s = -1.0 if deadline_s is None else deadline_s - time.monotonic()
+            if deadline_s is not None and left_s <= 0:
+                return False
+            waiter = threading.Lock()
+            waiter.acquire()
+            with self._lock:
+                slot.waiters.append(waiter)
+            # A record that is done now was stored before, or finds the waiter.
+            if not slot.is_done(generation):
+                waiter.acquire(timeout=left_s)
+            with self._lock:
+                if waiter in slot.waiters:
+                    slot.waiters.remove(waiter)
+        return True
 
     def _slot(self, event: Event) -> EventSlot:
         if event.index < len(self._slots):
