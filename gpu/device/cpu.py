@@ -96,7 +96,7 @@ class CpuDevice:
                 return
             transfer = self.link.begin(direction, num_bytes, start_s=thread.ready_s)
             try:
-                # In one thread, and without the GIL. It holds the link no longer than it is paced.
+                # In this thread alone, and without the GIL.
                 ctypes.memmove(to_pointer, from_pointer, num_bytes)
             finally:
                 thread.ready_s = self.link.finish(transfer)
