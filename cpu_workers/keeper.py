@@ -104,9 +104,9 @@ class SupervisorKeeper:
         try:
             while not (self._is_closing or self.is_off):
                 self._run_one()
-        except Exception:
-            _LOG.exception("CPU workers are off because of an unexpected error")
-            self._turn_off("unexpected error; see the log")
+        except Exception as error:
+            _LOG.exception("the thread that keeps the CPU workers failed")
+            self._turn_off(f"unexpected error: {type(error).__name__}: {error}")
         while not self._is_closing:
             self._answer_for_workers(_RELEASE_INTERVAL_S * 5)
 
@@ -254,6 +254,7 @@ class SupervisorKeeper:
     def _turn_off(self, reason: str) -> None:
         _LOG.error("co-execution stays off: %s", reason)
         with self._changed:
+            self.last_trouble = reason
             self.is_watching = False
             self.is_off = True
             self._changed.notify_all()

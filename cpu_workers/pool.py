@@ -142,11 +142,14 @@ class WorkerPool:
         Raises ``WorkerPoolError`` with what is known of the reason, at once if none will come.
         """
         wanted = self.num_workers if num_workers is None else num_workers
-        if not self._keeper.wait(lambda: len(self.ready_workers()) >= wanted, timeout_s):
-            raise WorkerPoolError(
-                f"{len(self.ready_workers())} of {wanted} CPU workers are ready after "
-                f"{timeout_s:g} s: {self.trouble or 'they are still starting'}"
-            )
+        if self._keeper.wait(lambda: len(self.ready_workers()) >= wanted, timeout_s):
+            return
+        if self._keeper.is_off:
+            raise WorkerPoolError(f"CPU workers cannot be had: {self.trouble}")
+        raise WorkerPoolError(
+            f"{len(self.ready_workers())} of {wanted} CPU workers are ready after "
+            f"{timeout_s:g} s: {self.trouble or 'they are still starting'}"
+        )
 
     def end(self, worker: int) -> ProducerEnd:
         """A worker's mailbox: the words that the accelerator signals and waits on, results."""

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -138,13 +139,37 @@ def test_a_supervisor_that_cannot_start_turns_the_pool_off(monkeypatch: pytest.M
     monkeypatch.setattr("sys.executable", "/bin/false")
     with Segment.create(4096, kind="adapters") as arena:
         pool = WorkerPool(make_config(), arena)
-        with pytest.raises(WorkerPoolError, match="supervisor of the CPU workers exited with"):
+        with pytest.raises(
+            WorkerPoolError, match="cannot be had: the supervisor of the CPU workers exited with"
+        ):
             pool.wait_ready(60.0)
         assert not pool.is_available
         pool.close()
         monkeypatch.setattr("sys.executable", "/no/such/python")
         pool = WorkerPool(make_config(), arena)
         with pytest.raises(WorkerPoolError, match=r"cannot be started: .*No such file"):
+            pool.wait_ready(60.0)
+        pool.close()
+
+
+def test_a_supervisor_that_talks_nonsense_turns_the_pool_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The right processes of another version, say, after an update under a running engine.
+    nonsense = tmp_path / "nonsense.py"
+    nonsense.write_text(
+        "import socket, sys, time\n"
+        "fd = int(sys.argv[sys.argv.index('--fd') + 1])\n"
+        "socket.socket(fileno=fd).send(b'hello')\n"
+        "time.sleep(60)\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {nonsense} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    with Segment.create(4096, kind="adapters") as arena:
+        pool = WorkerPool(make_config(), arena)
+        with pytest.raises(WorkerPoolError, match="cannot be had: unexpected error: LinkError"):
             pool.wait_ready(60.0)
         pool.close()
 
