@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ..runtime.errors import CorunError
 from ..runtime.plan import AdapterId, Transfer, TransferId
+from .adapter_arrival import Copied
 from .adapter_store import StoreBusyError
 from .lora.table import DeviceAdapter
 
@@ -32,8 +33,19 @@ _BUSY_TIMEOUT_S = 30.0
 class Arrival(Protocol):
     """An adapter on its way from the host to the device."""
 
-    def start(self) -> None:
-        """Enqueue what brings it there. Called once, by the engine's thread."""
+    def start(self, *, is_gradual: bool) -> None:
+        """Enqueue what brings it there, or only the first layers. Called once.
+
+        Like all but ``is_done`` and ``num_arrived`` by the engine's thread.
+        """
+        ...
+
+    def advance(self) -> None:
+        """Enqueue the next layers if those before have arrived."""
+        ...
+
+    def num_arrived(self) -> int:
+        """Layer groups, from the first on, that are on the device. As ``is_done``."""
         ...
 
     def is_done(self) -> bool:
@@ -51,6 +63,8 @@ class Arrival(Protocol):
 
 # Fetches one adapter version on the host; raises ``CorunError`` with the reason.
 FetchAdapter = Callable[[AdapterId], Arrival]
+# The same without reading any file: None if it is not in the arena.
+FetchPresent = Callable[[AdapterId], Arrival | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +78,37 @@ class LoadedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class StartedLoad:
+    """A load whose copies are enqueued: its first layers can be used before the last are there."""
+
+    adapter_id: AdapterId
+    arrival: Copied
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """So many layer groups of a load are on the device."""
+
+    transfer_id: TransferId
+    num_groups: int
+
+
+LoadEvent: TypeAlias = StartedLoad | LoadProgress | LoadedAdapter
+
+
+@dataclass(frozen=True, slots=True)
 class _Fetched:
     transfer: Transfer
     arrival: Arrival | None
     error: str = ""  # why there is none
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Started:
     transfer: Transfer
     arrival: Arrival
+    is_gradual: bool  # a prefetch, which moves only while no demand load does
+    num_seen: int = 0  # layer groups that were told of; of the watching thread
 
 
 @dataclass(slots=True)
@@ -85,14 +120,19 @@ class _Deferred:
 class AdapterLoader:
     """Runs loads, fetched one after the other in the order asked for."""
 
-    def __init__(self, fetch: FetchAdapter, notify: Callable[[], None]) -> None:
+    def __init__(
+        self, fetch: FetchAdapter, fetch_present: FetchPresent, notify: Callable[[], None]
+    ) -> None:
         """``notify`` is called by any thread when ``take_done`` has something to do."""
         self._fetch = fetch
+        self._fetch_present = fetch_present
         self._notify = notify
         self._jobs: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._fetched: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Started] = queue.SimpleQueue()
+        self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
+        self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
         self._under_way: list[_Started] = []  # of the engine's thread
         self._deferred: deque[_Deferred] = deque()  # of the fetching thread
         self._closed = False
@@ -104,21 +144,38 @@ class AdapterLoader:
             thread.start()
 
     def start(self, transfer: Transfer) -> None:
-        """Queue a load; its end comes back through ``take_done``."""
-        self._jobs.put(transfer)
+        """Begin a load: at once if it is in the arena, else when its files have been read.
 
-    def take_done(self) -> list[LoadedAdapter]:
-        """Start the copies of what was fetched; return the loads that have ended since then."""
-        done = []
+        What comes of it is told by ``take_events``.
+        """
+        arrival = self._fetch_present(transfer.adapter_id)
+        if arrival is None:
+            self._jobs.put(transfer)
+            return
+        self._start(_Fetched(transfer, arrival))
+        self._notify()
+
+    def promote(self, transfer_id: TransferId) -> None:
+        """A request waits for what was a prefetch; unknown loads have ended."""
+        for started in self._under_way:
+            if started.transfer.transfer_id == transfer_id and started.is_gradual:
+                started.is_gradual = False
+                if isinstance(started.arrival, Copied):
+                    started.arrival.enqueue_all()
+
+    def take_events(self) -> list[LoadEvent]:
+        """Start the copies of what was fetched; return what has happened since the last call."""
+        while not self._progress.empty():
+            self._events.append(self._progress.get())
         while not self._arrived.empty():
             started = self._arrived.get()
             self._under_way.remove(started)
-            done.append(_finished(started))
+            self._events.append(_finished(started))
         while not self._fetched.empty():
-            ended = self._start(self._fetched.get())
-            if ended is not None:
-                done.append(ended)
-        return done
+            self._start(self._fetched.get())
+        self._advance_prefetches()
+        events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
         """Finish the load that is running, drop the others, stop the threads. Idempotent.
@@ -140,22 +197,34 @@ class AdapterLoader:
             if fetched.arrival is not None:
                 fetched.arrival.cancel()
 
-    def _start(self, fetched: _Fetched) -> LoadedAdapter | None:
-        """Start the copies of one adapter; return its end if that has come at once."""
-        if fetched.arrival is None:
-            return _failed(fetched.transfer, fetched.error)
-        started = _Started(fetched.transfer, fetched.arrival)
+    def _start(self, fetched: _Fetched) -> None:
+        """Start the copies of one adapter."""
+        transfer, arrival = fetched.transfer, fetched.arrival
+        if arrival is None:
+            self._events.append(_failed(transfer, fetched.error))
+            return
+        started = _Started(transfer, arrival, is_gradual=not transfer.is_demand)
         try:
-            started.arrival.start()
+            arrival.start(is_gradual=started.is_gradual)
         except Exception as error:  # a full device must fail one adapter, not the engine
-            _LOG.exception("adapter %d cannot be copied", fetched.transfer.adapter_id)
-            started.arrival.cancel()
-            return _failed(fetched.transfer, f"{type(error).__name__}: {error}")
-        if started.arrival.is_done():
-            return _finished(started)
+            _LOG.exception("adapter %d cannot be copied", transfer.adapter_id)
+            arrival.cancel()
+            self._events.append(_failed(transfer, f"{type(error).__name__}: {error}"))
+            return
+        if arrival.is_done():
+            self._events.append(_finished(started))
+            return
+        if isinstance(arrival, Copied):
+            self._events.append(StartedLoad(transfer.adapter_id, arrival))
         self._under_way.append(started)
         self._started.put(started)
-        return None
+
+    def _advance_prefetches(self) -> None:
+        """Let prefetches have the link while no request waits for a load."""
+        if any(not started.is_gradual for started in self._under_way):
+            return
+        for started in self._under_way:
+            started.arrival.advance()
 
     def _run(self) -> None:
         while True:
@@ -170,7 +239,7 @@ class AdapterLoader:
             self._fetch_deferred()
 
     def _watch(self) -> None:
-        """Tell of copies that have ended; no other thread looks at one that was started."""
+        """Tell of copies that have ended; no other thread asks a load whether it is done."""
         watched: list[_Started] = []
         while True:
             try:
@@ -181,12 +250,24 @@ class AdapterLoader:
                 if started is None:
                     return
                 watched.append(started)
-            done = [started for started in watched if started.arrival.is_done()]
-            for started in done:
+            if self._look(watched):
+                self._notify()
+
+    def _look(self, watched: list[_Started]) -> bool:
+        """Note what has arrived; whether anything has."""
+        has_news = False
+        for started in tuple(watched):
+            if started.arrival.is_done():
                 watched.remove(started)
                 self._arrived.put(started)
-            if done:
-                self._notify()
+                has_news = True
+                continue
+            num_groups = started.arrival.num_arrived()
+            if num_groups > started.num_seen:
+                started.num_seen = num_groups
+                self._progress.put(LoadProgress(started.transfer.transfer_id, num_groups))
+                has_news = True
+        return has_news
 
     def _fetch_deferred(self) -> None:
         """Fetch what waits, in order, until the arena has no room for the next."""

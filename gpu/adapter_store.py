@@ -112,6 +112,15 @@ class AdapterStore:
             entry = self._read_again(digest, path)
         return HostAdapter(self._arena, entry, self._parts(entry))
 
+    def fetch_present(self, digest: str) -> HostAdapter | None:
+        """Refer to the adapter with this content if it is in the arena."""
+        entry = self._arena.acquire(digest)
+        return None if entry is None else HostAdapter(self._arena, entry, self._parts(entry))
+
+    def is_present(self, digest: str) -> bool:
+        """Whether the adapter with this content is in the arena now."""
+        return self._arena.contains(digest)
+
     def forget(self, digest: str) -> None:
         """Nobody will ask for this content any more."""
         self._arena.discard(digest)

@@ -13,14 +13,14 @@ from ..runtime.adapters.target_map import TargetMap
 from ..runtime.config.engine import EngineConfig
 from ..runtime.errors import ModelError, ResourceError
 from ..shm.errors import ShmError
-from .adapter_loader import FetchAdapter
 from .adapter_store import OpenSource
 from .attention.base import AttentionBackend
 from .attention.select import select_attention_backend
+from .coexec.assistant import Assistant
 from .device.host_memory import TorchDevice
 from .device.select import DeviceOptions, make_device
-from .executor import DeviceExecutor
-from .host_adapters import ArenaSize, HostAdapters
+from .executor import AdapterFetch, DeviceExecutor
+from .host_adapters import ArenaSize, GroupLayers, HostAdapters, one_group
 from .linear.select import select_linear_backend
 from .linear.wrapper import wrap_linears
 from .lora.base import LoraBackend
@@ -197,19 +197,22 @@ def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) 
 
 
 def make_executor(
-    loaded: LoadedModel, runner: ModelRunner, fetch_adapter: FetchAdapter,
-    *, eos_token_ids: tuple[int, ...], max_model_len: int,
+    loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch,
+    *, eos_token_ids: tuple[int, ...], max_model_len: int, assistant: Assistant | None = None,
     on_kv_bytes: Callable[[int], None] | None = None,
 ) -> DeviceExecutor:  # fmt: skip
     """Make the executor of the engine; it owns the runner from now on."""
     return DeviceExecutor(
-        runner, Sampler(eos_token_ids), loaded.lora_table, fetch_adapter,
-        max_model_len=max_model_len, on_kv_bytes=on_kv_bytes,
+        runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
+        max_model_len=max_model_len, assistant=assistant, on_kv_bytes=on_kv_bytes,
     )  # fmt: skip
 
 
 def make_host_adapters(
-    loaded: LoadedModel, size: ArenaSize, open_source: OpenSource
+    loaded: LoadedModel,
+    size: ArenaSize,
+    open_source: OpenSource,
+    group_layers: GroupLayers = one_group,
 ) -> HostAdapters:
     """Make the arena of packed adapters; before the device's first operation.
 
@@ -218,7 +221,7 @@ def make_host_adapters(
     try:
         return HostAdapters(
             loaded.device, loaded.lora_backend, loaded.dtype, loaded.model.device,
-            loaded.target_map, size, open_source,
+            loaded.target_map, size, open_source, group_layers,
         )  # fmt: skip
     except ShmError as error:
         raise ResourceError(f"{error} (--host-adapter-bytes)") from error

@@ -4,39 +4,66 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ..runtime.plan import (
     AdapterId,
     Outcome,
+    RequestId,
     Result,
     RowResult,
     StepPlan,
     StepResult,
     SubBatch,
+    SubBatchKind,
     Transfer,
     TransferKind,
+    TransferProgress,
     TransferResult,
 )
-from .adapter_loader import AdapterLoader, FetchAdapter
-from .lora.table import LoraTable
-from .model.lower import PackedRows, lower
+from ..shm.errors import ShmError
+from .adapter_arrival import Copied
+from .adapter_loader import (
+    AdapterLoader,
+    FetchAdapter,
+    FetchPresent,
+    LoadedAdapter,
+    LoadProgress,
+    StartedLoad,
+)
+from .coexec.assistant import Assistant, ColdRow
+from .lora.table import DeviceAdapter, LoraTable
+from .model.lower import ForwardInputs, PackedRows, lower
 from .model.request_table import RequestState, RequestTable
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
+from .step import DeltaPass
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFetch:
+    """Where adapters come from."""
+
+    fetch: FetchAdapter
+    fetch_present: FetchPresent
+
+
+@dataclass(slots=True)
 class _Resident:
-    """An adapter on the device."""
+    """An adapter on the device, or on its way there."""
 
     table_row: int
     max_rank: int
+    arriving: Copied | None = None  # its first layers may be there
+
+
+_BASE = _Resident(table_row=-1, max_rank=0)
 
 
 class DeviceExecutor:
@@ -47,10 +74,14 @@ class DeviceExecutor:
     """
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch_adapter: FetchAdapter,
-        *, max_model_len: int, on_kv_bytes: Callable[[int], None] | None = None,
+        self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch: AdapterFetch,
+        *, max_model_len: int, assistant: Assistant | None = None,
+        on_kv_bytes: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """``on_kv_bytes`` is told what memory KV blocks may hold, before a step that changes it."""
+        """``on_kv_bytes`` is told what memory KV blocks may hold, before a step that changes it.
+
+        Plans with ASSISTED rows need an ``assistant``.
+        """
         self._runner = runner
         self._sampler = sampler
         self._lora_table = table
@@ -61,7 +92,8 @@ class DeviceExecutor:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()  # unlike select, for descriptors of any number
         self._poller.register(self._event_fd, select.POLLIN)
-        self._loader = AdapterLoader(fetch_adapter, self._notify)
+        self._assistant = assistant
+        self._loader = AdapterLoader(fetch.fetch, fetch.fetch_present, self._notify)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
         self._on_kv_bytes = on_kv_bytes
         self._told_blocks = 0
@@ -77,6 +109,9 @@ class DeviceExecutor:
             self._num_touched_blocks = max(self._num_touched_blocks, highest + 1)
         for transfer in plan.transfers:
             self._start_transfer(transfer)
+        for transfer_id in plan.promoted_transfers:
+            self._loader.promote(transfer_id)
+        self._take_loads()
         self._tell_kv_bytes()
         rows: list[RowResult] = []
         for batch in plan.sub_batches:
@@ -92,7 +127,7 @@ class DeviceExecutor:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return []
-        self._take_loaded()
+        self._take_loads()
         results = list(self._results)
         self._results.clear()
         return results
@@ -130,19 +165,78 @@ class DeviceExecutor:
     def _compute(self, batch: SubBatch) -> list[RowResult]:
         states = [self._requests[request_id] for request_id in batch.request_ids]
         inputs = lower(self._pack(batch, states), self._runner.block_size, self._runner.device)
+        if batch.kind is SubBatchKind.ASSISTED:
+            return self._compute_assisted(batch, states, inputs)
+        return self._finish_rows(batch, states, self._forward(batch, inputs, None), frozenset())
+
+    def _compute_assisted(
+        self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
+    ) -> list[RowResult]:
+        """A pass whose deltas partly come from workers; rows whose deltas are void are retried."""
+        assert self._assistant is not None, "nobody assists, but the plan counts on it"
+        rows = self._cold_rows(batch, states, inputs)
+        try:
+            assisted = self._assistant.begin(rows, self._runner.device)
+        except ShmError as error:
+            _LOG.warning("cold rows are retried: %s", error)
+            return _retries(batch.request_ids, str(error))
+        try:
+            logits = self._forward(batch, inputs, assisted.deltas)
+        except BaseException:
+            assisted.give_up()
+            raise
+        void_spans = assisted.settle()
+        void = frozenset(
+            number
+            for number, row in enumerate(rows)
+            if any(row.start <= start < row.end for start, _ in void_spans)
+            or (row.arriving is not None and row.arriving.has_failed())
+        )
+        return self._finish_rows(batch, states, logits, void)
+
+    def _cold_rows(
+        self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
+    ) -> list[ColdRow]:
+        starts = inputs.attention.query_starts_host
+        return [
+            ColdRow(
+                starts[row], starts[row + 1], split_layer, adapter.table_row, adapter.max_rank,
+                adapter.arriving,
+            )
+            for row, (split_layer, adapter) in enumerate(
+                zip(batch.split_layers, map(self._resident_adapter, states), strict=True)
+            )
+        ]  # fmt: skip
+
+    def _forward(
+        self, batch: SubBatch, inputs: ForwardInputs, deltas: DeltaPass | None
+    ) -> torch.Tensor:
+        """Logits of the rows that sample."""
         sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         indices = inputs.last_indices
-        if len(sampling_rows) < len(states):
+        if len(sampling_rows) < len(batch.samples):
             indices = indices[sampling_rows]
-        logits = self._runner.forward(inputs, indices)
+        return self._runner.forward(inputs, indices, deltas)
+
+    def _finish_rows(
+        self,
+        batch: SubBatch,
+        states: Sequence[RequestState],
+        logits: torch.Tensor,
+        void: Collection[int],
+    ) -> list[RowResult]:
+        """Sample, and keep what was drawn; rows in ``void`` are retried."""
+        results = _retries([batch.request_ids[row] for row in void], "a CPU worker failed")
+        sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         if not sampling_rows:
-            return []
+            return results
         for row in sampling_rows:
             states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
         drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
-        results = []
         for row, sampled in zip(sampling_rows, drawn, strict=True):
             request_id = batch.request_ids[row]
+            if row in void:
+                continue
             if sampled.error is not None:
                 results.append(RowResult(request_id, Outcome.FAILED, error=sampled.error))
                 continue
@@ -169,9 +263,7 @@ class DeviceExecutor:
         )
 
     def _resident_adapter(self, state: RequestState) -> _Resident:
-        if state.adapter_id == 0:
-            return _Resident(table_row=-1, max_rank=0)
-        return self._resident[state.adapter_id]
+        return _BASE if state.adapter_id == 0 else self._resident[state.adapter_id]
 
     def _start_transfer(self, transfer: Transfer) -> None:
         if transfer.kind is TransferKind.LOAD_ADAPTER:
@@ -183,18 +275,40 @@ class DeviceExecutor:
             self._lora_table.remove(resident.table_row)
         self._results.append(TransferResult(transfer.transfer_id))
 
-    def _take_loaded(self) -> None:
-        for done in self._loader.take_done():
-            error = done.error
-            if done.adapter is not None:
-                try:
-                    row = self._lora_table.add(done.adapter)
-                except Exception as failure:
-                    _LOG.exception("adapter %d found no place", done.adapter_id)
-                    error = str(failure)
-                else:
-                    self._resident[done.adapter_id] = _Resident(row, done.adapter.max_rank)
-            self._results.append(TransferResult(done.transfer_id, error))
+    def _take_loads(self) -> None:
+        """Enter adapters that move or have arrived into the kernels' table."""
+        for event in self._loader.take_events():
+            if isinstance(event, StartedLoad):
+                self._enter(event.adapter_id, event.arrival.adapter, event.arrival)
+            elif isinstance(event, LoadProgress):
+                self._results.append(TransferProgress(event.transfer_id, event.num_groups))
+            else:
+                self._end_load(event)
+
+    def _enter(
+        self, adapter_id: AdapterId, adapter: DeviceAdapter, arriving: Copied | None
+    ) -> str | None:
+        """Give an adapter a row of the table; returns the reason if there is none."""
+        try:
+            row = self._lora_table.add(adapter)
+        except Exception as failure:
+            _LOG.exception("adapter %d found no place", adapter_id)
+            return str(failure)
+        self._resident[adapter_id] = _Resident(row, adapter.max_rank, arriving)
+        return None
+
+    def _end_load(self, loaded: LoadedAdapter) -> None:
+        resident = self._resident.get(loaded.adapter_id)
+        error = loaded.error
+        if loaded.adapter is None:
+            if resident is not None:
+                del self._resident[loaded.adapter_id]
+                self._lora_table.remove(resident.table_row)
+        elif resident is not None:
+            resident.arriving = None
+        else:
+            error = self._enter(loaded.adapter_id, loaded.adapter, None)
+        self._results.append(TransferResult(loaded.transfer_id, error))
 
     def _tell_kv_bytes(self) -> None:
         if self._on_kv_bytes is not None and self._num_touched_blocks != self._told_blocks:
@@ -206,3 +320,7 @@ class DeviceExecutor:
         used = self._requests.blocks_in_use()
         self._runner.pool.release(b for b in range(self._num_touched_blocks) if b not in used)
         self._num_touched_blocks = max(used, default=-1) + 1
+
+
+def _retries(request_ids: Iterable[RequestId], reason: str) -> list[RowResult]:
+    return [RowResult(request_id, Outcome.RETRY, error=reason) for request_id in request_ids]

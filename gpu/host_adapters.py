@@ -1,6 +1,6 @@
 """What the engine asks of the adapters on the host, whichever way they reach the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +9,9 @@ from ..runtime.adapters.target_map import TargetMap
 from ..shm.arena import HostArena
 from .adapter_arrival import AdapterCopier, Copied, InPlace
 from .adapter_loader import Arrival
-from .adapter_store import AdapterStore, OpenSource
+from .adapter_store import AdapterStore, HostAdapter, OpenSource
 from .device.host_memory import TorchDevice
-from .lora.adapter_layout import AdapterLayout
+from .lora.adapter_layout import AdapterLayout, GroupPlan
 from .lora.base import LoraBackend
 from .lora.matrix_layout import PACKED
 
@@ -23,6 +23,25 @@ class RegisteredAdapter:
     digest: str
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterExtent:
+    """An adapter as the planner of cold starts sees it."""
+
+    num_bytes: int  # on the device
+    layer_bytes: tuple[int, ...]  # that move over the link, by layer
+    rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
+    group_of_layer: tuple[int, ...]  # which layers are copied together
+
+
+# Layer groups of an adapter with so many bytes in each layer: by layer, ascending from 0.
+GroupLayers = Callable[[Sequence[int]], Sequence[int]]
+
+
+def one_group(layer_bytes: Sequence[int]) -> Sequence[int]:
+    """All layers together."""
+    return (0,) * len(layer_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +67,9 @@ class HostAdapters:
     def __init__(
         self, device: TorchDevice, backend: LoraBackend, dtype: torch.dtype, where: torch.device,
         target_map: TargetMap, size: ArenaSize, open_source: OpenSource,
+        group_layers: GroupLayers = one_group,
     ) -> None:  # fmt: skip
-        """Make the arena. Before the device's first operation, for its stream.
+        """Make the arena. Before the device's first operation, for its streams.
 
         Raises ``SpaceError`` if the machine has too little memory, ``DeviceError`` if the device
         refuses the arena.
@@ -59,6 +79,10 @@ class HostAdapters:
             target_map, backend.layout if size.is_device_memory else PACKED, dtype
         )
         self._layout = layout
+        self._group_layers = group_layers
+        self._num_layers = 1 + max(target.layer for target in target_map.targets)
+        self._num_groups = 1 + max(target.input_group for target in target_map.targets)
+        self._extents: dict[str, AdapterExtent] = {}  # by digest
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
             self._copier = AdapterCopier(device, where, layout, backend.layout)
@@ -88,20 +112,53 @@ class HostAdapters:
         num_bytes = facts.host_bytes
         if self._copier is not None:
             num_bytes = self._copier.device_bytes(facts.plans)
+        self._extents[facts.digest] = self._extent(facts.plans, num_bytes)
         return RegisteredAdapter(facts.digest, facts.rank, num_bytes)
+
+    def extent(self, digest: str) -> AdapterExtent:
+        """What is known of a registered adapter's layers."""
+        return self._extents[digest]
+
+    def is_on_host(self, digest: str) -> bool:
+        """Whether its layers can move at once; else files are read first."""
+        return self._store.is_present(digest)
 
     def fetch(self, digest: str, path: str) -> Arrival:
         """Begin to bring an adapter to the device by its content; see ``AdapterStore.fetch``."""
-        host = self._store.fetch(digest, path)
-        return InPlace(host, self._layout) if self._copier is None else Copied(host, self._copier)
+        return self._arrival(digest, self._store.fetch(digest, path))
+
+    def fetch_present(self, digest: str) -> Arrival | None:
+        """``fetch`` if no file must be read for it; else None."""
+        host = self._store.fetch_present(digest)
+        return None if host is None else self._arrival(digest, host)
 
     def forget(self, digest: str) -> None:
         """No version has this content any more."""
+        self._extents.pop(digest, None)
         self._store.forget(digest)
 
     def close(self) -> None:
         """Give the memory back; the device must have come to its end. Idempotent."""
         self._store.close()
+
+    def _arrival(self, digest: str, host: HostAdapter) -> Arrival:
+        if self._copier is None:
+            return InPlace(host, self._layout)
+        return Copied(host, self._copier, self._extents[digest].group_of_layer)
+
+    def _extent(self, plans: Sequence[GroupPlan], num_bytes: int) -> AdapterExtent:
+        layer_bytes = [0] * self._num_layers
+        rank_sums = [[0] * self._num_groups for _ in range(self._num_layers)]
+        for plan in plans:
+            layer, group = plan.key
+            layer_bytes[layer] += plan.region.num_bytes
+            rank_sums[layer][group] = plan.region.rank_sum
+        return AdapterExtent(
+            num_bytes,
+            tuple(layer_bytes),
+            tuple(tuple(ranks) for ranks in rank_sums),
+            tuple(self._group_layers(layer_bytes)),
+        )
 
     def _note_kv_bytes(self, num_bytes: int) -> None:
         """Adapters that nobody uses give way to KV blocks at once."""

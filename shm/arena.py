@@ -156,6 +156,11 @@ class HostArena:
                 self._touch(entry)
             return entry
 
+    def contains(self, digest: str) -> bool:
+        """Whether the adapter of this content is in the arena; it may go in the next moment."""
+        with self._lock:
+            return digest in self._entries
+
     def release(self, entry: ArenaEntry) -> None:
         """End one reference."""
         with self._lock:

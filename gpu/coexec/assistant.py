@@ -36,6 +36,10 @@ class ArrivingAdapter(ColdAdapter, Protocol):
         """What the layer's deltas on the device wait for; None if it is there."""
         ...
 
+    def has_failed(self) -> bool:
+        """Whether a copy is known to have failed: what was computed with it is void."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ColdRow:

@@ -49,10 +49,10 @@ class CpuDevice:
         """Threads store and read the words themselves."""
         return DeviceChoices("none", "host", "host", self.link.describe())
 
-    def register(self, memory: memoryview, *, name: str) -> HostMemory:
+    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
         """See ``TorchDevice.register``: from now on copies to and from it take the link."""
         self._check_open()
-        host = HostMemory(memory, name=name, unregister=self._unregister)
+        host = HostMemory(memory, name=name, is_paced=is_paced, unregister=self._unregister)
         with self._lock:
             if any(other.contains(host.address, host.num_bytes) for other in self._memories):
                 raise DeviceError(f"{name} is registered already")
@@ -68,6 +68,11 @@ class CpuDevice:
         self._handles.append(stream)
         self._streams.append(StreamThread(name))
         return stream
+
+    def adopt(self, stream: Stream) -> None:
+        """See ``TorchDevice.adopt``."""
+        self._check_open()
+        self._find(stream).adopt()
 
     def event(self) -> Event:
         """See ``Device.event``."""
@@ -224,7 +229,7 @@ class CpuDevice:
             raise DeviceError("the device is closed")
 
     def _check_outside(self, what: str) -> None:
-        if any(thread.is_current for thread in self._streams):
+        if any(thread.is_current and not thread.is_adopted for thread in self._streams):
             raise DeviceError(f"a computation called {what}, which would wait for itself")
 
     def _find(self, stream: Stream) -> StreamThread:
@@ -241,11 +246,15 @@ class CpuDevice:
 
     def _direction(self, to_pointer: int, from_pointer: int, num_bytes: int) -> Direction | None:
         """Which way a copy takes the link; None within the host or within the device."""
-        is_to_host = any(m.contains(to_pointer, num_bytes) for m in self._memories)
-        is_from_host = any(m.contains(from_pointer, num_bytes) for m in self._memories)
-        if is_to_host == is_from_host:
+        to_host = self._memory_at(to_pointer, num_bytes)
+        from_host = self._memory_at(from_pointer, num_bytes)
+        host = to_host or from_host
+        if host is None or not host.is_paced or (to_host and from_host):
             return None
-        return Direction.TO_HOST if is_to_host else Direction.TO_DEVICE
+        return Direction.TO_DEVICE if to_host is None else Direction.TO_HOST
+
+    def _memory_at(self, pointer: int, num_bytes: int) -> HostMemory | None:
+        return next((m for m in self._memories if m.contains(pointer, num_bytes)), None)
 
     def _wait_ends(self, threads: Sequence[StreamThread], deadline_s: float) -> bool:
         """Wait for the ends as of now; whether nothing was enqueued behind them meanwhile.

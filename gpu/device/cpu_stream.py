@@ -38,6 +38,7 @@ class StreamThread:
         self._word_address: int = self._word.ctypes.data
         self._thread: threading.Thread | None = None
         self._ident: int | None = None
+        self.is_adopted = False  # a thread of somebody else's runs the operations
 
     @property
     def is_started(self) -> bool:
@@ -64,11 +65,23 @@ class StreamThread:
             self.ready_s = None
             self._run(operation, always)
             return self.num_enqueued
+        if self.is_adopted:
+            raise DeviceError(f"stream {self.name} is another thread's, which alone may use it")
         with self._lock:
             if self._thread is None:
                 self._start()
             self._put((always, operation))
             return self.num_enqueued
+
+    def adopt(self) -> None:
+        """Let the calling thread run the operations, as it enqueues them.
+
+        Raises ``DeviceError`` if the stream has a thread.
+        """
+        if self._thread is not None or self._ident is not None:
+            raise DeviceError(f"stream {self.name} has a thread")
+        self._ident = threading.get_ident()
+        self.is_adopted = True
 
     def stop(self) -> None:
         """End the thread behind all operations. Nothing may be enqueued any more."""

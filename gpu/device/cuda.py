@@ -111,7 +111,7 @@ class CudaDevice:
             link=self._link.describe(),
         )
 
-    def register(self, memory: memoryview, *, name: str) -> HostMemory:
+    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
         """Whole pages, while no wait is outstanding; see ``TorchDevice``."""
         self._check_open()
         self._check_no_wait(f"{name} cannot be registered")
@@ -119,6 +119,9 @@ class CudaDevice:
         registered = register_memory(
             self._runtime, self._by.registrations, memory, name, on_close=self._forget
         )
+        registered.is_paced = is_paced
+        if not is_paced:
+            self._transfers.unpaced.append((registered.address, registered.num_bytes))
         self._memories.append(registered)
         return registered
 
@@ -131,6 +134,12 @@ class CudaDevice:
                 "the whole device"
             )
         return self._streams.make(name, is_urgent=is_urgent).stream
+
+    def adopt(self, stream: Stream) -> None:
+        """As ``TorchDevice.adopt`` says."""
+        self._check_open()
+        self._enter()
+        self._runtime.adopt(self._streams.state(stream).handle)
 
     def event(self) -> Event:
         """As ``Device.event`` says."""

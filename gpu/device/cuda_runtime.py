@@ -40,6 +40,10 @@ class Runtime(Protocol):
         """Whether the device has come to the event's latest record. Any thread may ask."""
         ...
 
+    def adopt(self, stream: Any) -> None:
+        """Make ``stream`` the calling thread's current one."""
+        ...
+
     def call(self, stream: Any, compute: Callable[[], None]) -> None:
         """Call ``compute`` now, with ``stream`` the current one."""
         ...
@@ -145,6 +149,12 @@ class TorchRuntime:
         """As ``Runtime.is_done`` says."""
         with _device_errors():
             return bool(event.query())
+
+    def adopt(self, stream: torch.cuda.Stream) -> None:
+        """See ``Runtime``: what the default stream was given before comes first."""
+        with _device_errors():
+            stream.wait_stream(torch.cuda.default_stream(stream.device))
+            torch.cuda.set_stream(stream)
 
     def call(self, stream: torch.cuda.Stream, compute: Callable[[], None]) -> None:
         """As ``Runtime.call`` says."""

@@ -28,6 +28,8 @@ class Transfers:
         self._copies = copies
         self._link = link
         self._pacing = pacing
+        # Addresses and sizes of registered memory that takes the link unpaced.
+        self.unpaced: list[tuple[int, int]] = []
 
     def check(self, destination: torch.Tensor, source: torch.Tensor) -> Direction | None:
         """The way a copy takes, None within the device.
@@ -70,7 +72,7 @@ class Transfers:
         if direction is None:
             state.paced = None
             self._runtime.copy(state.handle, destination, source)
-        elif self._pacing is None:
+        elif self._pacing is None or not self._is_paced(destination, source):
             self._move(state, destination, source)
             self._link.finish(self._link.begin(direction, _num_bytes(source)))
         else:
@@ -87,6 +89,11 @@ class Transfers:
             self._copies.copy(state, destination, source)
         else:
             self._runtime.copy(state.handle, destination, source)
+
+    def _is_paced(self, destination: torch.Tensor, source: torch.Tensor) -> bool:
+        host = source if self._runtime.is_on_device(destination) else destination
+        address = host.data_ptr()
+        return not any(start <= address < start + size for start, size in self.unpaced)
 
     def _is_registered(self, host: torch.Tensor) -> bool:
         return self._registrations.find(host.data_ptr(), _num_bytes(host)) is not None

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from .base import Device, DeviceError, Word
+from .base import Device, DeviceError, Stream, Word
 
 WORD_BYTES = 4
 
@@ -38,6 +38,7 @@ class HostMemory:
         *,
         name: str,
         device_address: int = 0,
+        is_paced: bool = True,
         unregister: Callable[["HostMemory"], None],
     ) -> None:
         """For devices. ``unregister`` is called once, at the start of ``close``.
@@ -49,6 +50,7 @@ class HostMemory:
                 f"{name} cannot be registered: it must be writable, contiguous and not empty"
             )
         self.name = name
+        self.is_paced = is_paced
         self.num_bytes = memory.nbytes
         # Holds the memory by an export of its buffer; torch.frombuffer on a plain buffer would not.
         array = (ctypes.c_ubyte * memory.nbytes).from_buffer(memory)
@@ -119,13 +121,22 @@ class TorchDevice(Device[torch.Tensor], Protocol):
         """What it works with."""
         ...
 
-    def register(self, memory: memoryview, *, name: str) -> HostMemory:
+    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
         """Make host memory known: the payload of a segment, or any writable buffer.
 
-        Copies between it and the device take the link. On CUDA it must start and end on a page
-        and no wait may be outstanding. Ranges must not overlap.
+        Copies between it and the device take the link, and its pacing unless ``is_paced`` is
+        false. On CUDA it must start and end on a page and no wait may be outstanding. Ranges must
+        not overlap.
 
         Raises ``DeviceError`` if the memory cannot be registered.
+        """
+        ...
+
+    def adopt(self, stream: Stream) -> None:
+        """Let the calling thread be ``stream``: what it computes from now on is in its order.
+
+        On CUDA the stream becomes the thread's current one. On the CPU its operations take effect
+        at once, in this thread, which alone may enqueue them. Before the stream's first operation.
         """
         ...
 

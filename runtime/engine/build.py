@@ -47,6 +47,7 @@ from .summary import summary_lines
 if TYPE_CHECKING:
     from ...gpu.adapter_loader import Arrival
     from ...gpu.assemble import LoadedModel
+    from ...gpu.executor import AdapterFetch
     from ...gpu.host_adapters import HostAdapters
     from ...gpu.model.generation import GenerationDefaults
     from ...gpu.model.load import ModelSource
@@ -137,7 +138,7 @@ def _connect(
         manager = AdapterManager(_facts_reader(host), _base_names(config), host.forget)
         undo.callback(manager.close)
         executor = assemble.make_executor(
-            loaded, runner, _adapter_fetcher(host, manager),
+            loaded, runner, _adapter_fetch(host, manager),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
             on_kv_bytes=host.on_kv_bytes,
         )  # fmt: skip
@@ -228,16 +229,18 @@ def _facts_reader(host: "HostAdapters") -> Callable[[str], AdapterFacts]:
     return read_facts
 
 
-def _adapter_fetcher(
-    host: "HostAdapters", manager: AdapterManager
-) -> "Callable[[AdapterId], Arrival]":
+def _adapter_fetch(host: "HostAdapters", manager: AdapterManager) -> "AdapterFetch":
     """What the executor's loads do: a version's files must still be what was registered."""
+    from ...gpu.executor import AdapterFetch
 
-    def fetch_adapter(adapter_id: AdapterId) -> "Arrival":
+    def fetch(adapter_id: AdapterId) -> "Arrival":
         version = manager.version(adapter_id)
         return host.fetch(version.digest, version.path)
 
-    return fetch_adapter
+    def fetch_present(adapter_id: AdapterId) -> "Arrival | None":
+        return host.fetch_present(manager.version(adapter_id).digest)
+
+    return AdapterFetch(fetch, fetch_present)
 
 
 def _base_names(config: EngineConfig) -> tuple[str, ...]:

@@ -26,10 +26,16 @@ class Arrival:
         self._fails_to_start = fails_to_start
         self._error = error
 
-    def start(self) -> None:
+    def start(self, *, is_gradual: bool) -> None:
         self.starter = threading.current_thread()
         if self._fails_to_start:
             raise RuntimeError("the device is full")
+
+    def advance(self) -> None:
+        pass
+
+    def num_arrived(self) -> int:
+        return int(self.arrived.is_set())
 
     def is_done(self) -> bool:
         if self.ends:
@@ -53,7 +59,7 @@ class Loading:
         self.fetched: list[AdapterId] = []
         self.results: dict[AdapterId, Arrival | Callable[[], Arrival]] = {}
         self._told = threading.Semaphore(0)
-        self.loader = AdapterLoader(self._fetch, self._told.release)
+        self.loader = AdapterLoader(self._fetch, lambda _: None, self._told.release)
 
     def load(self, *adapter_ids: int) -> None:
         for number in adapter_ids:
@@ -65,7 +71,11 @@ class Loading:
     def wait(self) -> list[LoadedAdapter]:
         """Wait to be told once, and do what the engine does then."""
         assert self._told.acquire(timeout=TIMEOUT_S), "nobody was told"
-        return self.loader.take_done()
+        return self.ended()
+
+    def ended(self) -> list[LoadedAdapter]:
+        events = self.loader.take_events()
+        return [event for event in events if isinstance(event, LoadedAdapter)]
 
     def _fetch(self, adapter_id: AdapterId) -> Arrival:
         self.fetched.append(adapter_id)
@@ -92,7 +102,7 @@ def test_the_engines_thread_starts_copies_and_is_told_of_their_end(loading: Load
     loading.load(1)
     assert loading.wait() == []
     assert arrival.starter is threading.current_thread()
-    assert loading.loader.take_done() == []
+    assert loading.ended() == []
     arrival.arrived.set()
 
     (done,) = loading.wait()
@@ -220,7 +230,7 @@ def test_nobody_looks_at_an_arrival_that_was_finished(loading: Loading) -> None:
         assert loading.wait() == []
         arrival.arrived.set()
         deadline_s = time.monotonic() + TIMEOUT_S
-        while not (ends := loading.loader.take_done()):
+        while not (ends := loading.ended()):
             assert time.monotonic() < deadline_s
         assert [done.error for done in ends] == [None]
         assert not arrival.looked_late

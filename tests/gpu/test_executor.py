@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu import assemble
-from corun.gpu.executor import DeviceExecutor
+from corun.gpu.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model.load import ModelSource
 from corun.runtime.config.engine import EngineConfig
@@ -46,8 +46,14 @@ class Ready:
     def __init__(self, adapter: DeviceAdapter) -> None:
         self._adapter = adapter
 
-    def start(self) -> None:
+    def start(self, *, is_gradual: bool) -> None:
         """Nothing is copied."""
+
+    def advance(self) -> None:
+        """Nothing is left."""
+
+    def num_arrived(self) -> int:
+        return 1
 
     def is_done(self) -> bool:
         return True
@@ -71,7 +77,11 @@ class Device:
         self.runner = assemble.make_runner(self.loaded, 32)
         self.adapter: DeviceAdapter | Exception = AdapterError("its files have changed")
         self.executor: DeviceExecutor = assemble.make_executor(
-            self.loaded, self.runner, self._fetch, eos_token_ids=(2,), max_model_len=64
+            self.loaded,
+            self.runner,
+            AdapterFetch(self._fetch, lambda _: None),
+            eos_token_ids=(2,),
+            max_model_len=64,
         )
         self._num_steps = 0
 
@@ -215,10 +225,10 @@ def test_an_exception_fails_its_sub_batch_alone(
 ) -> None:
     forward = device.runner.forward
 
-    def broken(inputs: Any, indices: Any) -> Any:
+    def broken(inputs: Any, indices: Any, deltas: Any) -> Any:
         if inputs.attention.max_query_len > 1:
             raise MemoryError("no room")
-        return forward(inputs, indices)
+        return forward(inputs, indices, deltas)
 
     monkeypatch.setattr(device.runner, "forward", broken)
     (result,) = device.run(

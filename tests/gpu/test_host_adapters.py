@@ -39,7 +39,7 @@ def device() -> Iterator[CpuDevice]:
 
 def take(host: Host, arrival: Arrival) -> DeviceAdapter:
     """Do what the loader does, but wait."""
-    arrival.start()
+    arrival.start(is_gradual=False)
     host.device.synchronize(timeout_s=30)
     assert arrival.is_done()
     return arrival.finish()
@@ -236,7 +236,7 @@ def test_an_unload_while_it_is_loading(files: Path, device: CpuDevice) -> None:
     check_deltas(host, adapter, files / "a")
     other = host.adapters.register(str(files / "b"))
     cancelled = host.adapters.fetch(other.digest, str(files / "b"))
-    cancelled.start()
+    cancelled.start(is_gradual=False)
     host.adapters.forget(other.digest)
     cancelled.cancel()
     assert host.arena.taken_bytes == 0
@@ -254,7 +254,7 @@ def test_a_copy_that_fails_fails_its_adapter(
     with monkeypatch.context() as patch:
         patch.setattr("corun.gpu.adapter_arrival.unpack_a", fail)
         arrival = host.adapters.fetch(facts.digest, str(files / "a"))
-        arrival.start()
+        arrival.start(is_gradual=False)
         deadline_s = time.monotonic() + 30
         while not arrival.is_done():
             assert time.monotonic() < deadline_s

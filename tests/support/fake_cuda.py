@@ -186,6 +186,9 @@ class FakeRuntime:
         self._check_alive()
         return event.fence is None or event.fence.is_set()
 
+    def adopt(self, stream: FakeStream) -> None:
+        self._gpu.current = stream
+
     def call(self, stream: FakeStream, compute: Callable[[], None]) -> None:
         outer, self._gpu.current = self._gpu.current, stream
         try:
