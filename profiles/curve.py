@@ -1,8 +1,9 @@
 """A measured curve: piecewise linear between its points. Pure."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,12 @@ class Curve:
             raise ValueError(f"a curve needs points: {len(self.x)} x and {len(self.y)} y")
         if any(b <= a for a, b in zip(self.x, self.x[1:], strict=False)):
             raise ValueError(f"the x of a curve must ascend: {self.x}")
+
+    @classmethod
+    def rising(cls, points: Mapping[float, float]) -> Self:
+        """The curve through ``points`` (x: y), with noise that makes it fall averaged out."""
+        x = sorted(points)
+        return cls(tuple(x), rising([points[value] for value in x]))
 
     def at(self, x: float) -> float:
         """The value at ``x``."""
@@ -66,3 +73,21 @@ def median(values: Sequence[float]) -> float:
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def rising(values: Sequence[float]) -> tuple[float, ...]:
+    """The non-falling values with the least squared distance from ``values``.
+
+    More work never takes less time, so where a measurement says so it is noise: neighbours that
+    fall are replaced by their mean (pool adjacent violators). O(n).
+    """
+    means: list[float] = []
+    sizes: list[int] = []
+    for value in values:
+        means.append(value)
+        sizes.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            mean, size = means.pop(), sizes.pop()
+            means[-1] = (means[-1] * sizes[-1] + mean * size) / (sizes[-1] + size)
+            sizes[-1] += size
+    return tuple(mean for mean, size in zip(means, sizes, strict=True) for _ in range(size))

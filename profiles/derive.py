@@ -43,9 +43,13 @@ def min_group_bytes(link: LinkModel) -> int:
 
 
 def crossovers(names: Sequence[str], curves: Sequence[Curve]) -> tuple[tuple[int, str], ...]:
-    """From how many tokens on which of the named curves is lowest: (tokens, name), ascending."""
+    """From how many tokens on which of the named curves is lowest: (tokens, name), ascending.
+
+    As far as all were measured: beyond its last point a curve is only a guess.
+    """
     result: list[tuple[int, str]] = []
-    for num_tokens in _ladder():
+    last = min(curve.x[-1] for curve in curves)
+    for num_tokens in (n for n in _ladder() if n <= last):
         best = min(range(len(names)), key=lambda index: curves[index].at(num_tokens))
         if not result or result[-1][1] != names[best]:
             result.append((num_tokens, names[best]))

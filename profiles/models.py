@@ -64,11 +64,17 @@ class MachineModel:
     num_layers: int
     step_s: Curve  # over tokens: one forward of the base model, all layers
     groups: tuple[GroupModel, ...]  # by the number of the input group in a layer
-    invocation_s: float  # per input group beside the arithmetic: copy out, signal, wait, add
+    # Per input group beside the arithmetic: copy out, signal, wait, add. 0 without workers.
+    invocation_s: float
     lora: LoraModel
     link: LinkModel
     num_workers: int
     tokens_per_worker: int  # the per-core token budget c
+    invocation_s_per_token: float = 0.0  # x and y are copied, so more tokens cost more
+
+    def invoke_s(self, num_tokens: int) -> float:
+        """One input group's invocation, beside the arithmetic."""
+        return self.invocation_s + self.invocation_s_per_token * num_tokens
 
     def layer_s(self, num_tokens: int) -> float:
         """One layer of the base model."""

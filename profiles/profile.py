@@ -3,11 +3,13 @@
 Plain data with a JSON form; measuring it is another module's job.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
 
+from .curve import Curve
+from .fit import Fit
 from .models import MachineModel
 
 FORMAT_VERSION = 1
@@ -15,13 +17,23 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What must be the same for a profile to hold."""
+    """Where it was measured."""
 
     cpu_model: str
     num_cpus: int  # that the process may use
     device: str  # "cpu", or the accelerator's name
-    torch_version: str
-    corun_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options that change the figures."""
+
+    num_engine_cpus: int
+    num_workers: int
+    worker_slowdown: float
+    delta_backend: str  # auto, or the one that is forced
+    link: str  # unpaced, or bandwidth and latency
+    backends: tuple[str, ...]  # of linears, attention and LoRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,65 +46,139 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """How well the fitted models predict held-out batches."""
+class Subject:
+    """What a profile is of. ``machine``, ``settings`` and ``shape`` name its file."""
 
-    decode_r_squared: float
-    prefill_r_squared: float
-    is_machine_busy: bool  # somebody else computed meanwhile
+    machine: Machine
+    settings: Settings
+    shape: ModelShape
+    torch_version: str
+    corun_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How far the figures can be trusted."""
+
+    busy_reasons: tuple[str, ...]  # signs that others computed meanwhile; () = a quiet machine
+    left_out: tuple[str, ...]  # what the time was too short for
+
+    @property
+    def is_machine_busy(self) -> bool:
+        """Whether somebody else computed meanwhile."""
+        return bool(self.busy_reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class FitRecord:
+    """Times that a line was fitted to. y: seconds over all layers."""
+
+    fit: Fit
+    x: tuple[float, ...]  # decode: bytes of the batch's adapters; prefill: tokens times bytes
+    y: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPoint:
+    """Copies of one size from the host to the device, some at a time."""
+
+    chunk_bytes: int
+    concurrency: int
+    bytes_per_s: float  # of all together
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaCurves:
+    """One input group on one worker core, at the reference rank: seconds by back end."""
+
+    group: str
+    rank_sum: int
+    curves: tuple[tuple[str, Curve], ...]
+    choices: tuple[tuple[int, str], ...]  # from how many tokens on which back end is fastest
+
+
+@dataclass(frozen=True, slots=True)
+class RankBudget:
+    """What one rank comes to, on all targets of the model."""
+
+    rank: int
+    adapter_bytes: int
+    tokens_per_worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """Everything that ``corun profile`` writes."""
 
-    machine: Machine
-    shape: ModelShape
+    subject: Subject
     created_at: str  # ISO 8601, UTC
     is_thorough: bool
     model: MachineModel
+    decode_step_s: Curve  # over rows of one token: one forward of the base model, all layers
     min_group_bytes: int  # of a layer group
+    coexecution_off: str  # why no worker was measured; "" = they were
+    reference_rank: int  # that tokens_per_worker and the deltas are of
+    budgets: tuple[RankBudget, ...]
+    deltas: tuple[DeltaCurves, ...]  # by input group
+    decode_fit: FitRecord
+    prefill_fit: FitRecord
+    link_points: tuple[LinkPoint, ...]
     quality: Quality
-    delta_backends: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]  # group: (tokens, name)
+    measured_s: float  # that measuring took
     format_version: int = FORMAT_VERSION
 
 
 class ProfileError(Exception):
-    """A profile file cannot be used."""
+    """A profile cannot be measured, or its file cannot be used."""
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write ``profile`` as indented JSON; a reader never sees half of it."""
+    """Write ``profile`` as indented JSON; a reader never sees half of it.
+
+    Raises ``ProfileError`` if the file cannot be written.
+    """
     text = msgspec.json.format(msgspec.json.encode(profile), indent=2)
     temporary = path.with_name(path.name + ".new")
-    temporary.write_bytes(text + b"\n")
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(text + b"\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def load_profile(path: Path) -> Profile:
     """Read what ``save_profile`` wrote. Raises ``ProfileError`` naming the file and the reason."""
     try:
-        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise ProfileError(
+                f"{path} has format {version}, this corun reads {FORMAT_VERSION}; "
+                "run corun profile again"
+            )
+        return msgspec.json.decode(data, type=Profile)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise ProfileError(f"{path} holds no profile: {error}") from error
-    if profile.format_version != FORMAT_VERSION:
-        raise ProfileError(
-            f"{path} has format {profile.format_version}, this corun reads {FORMAT_VERSION}; "
-            "run corun profile again"
-        )
-    return profile
 
 
-def differences(profile: Profile, machine: Machine, shape: ModelShape) -> tuple[str, ...]:
-    """What is not as it was when ``profile`` was made, in words; empty if it holds."""
-    pairs = [
-        ("CPU", profile.machine.cpu_model, machine.cpu_model),
-        ("number of CPUs", profile.machine.num_cpus, machine.num_cpus),
-        ("device", profile.machine.device, machine.device),
-        ("torch", profile.machine.torch_version, machine.torch_version),
-        ("corun", profile.machine.corun_version, machine.corun_version),
-        ("layers", profile.shape.num_layers, shape.num_layers),
-        ("dtype", profile.shape.dtype, shape.dtype),
-        ("widths", profile.shape.groups, shape.groups),
-    ]
-    return tuple(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
+class _Version(msgspec.Struct):
+    format_version: int
+
+
+def differences(then: object, now: object) -> tuple[str, ...]:
+    """Fields of two ``Machine``, ``Settings`` or ``ModelShape`` that differ, in words."""
+    assert type(then) is type(now)
+    names = [item.name for item in fields(then)]  # type: ignore[arg-type]
+    pairs = [(name, getattr(then, name), getattr(now, name)) for name in names]
+    return tuple(
+        f"{name.replace('_', ' ')}: {_text(a)} then, {_text(b)} now"
+        for name, a, b in pairs
+        if a != b
+    )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_text(item) for item in value) or "none"
+    return str(value)

@@ -15,6 +15,7 @@ from .parser import parse_arguments
 
 _COMMAND_MODULES = {
     "serve": ".serve",
+    "profile": ".profile",
     "check": ".check",
     "env": ".env",
     "options": ".options",

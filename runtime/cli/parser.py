@@ -16,6 +16,14 @@ from ..config.serve import ServeConfig
 from ..errors import ConfigError
 
 _CHECK_OPTIONS = ("revision", "trust_remote_code", "max_lora_rank")
+# What changes how fast things are, and how the model is loaded.
+_PROFILE_OPTIONS = (
+    "model", "revision", "trust_remote_code", "device", "dtype", "max_model_len",
+    "max_num_batched_tokens", "block_size", "linear_backend", "attention_backend", "lora_backend",
+    "cpu_threads", "cpu_cores", "engine_cores", "delta_backend", "worker_slowdown",
+    "link_gib_per_s", "link_latency_us", "device_registration", "device_signal", "device_wait",
+    "skip_parity_probe",
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,6 +58,7 @@ def _build_parser() -> argparse.ArgumentParser:
             name, help=text, description=text, allow_abbrev=False
         )
     _add_serve_flags(commands["serve"])
+    _add_profile_flags(commands["profile"])
     _add_check_flags(commands["check"])
     commands["options"].add_argument(
         "--update", metavar="FILE", help="Rewrite the table in FILE, between its marks."
@@ -59,6 +68,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 _COMMANDS = {
     "serve": "Serve a model and its adapters over the OpenAI API; without MODEL, the demo.",
+    "profile": "Measure this machine with a model: what predictions and budgets are made of.",
     "check": "Check whether an adapter can be served over a model, without loading weights.",
     "env": "Show versions, devices and limits: what a bug report needs.",
     "options": "Write the options of corun serve as a Markdown table.",
@@ -73,6 +83,28 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser, EngineConfig, title="model and engine")
     add_flags(parser, ServeConfig, title="server")
+
+
+def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument(
+        "--quick", dest="effort", action="store_const", const="quick", default="quick",
+        help="Measure for half a minute at most. The default.",
+    )  # fmt: skip
+    effort.add_argument(
+        "--thorough", dest="effort", action="store_const", const="thorough",
+        help="Measure for some minutes.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", metavar="FILE", help="Where the profile goes; default: where serve looks."
+    )
+    parser.add_argument(
+        "--picture", metavar="FILE", help="Where the curves go, a PNG; default: beside the profile."
+    )
+    group = parser.add_argument_group("model and engine")
+    for spec in option_specs(EngineConfig):
+        if spec.name in _PROFILE_OPTIONS:
+            add_flag(group, spec)
 
 
 def _add_check_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,4 +134,8 @@ def _known_flags(command: str) -> list[str]:
     if command == "check":
         specs = option_specs(EngineConfig)
         return ["--model", *(spec.flag for spec in specs if spec.name in _CHECK_OPTIONS)]
+    if command == "profile":
+        specs = option_specs(EngineConfig)
+        known = [spec.flag for spec in specs if spec.name in _PROFILE_OPTIONS]
+        return ["--quick", "--thorough", "--output", "--picture", *known]
     return ["--update"] if command == "options" else []

@@ -39,6 +39,9 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
         _check_directory(engine_config.lora_dir, "--lora-dir")
     for module in parse_lora_modules(engine_config.lora_modules):
         _check_directory(module.path, f"--lora-modules {module.name}")
+    profile = engine_config.profile
+    if profile is not None and not Path(profile).is_file():
+        raise ConfigError(f"--profile {profile}: no such file")
     template = serve_config.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--chat-template {template}: no such file")

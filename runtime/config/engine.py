@@ -120,6 +120,13 @@ class EngineConfig:
         maximum=1000,
         help="Let a CPU worker take this many times as long, to measure what slow cores do.",
     )
+    profile: str | None = option(
+        None,
+        metavar="FILE",
+        help="What corun profile has measured; default: the one kept for this machine and model, "
+        "or if there is none a quick one, measured at start. Not used where adapters are not "
+        "copied to the device.",
+    )
     link_gib_per_s: float | None = option(
         None,
         above=0,

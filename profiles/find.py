@@ -1,0 +1,115 @@
+"""Finds the profile that fits, or has one measured. Pure but for files."""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import msgspec
+
+from .profile import Profile, ProfileError, Subject, differences, load_profile, save_profile
+
+_LOG = logging.getLogger(__name__)
+
+MAX_AGE = timedelta(days=90)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitness:
+    """Whether a profile may be used for a subject, in words. All empty: it fits."""
+
+    refusals: tuple[str, ...] = ()  # it is of another model: its figures mean nothing
+    foreign: tuple[str, ...] = ()  # another machine's, or measured with other options
+    stale: tuple[str, ...] = ()  # it was right once
+
+
+def judge(profile: Profile, subject: Subject, now: datetime) -> Fitness:
+    """Compare what ``profile`` was measured with and what is here now."""
+    then = profile.subject
+    foreign = (
+        *differences(then.machine, subject.machine),
+        *differences(then.settings, subject.settings),
+    )
+    stale = [
+        f"{name}: {a} then, {b} now"
+        for name, a, b in (
+            ("torch", then.torch_version, subject.torch_version),
+            ("corun", then.corun_version, subject.corun_version),
+        )
+        if a != b
+    ]
+    age = now - datetime.fromisoformat(profile.created_at)
+    if age > MAX_AGE:
+        stale.append(f"it is {age.days} days old")
+    return Fitness(differences(then.shape, subject.shape), foreign, tuple(stale))
+
+
+def state_directory(environment: dict[str, str], home: Path) -> Path:
+    """Where profiles of this user lie. Source: XDG base directory specification."""
+    state = environment.get("XDG_STATE_HOME", "")
+    # The specification has relative paths ignored.
+    base = Path(state) if state.startswith("/") else home / ".local" / "state"
+    return base / "corun" / "profiles"
+
+
+def default_path(subject: Subject, directory: Path) -> Path:
+    """The file of this machine, these options and this model's shape, whatever the versions."""
+    key = msgspec.json.encode((subject.machine, subject.settings, subject.shape))
+    return directory / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
+
+
+def find_or_measure(
+    subject: Subject,
+    given: Path | None,
+    directory: Path,
+    measure: Callable[[], Profile],
+    now: datetime,
+) -> Profile:
+    """The profile of ``given`` or of the default place; else a new one, which is saved there.
+
+    Args:
+        subject: What is to be predicted.
+        given: ``--profile``, which must exist; None = the default place.
+        directory: Of the default place.
+        measure: Makes a quick profile.
+        now: With its time zone.
+
+    Raises:
+        ProfileError: ``given`` holds none, or one of another model.
+    """
+    path = given or default_path(subject, directory)
+    try:
+        profile = load_profile(path)
+    except ProfileError as error:
+        if given is not None:
+            raise
+        reason = str(error) if path.exists() else f"there is none at {path}"
+        return _measured(path, reason, measure)
+    fitness = judge(profile, subject, now)
+    if fitness.refusals:
+        raise ProfileError(f"{path} is of another model: {'; '.join(fitness.refusals)}")
+    if fitness.foreign:
+        _LOG.warning(
+            "the profile %s is another machine's or was made with other options, so predictions "
+            "will be off: %s", path, "; ".join(fitness.foreign),
+        )  # fmt: skip
+    if fitness.stale:
+        _LOG.warning(
+            "the profile %s is stale; run corun profile again: %s", path, "; ".join(fitness.stale)
+        )
+    _LOG.info("profile %s of %s", path, profile.created_at)
+    return profile
+
+
+def _measured(path: Path, reason: str, measure: Callable[[], Profile]) -> Profile:
+    _LOG.info("measuring a quick profile, because %s (corun profile makes a better one)", reason)
+    profile = measure()
+    try:
+        save_profile(profile, path)
+    except ProfileError as error:
+        _LOG.warning("the profile is not kept for the next start: %s", error)
+    else:
+        _LOG.info("the profile is kept in %s", path)
+    return profile

@@ -1,0 +1,72 @@
+"""The base model: forwards and base products against tokens."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..busy import relative_spread
+from ..curve import Curve, median
+from ..rounds import Case, Progress, Repeats, measure_rounds
+from .passes import Passes
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTimes:
+    """Curves over tokens, seconds."""
+
+    step_s: Curve
+    base_s: tuple[Curve, ...]  # by input group, of one layer
+    spreads: tuple[float, ...]
+    left_out: tuple[str, ...]
+
+
+def measure_prefill(
+    passes: Passes, tokens: Sequence[int], repeats: Repeats, on_progress: Progress
+) -> BaseTimes:
+    """One row of so many tokens."""
+    cases = [Case(str(n), partial(passes.sample, passes.prefill_rows(n))) for n in tokens]
+    measured = measure_rounds(
+        cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress
+    )
+    steps = {int(name): [s.step_s for s in samples] for name, samples in measured.values.items()}
+    num_groups = len(next(iter(measured.values.values()))[0].base_s)
+    groups = [
+        Curve.rising(
+            {
+                int(name): median([sample.base_s[group] for sample in samples])
+                for name, samples in measured.values.items()
+            }
+        )
+        for group in range(num_groups)
+    ]
+    return BaseTimes(
+        Curve.rising({n: median(values) for n, values in steps.items()}),
+        tuple(groups),
+        tuple(relative_spread(values) for values in steps.values()),
+        tuple(f"a prefill of {name} tokens" for name in measured.left_out),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTimes:
+    """Curve over rows of one token, seconds."""
+
+    step_s: Curve
+    spreads: tuple[float, ...]
+    left_out: tuple[str, ...]
+
+
+def measure_decode(
+    passes: Passes, num_rows: Sequence[int], repeats: Repeats, on_progress: Progress
+) -> DecodeTimes:
+    """So many rows of one token each."""
+    cases = [Case(str(n), partial(passes.step_s, passes.decode_rows(n))) for n in num_rows]
+    measured = measure_rounds(
+        cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress
+    )
+    return DecodeTimes(
+        Curve.rising({int(name): median(values) for name, values in measured.values.items()}),
+        tuple(relative_spread(values) for values in measured.values.values()),
+        tuple(f"a decode step of {name} rows" for name in measured.left_out),
+    )

@@ -1,0 +1,98 @@
+"""Makes a profile of what was measured. Pure."""
+
+from dataclasses import dataclass
+
+from ..busy import CpuUse, busy_reasons
+from ..derive import min_group_bytes, tokens_per_worker
+from ..models import GroupModel, LoraModel, MachineModel
+from ..profile import Profile, Quality, RankBudget, Subject
+from .base import BaseTimes, DecodeTimes
+from .delta_bench import GroupShape
+from .deltas import DeltaTimes
+from .effort import REFERENCE_RANK, Effort
+from .invocation import InvocationTimes
+from .link import LinkTimes
+from .lora import LoraTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that was measured."""
+
+    groups: tuple[GroupShape, ...]
+    num_workers: int
+    base: BaseTimes
+    decode: DecodeTimes
+    link: LinkTimes
+    deltas: DeltaTimes
+    invocation: InvocationTimes | None
+    off: str  # why there is no invocation
+    lora_decode: LoraTimes
+    lora_prefill: LoraTimes
+    bytes_per_rank: float  # of an adapter on all targets
+
+    def quality(self, use: CpuUse) -> Quality:
+        """From how all parts went."""
+        measured = (
+            self.base, self.decode, self.link, self.deltas, self.lora_decode, self.lora_prefill,
+            *(() if self.invocation is None else (self.invocation,)),
+        )  # fmt: skip
+        spreads = [spread for part in measured for spread in part.spreads]
+        left_out = tuple(name for part in measured for name in part.left_out)
+        return Quality(busy_reasons(use, spreads), left_out)
+
+
+def compose(
+    subject: Subject, effort: Effort, parts: Parts, use: CpuUse,
+    *, created_at: str, measured_s: float,
+) -> Profile:  # fmt: skip
+    """Derive budgets and models."""
+    groups = tuple(
+        GroupModel(shape.name, base_s, delta_s)
+        for shape, base_s, delta_s in zip(
+            parts.groups, parts.base.base_s, parts.deltas.families, strict=True
+        )
+    )
+    budgets = tuple(
+        RankBudget(
+            rank,
+            round(rank * parts.bytes_per_rank),
+            tokens_per_worker(groups, [rank * len(shape.columns) for shape in parts.groups]),
+        )
+        for rank in effort.delta_ranks
+    )
+    return Profile(
+        subject=subject,
+        created_at=created_at,
+        is_thorough=effort.name == "thorough",
+        model=_model(subject, parts, groups, budgets),
+        decode_step_s=parts.decode.step_s,
+        min_group_bytes=min_group_bytes(parts.link.model),
+        coexecution_off=parts.off,
+        reference_rank=REFERENCE_RANK,
+        budgets=budgets,
+        deltas=parts.deltas.backend_curves(REFERENCE_RANK),
+        decode_fit=parts.lora_decode.record,
+        prefill_fit=parts.lora_prefill.record,
+        link_points=parts.link.points,
+        quality=parts.quality(use),
+        measured_s=measured_s,
+    )
+
+
+def _model(
+    subject: Subject, parts: Parts, groups: tuple[GroupModel, ...], budgets: tuple[RankBudget, ...]
+) -> MachineModel:
+    decode, prefill = parts.lora_decode.record.fit.line, parts.lora_prefill.record.fit.line
+    invocation = parts.invocation
+    return MachineModel(
+        num_layers=subject.shape.num_layers,
+        step_s=parts.base.step_s,
+        groups=groups,
+        invocation_s=0.0 if invocation is None else invocation.fixed_s,
+        lora=LoraModel(decode.slope, decode.intercept, prefill.slope, prefill.intercept),
+        link=parts.link.model,
+        num_workers=parts.num_workers,
+        tokens_per_worker=next(b.tokens_per_worker for b in budgets if b.rank == REFERENCE_RANK),
+        invocation_s_per_token=0.0 if invocation is None else invocation.s_per_token,
+    )

@@ -1,0 +1,155 @@
+"""Deltas of one worker core against tokens, from the process that measures them there."""
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ...cpu_workers.deltas.measure import TORCH_MARGIN
+from ...cpu_workers.deltas.table import DeltaShape, DeltaTable, Measured
+from ...cpu_workers.worker_process import ENVIRONMENT, describe_end
+from ..busy import relative_spread
+from ..curve import Curve, CurveFamily, median
+from ..derive import crossovers
+from ..profile import DeltaCurves, ProfileError
+from ..rounds import Progress
+from .delta_bench import DeltaPoint, DeltaProgress, DeltaReport, DeltaTask, GroupShape
+
+# Importing torch, loading compiled kernels and packing, on a loaded machine.
+_MAX_START_S = 120.0
+_MAX_END_S = 10.0
+_MODULE = f"{__package__}.delta_bench"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTimes:
+    """What a worker core does, in seconds. By input group."""
+
+    families: tuple[CurveFamily, ...]  # with the fastest back end for each shape
+    points: tuple[DeltaPoint, ...]
+    groups: tuple[GroupShape, ...]
+    spreads: tuple[float, ...]
+    left_out: tuple[str, ...]
+
+    def backend_curves(self, rank: int) -> tuple[DeltaCurves, ...]:
+        """Every back end at one of the measured ranks, by input group."""
+        return tuple(self._curves(group, rank) for group in range(len(self.groups)))
+
+    def table(self) -> DeltaTable:
+        """What workers choose their back end by; torch only where it is worth its memory."""
+        table = DeltaTable(
+            tuple(
+                Measured(
+                    name,
+                    DeltaShape(point.num_tokens, point.rank_sum, point.num_values),
+                    round(median(times) * 1e6, 1),
+                )
+                for point in _unlike(self.points)
+                for name, times in point.times_s.items()
+            )
+        )
+        if {"numba", "torch"} <= set(table.backends):
+            return table.without_losers("numba", TORCH_MARGIN)
+        return table
+
+    def _curves(self, group: int, rank: int) -> DeltaCurves:
+        points = [p for p in self.points if p.group == group and p.rank == rank]
+        names = list(points[0].times_s)
+        curves = [Curve.rising({p.num_tokens: median(p.times_s[n]) for p in points}) for n in names]
+        return DeltaCurves(
+            self.groups[group].name,
+            points[0].rank_sum,
+            tuple(zip(names, curves, strict=True)),
+            crossovers(names, curves),
+        )
+
+
+def measure_deltas(task: DeltaTask, slowdown: float, on_progress: Progress) -> DeltaTimes:
+    """Run the process. ``slowdown``: a job of a worker takes this many times as long.
+
+    Raises ``ProfileError`` if the process fails or does not come to its end.
+    """
+    limit_s = _MAX_START_S + 20 * task.repeats.budget_s
+    report = _run(task, limit_s, on_progress)
+    points = tuple(_slowed(point, slowdown) for point in report.points)
+    return DeltaTimes(
+        tuple(_family(points, group) for group in range(len(task.groups))),
+        points,
+        task.groups,
+        tuple(relative_spread(times) for point in points for times in point.times_s.values()),
+        report.left_out,
+    )
+
+
+def _slowed(point: DeltaPoint, slowdown: float) -> DeltaPoint:
+    times_s = {name: [s * slowdown for s in times] for name, times in point.times_s.items()}
+    return msgspec.structs.replace(point, times_s=times_s)
+
+
+def _family(points: Sequence[DeltaPoint], group: int) -> CurveFamily:
+    """By the sum of ranks: each shape with its fastest back end."""
+    curves: dict[int, dict[float, float]] = {}
+    for point in points:
+        if point.group == group:
+            best_s = min(median(times) for times in point.times_s.values())
+            curves.setdefault(point.rank_sum, {})[point.num_tokens] = best_s
+    keys = sorted(curves)
+    return CurveFamily(
+        tuple(float(key) for key in keys), tuple(Curve.rising(curves[key]) for key in keys)
+    )
+
+
+def _unlike(points: Sequence[DeltaPoint]) -> list[DeltaPoint]:
+    """One point per shape: groups may have the same."""
+    found = {(p.num_tokens, p.rank_sum, p.num_values): p for p in points}
+    return list(found.values())
+
+
+def _run(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaReport:
+    command = [sys.executable, "-P", "-m", _MODULE, str(os.getpid())]
+    process = subprocess.Popen(
+        [*command, msgspec.json.encode(task).decode()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=os.environ | ENVIRONMENT,
+    )
+    try:
+        report = _read(process, time.monotonic() + limit_s, on_progress)
+        if report is None:  # it has closed its output, so it is about to end
+            end = describe_end(process.wait(_MAX_END_S))
+            raise ProfileError(f"measuring deltas on CPU {task.cpu} failed: the process {end}")
+        return report
+    except (subprocess.TimeoutExpired, TimeoutError) as error:
+        raise ProfileError(f"measuring deltas on CPU {task.cpu} does not end") from error
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _read(
+    process: "subprocess.Popen[bytes]", deadline_s: float, on_progress: Progress
+) -> DeltaReport | None:
+    """What the process says until its report; None if it ends before. Raises ``TimeoutError``."""
+    assert process.stdout is not None
+    descriptor = process.stdout.fileno()
+    text = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if not selector.select(left_s):
+                continue
+            more = os.read(descriptor, 1 << 16)
+            if not more:
+                return None
+            *lines, text = (text + more).split(b"\n")
+            for line in lines:
+                message = msgspec.json.decode(line, type=DeltaProgress | DeltaReport)
+                if isinstance(message, DeltaReport):
+                    return message
+                on_progress(message.num_done, message.num_total)
+    raise TimeoutError

@@ -1,0 +1,101 @@
+"""How much is measured: the sizes and the seconds of a quick and of a thorough profile."""
+
+from dataclasses import dataclass, field
+
+from ..rounds import Repeats
+
+REFERENCE_RANK = 64  # that the figures in one number are of
+BATCH_SIZES = (4, 8, 16, 32)  # of the decode batches with adapters
+BATCH_RANKS = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Sizes ascend; what a model, or an option, does not allow is cut off."""
+
+    name: str
+    step_tokens: tuple[int, ...]  # of prefill rows, and of base products
+    decode_rows: tuple[int, ...]
+    delta_tokens: tuple[int, ...]
+    delta_ranks: tuple[int, ...]
+    invocation_tokens: tuple[int, ...]
+    num_batches: int  # of each of ``BATCH_SIZES``
+    prefill_tokens: tuple[int, ...]
+    prefill_ranks: tuple[int, ...]
+    chunk_bytes: tuple[int, ...]
+    concurrency: tuple[int, ...]
+    max_adapters_bytes: int  # that adapters of a batch take on the device
+    base: Repeats
+    decode: Repeats
+    deltas: Repeats
+    invocation: Repeats
+    link: Repeats
+    lora_decode: Repeats
+    lora_prefill: Repeats
+    parts: tuple[str, ...] = field(
+        default=("base", "decode", "link", "deltas", "invocation", "lora_decode", "lora_prefill")
+    )
+
+    def __post_init__(self) -> None:
+        assert self.delta_ranks == tuple(sorted(self.delta_ranks)), self.delta_ranks
+        assert REFERENCE_RANK in self.delta_ranks, self.delta_ranks
+
+    @property
+    def budget_s(self) -> float:
+        """Of all parts together."""
+        return sum(self.repeats(part).budget_s for part in self.parts)
+
+    def repeats(self, part: str) -> Repeats:
+        """Of one part."""
+        found = getattr(self, part)
+        assert isinstance(found, Repeats)
+        return found
+
+
+_KIB, _MIB = 2**10, 2**20
+
+QUICK = Effort(
+    name="quick",
+    step_tokens=(1, 4, 16, 32, 64, 128, 256, 512),
+    decode_rows=(1, 4, 8, 16, 32),
+    delta_tokens=(1, 8, 32, 128, 256),
+    delta_ranks=(8, 64, 128),
+    invocation_tokens=(8, 64, 128),
+    num_batches=4,
+    prefill_tokens=(8, 32, 128),
+    prefill_ranks=(8, 32, 128),
+    chunk_bytes=(64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB),
+    concurrency=(1, 2),
+    max_adapters_bytes=256 * _MIB,
+    base=Repeats(6.0, 2, 7),
+    decode=Repeats(2.0, 3, 7),
+    deltas=Repeats(5.0, 2, 7),
+    invocation=Repeats(2.0, 3, 15),
+    link=Repeats(1.5, 3, 15),
+    lora_decode=Repeats(4.0, 2, 7),
+    lora_prefill=Repeats(3.5, 2, 7),
+)
+
+THOROUGH = Effort(
+    name="thorough",
+    step_tokens=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096),
+    decode_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64),
+    delta_tokens=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512),
+    delta_ranks=(8, 16, 32, 64, 128, 256),
+    invocation_tokens=(1, 8, 16, 32, 64, 128, 256),
+    num_batches=12,
+    prefill_tokens=(8, 16, 32, 64, 128, 256, 512),
+    prefill_ranks=(8, 16, 32, 64, 128),
+    chunk_bytes=(16 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 2 * _MIB, 4 * _MIB, 8 * _MIB),
+    concurrency=(1, 2, 4),
+    max_adapters_bytes=1024 * _MIB,
+    base=Repeats(60.0, 5, 15),
+    decode=Repeats(20.0, 5, 15),
+    deltas=Repeats(45.0, 5, 15),
+    invocation=Repeats(15.0, 7, 31),
+    link=Repeats(10.0, 7, 31),
+    lora_decode=Repeats(40.0, 5, 15),
+    lora_prefill=Repeats(40.0, 5, 15),
+)
+
+EFFORTS = {effort.name: effort for effort in (QUICK, THOROUGH)}

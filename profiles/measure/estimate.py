@@ -1,0 +1,50 @@
+"""How long measuring will take. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from ..rounds import Repeats
+from .effort import BATCH_SIZES, Effort
+
+_START_S = 2.0  # of a process with its libraries
+
+
+def cut(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The ``sizes`` below ``limit``, and ``limit`` itself: what is allowed is measured."""
+    return (*(size for size in sizes if size < limit), limit)
+
+
+def expected_s(
+    effort: Effort, step_s: Callable[[int], float], max_tokens: int, *, has_workers: bool
+) -> dict[str, float]:
+    """Seconds of each part, in their order.
+
+    ``step_s``: one forward of so many tokens. A part ends after its last round or with its budget,
+    whichever is sooner, but not before its least number of rounds over the sizes that it needs.
+    """
+    prefill = [
+        step_s(min(n, max_tokens)) for n in effort.prefill_tokens for _ in effort.prefill_ranks
+    ]
+    batches = [step_s(n) for n in BATCH_SIZES for _ in range(effort.num_batches)]
+    costs = {
+        "base": [step_s(n) for n in cut(effort.step_tokens, max_tokens)],
+        "decode": [step_s(n) for n in effort.decode_rows],
+        "lora_decode": batches,
+        "lora_prefill": prefill,
+    }
+    result = {}
+    for part in effort.parts:
+        repeats = effort.repeats(part)
+        seconds = repeats.budget_s
+        if part in costs:
+            seconds = _bounded_s(repeats, costs[part])
+        elif part == "deltas":
+            seconds += _START_S
+        elif part == "invocation":
+            seconds = seconds + _START_S if has_workers else 0.0
+        result[part] = seconds
+    return result
+
+
+def _bounded_s(repeats: Repeats, costs_s: Sequence[float]) -> float:
+    least_s = (repeats.min_rounds + 1) * sum(costs_s[:2])
+    return max(least_s, min(repeats.budget_s, (repeats.max_rounds + 1) * sum(costs_s)))

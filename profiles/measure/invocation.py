@@ -1,0 +1,224 @@
+"""What an invocation of a worker costs beside the arithmetic, in real passes with real workers."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...cpu_workers.deltas.base import ITEM_BYTES
+from ...cpu_workers.deltas.table import DeltaTable
+from ...cpu_workers.kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from ...cpu_workers.pool import PoolConfig, WorkerPool
+from ...gpu.coexec.adders import AddByCopy, add_from_host
+from ...gpu.coexec.cold_deltas import (
+    AddDeltas,
+    ColdDeltas,
+    ColdPlan,
+    Exchange,
+    GroupKey,
+    NoObserver,
+)
+from ...gpu.coexec.gateway import AssistedRow, PlacedRegion, WorkerGateway
+from ...gpu.device.host_memory import HostMemory, TorchDevice
+from ...shm.region import Region
+from ...shm.segment import Segment
+from ..busy import relative_spread
+from ..curve import CurveFamily, median
+from ..fit import fit_line
+from ..profile import ProfileError
+from ..rounds import Case, Progress, Repeats, measure_rounds
+from .delta_bench import GroupShape, random_bits
+from .passes import Passes
+from .shape import ModelGroups
+from .stopwatch import GroupSpan, GroupTimer
+
+_RANK = 8  # little arithmetic, so that the rest shows
+_TIMEOUT_S = 60.0
+_READY_TIMEOUT_S = 100.0
+_BLOCK_TOKENS = 8
+_MIN_COST_S = 1e-7  # what clocks can tell
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What workers are started with."""
+
+    cpus: tuple[int, ...]
+    supervisor_cpus: tuple[int, ...]
+    backend: str
+    slowdown: float
+    table: DeltaTable
+
+
+@dataclass(frozen=True, slots=True)
+class InvocationTimes:
+    """Per input group: seconds, and seconds per token."""
+
+    fixed_s: float
+    s_per_token: float
+    by_tokens: tuple[tuple[int, float], ...]
+    spreads: tuple[float, ...]
+    left_out: tuple[str, ...]
+
+
+class _ArenaAdapter:
+    """One adapter on all input groups of the usual shapes; see ``gateway.ColdAdapter``."""
+
+    def __init__(self, groups: ModelGroups) -> None:
+        rng = np.random.default_rng(0)
+        self.regions: tuple[Region, ...] = tuple(_plan(shape) for shape in groups.shapes)
+        self._places: dict[GroupKey, PlacedRegion] = {}
+        num_bytes = sum(self.regions[group].num_bytes for _, group in groups.keys)
+        self.segment = Segment.create(num_bytes, kind="adapters")
+        offset = 0
+        for key in groups.keys:
+            shape, region = groups.shapes[key[1]], self.regions[key[1]]
+            matrices = [
+                Matrices(random_bits(rng, _RANK, shape.in_features), random_bits(rng, n, _RANK))
+                for n in shape.columns
+            ]
+            write_region(region, matrices, self.segment.buffer[offset:])
+            self._places[key] = PlacedRegion(offset, region)
+            offset += region.num_bytes
+
+    def region(self, key: GroupKey) -> PlacedRegion | None:
+        """See ``ColdAdapter``."""
+        return self._places.get(key)
+
+
+def _plan(shape: GroupShape) -> Region:
+    targets = [TargetShape(_RANK, columns, 1e-6) for columns in shape.columns]
+    return plan_packed(shape.in_features, ITEM_BYTES, targets)
+
+
+class InvocationBench:
+    """Workers, and passes whose deltas all come from them. Close it before the device."""
+
+    def __init__(
+        self, passes: Passes, device: TorchDevice, exchange: Exchange, groups: ModelGroups,
+        max_tokens: int, options: WorkerOptions,
+    ) -> None:  # fmt: skip
+        """Start the workers. The calling thread runs the passes, on ``exchange.compute``.
+
+        Raises ``WorkerPoolError`` or ``ShmError`` if the workers cannot be had.
+        """
+        self._passes = passes
+        self._device = device
+        self._exchange = exchange
+        self._num_layers = groups.num_layers
+        self._num_workers = len(options.cpus)
+        # One slice for each worker and input group, whatever the number of tokens.
+        slice_tokens = -(-max_tokens // (self._num_workers * _BLOCK_TOKENS)) * _BLOCK_TOKENS
+        with contextlib.ExitStack() as undo:
+            self._adapter = _ArenaAdapter(groups)
+            undo.enter_context(self._adapter.segment)
+            regions = self._adapter.regions
+            columns = max(region.y_columns for region in regions)
+            self._add = self._adder(slice_tokens, columns)
+            self._pool = undo.enter_context(
+                WorkerPool(
+                    PoolConfig(
+                        worker_cpus=options.cpus,
+                        supervisor_cpus=options.supervisor_cpus,
+                        max_slice_tokens=slice_tokens,
+                        max_in_features=max(region.in_features for region in regions),
+                        max_out_columns=columns,
+                        num_job_slots=_power_of_two(len(groups.keys) + 1),
+                        backend=options.backend,
+                        delta_table=options.table,
+                        slowdown=options.slowdown,
+                    ),
+                    self._adapter.segment,
+                )
+            )
+            rings = self._register(self._pool.rings.segment, "rings", undo)
+            control = self._register(self._pool.control.segment, "control words", undo)
+            self._gateway = WorkerGateway(
+                self._pool, rings, control, _unhurried,
+                num_input_groups=len(groups.shapes), tokens_per_worker=slice_tokens,
+            )  # fmt: skip
+            self._pool.wait_ready(_READY_TIMEOUT_S)
+            self._undo = undo.pop_all()
+
+    def measure(
+        self,
+        tokens: Sequence[int],
+        deltas: Sequence[CurveFamily],
+        repeats: Repeats,
+        on_progress: Progress,
+    ) -> InvocationTimes:
+        """Passes of so many tokens; ``deltas``: what the arithmetic takes, by input group.
+
+        Raises ``ProfileError`` if workers fail.
+        """
+        measured = measure_rounds(
+            [Case(str(n), partial(self._cost_s, n, deltas)) for n in tokens],
+            repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress,
+        )  # fmt: skip
+        costs = [(int(name), median(values)) for name, values in measured.values.items()]
+        line = fit_line([float(n) for n, _ in costs], [cost_s for _, cost_s in costs])
+        return InvocationTimes(
+            line.intercept,
+            line.slope,
+            tuple(costs),
+            tuple(relative_spread(values) for values in measured.values.values()),
+            tuple(f"invocations with {name} tokens" for name in measured.left_out),
+        )
+
+    def close(self) -> None:
+        """End the workers and free the shared memory."""
+        self._undo.close()
+
+    def _cost_s(self, num_tokens: int, deltas: Sequence[CurveFamily]) -> float:
+        """Of one input group: the median over all of a pass."""
+        slice_tokens = -(-num_tokens // self._num_workers)
+        costs = []
+        for span in self._run(num_tokens):
+            if self._adapter.region((span.layer, span.group)) is None:
+                continue
+            rank_sum = self._adapter.regions[span.group].rank_sum
+            delta_s = deltas[span.group].at(rank_sum, slice_tokens)
+            exposed_s = max(0.0, delta_s - span.base_s)
+            costs.append(span.begin_s + max(0.0, span.add_s - exposed_s))
+        return max(_MIN_COST_S, median(costs))
+
+    def _run(self, num_tokens: int) -> tuple[GroupSpan, ...]:
+        """One pass with all deltas from the workers."""
+        rows = self._passes.prefill_rows(num_tokens)
+        row = AssistedRow(0, num_tokens, self._num_layers, self._adapter)
+        invocations = self._gateway.invoke([row])
+        plan = ColdPlan(invocations, (None,) * self._num_layers, ((),) * self._num_layers)
+        deltas = ColdDeltas(self._exchange, self._passes.backend, self._add, plan, NoObserver())
+        timer = GroupTimer(self._passes.stopwatch, deltas)
+        try:
+            self._passes.forward(rows, lambda _: timer)
+            self._device.synchronize(self._exchange.compute, timeout_s=_TIMEOUT_S)
+        except BaseException:
+            deltas.release_workers()
+            raise
+        if self._gateway.settle(invocations, timeout_s=_TIMEOUT_S):
+            raise ProfileError(f"a CPU worker failed: {self._pool.trouble or 'it says nothing'}")
+        return timer.spans()
+
+    def _adder(self, slice_tokens: int, columns: int) -> AddDeltas:
+        where = self._passes.where
+        return AddByCopy(slice_tokens, columns, where) if where.type == "cuda" else add_from_host
+
+    def _register(self, segment: Segment, name: str, undo: contextlib.ExitStack) -> HostMemory:
+        name = f"{name} of the profile"
+        # As the engine does: pacing is for adapters.
+        memory = self._device.register(segment.buffer, name=name, is_paced=False)
+        undo.callback(memory.close)
+        return memory
+
+
+def _unhurried(_region: Region, _num_tokens: int) -> float:
+    """Seconds that a worker is granted: deadlines are generous multiples of it."""
+    return 1.0
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,221 @@
+"""Measures everything that a profile holds, part by part."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+
+from ...cpu_workers.errors import WorkerPoolError
+from ...gpu.assemble import LoadedModel, make_runner
+from ...gpu.coexec.cold_deltas import Exchange
+from ...gpu.device.host_memory import TorchDevice
+from ...shm.errors import ShmError
+from ..busy import CpuUse
+from ..meter import Meter, OnReport
+from ..profile import Profile, ProfileError, Subject
+from .bank import AdapterBank
+from .base import BaseTimes, DecodeTimes, measure_decode, measure_prefill
+from .compose import Parts, compose
+from .delta_bench import DeltaTask
+from .deltas import DeltaTimes, measure_deltas
+from .effort import BATCH_RANKS, BATCH_SIZES, REFERENCE_RANK, Effort
+from .estimate import cut, expected_s
+from .invocation import InvocationBench, InvocationTimes, WorkerOptions
+from .link import LinkBench, LinkTimes
+from .lora import LoraBench, LoraTimes
+from .passes import Passes
+from .shape import model_groups
+from .stopwatch import stopwatch_of
+
+_LOG = logging.getLogger(__name__)
+
+_TRIAL_TOKENS = (16, 128)  # of the forwards that the time is estimated from
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured, and where."""
+
+    loaded: LoadedModel
+    device: TorchDevice  # with no operation enqueued yet; stays the caller's
+    subject: Subject
+    effort: Effort
+    max_tokens: int  # of a step
+    worker_cpus: tuple[int, ...]  # () = co-execution is off
+    supervisor_cpus: tuple[int, ...]
+    delta_cpu: int  # where a worker runs, or would
+    coexecution_off: str  # why there are no workers
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Whom measuring tells what."""
+
+    on_estimate: Callable[[float], None]  # how many seconds it will take, once
+    on_report: OnReport
+
+
+def measure_profile(bench: Bench, listener: Listener, cpu_use: Callable[[], CpuUse]) -> Profile:
+    """Measure all parts and derive what follows from them.
+
+    ``cpu_use``: who used the CPUs since before this call. Raises ``ProfileError`` if a part cannot
+    be measured.
+    """
+    start_s = time.monotonic()
+    try:
+        with _Profiler(bench, listener) as profiler:
+            parts = profiler.measure()
+    except (WorkerPoolError, ShmError) as error:
+        raise ProfileError(f"the profile cannot be measured: {error}") from error
+    created_at = datetime.now(UTC).isoformat(timespec="seconds")
+    return compose(
+        bench.subject, bench.effort, parts, cpu_use(),
+        created_at=created_at, measured_s=round(time.monotonic() - start_s, 1),
+    )  # fmt: skip
+
+
+class _Profiler(contextlib.ExitStack):
+    """One run over all parts."""
+
+    def __init__(self, bench: Bench, listener: Listener) -> None:
+        super().__init__()
+        self._bench = bench
+        self._effort = bench.effort
+        self._listener = listener
+        self._where = bench.loaded.model.device
+        # Streams come before the device's first operation.
+        self._link = LinkBench(bench.device, self._where, bench.effort.concurrency)
+        self._exchange = self._make_exchange()
+        self._groups = model_groups(bench.loaded)
+        self._passes = self._make_passes()
+
+    def measure(self) -> Parts:
+        """All of them; the adapters last, for they take memory."""
+        expected = expected_s(
+            self._effort, self._trial(), self._bench.max_tokens,
+            has_workers=bool(self._bench.worker_cpus),
+        )  # fmt: skip
+        self._listener.on_estimate(sum(expected.values()))
+        meter = Meter(expected, self._listener.on_report, time.monotonic)
+        base, decode = self._base(meter)
+        link = self._link_times(meter)
+        deltas = self._deltas(meter)
+        invocation, off = self._invocation(deltas, meter)
+        lora_decode, lora_prefill, bytes_per_rank = self._lora(meter)
+        return Parts(
+            groups=self._groups.shapes,
+            num_workers=0 if invocation is None else len(self._bench.worker_cpus),
+            base=base, decode=decode, link=link, deltas=deltas, invocation=invocation, off=off,
+            lora_decode=lora_decode, lora_prefill=lora_prefill, bytes_per_rank=bytes_per_rank,
+        )  # fmt: skip
+
+    def _make_exchange(self) -> Exchange:
+        """Streams as an engine has them; the calling thread computes on the first."""
+        device = self._bench.device
+        compute = device.stream("profile")
+        transfer = compute
+        if self._where.type == "cuda":
+            transfer = device.stream("profile transfer", is_urgent=True)
+            self.callback(torch.cuda.set_stream, torch.cuda.current_stream(self._where))
+        device.adopt(compute)
+        return Exchange(device, compute, transfer)
+
+    def _make_passes(self) -> Passes:
+        loaded, effort = self._bench.loaded, self._effort
+        num_rows = max(*effort.decode_rows, *BATCH_SIZES)
+        num_blocks = Passes.num_blocks(self._bench.max_tokens, num_rows, loaded.layout.block_size)
+        runner = make_runner(loaded, num_blocks)
+        self.callback(runner.pool.close)
+        return Passes(
+            runner, loaded.lora_backend, stopwatch_of(self._where),
+            vocab_size=int(loaded.config.vocab_size),
+            num_groups=len(self._groups.shapes),
+        )  # fmt: skip
+
+    def _trial(self) -> Callable[[int], float]:
+        """Seconds of a forward of any number of tokens, roughly: the line through two."""
+        few, many = (min(n, self._bench.max_tokens) for n in _TRIAL_TOKENS)
+        times_s = []
+        for num_tokens in (few, many):
+            rows = self._passes.prefill_rows(num_tokens)
+            self._passes.step_s(rows)
+            times_s.append(self._passes.step_s(rows))
+        slope = max(0.0, times_s[1] - times_s[0]) / max(1, many - few)
+        return lambda num_tokens: times_s[0] + slope * max(0, num_tokens - few)
+
+    def _base(self, meter: Meter) -> tuple[BaseTimes, DecodeTimes]:
+        effort = self._effort
+        return (
+            measure_prefill(
+                self._passes, cut(effort.step_tokens, self._bench.max_tokens), effort.base,
+                meter.begin("base", "base model, prefill"),
+            ),
+            measure_decode(
+                self._passes, effort.decode_rows, effort.decode,
+                meter.begin("decode", "base model, decode"),
+            ),
+        )  # fmt: skip
+
+    def _link_times(self, meter: Meter) -> LinkTimes:
+        on_progress = meter.begin("link", "link to the device")
+        return self._link.measure(self._effort.chunk_bytes, self._effort.link, on_progress)
+
+    def _deltas(self, meter: Meter) -> DeltaTimes:
+        bench, effort = self._bench, self._effort
+        settings = bench.subject.settings
+        limit = min(max(effort.delta_tokens), bench.max_tokens)
+        task = DeltaTask(
+            cpu=bench.delta_cpu,
+            groups=self._groups.shapes,
+            ranks=effort.delta_ranks,
+            tokens=cut(effort.delta_tokens, limit),
+            num_layers=self._groups.num_layers,
+            backend=settings.delta_backend,
+            repeats=effort.deltas,
+        )
+        on_progress = meter.begin("deltas", f"deltas on CPU {bench.delta_cpu}")
+        return measure_deltas(task, settings.worker_slowdown, on_progress)
+
+    def _invocation(self, deltas: DeltaTimes, meter: Meter) -> tuple[InvocationTimes | None, str]:
+        """Through real workers; without any nothing, and why."""
+        bench, effort = self._bench, self._effort
+        on_progress = meter.begin("invocation", "invocations of CPU workers")
+        off = bench.coexecution_off
+        if not off and bench.loaded.dtype != torch.bfloat16:
+            off = f"workers compute bfloat16, and the model is {bench.subject.shape.dtype}"
+        if off:
+            return None, off
+        settings = bench.subject.settings
+        options = WorkerOptions(
+            bench.worker_cpus, bench.supervisor_cpus, settings.delta_backend,
+            settings.worker_slowdown, deltas.table(),
+        )  # fmt: skip
+        limit = min(max(effort.invocation_tokens), bench.max_tokens)
+        tokens = cut(effort.invocation_tokens, limit)
+        workers = InvocationBench(
+            self._passes, bench.device, self._exchange, self._groups, limit, options
+        )  # fmt: skip
+        with contextlib.closing(workers):
+            return workers.measure(tokens, deltas.families, effort.invocation, on_progress), ""
+
+    def _lora(self, meter: Meter) -> tuple[LoraTimes, LoraTimes, float]:
+        effort = self._effort
+        num_rows = max(BATCH_SIZES)
+        ranks = [BATCH_RANKS[index % len(BATCH_RANKS)] for index in range(num_rows)]
+        bank = AdapterBank(self._bench.loaded, ranks, effort.max_adapters_bytes)
+        self.callback(bank.close)
+        lora = LoraBench(self._passes, bank)
+        limit = min(max(effort.prefill_tokens), self._bench.max_tokens)
+        decode = lora.decode(
+            effort.num_batches, effort.lora_decode,
+            meter.begin("lora_decode", "adapters on the device, decode"),
+        )  # fmt: skip
+        prefill = lora.prefill(
+            cut(effort.prefill_tokens, limit), effort.prefill_ranks, effort.lora_prefill,
+            meter.begin("lora_prefill", "adapters on the device, prefill"),
+        )  # fmt: skip
+        return decode, prefill, bank.bytes_of(REFERENCE_RANK) / REFERENCE_RANK

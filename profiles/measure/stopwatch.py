@@ -1,0 +1,121 @@
+"""Times parts of a pass where they happen: on the CPU by the clock, on CUDA by events."""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ...gpu.step import DeltaPass
+
+
+class Stopwatch(Protocol):
+    """Marks moments of the device's current stream."""
+
+    def mark(self) -> Any:
+        """Now, behind everything that was enqueued."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all marks are known."""
+        ...
+
+    def between_s(self, first: Any, then: Any) -> float:
+        """Seconds between two marks that are known."""
+        ...
+
+
+class HostStopwatch:
+    """For devices that compute in the calling thread."""
+
+    def mark(self) -> Any:
+        """See ``Stopwatch``."""
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """Everything has happened already."""
+
+    def between_s(self, first: Any, then: Any) -> float:
+        """See ``Stopwatch``."""
+        return float(then - first)
+
+
+class CudaStopwatch:
+    """For one CUDA device."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+
+    def mark(self) -> Any:
+        """See ``Stopwatch``."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """See ``Stopwatch``."""
+        torch.cuda.synchronize(self._where)
+
+    def between_s(self, first: Any, then: Any) -> float:
+        """See ``Stopwatch``."""
+        return float(first.elapsed_time(then)) / 1e3
+
+
+def stopwatch_of(where: torch.device) -> Stopwatch:
+    """The stopwatch for a device."""
+    return CudaStopwatch(where) if where.type == "cuda" else HostStopwatch()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpan:
+    """One input group of one layer in one pass, in seconds."""
+
+    layer: int
+    group: int
+    begin_s: float  # until x is on its way
+    base_s: float  # the base products
+    add_s: float  # until the deltas are in
+
+
+class GroupTimer:
+    """A ``DeltaPass`` around another one, or around none, that times every input group."""
+
+    def __init__(self, stopwatch: Stopwatch, inner: DeltaPass | None) -> None:
+        self._stopwatch = stopwatch
+        self._inner = inner
+        self._marks: list[tuple[Hashable, Any, Any, Any, Any]] = []
+        self._begun: tuple[Any, Any] | None = None
+
+    def begin(self, group: Hashable, x: torch.Tensor) -> None:
+        """See ``DeltaPass``."""
+        before = self._stopwatch.mark()
+        if self._inner is not None:
+            self._inner.begin(group, x)
+        self._begun = before, self._stopwatch.mark()
+
+    def add(
+        self,
+        group: Hashable,
+        x: torch.Tensor,
+        ys: Sequence[torch.Tensor],
+        target_indices: Sequence[int],
+    ) -> None:
+        """See ``DeltaPass``."""
+        before = self._stopwatch.mark()
+        if self._inner is not None:
+            self._inner.add(group, x, ys, target_indices)
+        after = self._stopwatch.mark()
+        assert self._begun is not None, "a group is begun before its deltas are added"
+        self._marks.append((group, *self._begun, before, after))
+
+    def spans(self) -> tuple[GroupSpan, ...]:
+        """What was timed; waits for the device."""
+        self._stopwatch.settle()
+        return tuple(self._span(*marks) for marks in self._marks)
+
+    def _span(self, key: Hashable, m0: Any, m1: Any, m2: Any, m3: Any) -> GroupSpan:
+        assert isinstance(key, tuple)
+        layer, group = key
+        between_s: Callable[[Any, Any], float] = self._stopwatch.between_s
+        return GroupSpan(layer, group, between_s(m0, m1), between_s(m1, m2), between_s(m2, m3))

@@ -1,0 +1,143 @@
+"""Draws the curves behind the budgets. Loads matplotlib, which only this needs, when it draws."""
+
+from pathlib import Path
+from typing import Any
+
+from .curve import Curve
+from .profile import FitRecord, Profile, ProfileError
+
+_NUM_COLUMNS = 3
+_GREY = "0.35"
+_BASE = {"color": "black", "linewidth": 2.0}
+
+
+def check_matplotlib() -> None:
+    """Raise ``ProfileError`` if pictures cannot be drawn here."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ProfileError(
+            "a picture needs matplotlib, which is not installed: pip install 'corun[profile]'"
+        ) from error
+
+
+def draw_profile(profile: Profile, path: Path) -> None:
+    """Write a PNG: by input group the base products against the deltas, then the rest.
+
+    Raises ``ProfileError`` without matplotlib, or if the file cannot be written.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    num_panels = len(profile.model.groups) + 5
+    num_rows = -(-num_panels // _NUM_COLUMNS)
+    figure = Figure(figsize=(5.0 * _NUM_COLUMNS, 3.9 * num_rows), layout="constrained")
+    panels = figure.subplots(num_rows, _NUM_COLUMNS, squeeze=False).flat
+    for index in range(len(profile.model.groups)):
+        _draw_group(next(panels), profile, index)
+    _draw_backends(next(panels), profile)
+    _draw_steps(next(panels), profile)
+    _draw_fit(
+        next(panels), profile.decode_fit, 2**20, "MiB of the batch's adapters",
+        "Adapters on the device, decode",
+    )  # fmt: skip
+    _draw_fit(
+        next(panels), profile.prefill_fit, 2**30, "tokens × GiB of the adapter",
+        "Adapters on the device, prefill",
+    )  # fmt: skip
+    _draw_link(next(panels), profile)
+    for unused in panels:
+        unused.set_axis_off()
+    machine = profile.subject.machine
+    figure.suptitle(f"corun profile: {machine.device}, {machine.cpu_model}, {profile.created_at}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _draw_group(axes: Any, profile: Profile, index: int) -> None:
+    """Where a delta's curve is below the base products', one core hides it."""
+    from matplotlib import colormaps
+
+    group = profile.model.groups[index]
+    shades = colormaps["viridis"]
+    for place, (rank_sum, curve) in enumerate(
+        zip(group.delta_s.keys, group.delta_s.curves, strict=True)
+    ):
+        color = shades(0.9 * place / max(1, len(group.delta_s.keys) - 1))
+        label = f"delta, rank {profile.budgets[place].rank}"
+        assert rank_sum % profile.budgets[place].rank == 0, (rank_sum, profile.budgets[place])
+        _line(axes, curve, 1e-6, marker="o", markersize=3, color=color, label=label)
+    _line(axes, group.base_s, 1e-6, label="base products on the device", **_BASE)
+    budget = profile.model.tokens_per_worker
+    axes.axvline(budget, color=_GREY, linestyle="--", linewidth=1)
+    axes.annotate(
+        f"c = {budget} (rank {profile.reference_rank})",
+        (budget, 0.02), xycoords=("data", "axes fraction"),
+        xytext=(-4, 0), textcoords="offset points", color=_GREY, ha="right",
+    )  # fmt: skip
+    _finish(axes, f"Input group of {group.name}, one layer", "tokens", "microseconds")
+    axes.legend(fontsize=7)
+
+
+def _draw_backends(axes: Any, profile: Profile) -> None:
+    deltas = profile.deltas[0]
+    for name, curve in deltas.curves:
+        _line(axes, curve, 1e-6, marker="o", markersize=3, label=name)
+    title = f"Back ends of a worker, {deltas.group}, rank {profile.reference_rank}"
+    _finish(axes, title, "tokens", "microseconds")
+    axes.legend(fontsize=7)
+
+
+def _draw_steps(axes: Any, profile: Profile) -> None:
+    _line(axes, profile.model.step_s, 1e-3, marker="o", markersize=3, label="prefill, one row")
+    _line(axes, profile.decode_step_s, 1e-3, marker="s", markersize=3, label="decode rows")
+    _finish(axes, "Base model, all layers", "tokens", "milliseconds")
+    axes.legend(fontsize=7)
+
+
+def _draw_fit(axes: Any, record: FitRecord, scale: int, x_label: str, title: str) -> None:
+    x = [value / scale for value in record.x]
+    axes.plot(x, [value * 1e3 for value in record.y], "o", markersize=4, label="measured")
+    ends = [0.0, max(record.x)]
+    line = record.fit.line
+    axes.plot(
+        [value / scale for value in ends], [line.at(value) * 1e3 for value in ends],
+        color="black", linewidth=1,
+        label=f"fitted, R² {record.fit.r_squared:.3f} on {record.fit.num_held_out} held out",
+    )  # fmt: skip
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel=x_label, ylabel="milliseconds, all layers")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def _draw_link(axes: Any, profile: Profile) -> None:
+    for concurrency in sorted({point.concurrency for point in profile.link_points}):
+        points = [p for p in profile.link_points if p.concurrency == concurrency]
+        axes.plot(
+            [p.chunk_bytes / 2**10 for p in points], [p.bytes_per_s / 2**30 for p in points],
+            marker="o", markersize=3, label=f"{concurrency} at a time",
+        )  # fmt: skip
+    axes.axvline(profile.min_group_bytes / 2**10, color=_GREY, linestyle="--", linewidth=1)
+    axes.set_title("Copies to the device; dashed: least layer group", fontsize=10)
+    axes.set(xlabel="KiB of a copy", ylabel="GiB/s together", xscale="log")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def _line(axes: Any, curve: Curve, unit_s: float, **style: Any) -> None:
+    axes.plot(curve.x, [value / unit_s for value in curve.y], **style)
+
+
+def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):  # 100 and not 10 to the second
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+    axes.grid(visible=True, alpha=0.3)

@@ -1,0 +1,85 @@
+"""Repeats measurements in turn within a time budget. Pure: the clock is passed in.
+
+All cases are measured once, then all again in the reverse order, and so on: what drifts, such as
+the clock rate of a core, then hits all alike.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .curve import median
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Case(Generic[Value]):
+    """Something to measure again and again."""
+
+    name: str
+    measure: Callable[[], Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """How often, and for how long at most."""
+
+    budget_s: float
+    min_rounds: int  # after one to warm up; cases that do not fit that often are left out
+    max_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[Value]):
+    """Values by case, as many for each; and the names of cases that were left out."""
+
+    values: dict[str, list[Value]]
+    left_out: tuple[str, ...]
+
+
+Progress = Callable[[int, int], None]  # measurements done, of how many
+
+
+def measure_rounds(
+    cases: Sequence[Case[Value]],
+    repeats: Repeats,
+    *,
+    num_needed: int,
+    clock: Callable[[], float],
+    on_progress: Progress,
+) -> Measured[Value]:
+    """Measure ``cases``, the cheapest of which come first.
+
+    The first round warms up and does not count; from the case on that would break the budget all
+    are left out, but never one of the first ``num_needed``. Each case that is kept has at least
+    ``min_rounds`` values, even if that breaks the budget.
+    """
+    start_s = clock()
+    kept: list[Case[Value]] = []
+    rounds = repeats.min_rounds + 1
+    last_s = 0.0
+    for case in cases:
+        begin_s = clock()
+        # It costs at least as much as the one before it.
+        expected_s = begin_s - start_s + last_s
+        if len(kept) >= num_needed and expected_s * rounds > repeats.budget_s:
+            break
+        case.measure()
+        last_s = clock() - begin_s
+        kept.append(case)
+        on_progress(len(kept), len(cases) * (repeats.max_rounds + 1))
+    round_s = clock() - start_s
+    values: dict[str, list[Value]] = {case.name: [] for case in kept}
+    for number in range(repeats.max_rounds):
+        if number >= repeats.min_rounds and clock() - start_s + round_s > repeats.budget_s:
+            break
+        for index, case in enumerate(kept if number % 2 else reversed(kept)):
+            values[case.name].append(case.measure())
+            on_progress((number + 1) * len(kept) + index + 1, len(kept) * (repeats.max_rounds + 1))
+    return Measured(values, tuple(case.name for case in cases[len(kept) :]))
+
+
+def medians(values: dict[str, list[float]]) -> dict[str, float]:
+    """The median of each case."""
+    return {name: median(repeated) for name, repeated in values.items()}

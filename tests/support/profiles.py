@@ -1,0 +1,60 @@
+"""A profile whose figures are easy to check."""
+
+from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.fit import Fit, Line
+from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from corun.profiles.profile import (
+    DeltaCurves,
+    FitRecord,
+    LinkPoint,
+    Machine,
+    ModelShape,
+    Profile,
+    Quality,
+    RankBudget,
+    Settings,
+    Subject,
+)
+
+_CURVE = Curve((1.0, 64.0, 512.0), (0.001, 0.002, 0.016))
+_FIT = FitRecord(Fit(Line(1e-9, 1e-5), 0.99, 4, 2), (1e6, 2e6, 4e6), (1e-3, 2e-3, 4e-3))
+
+SUBJECT = Subject(
+    machine=Machine("A CPU", 2, "cpu"),
+    settings=Settings(1, 1, 1.0, "auto", "1 GiB/s + 0 us", ("plain", "torch", "torch")),
+    shape=ModelShape(2, "bfloat16", (("q_proj", 64, 128),)),
+    torch_version="2.13.0",
+    corun_version="0.1.0",
+)
+
+PROFILE = Profile(
+    subject=SUBJECT,
+    created_at="2026-11-21T10:00:00+00:00",
+    is_thorough=False,
+    model=MachineModel(
+        num_layers=2,
+        step_s=_CURVE,
+        groups=(GroupModel("q_proj", _CURVE, CurveFamily((24.0, 192.0), (_CURVE, _CURVE))),),
+        invocation_s=2e-5,
+        lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5),
+        link=LinkModel(1e10, 1e-5),
+        num_workers=1,
+        tokens_per_worker=64,
+        invocation_s_per_token=1e-7,
+    ),
+    decode_step_s=_CURVE,
+    min_group_bytes=1 << 20,
+    coexecution_off="",
+    reference_rank=64,
+    budgets=(RankBudget(8, 1 << 20, 512), RankBudget(64, 8 << 20, 64)),
+    deltas=(
+        DeltaCurves(
+            "q_proj", 192, (("numba", _CURVE), ("torch", _CURVE)), ((1, "numba"), (128, "torch"))
+        ),
+    ),
+    decode_fit=_FIT,
+    prefill_fit=_FIT,
+    link_points=(LinkPoint(1 << 16, 1, 5e9), LinkPoint(1 << 20, 1, 9e9)),
+    quality=Quality((), ()),
+    measured_s=12.0,
+)
