@@ -14,6 +14,7 @@ POLICIES = ("fcfs",)
 LINEAR_BACKENDS = ("auto", "vnni", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
+LOAD_STRATEGIES = ("auto", "blocking", "async_load", "pipelined", "assisted")
 DEVICE_REGISTRATIONS = ("auto", "driver", "runtime", "bounce")
 DEVICE_SIGNALS = ("auto", "stream-op", "triton", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
@@ -126,6 +127,18 @@ class EngineConfig:
         help="What corun profile has measured; default: the one kept for this machine and model, "
         "or if there is none a quick one, measured at start. Not used where adapters are not "
         "copied to the device.",
+    )
+    load_strategy: str = option(
+        "auto",
+        choices=LOAD_STRATEGIES,
+        help="How a request starts whose adapter is not on the device; auto = the one that is "
+        "predicted to be best.",
+    )
+    max_assisted_tokens_per_step: int = option(
+        512,
+        minimum=1,
+        maximum=2**20,
+        help="Tokens that one step computes at most for requests whose adapter is being loaded.",
     )
     link_gib_per_s: float | None = option(
         None,

@@ -9,11 +9,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...profiles.profile import Profile
 from ..adapters.load import OpenAdapter, open_adapter
 from ..adapters.registry import AdapterFacts
 from ..adapters.sources import AdapterSource, collect_sources, parse_lora_module
@@ -30,9 +32,11 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.registry import make_policy
 from ..scheduler.scheduler import Scheduler
 from .adapter_manager import AdapterManager
+from .coexecution import Coexecution, layer_grouper, start_coexecution
 from .core import CoreConfig, EngineCore
-from .messages import ModelInfo
+from .messages import CpuWorkerStats, ModelInfo
 from .placement import Placement, place_engine
+from .profiling import profile_for
 from .resources import (
     ArenaPlan,
     DeviceFacts,
@@ -90,9 +94,12 @@ def build_engine(
     from ...gpu.model.load import ModelSource, load_config
     from ...gpu.model.threads import set_threads
 
-    placement = place_engine(config, read_machine_facts())
+    facts = read_machine_facts()
+    placement = place_engine(config, facts)
     num_cpus = placement.machine.num_cpus
-    if own_process:
+    # A pinned engine with more threads than cores would wait at every barrier, so asking for cores
+    # is asking for as many threads, also in somebody else's process.
+    if own_process or placement.plan.engine_cpus:
         set_threads(config.cpu_threads or num_cpus)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     # What can be refused before the weights are read should not cost the time to read them.
@@ -108,7 +115,10 @@ def build_engine(
             is_waived=config.skip_parity_probe,
             max_threads=num_cpus if may_choose else None,
         )
-        return _connect(config, source, loaded, adapters, on_progress, placement)
+        profile = None
+        if _copies_adapters(config, loaded):
+            profile = profile_for(config, loaded, placement, facts)
+        return _connect(config, source, loaded, adapters, on_progress, placement, profile)
     except BaseException:
         loaded.close()
         raise
@@ -121,6 +131,7 @@ def _connect(
     adapters: Sequence[AdapterSource],
     on_progress: Callable[[str], None],
     placement: Placement,
+    profile: Profile | None,
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
     from ...gpu import assemble
@@ -133,23 +144,31 @@ def _connect(
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.device.close)
-        host = _host_adapters(config, loaded, arena)
+        host = _host_adapters(config, loaded, arena, profile)
         undo.callback(host.close)
         manager = AdapterManager(_facts_reader(host), _base_names(config), host.forget)
         undo.callback(manager.close)
+        coexecution = None
+        if profile is not None:
+            coexecution = start_coexecution(
+                config, loaded, host, manager, placement, profile, on_progress
+            )
+            undo.callback(coexecution.close)
         executor = assemble.make_executor(
             loaded, runner, _adapter_fetch(host, manager),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
+            assistant=None if coexecution is None else coexecution.assistant,
             on_kv_bytes=host.on_kv_bytes,
         )  # fmt: skip
         undo.callback(executor.close)
         core = EngineCore(
-            _make_scheduler(config, loaded, memory, defaults.eos_token_ids),
+            _make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution),
             executor,
             manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
             clock=time.monotonic,
             on_adapter_gone=manager.forget,
+            cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
         )
         manager.attach(core)
         _register_adapters(config, manager, adapters, on_progress)
@@ -168,7 +187,7 @@ def _plan_memory(
     device = loaded.model.device
     arena: ArenaPlan | None = None
     host_bytes = facts.memory_available_bytes
-    if device.type == "cuda" or config.link_gib_per_s is not None or config.link_latency_us > 0:
+    if _copies_adapters(config, loaded):
         arena = plan_copied_arena(config, device.type, host_bytes)
         host_bytes -= arena.memory_bytes
     max_model_len = _max_model_len(config, loaded.config, loaded.rope_max_len)
@@ -181,6 +200,12 @@ def _plan_memory(
     return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
 
 
+def _copies_adapters(config: EngineConfig, loaded: "LoadedModel") -> bool:
+    """Whether there is a link between adapters on the host and the device's kernels."""
+    is_paced = config.link_gib_per_s is not None or config.link_latency_us > 0
+    return loaded.model.device.type == "cuda" or is_paced
+
+
 def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None) -> int:
     """Choose the context; ``hf_config`` is the text model's configuration."""
     model_limit = getattr(hf_config, "max_position_embeddings", None)
@@ -188,8 +213,9 @@ def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None)
 
 
 def _make_scheduler(
-    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, eos_token_ids: tuple[int, ...]
-) -> Scheduler:
+    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, eos_token_ids: tuple[int, ...],
+    coexecution: Coexecution | None,
+) -> Scheduler:  # fmt: skip
     budget = MemoryBudget(plan.capacity_bytes)
     memory = DeviceMemory(
         budget,
@@ -204,19 +230,31 @@ def _make_scheduler(
         max_num_waiting=config.max_num_waiting,
         recompute_at_tokens=loaded.recompute_at_tokens,
     )
-    return Scheduler(scheduler_config, make_policy(config.scheduling_policy), memory, eos_token_ids)
+    cold_starts = None
+    if coexecution is not None:
+        cold_starts = coexecution.cold_starts
+        scheduler_config = replace(
+            scheduler_config,
+            max_assisted_tokens_per_step=coexecution.max_tokens_per_step,
+            max_assisted_rows_per_step=coexecution.max_rows_per_step,
+        )
+    policy = make_policy(config.scheduling_policy)
+    return Scheduler(scheduler_config, policy, memory, eos_token_ids, cold_starts)
 
 
-def _host_adapters(config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan) -> "HostAdapters":
+def _host_adapters(
+    config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan, profile: Profile | None
+) -> "HostAdapters":
     """Make the arena, and what fills it from PEFT directories."""
     from ...gpu import assemble
-    from ...gpu.host_adapters import ArenaSize
+    from ...gpu.host_adapters import ArenaSize, one_group
 
     def open_source(path: str) -> OpenAdapter:
         return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
 
     size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.budget_bytes, arena.idle_bytes)
-    return assemble.make_host_adapters(loaded, size, open_source)
+    group_layers = one_group if profile is None else layer_grouper(profile)
+    return assemble.make_host_adapters(loaded, size, open_source, group_layers)
 
 
 def _facts_reader(host: "HostAdapters") -> Callable[[str], AdapterFacts]:

@@ -51,12 +51,20 @@ class Listener:
     on_report: OnReport
 
 
-def run_profile(config: EngineConfig, effort_name: str, listener: Listener) -> ProfileRun:
+@dataclass(frozen=True, slots=True)
+class HowMuch:
+    """How much is measured."""
+
+    effort: str = "quick"  # or thorough
+    budget_s: float | None = None  # None = the effort's own
+
+
+def run_profile(config: EngineConfig, how_much: HowMuch, listener: Listener) -> ProfileRun:
     """Load the model as an engine process would, and measure it.
 
     Args:
         config: The options; without a model, of the demo.
-        effort_name: ``quick`` or ``thorough``.
+        how_much: To measure.
         listener: Told how far it is.
 
     Raises:
@@ -83,7 +91,7 @@ def run_profile(config: EngineConfig, effort_name: str, listener: Listener) -> P
         )
         subject = subject_of(config, loaded, placement, facts)
         with _as_corun_error():
-            profile = _measure(config, loaded, placement, subject, effort_name, listener)
+            profile = _measure(config, loaded, placement, subject, how_much, listener)
     finally:
         loaded.close()
     return ProfileRun(profile, placement, default_path(subject, _directory()))
@@ -111,7 +119,7 @@ def profile_for(
 
     def measure() -> Profile:
         listener = Listener(_LOG.info, _log_estimate, lambda _: None)
-        return _measure(config, loaded, placement, subject, "quick", listener)
+        return _measure(config, loaded, placement, subject, HowMuch(), listener)
 
     with _as_corun_error(ConfigError if given is not None else ResourceError):
         return find_or_measure(subject, given, _directory(), measure, datetime.now(UTC))
@@ -150,7 +158,7 @@ def subject_of(
 
 def _measure(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, subject: Subject,
-    effort_name: str, listener: Listener,
+    how_much: HowMuch, listener: Listener,
 ) -> Profile:  # fmt: skip
     from ...gpu.device.select import DeviceOptions, make_device
     from ...profiles.measure.cpu_use import CpuUseSampler
@@ -158,6 +166,9 @@ def _measure(
     from ...profiles.measure.profiler import Bench, measure_profile
     from ...profiles.measure.profiler import Listener as MeasureListener
 
+    effort = EFFORTS[how_much.effort]
+    if how_much.budget_s is not None:
+        effort = effort.within(how_much.budget_s)
     plan = placement.plan
     allowed = os.sched_getaffinity(0)
     cpus = sorted(allowed.union(plan.worker_cpus))
@@ -169,7 +180,7 @@ def _measure(
             loaded=loaded,
             device=device,
             subject=subject,
-            effort=EFFORTS[effort_name],
+            effort=effort,
             max_tokens=min(config.max_num_batched_tokens, _max_context(config, loaded)),
             worker_cpus=plan.worker_cpus,
             supervisor_cpus=plan.engine_cpus,

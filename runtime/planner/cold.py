@@ -66,7 +66,7 @@ def _exposed_s(
     for group, rank_sum in zip(model.groups, rank_sums, strict=True):
         if rank_sum:
             delta_s = rounds * group.delta_s.at(rank_sum, slice_tokens)
-            total_s += model.invocation_s + max(0.0, delta_s - group.base_s.at(num_tokens))
+            total_s += model.invoke_s(num_tokens) + max(0.0, delta_s - group.base_s.at(num_tokens))
     return total_s
 
 

@@ -7,7 +7,7 @@ Source: the loose ends of Toppings section 4.1: several loads share one link, so
 computed for the full rate would be too early.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...profiles.models import LinkModel
@@ -106,16 +106,18 @@ def by_layer(group_of_layer: Sequence[int], by_group: Sequence[float]) -> tuple[
     return tuple(by_group[group] for group in group_of_layer)
 
 
-def layer_groups(layer_bytes: Sequence[int], min_group_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut layers into groups [first, last) of at least ``min_group_bytes``, in order.
+def group_of_layers(layer_bytes: Sequence[int], min_group_bytes: int) -> tuple[int, ...]:
+    """Which layer group each layer is in: neighbours, of at least ``min_group_bytes`` together.
 
     A group pays the link's latency once, so it should not be smaller than what the link moves in
-    a few latencies; larger ones let the device wait longer for the first.
+    a few latencies; larger ones let the device wait longer for the first. The last one may be
+    smaller.
     """
-    first, num_bytes = 0, 0
-    for layer, layer_size in enumerate(layer_bytes):
+    groups = []
+    group, num_bytes = 0, 0
+    for layer_size in layer_bytes:
+        groups.append(group)
         num_bytes += layer_size
-        is_last = layer == len(layer_bytes) - 1
-        if num_bytes >= min_group_bytes or is_last:
-            yield first, layer + 1
-            first, num_bytes = layer + 1, 0
+        if num_bytes >= min_group_bytes:
+            group, num_bytes = group + 1, 0
+    return tuple(groups)

@@ -3,7 +3,7 @@
 import pytest
 from corun.profiles.models import LinkModel
 from corun.runtime.plan import AdapterId
-from corun.runtime.planner.link import LinkLedger, by_layer, layer_groups
+from corun.runtime.planner.link import LinkLedger, by_layer, group_of_layers
 
 A, B = AdapterId(1), AdapterId(2)
 
@@ -66,7 +66,8 @@ def test_the_others_get_the_share_of_a_load_that_has_ended() -> None:
 
 
 def test_groups_are_cut_at_layers() -> None:
-    assert list(layer_groups([10, 10, 10, 10, 10], 25)) == [(0, 3), (3, 5)]
-    assert list(layer_groups([10, 10], 1)) == [(0, 1), (1, 2)]
-    assert list(layer_groups([10, 10], 1000)) == [(0, 2)]
+    assert group_of_layers([10, 10, 10, 10, 10], 25) == (0, 0, 0, 1, 1)
+    assert group_of_layers([10, 10], 1) == (0, 1)
+    assert group_of_layers([10, 10], 1000) == (0, 0)
+    assert group_of_layers([0, 10, 0], 10) == (0, 0, 1)
     assert by_layer([0, 0, 1], [1.0, 2.0]) == (1.0, 1.0, 2.0)
