@@ -144,7 +144,7 @@ def _start_workers(
     if not cpus:
         return None
     if loaded.dtype != torch.bfloat16:
-        _LOG.warning("no CPU workers: they compute in bfloat16, and the model is %s", loaded.dtype)
+        _LOG.info("no CPU workers: they compute in bfloat16, and the model is %s", loaded.dtype)
         return None
     on_progress(f"starting {len(cpus)} CPU workers")
     with contextlib.ExitStack() as undo:
