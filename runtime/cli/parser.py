@@ -96,6 +96,10 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         help="Measure for some minutes.",
     )  # fmt: skip
     parser.add_argument(
+        "--budget-s", metavar="X",
+        help="Measure for so many seconds instead, or a little longer if that is too short.",
+    )  # fmt: skip
+    parser.add_argument(
         "--output", metavar="FILE", help="Where the profile goes; default: where serve looks."
     )
     parser.add_argument(
@@ -137,5 +141,5 @@ def _known_flags(command: str) -> list[str]:
     if command == "profile":
         specs = option_specs(EngineConfig)
         known = [spec.flag for spec in specs if spec.name in _PROFILE_OPTIONS]
-        return ["--quick", "--thorough", "--output", "--picture", *known]
+        return ["--quick", "--thorough", "--budget-s", "--output", "--picture", *known]
     return ["--update"] if command == "options" else []

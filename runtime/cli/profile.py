@@ -1,6 +1,7 @@
 """``corun profile``: measures this machine with a model, and says what follows from it."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -31,12 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
     configure_logging("warning")  # a line of progress says how it goes
     config = EngineConfig(**read_flags(vars(arguments), EngineConfig))
     may_draw = _may_draw(is_asked=arguments.picture is not None)
-    from ..engine.profiling import Listener, run_profile
+    from ..engine.profiling import HowMuch, Listener, run_profile
 
+    how_much = HowMuch(arguments.effort, _budget_s(arguments.budget_s))
     progress = ProgressLine()
     listener = Listener(progress.say, progress.estimate, progress.report)
-    done = run_profile(config, arguments.effort, listener)
-    progress.end()
+    try:
+        done = run_profile(config, how_much, listener)
+    finally:
+        progress.end()
     path = Path(arguments.output or done.default_path)
     _save(lambda: save_profile(done.profile, path), "--output")
     for line in report_lines(done.profile):
@@ -112,6 +116,18 @@ class ProgressLine:
         padding = " " * max(0, self._width - len(text))
         self._width = 0 if is_final else len(text)
         print(f"\r{text}{padding}", end="\n" if is_final else "", file=sys.stderr, flush=True)
+
+
+def _budget_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"--budget-s is {text!r}, must be a number of seconds above 0")
+    return seconds
 
 
 def _may_draw(*, is_asked: bool) -> bool:

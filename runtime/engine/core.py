@@ -14,7 +14,7 @@ from ..memory.namespace import kv_namespace
 from ..plan import BASE_ADAPTER, AdapterId, Executor, RequestId, StepPlan
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
-from .messages import AddRequest, CpuWorkerStats, EngineStats, RequestUpdate
+from .messages import AddRequest, ColdStartInfo, CpuWorkerStats, EngineStats, RequestUpdate
 from .request import Request
 
 _logger = logging.getLogger(__name__)
@@ -179,6 +179,8 @@ class EngineCore:
             running_adapters=self._names_of(memory.cache.referenced_ids()),
             waiting_adapters=self._names_of(memory.cache.waiting_ids()),
             cpu_workers=self._cpu_workers(),
+            num_retried_rows=counters.num_retried_rows,
+            cold_starts=dict(self._scheduler.cold_start_counts()),
         )
 
     def resident_adapters(self) -> frozenset[AdapterId]:
@@ -239,7 +241,7 @@ class EngineCore:
     def _tell(self, events: list[RequestEvent]) -> None:
         """Queue updates, and let go of the adapters of requests that have ended."""
         for event in events:
-            self._updates.append(RequestUpdate(*event))
+            self._updates.append(_update_of(event))
             if event.finish_reason is not None:
                 self._release(event)
 
@@ -261,6 +263,13 @@ class EngineCore:
     def _names_of(self, adapter_ids: tuple[AdapterId, ...]) -> tuple[str, ...]:
         """Return the names under which requests asked for these adapters, sorted."""
         return tuple(sorted({self._names[adapter_id] for adapter_id in adapter_ids}))
+
+
+def _update_of(event: RequestEvent) -> RequestUpdate:
+    """Return the message that tells of an event."""
+    if event.cold_start is None:
+        return RequestUpdate(*event[:-1])
+    return RequestUpdate(*event[:-1], cold_start=ColdStartInfo(*event.cold_start))
 
 
 def _reason(error: Exception) -> str:

@@ -120,6 +120,14 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None  # the token that ended it, if one did
     error_kind: str | None = None  # a class in errors, for "error"
     error: str | None = None
+    cold_start: "ColdStartInfo | None" = None  # with the first token, of one that came cold
+
+
+class ColdStartInfo(msgspec.Struct, frozen=True, array_like=True):
+    """How a request was started whose adapter was not on the device."""
+
+    strategy: str
+    reason: str
 
 
 class CpuWorkerStats(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +155,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     cpu_workers: CpuWorkerStats = CpuWorkerStats()
+    num_retried_rows: int = 0
+    cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
 
 
 class StepOutputs(Message, frozen=True):

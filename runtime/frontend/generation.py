@@ -13,6 +13,7 @@ from ..sampling import SamplingParams
 from .detokenizer import IncrementalDetokenizer
 from .inputs import Asked
 from .outputs import (
+    AdapterStart,
     ChoiceHistory,
     CompletionOutput,
     Logprob,
@@ -43,6 +44,7 @@ class Choice:
         self._num_pieces_told = 0
         self._num_tokens_told = 0
         self._stop_reason: str | int | None = None
+        self._adapter_start: AdapterStart | None = None
         self.finish_reason: str | None = None
         self.error: CorunError | None = None
 
@@ -55,6 +57,9 @@ class Choice:
         """Take what the engine says; return whether it still computes what nobody needs."""
         if self.has_ended:
             return False
+        if update.cold_start is not None:
+            start = update.cold_start
+            self._adapter_start = AdapterStart(start.strategy, start.reason)
         for position, token_id in enumerate(update.token_ids):
             if update.logprobs is not None:
                 self._add_logprobs(token_id, update.logprobs[position])
@@ -90,6 +95,7 @@ class Choice:
             history=history,
             num_pieces=self._num_pieces_told,
             num_tokens=self._num_tokens_told,
+            adapter_start=self._adapter_start,
         )
 
     def fail(self, error: CorunError) -> None:

@@ -30,6 +30,14 @@ class Logprob:
 TokenCandidates = dict[int, Logprob]  # by token id: the drawn token first, then the best
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterStart:
+    """How a choice was started whose adapter was not on the device."""
+
+    strategy: str  # blocking, async_load, pipelined or assisted
+    reason: str
+
+
 @dataclass(slots=True)
 class ChoiceHistory:
     """Everything one choice has produced; outputs share it and remember how far they saw it."""
@@ -59,6 +67,7 @@ class CompletionOutput:
     history: ChoiceHistory
     num_pieces: int
     num_tokens: int
+    adapter_start: AdapterStart | None = None  # None = the adapter was there, or none was asked for
 
     @property
     def text(self) -> str:

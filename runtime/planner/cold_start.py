@@ -5,12 +5,14 @@ Pure: times come in as arguments.
 """
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..engine.request import Request
 from ..plan import AdapterId, RequestId
 from ..scheduler.cold import ColdChunk
+from ..scheduler.events import ColdStart
 from .cold import AdapterShape, ColdRequest, warm_s
 from .link import LinkLedger, by_layer
 from .planner import Planner
@@ -69,6 +71,7 @@ class PlannedColdStarts:
         self._loading: dict[AdapterId, AdapterLayers] = {}
         self._starts: dict[RequestId, _Start] = {}
         self._blocking: set[AdapterId] = set()
+        self._counts: Counter[str] = Counter()
 
     def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
         """A load has been commanded."""
@@ -101,6 +104,7 @@ class PlannedColdStarts:
             cold = self._cold_request(request, layers, num_running, now_s)
             start = _Start(self._planner.decide(cold), now_s)
             self._starts[request.request_id] = start
+            self._counts[start.decision.strategy.value] += 1
             _LOG.info("request %d: %s", request.request_id, start.decision.reason)
             if start.decision.strategy is LoadStrategy.BLOCKING:
                 self._blocking.add(request.adapter_id)
@@ -138,13 +142,21 @@ class PlannedColdStarts:
         start = self._starts.get(request_id)
         return None if start is None else start.decision
 
-    def first_token(self, request_id: RequestId, now_s: float) -> None:
+    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
         """Compare with what was predicted."""
         start = self._starts.get(request_id)
-        if start is not None and start.decision.predictions:
-            predicted = start.decision.predictions[0]
+        if start is None:
+            return None
+        decision = start.decision
+        if decision.predictions:
+            predicted = decision.predictions[0]
             measured_s = now_s - start.decided_at_s
             self._planner.observe(predicted.strategy, predicted.first_token_s, measured_s)
+        return ColdStart(decision.strategy.value, decision.reason)
+
+    def counts(self) -> Mapping[str, int]:
+        """Requests that came cold, by strategy."""
+        return self._counts
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended."""

@@ -4,11 +4,13 @@ The scheduler knows loads and rows, its ``ColdStarts`` knows times. Without one 
 every request waits for its adapter: ``WarmStarts``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..engine.request import Request
 from ..plan import AdapterId, RequestId
+from .events import ColdStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,12 @@ class ColdStarts(Protocol):
         """Whether nothing may be computed before a load has ended (the blocking baseline)."""
         ...
 
-    def first_token(self, request_id: RequestId, now_s: float) -> None:
-        """The first token of a request has come back."""
+    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+        """The first token of a request has come back; how it was started if it came cold."""
+        ...
+
+    def counts(self) -> Mapping[str, int]:
+        """Requests that came cold, by strategy."""
         ...
 
     def forget(self, request_id: RequestId) -> None:
@@ -90,8 +96,13 @@ class WarmStarts:
         """Loads disturb nobody."""
         return False
 
-    def first_token(self, request_id: RequestId, now_s: float) -> None:
-        """Nothing is learnt."""
+    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+        """No request is cold."""
+        return None
+
+    def counts(self) -> Mapping[str, int]:
+        """No request is cold."""
+        return {}
 
     def forget(self, request_id: RequestId) -> None:
         """Nothing is kept."""

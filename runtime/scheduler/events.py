@@ -17,6 +17,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class ColdStart(NamedTuple):
+    """How a request was started whose adapter was not on the device."""
+
+    strategy: str  # a value of ``planner.strategy.LoadStrategy``
+    reason: str  # why, for people
+
+
 class RequestEvent(NamedTuple):
     """New tokens of one request, and whether it ended. Every request has one final event."""
 
@@ -27,6 +34,7 @@ class RequestEvent(NamedTuple):
     stop_token_id: int | None = None  # the token that ended it, if one did
     error_kind: str | None = None  # a class in errors, for ERROR
     error: str | None = None
+    cold_start: ColdStart | None = None  # with the first token, of a request that came cold
 
 
 @dataclass(slots=True)
@@ -35,6 +43,7 @@ class SchedulerCounters:
 
     num_preemptions: int = 0
     num_failed_steps: int = 0
+    num_retried_rows: int = 0  # computed again because what they were computed with was void
     prompt_tokens_computed: int = 0  # each prompt token counts once
     generated_tokens: int = 0
 

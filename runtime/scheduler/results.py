@@ -46,6 +46,7 @@ class ResultReader:
                 if has_sample:
                     events.append(self._take_token(request, result))
             elif result.outcome is Outcome.RETRY and start not in request.retried_positions:
+                self._counters.num_retried_rows += 1
                 _roll_back(request, start, later_steps)
             else:
                 events.append(_failure(request, result.error or "the step gave no reason"))

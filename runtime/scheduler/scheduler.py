@@ -5,7 +5,7 @@ the results of earlier steps have come back. Who is admitted and who is preempte
 ``SchedulerPolicy``'s choice; room on the device is the ``DeviceMemory``'s account.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..engine.request import Request, RequestStatus
 from ..errors import RequestError
@@ -78,6 +78,10 @@ class Scheduler:
     def oldest_step_in_flight(self) -> StepId | None:
         """The step whose result comes next."""
         return next(iter(self._in_flight), None)
+
+    def cold_start_counts(self) -> Mapping[str, int]:
+        """Requests so far whose adapter was not on the device, by how they were started."""
+        return self._cold_starts.counts()
 
     @property
     def requests(self) -> Iterable[Request]:
@@ -153,9 +157,7 @@ class Scheduler:
         if step is None:
             return []  # it was given up
         events = self._results.read(step, result.rows, self._in_flight.values())
-        for event in events:
-            if event.token_ids and self._requests[event.request_id].num_output_tokens == 1:
-                self._cold_starts.first_token(event.request_id, now_s)
+        events = [self._with_cold_start(event, now_s) for event in events]
         self._end_finished(events, now_s)
         return events
 
@@ -301,6 +303,12 @@ class Scheduler:
         self._cold_starts.forget(request.request_id)
         if request.is_announced:
             self._forget.append(request.request_id)
+
+    def _with_cold_start(self, event: RequestEvent, now_s: float) -> RequestEvent:
+        """Add to a first token how its request was started."""
+        if not event.token_ids or self._requests[event.request_id].num_output_tokens != 1:
+            return event
+        return event._replace(cold_start=self._cold_starts.first_token(event.request_id, now_s))
 
     def _note_progress(self, progress: TransferProgress, now_s: float) -> None:
         """Layer groups of a load have arrived."""

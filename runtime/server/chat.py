@@ -53,6 +53,7 @@ class ChatForm(Form):
         self.generation = generation
         self.stream = bool(body.stream)
         self.stream_usage = body.wants_stream_usage
+        self.timing = bool(body.return_timing)
         object_name = _CHUNK_OBJECT if self.stream else _OBJECT
         self.envelope = Envelope(generation.request_id, object_name, int(time.time()), model)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from .responses import Usage
+from .responses import Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,16 @@ class ChunkEncoder(ABC):
                 events += text_event(choice.new_text)
         return events
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the event that reports token counts and holds no choice."""
-        return self._head + b'],"usage":' + self._encode_json(usage) + b"}\n\n"
+    def last_event(self, usage: Usage | None, timing: Timing | None) -> bytes:
+        """Return the event that reports what was asked for and holds no choice, if anything."""
+        if usage is None and timing is None:
+            return b""
+        event = self._head + b"]"
+        if usage is not None:
+            event += b',"usage":' + self._encode_json(usage)
+        if timing is not None:
+            event += b',"timing":' + self._encode_json(timing)
+        return event + b"}\n\n"
 
     def _event(self, part: msgspec.Struct) -> bytes:
         return self._head + self._encode_json(part) + self._tail

@@ -30,6 +30,7 @@ class CompletionForm(Form):
         self.envelope = Envelope(generation.request_id, _OBJECT, int(time.time()), model)
         self.stream = bool(body.stream)
         self.stream_usage = body.wants_stream_usage
+        self.timing = bool(body.return_timing)
         self.with_logprobs = body.logprobs is not None
         self.echoes = echoes  # by prompt; empty = prompts are not shown
 

@@ -16,7 +16,7 @@ from ..frontend.outputs import RequestOutput
 from .body import read_body
 from .chunks import ChunkEncoder, Envelope
 from .errors import ClientGoneError, HttpError
-from .generation import Generation, UsageCounter, run
+from .generation import Generation, RequestCounter, run
 from .lifecycle import ended_by_disconnect
 from .responses import Answer
 from .sse import DONE_EVENT, EventStream
@@ -30,6 +30,7 @@ class Form(ABC):
     envelope: Envelope
     stream: bool
     stream_usage: bool
+    timing: bool  # whether times are to be reported
 
     @abstractmethod
     def chunk_encoder(self) -> ChunkEncoder:
@@ -98,7 +99,7 @@ class GenerationEndpoint(ABC):
 
     async def _answer_stream(self, form: Form, stream: EventStream) -> None:
         encoder = form.chunk_encoder()
-        counter = UsageCounter()
+        counter = RequestCounter(self.state.metrics.clock)
         request_id = form.generation.request_id
         async with aclosing(run(self.state.engine, form.generation, self.state.metrics)) as batches:
             async for batch in batches:
@@ -107,12 +108,15 @@ class GenerationEndpoint(ABC):
                 events = b"".join([encoder.encode(index, output) for index, output in batch])
                 if events:
                     await stream.write(events, request_id=request_id)
-        last = encoder.usage_event(counter.usage()) if form.stream_usage else b""
+        last = encoder.last_event(
+            counter.usage() if form.stream_usage else None,
+            counter.timing() if form.timing else None,
+        )
         await stream.close(last + DONE_EVENT)
 
     async def _answer_whole(self, form: Form, stream: EventStream) -> None:
         final: dict[int, RequestOutput] = {}
-        counter = UsageCounter()
+        counter = RequestCounter(self.state.metrics.clock)
         async with aclosing(run(self.state.engine, form.generation, self.state.metrics)) as batches:
             async for batch in batches:
                 for index, output in batch:
@@ -129,5 +133,6 @@ class GenerationEndpoint(ABC):
             model=envelope.model,
             choices=choices,
             usage=counter.usage(),
+            timing=counter.timing() if form.timing else msgspec.UNSET,
         )
         await stream.reply(msgspec.json.encode(answer), request_id=form.generation.request_id)

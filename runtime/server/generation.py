@@ -4,7 +4,7 @@ Knows nothing of the shape of answers.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +13,7 @@ from ..frontend.outputs import RequestOutput
 from ..sampling import SamplingParams
 from .engine_port import EnginePort
 from .metrics import RequestTimer, ServerMetrics
-from .responses import Usage
+from .responses import AdapterStartInfo, Timing, Usage
 
 _ItemT = TypeVar("_ItemT")
 
@@ -114,20 +114,38 @@ async def _take_pending(queue: "asyncio.Queue[_ItemT]") -> list[_ItemT]:
     return items
 
 
-class UsageCounter:
-    """Counts the tokens of one HTTP request."""
+class RequestCounter:
+    """Counts the tokens of one HTTP request, and notes when they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """The request has arrived now."""
+        self._clock = clock
+        self._started_s = clock()
+        self._first_token_s: float | None = None
+        self._starts: dict[tuple[int, int], AdapterStartInfo | None] = {}  # by prompt and choice
         self._prompt_tokens: dict[int, int] = {}
         self._num_generated = 0
 
     def count(self, prompt_index: int, output: RequestOutput) -> None:
         """Take the next output of a prompt."""
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        if self._first_token_s is None:
+            self._first_token_s = self._clock() - self._started_s
         for choice in output.outputs:
             self._num_generated += len(choice.new_token_ids)
+            start = choice.adapter_start
+            self._starts[prompt_index, choice.index] = (
+                None if start is None else AdapterStartInfo(start.strategy, start.reason)
+            )
 
     def usage(self) -> Usage:
         """Return the counts so far."""
         num_prompt = sum(self._prompt_tokens.values())
         return Usage(num_prompt, self._num_generated, num_prompt + self._num_generated)
+
+    def timing(self) -> Timing:
+        """Return the times so far."""
+        total_s = self._clock() - self._started_s
+        first_s = total_s if self._first_token_s is None else self._first_token_s
+        starts = [start for _, start in sorted(self._starts.items(), key=lambda item: item[0])]
+        return Timing(first_s, total_s, starts)

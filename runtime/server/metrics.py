@@ -202,6 +202,7 @@ class ServerMetrics:
             ("num_preemptions", "Requests sent back to waiting.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
+            ("retried_rows", "Rows computed again without CPU workers.", stats.num_retried_rows),
             ("cpu_worker_restarts", "CPU workers replaced.", stats.cpu_workers.num_restarts),
             ("cpu_worker_failed_jobs", "Jobs of dead workers.", stats.cpu_workers.num_failed_jobs),
             ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),
@@ -210,6 +211,14 @@ class ServerMetrics:
             family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
             family.add_metric([self._labels.model_name], value)
             yield family
+        starts = CounterMetricFamily(
+            self._name("adapter_cold_starts"),
+            "Requests whose adapter was not on the device, by how they were started.",
+            labels=["model_name", "strategy"],
+        )
+        for strategy, count in sorted(stats.cold_starts.items()):
+            starts.add_metric([self._labels.model_name, strategy], count)
+        yield starts
         success = CounterMetricFamily(
             self._name("request_success"),
             "Choices that ended, by reason.",

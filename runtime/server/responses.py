@@ -13,6 +13,21 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+class AdapterStartInfo(msgspec.Struct, frozen=True):
+    """How one choice was started whose adapter was not on the device."""
+
+    strategy: str
+    reason: str
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """When things happened, in seconds from the request's arrival; only if asked for."""
+
+    time_to_first_token_s: float
+    total_s: float
+    adapter_starts: list[AdapterStartInfo | None]  # by choice; null = its adapter was there
+
+
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Columns with one entry per token; offsets count characters of the choice's text."""
 
@@ -98,6 +113,7 @@ class Answer(msgspec.Struct, frozen=True):
     model: str
     choices: list[Any]
     usage: Usage
+    timing: Timing | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,10 @@ class RandomColdStarts:
         return bool(self._blocking)
 
     def first_token(self, request_id: RequestId, now_s: float) -> None:
-        pass
+        return None
+
+    def counts(self) -> dict[str, int]:
+        return {}
 
     def forget(self, request_id: RequestId) -> None:
         pass

@@ -136,7 +136,10 @@ def test_first_tokens_teach_the_planner_and_ends_are_forgotten() -> None:
     cold_starts.may_start(request, 0, 0.0)
     before = cold_starts.decision(RequestId(1))
     assert before is not None
-    cold_starts.first_token(RequestId(1), 1.0)  # far later than predicted
+    told = cold_starts.first_token(RequestId(1), 1.0)  # far later than predicted
+    assert told is not None
+    assert (told.strategy, told.reason) == ("assisted", before.reason)
+    assert cold_starts.counts() == {"assisted": 1}
     cold_starts.forget(RequestId(1))
     assert cold_starts.decision(RequestId(1)) is None
     cold_starts.load_ended(ADAPTER, 1.0)

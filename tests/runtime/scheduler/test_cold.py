@@ -4,6 +4,7 @@ from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import AdapterId, RequestId, SubBatchKind
 from corun.runtime.scheduler.cold import ColdChunk
+from corun.runtime.scheduler.events import ColdStart
 from support.scheduling import make_executor, make_memory, make_request, make_scheduler
 
 ADAPTER = AdapterId(7)
@@ -42,8 +43,12 @@ class FixedColdStarts:
     def stops_everybody(self) -> bool:
         return self.is_blocking
 
-    def first_token(self, request_id: RequestId, now_s: float) -> None:
+    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart:
         self.log.append(f"first token of {request_id}")
+        return ColdStart("assisted", "told to")
+
+    def counts(self) -> dict[str, int]:
+        return {"assisted": 1}
 
     def forget(self, request_id: RequestId) -> None:
         self.log.append(f"forgot {request_id}")
