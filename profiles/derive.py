@@ -5,23 +5,24 @@ from collections.abc import Sequence
 from .curve import Curve
 from .models import GroupModel, LinkModel
 
-MAX_TOKENS_PER_WORKER = 4096
 _GOOD_RATE = 0.9  # of the best tokens per second that a core reaches
 _LATENCY_SHARE = 0.1  # of a layer group's time on the link
 
 
-def tokens_per_worker(groups: Sequence[GroupModel], rank_sums: Sequence[int]) -> int:
+def tokens_per_worker(
+    groups: Sequence[GroupModel], rank_sums: Sequence[int], max_tokens: int
+) -> int:
     """The per-core token budget c for adapters with these ranks per input group.
 
     The most tokens whose deltas one core finishes while the device computes the base products of
     as many: ceil(L / c) cores then hide the deltas of any L behind its base products. Where no
     core ever keeps up, the fewest tokens at which a core is about as fast as it gets, so that
-    cutting finer would only add invocations.
+    cutting finer would only add invocations. Never more than ``max_tokens``, those of a step.
 
     Source: Toppings, section 4.2, which sets c by profiling and does not say by what rule.
     """
     kept_up = 0
-    for num_tokens in _ladder():
+    for num_tokens in _ladder(max_tokens):
         hidden = all(
             group.delta_s.at(rank_sum, num_tokens) <= group.base_s.at(num_tokens)
             for group, rank_sum in zip(groups, rank_sums, strict=True)
@@ -31,7 +32,7 @@ def tokens_per_worker(groups: Sequence[GroupModel], rank_sums: Sequence[int]) ->
             break
         kept_up = num_tokens
     return kept_up or max(
-        _knee(group, rank_sum)
+        _knee(group, rank_sum, max_tokens)
         for group, rank_sum in zip(groups, rank_sums, strict=True)
         if rank_sum
     )
@@ -48,23 +49,22 @@ def crossovers(names: Sequence[str], curves: Sequence[Curve]) -> tuple[tuple[int
     As far as all were measured: beyond its last point a curve is only a guess.
     """
     result: list[tuple[int, str]] = []
-    last = min(curve.x[-1] for curve in curves)
-    for num_tokens in (n for n in _ladder() if n <= last):
+    for num_tokens in _ladder(int(min(curve.x[-1] for curve in curves))):
         best = min(range(len(names)), key=lambda index: curves[index].at(num_tokens))
         if not result or result[-1][1] != names[best]:
             result.append((num_tokens, names[best]))
     return tuple(result)
 
 
-def _knee(group: GroupModel, rank_sum: int) -> int:
-    rates = {tokens: tokens / group.delta_s.at(rank_sum, tokens) for tokens in _ladder()}
+def _knee(group: GroupModel, rank_sum: int, max_tokens: int) -> int:
+    rates = {n: n / group.delta_s.at(rank_sum, n) for n in _ladder(max_tokens)}
     best = max(rates.values())
     return min(tokens for tokens, rate in rates.items() if rate >= _GOOD_RATE * best)
 
 
-def _ladder() -> Sequence[int]:
+def _ladder(max_tokens: int) -> Sequence[int]:
     """Token counts that are tried: every one at first, then in steps of an eighth."""
     tokens = [1]
-    while tokens[-1] < MAX_TOKENS_PER_WORKER:
-        tokens.append(min(MAX_TOKENS_PER_WORKER, tokens[-1] + max(1, tokens[-1] // 8)))
+    while tokens[-1] < max_tokens:
+        tokens.append(min(max_tokens, tokens[-1] + max(1, tokens[-1] // 8)))
     return tokens

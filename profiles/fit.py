@@ -1,7 +1,11 @@
-"""Straight lines through measurements, judged on points they have not seen. Pure."""
+"""Lines and planes through measurements, judged on points they have not seen. Pure."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +21,24 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """A line and how well it predicts what it was not fitted to."""
+class Plane:
+    """y = intercept + sum of slopes * terms, none of them negative."""
 
-    line: Line
+    slopes: tuple[float, ...]
+    intercept: float
+
+    def at(self, terms: Sequence[float]) -> float:
+        """The value at ``terms``."""
+        return self.intercept + sum(
+            slope * term for slope, term in zip(self.slopes, terms, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A plane and how well it predicts what it was not fitted to."""
+
+    plane: Plane
     r_squared: float  # on the held-out points; 1 = exact, 0 = no better than their mean
     num_points: int
     num_held_out: int
@@ -47,8 +65,34 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     return Line(sum(w * a * b for w, a, b in zip(weights, x, y, strict=True)) / squares, 0.0)
 
 
-def r_squared(line: Line, x: Sequence[float], y: Sequence[float]) -> float:
-    """Share of the variance of ``y`` that the line explains.
+def fit_plane(points: Sequence[Sequence[float]], y: Sequence[float]) -> Plane:
+    """``fit_line`` for several terms: ``points`` [points][terms].
+
+    Of all choices of terms the one with the least error whose factors are not negative; the others
+    are 0. Raises ``ValueError`` without positive y, or fewer points than two more than terms.
+    """
+    num_terms = len(points[0])
+    if len(points) < num_terms + 2 or min(y) <= 0:
+        raise ValueError(f"{len(points)} points are too few for {num_terms} terms")
+    columns = np.column_stack([np.ones(len(points)), np.asarray(points, float)])
+    weights = 1.0 / np.asarray(y, float)
+    scale = np.abs(columns).max(axis=0)
+    weighted = columns / scale * weights[:, None]
+    best, least = np.zeros(num_terms + 1), math.inf
+    for size in range(1, num_terms + 2):
+        for chosen in itertools.combinations(range(num_terms + 1), size):
+            part = weighted[:, chosen]
+            factors = np.linalg.lstsq(part, np.ones(len(y)), rcond=None)[0]
+            error = float(((part @ factors - 1.0) ** 2).sum())
+            if error < least and (factors >= 0).all():
+                best, least = np.zeros(num_terms + 1), error
+                best[list(chosen)] = factors
+    intercept, *slopes = (best / scale).tolist()
+    return Plane(tuple(slopes), intercept)
+
+
+def r_squared(plane: Plane, points: Sequence[Sequence[float]], y: Sequence[float]) -> float:
+    """Share of the variance of ``y`` that the plane explains.
 
     Raises ``ValueError`` if all y are equal: there is then nothing to explain.
     """
@@ -56,20 +100,22 @@ def r_squared(line: Line, x: Sequence[float], y: Sequence[float]) -> float:
     total = sum((value - mean) ** 2 for value in y)
     if total == 0.0:
         raise ValueError("all values are equal")
-    left = sum((value - line.at(at)) ** 2 for at, value in zip(x, y, strict=True))
+    left = sum((value - plane.at(at)) ** 2 for at, value in zip(points, y, strict=True))
     return 1.0 - left / total
 
 
-def fit_with_held_out(x: Sequence[float], y: Sequence[float], *, every: int = 3) -> Fit:
-    """Fit all points but every ``every``-th in the order of x, and judge by those.
+def fit_with_held_out(
+    points: Sequence[Sequence[float]], y: Sequence[float], *, every: int = 3
+) -> Fit:
+    """Fit all points but every ``every``-th in the order of their terms, and judge by those.
 
-    Raises ``ValueError`` if fewer than two points would be left for either.
+    Raises ``ValueError`` if too few points would be left for either.
     """
-    order = sorted(range(len(x)), key=lambda index: (x[index], y[index]))
+    order = sorted(range(len(points)), key=lambda index: (*points[index], y[index]))
     held = [index for place, index in enumerate(order) if place % every == every - 1]
     seen = [index for place, index in enumerate(order) if place % every != every - 1]
     if len(held) < 2 or len(seen) < 2:
-        raise ValueError(f"{len(x)} points are too few to hold every {every}th out")
-    line = fit_line([x[i] for i in seen], [y[i] for i in seen])
-    score = r_squared(line, [x[i] for i in held], [y[i] for i in held])
-    return Fit(line, score, len(seen), len(held))
+        raise ValueError(f"{len(points)} points are too few to hold every {every}th out")
+    plane = fit_plane([points[i] for i in seen], [y[i] for i in seen])
+    score = r_squared(plane, [points[i] for i in held], [y[i] for i in held])
+    return Fit(plane, score, len(seen), len(held))

@@ -16,13 +16,15 @@ class LoraModel:
 
     Source: Toppings, section 5, equation 2, the form without padding. There the sum of ranks
     stands for what is read; bytes are proportional to it for adapters with the same targets, and
-    hold for the others, too. Prefill is linear in tokens times bytes, which the paper leaves out.
+    hold for the others, too. Prefill, which the paper leaves out, is linear in tokens times bytes
+    and, because x and y are read and written whatever the rank, in tokens.
     """
 
     decode_s_per_byte: float  # of the sum over rows
     decode_fixed_s: float
     prefill_s_per_token_byte: float
     prefill_fixed_s: float
+    prefill_s_per_token: float = 0.0
 
     def decode_s(self, adapter_bytes: Sequence[int]) -> float:
         """One decode step over all layers, for rows with adapters of these sizes (0 = base)."""
@@ -33,7 +35,8 @@ class LoraModel:
         """One prefill chunk over all layers."""
         if not adapter_bytes or not num_tokens:
             return 0.0
-        return self.prefill_fixed_s + self.prefill_s_per_token_byte * num_tokens * adapter_bytes
+        per_token_s = self.prefill_s_per_token + self.prefill_s_per_token_byte * adapter_bytes
+        return self.prefill_fixed_s + per_token_s * num_tokens
 
 
 @dataclass(frozen=True, slots=True)

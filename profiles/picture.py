@@ -37,14 +37,8 @@ def draw_profile(profile: Profile, path: Path) -> None:
         _draw_group(next(panels), profile, index)
     _draw_backends(next(panels), profile)
     _draw_steps(next(panels), profile)
-    _draw_fit(
-        next(panels), profile.decode_fit, 2**20, "MiB of the batch's adapters",
-        "Adapters on the device, decode",
-    )  # fmt: skip
-    _draw_fit(
-        next(panels), profile.prefill_fit, 2**30, "tokens × GiB of the adapter",
-        "Adapters on the device, prefill",
-    )  # fmt: skip
+    _draw_decode_fit(next(panels), profile.decode_fit)
+    _draw_prefill_fit(next(panels), profile.prefill_fit)
     _draw_link(next(panels), profile)
     for unused in panels:
         unused.set_axis_off()
@@ -98,21 +92,37 @@ def _draw_steps(axes: Any, profile: Profile) -> None:
     axes.legend(fontsize=7)
 
 
-def _draw_fit(axes: Any, record: FitRecord, scale: int, x_label: str, title: str) -> None:
-    x = [value / scale for value in record.x]
-    axes.plot(x, [value * 1e3 for value in record.y], "o", markersize=4, label="measured")
-    ends = [0.0, max(record.x)]
-    line = record.fit.line
-    axes.plot(
-        [value / scale for value in ends], [line.at(value) * 1e3 for value in ends],
-        color="black", linewidth=1,
-        label=f"fitted, R² {record.fit.r_squared:.3f} on {record.fit.num_held_out} held out",
-    )  # fmt: skip
-    axes.set_title(title, fontsize=10)
-    axes.set(xlabel=x_label, ylabel="milliseconds, all layers")
+def _draw_decode_fit(axes: Any, record: FitRecord) -> None:
+    """As figure 11 of Toppings: time against what is read."""
+    num_bytes = [point[0] for point in record.points]
+    axes.plot([x / 2**20 for x in num_bytes], [y * 1e3 for y in record.y], "o", label="measured")
+    ends = [0.0, max(num_bytes)]
+    fitted = [record.fit.plane.at([x]) * 1e3 for x in ends]
+    axes.plot([x / 2**20 for x in ends], fitted, color="black", linewidth=1, label=_fit(record))
+    axes.set_title("Adapters on the device, decode", fontsize=10)
+    axes.set(xlabel="MiB of the batch's adapters", ylabel="milliseconds, all layers")
+    _finish_fit(axes)
+
+
+def _draw_prefill_fit(axes: Any, record: FitRecord) -> None:
+    """Two terms have no line: what is predicted against what was measured."""
+    predicted_ms = [record.fit.plane.at(point) * 1e3 for point in record.points]
+    axes.plot(predicted_ms, [y * 1e3 for y in record.y], "o", label="measured")
+    end = max(predicted_ms)
+    axes.plot([0.0, end], [0.0, end], color="black", linewidth=1, label=_fit(record))
+    axes.set_title("Adapters on the device, prefill", fontsize=10)
+    axes.set(xlabel="milliseconds by tokens and bytes", ylabel="milliseconds, all layers")
+    _finish_fit(axes)
+
+
+def _finish_fit(axes: Any) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=7)
+
+
+def _fit(record: FitRecord) -> str:
+    return f"fitted, R² {record.fit.r_squared:.3f} on {record.fit.num_held_out} held out"
 
 
 def _draw_link(axes: Any, profile: Profile) -> None:
@@ -125,6 +135,7 @@ def _draw_link(axes: Any, profile: Profile) -> None:
     axes.axvline(profile.min_group_bytes / 2**10, color=_GREY, linestyle="--", linewidth=1)
     axes.set_title("Copies to the device; dashed: least layer group", fontsize=10)
     axes.set(xlabel="KiB of a copy", ylabel="GiB/s together", xscale="log")
+    _number(axes.xaxis)
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=7)
@@ -137,7 +148,15 @@ def _line(axes: Any, curve: Curve, unit_s: float, **style: Any) -> None:
 def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set(xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
-    for axis in (axes.xaxis, axes.yaxis):  # 100 and not 10 to the second
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
+    for axis in (axes.xaxis, axes.yaxis):
+        _number(axis)
     axes.grid(visible=True, alpha=0.3)
+
+
+def _number(axis: Any) -> None:
+    """Write 200 on a logarithmic axis, where matplotlib has powers of ten only."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")

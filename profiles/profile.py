@@ -71,11 +71,12 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class FitRecord:
-    """Times that a line was fitted to. y: seconds over all layers."""
+    """Times that a plane was fitted to."""
 
     fit: Fit
-    x: tuple[float, ...]  # decode: bytes of the batch's adapters; prefill: tokens times bytes
-    y: tuple[float, ...]
+    # Decode: bytes of the batch's adapters; prefill: tokens times bytes, and tokens.
+    points: tuple[tuple[float, ...], ...]
+    y: tuple[float, ...]  # seconds over all layers
 
 
 @dataclass(frozen=True, slots=True)

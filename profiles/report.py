@@ -56,7 +56,7 @@ def warning_lines(profile: Profile) -> Iterator[str]:
     if quality.left_out:
         yield (
             f"the time was too short for {len(quality.left_out)} measurements, from "
-            f"{quality.left_out[0]} on; corun profile --thorough takes more"
+            f"{quality.left_out[0]} on (--thorough and --budget-s give more)"
         )
 
 
@@ -83,8 +83,8 @@ def _prefill(profile: Profile) -> str:
     lora = profile.model.lora
     per_rank_s = lora.prefill_s_per_token_byte * _bytes_per_rank(profile)
     return (
-        f"prefill: {_time(lora.prefill_fixed_s)} + {_time(per_rank_s)} per rank and token, "
-        f"{_fit(profile.prefill_fit)}"
+        f"prefill: {_time(lora.prefill_fixed_s)} + {_time(lora.prefill_s_per_token)} per token + "
+        f"{_time(per_rank_s)} per token and rank, {_fit(profile.prefill_fit)}"
     )
 
 

@@ -21,6 +21,7 @@ class Parts:
 
     groups: tuple[GroupShape, ...]
     num_workers: int
+    max_tokens: int  # of a step
     base: BaseTimes
     decode: DecodeTimes
     link: LinkTimes
@@ -57,7 +58,9 @@ def compose(
         RankBudget(
             rank,
             round(rank * parts.bytes_per_rank),
-            tokens_per_worker(groups, [rank * len(shape.columns) for shape in parts.groups]),
+            tokens_per_worker(
+                groups, [rank * len(shape.columns) for shape in parts.groups], parts.max_tokens
+            ),
         )
         for rank in effort.delta_ranks
     )
@@ -83,14 +86,20 @@ def compose(
 def _model(
     subject: Subject, parts: Parts, groups: tuple[GroupModel, ...], budgets: tuple[RankBudget, ...]
 ) -> MachineModel:
-    decode, prefill = parts.lora_decode.record.fit.line, parts.lora_prefill.record.fit.line
+    decode, prefill = parts.lora_decode.record.fit.plane, parts.lora_prefill.record.fit.plane
     invocation = parts.invocation
     return MachineModel(
         num_layers=subject.shape.num_layers,
         step_s=parts.base.step_s,
         groups=groups,
         invocation_s=0.0 if invocation is None else invocation.fixed_s,
-        lora=LoraModel(decode.slope, decode.intercept, prefill.slope, prefill.intercept),
+        lora=LoraModel(
+            decode_s_per_byte=decode.slopes[0],
+            decode_fixed_s=decode.intercept,
+            prefill_s_per_token_byte=prefill.slopes[0],
+            prefill_fixed_s=prefill.intercept,
+            prefill_s_per_token=prefill.slopes[1],
+        ),
         link=parts.link.model,
         num_workers=parts.num_workers,
         tokens_per_worker=next(b.tokens_per_worker for b in budgets if b.rank == REFERENCE_RANK),

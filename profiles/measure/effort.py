@@ -1,6 +1,7 @@
 """How much is measured: the sizes and the seconds of a quick and of a thorough profile."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..rounds import Repeats
 
@@ -44,6 +45,15 @@ class Effort:
     def budget_s(self) -> float:
         """Of all parts together."""
         return sum(self.repeats(part).budget_s for part in self.parts)
+
+    def within(self, budget_s: float) -> "Effort":
+        """The same in so many seconds, as far as the least that a profile needs allows."""
+        share = budget_s / self.budget_s
+        changes: dict[str, Any] = {
+            part: replace(self.repeats(part), budget_s=share * self.repeats(part).budget_s)
+            for part in self.parts
+        }
+        return replace(self, **changes)
 
     def repeats(self, part: str) -> Repeats:
         """Of one part."""

@@ -1,4 +1,4 @@
-"""Time of adapters' products on the device, against the adapters' bytes: what is fitted."""
+"""Time of adapters' products on the device against the adapters' bytes, and what fits it."""
 
 import random
 import time
@@ -21,7 +21,7 @@ _NUM_FITTED = 8  # points that a fit with held-out points needs
 
 @dataclass(frozen=True, slots=True)
 class LoraTimes:
-    """Points with the line through them."""
+    """Points with the plane through them."""
 
     record: FitRecord
     spreads: tuple[float, ...]
@@ -32,7 +32,7 @@ class LoraTimes:
 class _Batch:
     name: str
     rows: PackedRows
-    x: float
+    point: tuple[float, ...]
 
 
 class LoraBench:
@@ -55,7 +55,7 @@ class LoraBench:
                 self._passes.decode_rows(
                     len(adapters), [a.table_row for a in adapters], [a.rank for a in adapters]
                 ),
-                float(sum(adapter.num_bytes for adapter in adapters)),
+                (float(sum(adapter.num_bytes for adapter in adapters)),),
             )
             for number, adapters in enumerate(drawn)
         ]
@@ -64,16 +64,13 @@ class LoraBench:
     def prefill(
         self, tokens: Sequence[int], ranks: Sequence[int], repeats: Repeats, on_progress: Progress
     ) -> LoraTimes:
-        """One row with one adapter: against tokens times the adapter's bytes.
-
-        The papers leave prefill's tokens out.
-        """
+        """One row with one adapter: against tokens times the adapter's bytes, and tokens."""
         adapters = [next(a for a in self._bank.adapters if a.rank == rank) for rank in ranks]
         batches = [
             _Batch(
                 f"a prefill of {num_tokens} tokens with rank {adapter.rank}",
                 self._passes.prefill_rows(num_tokens, adapter.table_row, adapter.rank),
-                float(num_tokens * adapter.num_bytes),
+                (float(num_tokens * adapter.num_bytes), float(num_tokens)),
             )
             for num_tokens in tokens
             for adapter in adapters
@@ -91,10 +88,10 @@ class LoraBench:
             on_progress=on_progress,
         )
         kept = [batch for batch in batches if batch.name in measured.values]
-        x = tuple(batch.x for batch in kept)
+        points = tuple(batch.point for batch in kept)
         y = tuple(median(measured.values[batch.name]) for batch in kept)
         return LoraTimes(
-            FitRecord(fit_with_held_out(x, y), x, y),
+            FitRecord(fit_with_held_out(points, y), points, y),
             tuple(relative_spread(values) for values in measured.values.values()),
             measured.left_out,
         )

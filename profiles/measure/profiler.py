@@ -109,6 +109,7 @@ class _Profiler(contextlib.ExitStack):
         return Parts(
             groups=self._groups.shapes,
             num_workers=0 if invocation is None else len(self._bench.worker_cpus),
+            max_tokens=self._bench.max_tokens,
             base=base, decode=decode, link=link, deltas=deltas, invocation=invocation, off=off,
             lora_decode=lora_decode, lora_prefill=lora_prefill, bytes_per_rank=bytes_per_rank,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Curves: between, below and beyond their points."""
 
 import pytest
-from corun.profiles.curve import Curve, CurveFamily, median
+from corun.profiles.curve import Curve, CurveFamily, median, rising
 
 
 def test_linear_between_the_points_and_by_the_last_slope_beyond() -> None:
@@ -40,3 +40,16 @@ def test_a_family_needs_ascending_keys() -> None:
 def test_median_of_odd_and_even_numbers() -> None:
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert median([4.0, 1.0, 2.0, 3.0]) == 2.5
+
+
+def test_values_that_fall_are_averaged_until_they_rise() -> None:
+    assert rising([1.0, 2.0, 3.0]) == (1.0, 2.0, 3.0)
+    assert rising([1.0, 5.0, 3.0, 8.0]) == (1.0, 4.0, 4.0, 8.0)
+    assert rising([6.0, 4.0, 2.0]) == (4.0, 4.0, 4.0)
+    assert rising([3.0, 1.0, 1.0, 7.0, 6.0]) == pytest.approx((5 / 3, 5 / 3, 5 / 3, 6.5, 6.5))
+    assert rising([]) == ()
+
+
+def test_a_rising_curve_goes_through_unordered_points() -> None:
+    curve = Curve.rising({8.0: 2.0, 1.0: 1.0, 4.0: 3.0})
+    assert curve == Curve((1.0, 4.0, 8.0), (1.0, 2.5, 2.5))

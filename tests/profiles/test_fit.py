@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from corun.profiles.fit import Line, fit_line, fit_with_held_out, r_squared
+from corun.profiles.fit import Plane, fit_line, fit_plane, fit_with_held_out, r_squared
 
 
 def test_exact_data_gives_the_line_back() -> None:
@@ -20,20 +20,35 @@ def test_times_never_shrink_with_work() -> None:
     assert through_zero.slope > 0.0
 
 
-def test_a_noisy_line_is_found_and_judged_by_points_it_has_not_seen() -> None:
+def test_exact_data_gives_the_plane_back() -> None:
+    points = [(float(a), float(a * b)) for a in (1, 2, 3, 8) for b in (1, 5, 7)]
+    plane = fit_plane(points, [0.5 + 2.0 * a + 1e-6 * b for a, b in points])
+    assert plane.intercept == pytest.approx(0.5)
+    assert plane.slopes == pytest.approx((2.0, 1e-6), rel=1e-3)
+
+
+def test_no_term_of_a_plane_is_negative() -> None:
+    points = [(float(a), float(b)) for a in (1, 2, 3, 8) for b in (1, 5, 7)]
+    plane = fit_plane(points, [30.0 + 2.0 * a - 1.0 * b for a, b in points])
+    assert plane.slopes[0] > 0.0
+    assert plane.slopes[1] == 0.0
+    assert plane.intercept > 0.0
+
+
+def test_a_noisy_plane_is_found_and_judged_by_points_it_has_not_seen() -> None:
     rng = random.Random(1)
-    x = [float(value) for value in range(8, 512, 8)]
-    y = [(10.0 + 0.5 * value) * rng.uniform(0.97, 1.03) for value in x]
-    fit = fit_with_held_out(x, y)
-    assert fit.line.slope == pytest.approx(0.5, rel=0.03)
+    points = [(float(value),) for value in range(8, 512, 8)]
+    y = [(10.0 + 0.5 * value) * rng.uniform(0.97, 1.03) for (value,) in points]
+    fit = fit_with_held_out(points, y)
+    assert fit.plane.slopes[0] == pytest.approx(0.5, rel=0.03)
     assert fit.r_squared > 0.98
-    assert fit.num_points + fit.num_held_out == len(x)
+    assert (fit.num_points, fit.num_held_out) == (42, 21)
 
 
-def test_what_is_no_line_gets_a_bad_mark() -> None:
-    x = [float(value) for value in range(1, 31)]
+def test_what_is_no_plane_gets_a_bad_mark() -> None:
+    points = [(float(value),) for value in range(1, 31)]
     y = [1.0 if value % 2 else 50.0 for value in range(1, 31)]
-    assert fit_with_held_out(x, y).r_squared < 0.5
+    assert fit_with_held_out(points, y).r_squared < 0.5
 
 
 @pytest.mark.parametrize(("x", "y"), [([1.0, 1.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 1.0])])
@@ -43,7 +58,9 @@ def test_points_that_make_no_line_are_refused(x: list[float], y: list[float]) ->
 
 
 def test_too_few_points_are_refused() -> None:
-    with pytest.raises(ValueError, match="too few"):
-        fit_with_held_out([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0])
+    with pytest.raises(ValueError, match="too few to hold"):
+        fit_with_held_out([(1.0,), (2.0,), (3.0,), (4.0,)], [1.0, 2.0, 3.0, 4.0])
+    with pytest.raises(ValueError, match="too few for 2 terms"):
+        fit_plane([(1.0, 2.0), (2.0, 1.0), (3.0, 0.0)], [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="equal"):
-        r_squared(Line(1.0, 0.0), [1.0, 2.0], [5.0, 5.0])
+        r_squared(Plane((1.0,), 0.0), [(1.0,), (2.0,)], [5.0, 5.0])

@@ -1,7 +1,7 @@
 """A profile whose figures are easy to check."""
 
 from corun.profiles.curve import Curve, CurveFamily
-from corun.profiles.fit import Fit, Line
+from corun.profiles.fit import Fit, Plane
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.profile import (
     DeltaCurves,
@@ -17,7 +17,12 @@ from corun.profiles.profile import (
 )
 
 _CURVE = Curve((1.0, 64.0, 512.0), (0.001, 0.002, 0.016))
-_FIT = FitRecord(Fit(Line(1e-9, 1e-5), 0.99, 4, 2), (1e6, 2e6, 4e6), (1e-3, 2e-3, 4e-3))
+_DECODE = FitRecord(
+    Fit(Plane((1e-9,), 1e-5), 0.99, 4, 2), ((1e6,), (2e6,), (4e6,)), (1e-3, 2e-3, 4e-3)
+)
+_PREFILL = FitRecord(
+    Fit(Plane((1e-12, 1e-6), 1e-5), 0.98, 4, 2), ((1e9, 8.0), (2e9, 16.0)), (1e-3, 2e-3)
+)
 
 SUBJECT = Subject(
     machine=Machine("A CPU", 2, "cpu"),
@@ -36,7 +41,7 @@ PROFILE = Profile(
         step_s=_CURVE,
         groups=(GroupModel("q_proj", _CURVE, CurveFamily((24.0, 192.0), (_CURVE, _CURVE))),),
         invocation_s=2e-5,
-        lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5),
+        lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5, 1e-6),
         link=LinkModel(1e10, 1e-5),
         num_workers=1,
         tokens_per_worker=64,
@@ -52,8 +57,8 @@ PROFILE = Profile(
             "q_proj", 192, (("numba", _CURVE), ("torch", _CURVE)), ((1, "numba"), (128, "torch"))
         ),
     ),
-    decode_fit=_FIT,
-    prefill_fit=_FIT,
+    decode_fit=_DECODE,
+    prefill_fit=_PREFILL,
     link_points=(LinkPoint(1 << 16, 1, 5e9), LinkPoint(1 << 20, 1, 9e9)),
     quality=Quality((), ()),
     measured_s=12.0,

@@ -1,0 +1,121 @@
+"""``corun profile`` as a user runs it: the file, the picture, the lines to paste, the warnings."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from corun.profiles.profile import Profile, load_profile
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.option import option_specs
+from corun.runtime.config.serve import ServeConfig
+from corun.runtime.config.yaml_file import read_yaml_options
+
+_TIMEOUT_S = 100.0
+_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+
+
+def _profile(state: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Run it on the demo, as short as it goes."""
+    command = [sys.executable, "-m", "corun.runtime.cli", "profile", "--device", "cpu"]
+    return subprocess.run(
+        [*command, "--quick", "--budget-s", "2", *options],
+        env=os.environ | {"XDG_STATE_HOME": str(state)},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+
+
+def _yaml_options(done: "subprocess.CompletedProcess[str]", tmp_path: Path) -> dict[str, object]:
+    """What the printed lines mean to ``corun serve --config``."""
+    _, mark, lines = done.stdout.partition("# for corun serve --config FILE.yaml\n")
+    assert mark
+    path = tmp_path / "serve.yaml"
+    path.write_text(lines)
+    return read_yaml_options(str(path), option_specs(EngineConfig) + option_specs(ServeConfig))
+
+
+def _saved(options: dict[str, object]) -> Profile:
+    path = options["profile"]
+    assert isinstance(path, str)
+    return load_profile(Path(path))
+
+
+@contextmanager
+def _somebody_who_computes() -> Iterator[None]:
+    """A process that is not the profiler's own, on all CPUs that it may use."""
+    spinners = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in os.sched_getaffinity(0)
+    ]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def test_with_a_link_everything_is_measured(tmp_path: Path) -> None:
+    engine_cpu, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        pytest.skip("a worker needs a CPU beside the engine's")
+    cpus = ["--engine-cores", str(engine_cpu), "--cpu-cores", str(others[0])]
+    done = _profile(tmp_path, "--link-gib-per-s", "1", *cpus)
+    assert done.returncode == 0, done.stderr
+    options = _yaml_options(done, tmp_path)
+    profile = _saved(options)
+    assert options == {
+        "device": "cpu",
+        "link_gib_per_s": 1.0,
+        "cpu_cores": str(others[0]),
+        "engine_cores": str(engine_cpu),
+        "profile": options["profile"],
+    }
+    # Where serve looks with these options, with the picture beside it.
+    (picture,) = (tmp_path / "corun" / "profiles").glob("*.png")
+    assert picture.read_bytes().startswith(_PNG_MAGIC)
+    assert picture.with_suffix(".json") == Path(str(options["profile"]))
+
+    assert [group.name for group in profile.model.groups] == [
+        "q_proj", "o_proj", "gate_proj", "down_proj",
+    ]  # fmt: skip
+    assert profile.coexecution_off == ""
+    assert profile.model.num_workers == 1
+    assert profile.model.invocation_s > 0
+    assert 0 < profile.model.link.bytes_per_s < 2 * 2**30  # it was paced
+    assert profile.subject.machine.device == "cpu"
+    assert profile.subject.shape.num_layers == profile.model.num_layers == 5
+    assert f"tokens per worker core at rank {profile.reference_rank}" in done.stdout
+    assert "measuring takes about" in done.stderr
+    assert "s left" in done.stderr
+    assert "cuda" not in (done.stdout + done.stderr).lower()
+
+
+def test_without_a_link_co_execution_is_off_and_a_busy_machine_is_told(tmp_path: Path) -> None:
+    output, picture = tmp_path / "here.json", tmp_path / "pictures" / "here.png"
+    with _somebody_who_computes():
+        done = _profile(
+            tmp_path / "state", "--output", str(output), "--picture", str(picture)
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    options = _yaml_options(done, tmp_path)
+    assert options == {"device": "cpu", "cpu_cores": "none", "profile": str(output)}
+    profile = _saved(options)
+    assert "runs on the CPU itself" in profile.coexecution_off
+    assert profile.model.num_workers == 0
+    assert "co-execution is off" in done.stdout
+    assert profile.quality.is_machine_busy
+    assert "corun: warning: the machine was busy" in done.stderr
+    assert picture.read_bytes().startswith(_PNG_MAGIC)
+    assert not (tmp_path / "state").exists()
+
+
+def test_wrong_options_are_told_at_once(tmp_path: Path) -> None:
+    done = _profile(tmp_path, "--budget-s", "-1")
+    assert done.returncode == 2
+    assert done.stderr == "corun: error: --budget-s is '-1', must be a number of seconds above 0\n"
