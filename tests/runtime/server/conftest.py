@@ -19,6 +19,7 @@ from corun.runtime.errors import (
     RequestError,
 )
 from corun.runtime.frontend.outputs import (
+    AdapterStart,
     ChoiceHistory,
     CompletionOutput,
     Logprob,
@@ -191,6 +192,7 @@ class _FakeChoice:
         self._text = text[: min(found)[0]] if found else text
         self._params = params
         self._index = index
+        self._start = AdapterStart("assisted", "told to") if adapter == "digits" else None
         self._history = ChoiceHistory(logprobs=None if params.logprobs is None else [])
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -216,6 +218,7 @@ class _FakeChoice:
             history=self._history,
             num_pieces=self.num_tokens,
             num_tokens=self.num_tokens,
+            adapter_start=self._start,
         )
 
     def _candidates(self, character: str) -> dict[int, Logprob]:

@@ -202,6 +202,16 @@ def test_cpu_workers_show_in_the_metrics(http: httpx.Client, engine: Any) -> Non
     assert samples["corun:cpu_worker_failed_jobs_total", model] == 5
 
 
+def test_cold_starts_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
+    engine.stats = EngineStats(cold_starts={"assisted": 3, "pipelined": 1}, num_retried_rows=2)
+    samples = read_metrics(http)
+    model = ("model_name", "tiny")
+    name = "corun:adapter_cold_starts_total"
+    assert samples[name, (model, ("strategy", "assisted"))] == 3
+    assert samples[name, (model, ("strategy", "pipelined"))] == 1
+    assert samples["corun:retried_rows_total", (model,)] == 2
+
+
 def test_openmetrics_when_asked(http: httpx.Client) -> None:
     response = http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")

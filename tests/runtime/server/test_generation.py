@@ -102,6 +102,22 @@ def test_stream_of_many_prompts_and_choices(http: httpx.Client, expected_text: E
     ]
 
 
+def test_timing_when_asked_for(http: httpx.Client) -> None:
+    assert "timing" not in complete(http)
+    warm = complete(http, return_timing=True)["timing"]
+    assert 0 < warm["time_to_first_token_s"] <= warm["total_s"]
+    assert warm["adapter_starts"] == [None]
+    cold = complete(http, model="digits", prompt=["one", "two"], n=2, return_timing=True)["timing"]
+    assert cold["adapter_starts"] == [{"strategy": "assisted", "reason": "told to"}] * 4
+    *_, last = stream(http, prompt="hello", model="digits", return_timing=True)
+    assert last["choices"] == []
+    assert last["timing"]["adapter_starts"] == cold["adapter_starts"][:1]
+    assert "usage" not in last
+    both = stream(http, prompt="hello", return_timing=True, stream_options={"include_usage": True})
+    assert both[-1]["usage"]["completion_tokens"] == 40
+    assert both[-1]["timing"]["adapter_starts"] == [None]
+
+
 def test_echo(http: httpx.Client, expected_text: EXPECTED) -> None:
     ids = [ord(character) for character in "hello"]
     for prompt in ("hello", ids):
