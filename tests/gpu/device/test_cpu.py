@@ -274,3 +274,60 @@ def test_late_wake_ups_of_a_stream_do_not_add_up() -> None:
     device.synchronize(timeout_s=LONG_S)
     assert clock() == 10 * unit_s + 3 * unit_s / 4
     device.close()
+
+
+def test_a_thread_can_be_a_stream_itself(device: CpuDevice) -> None:
+    """What it enqueues there takes effect at once, in its own order with other streams."""
+    own, other = device.stream("own"), device.stream("other")
+    device.adopt(own)
+    source, landed = torch.arange(8.0), torch.zeros(8)
+    event = device.event()
+    device.copy(other, landed, source)
+    device.record(other, event)
+    device.wait_event(own, event)
+    assert torch.equal(landed, source)
+
+    threads: list[threading.Thread] = []
+    device.launch(own, lambda: threads.append(threading.current_thread()))
+    assert threads == [threading.current_thread()]
+    with pytest.raises(ZeroDivisionError):
+        device.launch(own, lambda: 1 // 0)
+    device.synchronize(timeout_s=5.0)  # the caller was told already
+
+
+def test_an_adopted_stream_is_one_threads(device: CpuDevice) -> None:
+    stream, busy = device.stream("own"), device.stream("busy")
+    device.adopt(stream)
+    with pytest.raises(DeviceError, match="own has a thread"):
+        device.adopt(stream)
+    device.launch(busy, lambda: None)
+    with pytest.raises(DeviceError, match="busy has a thread"):
+        device.adopt(busy)
+    refused: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            device.launch(stream, lambda: None)
+        except DeviceError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(timeout=5.0)
+    assert refused and "another thread's" in refused[0]
+
+
+def test_memory_may_be_left_out_of_the_pacing() -> None:
+    link = PacedLink(gib_per_s=1e-6)  # a byte takes a millisecond
+    device = CpuDevice(link=link)
+    try:
+        memory = device.register(memoryview(bytearray(4096)), name="rings", is_paced=False)
+        stream = device.stream("copies")
+        device.copy(
+            stream, memory.tensor(0, (512,), torch.uint8), torch.ones(512, dtype=torch.uint8)
+        )
+        device.synchronize(timeout_s=5.0)
+        assert memory.tensor(0, (512,), torch.uint8).sum() == 512
+        assert link.stats(Direction.TO_HOST).num_bytes == 0
+    finally:
+        device.close()
