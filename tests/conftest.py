@@ -1,6 +1,7 @@
 """What every test gets: no network, GPU tests only with a GPU, and a time budget per folder."""
 
 import os
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from support.time_budget import TimeBudget
 # Before any library is imported, here and in the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Profiles that engines measure and keep must not reach the user's own.
+_STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 _ROOT = Path(__file__).parent.parent
 
@@ -29,6 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
         enforced=not config.getoption("--no-time-budget"),
     )
     config.pluginmanager.register(budget, "corun-time-budget")
+
+
+def pytest_unconfigure() -> None:
+    _STATE.cleanup()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.device.cpu import CpuDevice
+from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import build
 from corun.runtime.errors import ConfigError
 from support.architectures import save_model
 from support.fake_engine import save_tokenizer
+from support.model_profiles import save_made_up_profile
 from support.peft_adapters import save_adapter
 from transformers import AttentionInterface
 
@@ -76,9 +78,16 @@ def test_an_adapter_that_was_named_must_be_servable(
     assert held() == before
 
 
+def profile_of(options: dict[str, Any], directory: Path) -> str:
+    """Or each engine with a link would measure one."""
+    return str(save_made_up_profile(EngineConfig(**options), directory / "profile.json"))
+
+
 def test_an_engine_owns_a_device_and_closes_it(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    paced = {**options, "link_gib_per_s": 2, "link_latency_us": 5}
+    profile = profile_of(paced, tmp_path)
     closed: list[CpuDevice] = []
     close = CpuDevice.close
 
@@ -87,7 +96,7 @@ def test_an_engine_owns_a_device_and_closes_it(
         close(device, **timeout)
 
     monkeypatch.setattr(CpuDevice, "close", note)
-    with Engine(**options, link_gib_per_s=2, link_latency_us=5) as engine:
+    with Engine(**paced, profile=profile) as engine:
         choices = engine.get_model_info().device_choices
         assert closed == []
     assert choices == {
@@ -138,9 +147,11 @@ def expected(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[in
 )
 def test_adapters_answer_the_same_and_leave_nothing(
     options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
-    way: dict[str, Any], caplog: pytest.LogCaptureFixture,
+    way: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path,
 ) -> None:  # fmt: skip
     """The other ways than to read them where they lie."""
+    if "link_gib_per_s" in way:
+        way = {**way, "profile": profile_of({**options, **way}, tmp_path)}
     before = held(), mapped_segments(), os.listdir("/dev/shm")
     assert before[1] == 0
     assert adapted_answers({**options, **way}, adapters) == expected
