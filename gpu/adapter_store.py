@@ -74,7 +74,7 @@ class AdapterStore:
         self._arena = arena
         self._open = open_source
         self._is_device_memory = is_device_memory
-        self._memory = device.register(arena.segment.buffer, name="adapters")
+        self._memory = device.register(arena.segment.pages, name="adapters")
         self._bytes: torch.Tensor | None = self._memory.tensor(
             0, (arena.segment.num_bytes,), torch.uint8
         )

@@ -49,7 +49,7 @@ class Segment:
         # Faults in all pages now, so that no wait in microseconds meets one; but not of holes.
         flags = mmap.MAP_SHARED | (0 if is_sparse else mmap.MAP_POPULATE)
         try:
-            self._map = mmap.mmap(fd, HEADER_BYTES + num_bytes, flags=flags)
+            self._map = mmap.mmap(fd, _file_bytes(num_bytes), flags=flags)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ShmError(f"cannot map segment {kind} of {num_bytes} bytes: {error}") from error
@@ -70,11 +70,15 @@ class Segment:
             raise ShmError(f"a segment needs at least one byte; {kind} was given {num_bytes}")
         encoded = kind.encode()
         assert 0 < len(encoded) <= 32, kind
-        fd, chosen = open_backing(kind, HEADER_BYTES + num_bytes, backing)
+        fd, chosen = open_backing(kind, _file_bytes(num_bytes), backing)
         try:
-            os.ftruncate(fd, HEADER_BYTES + num_bytes)
+            os.ftruncate(fd, _file_bytes(num_bytes))
             allocate(
-                fd, 0, HEADER_BYTES + (0 if is_sparse else num_bytes), what=kind, backing=chosen
+                fd,
+                0,
+                HEADER_BYTES if is_sparse else _file_bytes(num_bytes),
+                what=kind,
+                backing=chosen,
             )
         except BaseException:
             os.close(fd)
@@ -116,6 +120,12 @@ class Segment:
 
         A new object every time, because tensors made of one hold the object and nothing else.
         """
+        self._check_open()
+        return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + self.num_bytes]
+
+    @property
+    def pages(self) -> memoryview:
+        """The whole pages that the payload lies in, for registration; else as ``buffer``."""
         self._check_open()
         return memoryview(self._map)[HEADER_BYTES:]
 
@@ -197,6 +207,11 @@ class Segment:
         assert num_bytes > 0 and 0 <= offset <= self.num_bytes - num_bytes, (offset, num_bytes)
 
 
+def _file_bytes(num_bytes: int) -> int:
+    """Header and payload in whole pages: an accelerator registers nothing less."""
+    return HEADER_BYTES + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def _check(fd: int, kind: str) -> tuple[int, bool, str]:
     """The size, sparseness and backing of the segment in ``fd``; raises ``FormatError``."""
     try:
@@ -214,8 +229,8 @@ def _check(fd: int, kind: str) -> tuple[int, bool, str]:
     if header_bytes != HEADER_BYTES:
         raise FormatError(f"segment {kind} has pages of {header_bytes} bytes, not {HEADER_BYTES}")
     file_bytes = os.fstat(fd).st_size
-    if file_bytes != HEADER_BYTES + num_bytes:
+    if file_bytes != _file_bytes(num_bytes):
         raise FormatError(
-            f"segment {kind} should have {HEADER_BYTES + num_bytes} bytes and has {file_bytes}"
+            f"segment {kind} should have {_file_bytes(num_bytes)} bytes and has {file_bytes}"
         )
     return num_bytes, bool(is_sparse), backing.rstrip(b"\0").decode()

@@ -310,3 +310,14 @@ def test_memory_lives_until_its_last_holder_is_gone() -> None:
         owner.wait(60)
         with Segment.attach(fd, kind="test") as segment:
             segment.view(np.uint8, 0, 4096)[:] = 1
+
+
+def test_pages_hold_the_payload_and_nothing_of_others() -> None:
+    with Segment.create(mmap.PAGESIZE + 1, kind="odd") as segment:
+        assert len(segment.buffer) == mmap.PAGESIZE + 1
+        assert len(segment.pages) == 2 * mmap.PAGESIZE
+        segment.pages[mmap.PAGESIZE] = 7
+        assert segment.buffer[mmap.PAGESIZE] == 7
+        with Segment.attach(segment.fd, kind="odd") as other:
+            assert other.num_bytes == mmap.PAGESIZE + 1
+            assert other.pages[mmap.PAGESIZE] == 7
