@@ -15,7 +15,6 @@ Weights of the base model, bfloat16:
   W [out, in] -> [out / 16, in / 2, 16 columns, 2], padded to 64 columns and to ``in`` of 8 values
 """
 
-import llvmlite.binding
 import numpy as np
 
 RANKS_PER_TILE = 8
@@ -33,6 +32,9 @@ BFLOAT16_DOT = np.int16(0)  # AVX512_BF16: twice the arithmetic per instruction
 
 def has_bfloat16_dot() -> bool:
     """Whether this processor multiplies pairs of bfloat16 (AVX512_BF16)."""
+    # Here, because the layouts are also read where numba is missing.
+    import llvmlite.binding
+
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 
 
