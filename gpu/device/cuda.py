@@ -85,7 +85,8 @@ class CudaDevice:
         self._agent = HostAgent(
             runtime, on_failure=self._streams.fail, has_failed=self._streams.has_failed
         )
-        self._entered = {threading.get_ident()}
+        self._entered: set[int] = set()
+        self._enter()  # on a device that is not the first one the context is another otherwise
         self._events = EventPool(runtime, options.num_events)
         self._work = HostWork(runtime, self._events, self._agent)
         probing = self._streams.make("probe", is_urgent=False)
@@ -165,7 +166,7 @@ class CudaDevice:
         state = self._begin(stream)
         try:
             self._enqueue(state, lambda: self._by.signaller.signal(state, word, value))
-        except DeviceError:
+        except Exception:  # of the driver, of torch or of Triton
             # The stream will not come to it: whoever waits for it must not hang.
             cuda_words.store(word.host_address, value)
             raise

@@ -69,6 +69,7 @@ class FakeGpu:
     streams: list[FakeStream] = field(default_factory=list)
     registered: dict[int, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
+    entered: set[int] = field(default_factory=set)  # threads that have the context
     is_dead: bool = False
     is_stopping: bool = False
     on_device: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -233,7 +234,7 @@ class FakeRuntime:
         return self._gpu.unregister(address)
 
     def enter_thread(self) -> None:
-        pass
+        self._gpu.entered.add(threading.get_ident())
 
     def _move(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         if "signal comes first" in self._gpu.faults:
@@ -252,7 +253,7 @@ class FakeRuntime:
 
 
 class FakeDriver:
-    """``Driver`` on a ``FakeGpu``."""
+    """``Driver`` on a ``FakeGpu``. Like CUDA's it works only in threads that have the context."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
@@ -264,11 +265,13 @@ class FakeDriver:
         return False
 
     def register(self, address: int, num_bytes: int) -> None:
+        self._check_entered()
         if "driver register" in self._gpu.faults:
             raise DriverError("cuMemHostRegister", NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED")
         _check("cuMemHostRegister", self._gpu.register(address, num_bytes))
 
     def unregister(self, address: int) -> None:
+        self._check_entered()
         _check("cuMemHostUnregister", self._gpu.unregister(address))
 
     def device_address(self, address: int) -> int:
@@ -278,6 +281,7 @@ class FakeDriver:
         return address + SHIFT
 
     def write_value(self, stream: int, device_address: int, value: int) -> None:
+        self._check_entered()
         if "write_value" in self._gpu.faults:
             raise DriverError("cuStreamWriteValue32", NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED")
         word = self._gpu.word(device_address)
@@ -287,10 +291,15 @@ class FakeDriver:
             self._stream(stream).enqueue(lambda: setattr(word, "value", wrap(value)))
 
     def wait_value(self, stream: int, device_address: int, value: int) -> None:
+        self._check_entered()
         if "wait_value" in self._gpu.faults:
             raise DriverError("cuStreamWaitValue32", NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED")
         self._gpu.word(device_address)
         self._stream(stream).enqueue(lambda: _wait(self._gpu, device_address, value))
+
+    def _check_entered(self) -> None:
+        if threading.get_ident() not in self._gpu.entered:
+            raise DriverError("a call", 201, "CUDA_ERROR_INVALID_CONTEXT")
 
     def _stream(self, handle: int) -> FakeStream:
         return next(stream for stream in self._gpu.streams if stream.handle == handle)
@@ -303,6 +312,8 @@ class FakeKernels:
         self._gpu = gpu
 
     def signal(self, stream: FakeStream, device_address: int, value: int) -> None:
+        if "kernel signal" in self._gpu.faults:
+            raise RuntimeError("Triton Error [CUDA]: a fake illegal access")
         word = self._gpu.word(device_address)
         stream.enqueue(lambda: setattr(word, "value", wrap(value)))
 

@@ -45,7 +45,7 @@ def _check_wait(kernels: TritonKernels, value: int) -> None:
     for ahead, is_reached in ((0, True), (1, True), (2**31 - 1, True), (-1, False), (2**31, False)):
         word, status = ctypes.c_int32(wrap(value + ahead)), ctypes.c_int32(0)
         addresses = ctypes.addressof(word), ctypes.addressof(status)
-        kernels.wait(None, addresses[0], value, addresses[1], timeout_s=1e-4)
+        kernels.wait(None, addresses[0], value, addresses[1], timeout_s=1e-5)
         assert word.value == wrap(value + ahead), "a wait must not write to the word"
         assert status.value == (not is_reached), (value, ahead, status.value)
 

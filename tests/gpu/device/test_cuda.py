@@ -272,13 +272,23 @@ def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:
         assert on_device.tolist() == [1.0] * 16
 
 
-def test_a_signal_that_cannot_be_enqueued_is_stored_by_the_host() -> None:
-    with _setting() as setting:
-        setting.gpu.faults = frozenset({"write_value"})
-        with pytest.raises(DeviceError, match="cuStreamWriteValue32"):
+@pytest.mark.parametrize(
+    ("signal", "fault", "raised", "message"),
+    [
+        ("stream-op", "write_value", DeviceError, "cuStreamWriteValue32"),
+        # Triton does not know our errors.
+        ("triton", "kernel signal", RuntimeError, "fake illegal access"),
+    ],
+)
+def test_a_signal_that_cannot_be_enqueued_is_stored_by_the_host(
+    signal: str, fault: str, raised: type[Exception], message: str
+) -> None:
+    with _setting(signal=signal) as setting:
+        setting.gpu.faults = frozenset({fault})
+        with pytest.raises(raised, match=message):
             setting.device.signal(setting.stream, setting.word(), 5)
         assert setting.read() == 5
-        with pytest.raises(DeviceError, match="cuStreamWriteValue32"):
+        with pytest.raises(DeviceError, match=message):
             setting.synchronize()
 
 

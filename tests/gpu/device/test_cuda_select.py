@@ -1,8 +1,6 @@
 """Which rung is taken, why others are refused, and what a forced one that fails says."""
 
 import logging
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -139,14 +137,3 @@ def test_a_dead_device_is_an_error_and_not_a_rung() -> None:
     gpu = FakeGpu(is_dead=True)
     with pytest.raises(DeviceError, match="nothing works on this machine"), fake_device(gpu):
         pass
-
-
-def test_the_device_needs_no_numba() -> None:
-    """What settles questions on a new machine brings only torch, triton and the bindings."""
-    script = (
-        "import sys\n"
-        "import corun.gpu.device.cuda, corun.gpu.device.cuda_select, corun.gpu.device.cuda_words\n"
-        "sys.exit('numba' in sys.modules or 'triton' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
