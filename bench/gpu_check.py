@@ -37,10 +37,12 @@ def main() -> None:
 
         run_question(options.run, options.kind, options.limit_s, options.figures)
         return
+    from gpu_checks.asking import choose
+    from gpu_checks.questions import QUESTIONS
     from gpu_checks.session import Session
 
     session = Session(options.device, total_s=options.total_s, commit=options.commit)
-    wanted = [name for name in options.questions.split(",") if name]
+    wanted = choose(parser, options.questions, [question.name for question in QUESTIONS])
     sys.exit(not session.run(wanted, out=options.out, importable=importable))
 
 

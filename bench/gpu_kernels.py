@@ -21,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="file for the JSON line")
+    parser.add_argument("--groups", default="", help="names by commas, such as 'LoRA decode'")
     parser.add_argument("--total-s", type=float, default=420.0, help="limit for all together")
     parser.add_argument("--commit", help="for the report, where the tree has no git")
     hidden = argparse.SUPPRESS
@@ -36,10 +37,12 @@ def main() -> None:
 
         run_group(options.run, options.kind, options.limit_s, Figures(options.figures))
         return
-    from gpu_checks.kernel_session import KernelSession
+    from gpu_checks.asking import choose
+    from gpu_checks.kernel_session import GROUPS, KernelSession
 
     session = KernelSession(options.device, total_s=options.total_s, commit=options.commit)
-    sys.exit(not session.run(out=options.out, importable=importable))
+    wanted = choose(parser, options.groups, GROUPS)
+    sys.exit(not session.run(wanted, out=options.out, importable=importable))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Loads neither torch nor CUDA: whatever a question does to its process, the next one is asked.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ _ERROR_LINES = 15
 _START_S = 12.0
 _GRACE_S = 5.0
 _MACHINE_S = 60.0
+# A killed process ends when its driver has let go of it, which pinned memory delays.
+_KILLED_S = 20.0
 _CHECK = ROOT / "bench" / "gpu_check.py"
 
 
@@ -43,6 +47,15 @@ class Answer:
         """For the report."""
         made = {"status": self.status, "seconds": round(self.seconds, 1), "figures": self.figures}
         return made if self.error is None else {**made, "error": self.error}
+
+
+def choose(parser: argparse.ArgumentParser, text: str, known: Sequence[str]) -> list[str]:
+    """The names in ``text``, by commas; all that are known if there are none. Ends for others."""
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            parser.error(f"no {name!r}; choose from: {', '.join(known)}")
+    return wanted or list(known)
 
 
 def ask(script: Path, name: str, kind: str, limit_s: float) -> Answer:
@@ -105,18 +118,27 @@ def run_limited(command: list[str], limit_s: float) -> tuple[str, str | None]:
     kept: deque[str] = deque(maxlen=_ERROR_LINES)
     reader = threading.Thread(target=_read, args=(process, kept), daemon=True)
     reader.start()
+    code = None
     try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return "timed-out", f"killed after {limit_s:.0f} s"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit_s)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _kill(process, kept)
         reader.join(5.0)
-    if code == 0:
-        return "answered", None
-    return "failed", f"exit code {code}: " + "".join(kept).strip()
+    said = "".join(kept).strip()
+    if code is None:
+        return "timed-out", f"killed after {limit_s:.0f} s: {said}"
+    return ("answered", None) if code == 0 else ("failed", f"exit code {code}: {said}")
+
+
+def _kill(process: "subprocess.Popen[str]", kept: "deque[str]") -> None:
+    """End the process group, and go on if it does not end: others are still to be asked."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        kept.append(f"process {process.pid} is still there {_KILLED_S:.0f} s after SIGKILL")
 
 
 def _read(process: "subprocess.Popen[str]", kept: "deque[str]") -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_driver import load_driver
 from corun.gpu.device.cuda_runtime import TorchRuntime
 
@@ -39,10 +40,11 @@ def _graph_capture_with(rig: Rig, figures: Figures) -> None:
     body = _Round(rig, _make_operations(rig))
     body.warm()
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        body.enqueue()
-    figures.put("captured", True)
+    error = _capture(graph, body.enqueue)
+    figures.put("captured", error is None)
+    if error is not None:
+        figures.put("error", error)
+        return
     num_replays = rig.sizes.num_replays
     body.reset()
     rig.start_peer("constant", num_rounds=num_replays)
@@ -58,6 +60,21 @@ def _graph_capture_with(rig: Rig, figures: Figures) -> None:
     figures.put("wrong_words_to_device", int(body.errors.item()))
     figures.put("rounds_counted_by_device", int(body.counter.item()))
     figures.put("flags_at_end", [rig.load(layout.READY), rig.load(layout.DONE)])
+
+
+def _capture(graph: torch.cuda.CUDAGraph, enqueue: Callable[[], None]) -> str | None:
+    """What is captured runs in no stream; returns what CUDA objects to."""
+    refusals: list[str] = []
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            try:
+                enqueue()
+            except (RuntimeError, DeviceError) as error:
+                # The end of the capture, which fails next, says less.
+                refusals.append(str(error))
+    except RuntimeError as error:
+        refusals.append(str(error))
+    return "; ".join(refusals) or None
 
 
 def _make_operations(rig: Rig) -> _Operations:

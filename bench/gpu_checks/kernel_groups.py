@@ -33,6 +33,8 @@ def run_group(name: str, kind: str, limit_s: float, figures: Figures) -> None:
     """Measure one group, row by row; what the time does not allow is named."""
     end_s = time.monotonic() + limit_s
     device = torch.device("cpu" if kind == "cpu" else "cuda")
+    # The references are float32 products, not tf32's, whatever the machine is set to.
+    torch.set_float32_matmul_precision("highest")
     ceilings: dict[str, float | None] = {"copy_gb_per_s": None, "matrix_tflops": None}
     if device.type == "cuda":
         ceilings = {

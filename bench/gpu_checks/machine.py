@@ -23,6 +23,8 @@ def machine(kind: str, limit_s: float, figures: Figures) -> None:
     figures.put("cuda", torch.version.cuda)
     for package in ("triton", "cuda-bindings", "numpy", "numba", "posix_ipc"):
         figures.put(package, _version(package))
+    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        figures.put(variable, os.environ.get(variable))
     if kind != "cpu" and has_gpu:
         properties = torch.cuda.get_device_properties(0)
         figures.put("gpu", properties.name)

@@ -83,7 +83,7 @@ class _Rounds:
         for size in sizes:
             rig.launch(rig.transfer, partial(self._count, self._slots[0].y[size], 0, warm))
             rig.launch(rig.transfer, partial(self._count, self._in[size], 0, warm))
-            rig.launch(rig.transfer, partial(self._out[size].fill_, 0))
+            rig.launch(rig.transfer, partial(_fill, self._out[size], 1))
         rig.synchronize()
 
     def run(self, num_rounds: int) -> None:

@@ -35,10 +35,14 @@ def outstanding(kind: str, limit_s: float, figures: Figures) -> None:
 def _outstanding_with(rig: Rig, figures: Figures) -> None:
     actions = _common_actions(rig) | ({} if rig.is_tiny else _cuda_actions(rig))
     figures.put("hold_s", rig.sizes.hold_s)
-    rig.start_peer("release", num_rounds=len(actions) + 1, hold_s=rig.sizes.hold_s, words="polled")
+    num_waits = len(actions) + 2
+    rig.start_peer("release", num_rounds=num_waits, hold_s=rig.sizes.hold_s, words="polled")
     for number, (name, action) in enumerate(actions.items(), 1):
         figures.put(name, _beside_a_wait(rig, number, action))
-    figures.put("launch queue", _fill_queue(rig, len(actions) + 1))
+    values = rig.zeros(16)
+    launch = partial(rig.launch, rig.transfer, lambda: values.add_(1))
+    figures.put("launch queue", _fill_queue(rig, num_waits - 1, launch))
+    figures.put("record queue", _fill_queue(rig, num_waits, partial(_record_again, rig)))
 
 
 def _beside_a_wait(rig: Rig, number: int, action: Action) -> dict[str, Any]:
@@ -95,12 +99,14 @@ def _cuda_actions(rig: Rig) -> dict[str, Action]:
     values, out = torch.zeros(4096, device="cuda"), torch.zeros(4096, device="cuda")
     words, errors = rig.zeros(1024), rig.zeros(1)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         values.add_(1.0)
-    torch.cuda.synchronize()
-    # Volatile: a variant of the kernel that nothing here has loaded yet, but it is compiled.
+    # Volatile: a variant of the kernel that nothing here has loaded yet. It is compiled, and so is
+    # its launcher, which it shares with the other variant.
+    make_count(rig)(words, 0, errors)
     count = make_count(rig, is_volatile=True)
     compile_volatile_count(words, errors)
+    torch.cuda.synchronize()
     kept: list[Any] = []
 
     def on_compute(compute: Callable[[], object]) -> Action:
@@ -112,7 +118,8 @@ def _cuda_actions(rig: Rig) -> dict[str, Action]:
 
     return {
         "graph launch": on_compute(graph.replay),
-        "first launch of a torch kernel": on_compute(lambda: torch.special.erfcx(values, out=out)),
+        # One that torch has compiled, unlike many of its special functions.
+        "first launch of a torch kernel": on_compute(lambda: torch.hypot(values, values, out=out)),
         "first launch of a Triton kernel": on_compute(lambda: count(words, 0, errors)),
         "allocation from CUDA": lambda: kept.append(
             torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
@@ -162,10 +169,16 @@ class _Ticker:
             last_s = now_s
 
 
-def _fill_queue(rig: Rig, number: int) -> dict[str, Any]:
-    """Launch behind the wait until a launch blocks; is Python's lock free meanwhile?"""
-    values = rig.zeros(16)
-    rig.launch(rig.transfer, lambda: values.add_(1))
+def _record_again(rig: Rig) -> None:
+    """A record is no kernel, and older torch keeps Python's lock in it."""
+    event = rig.device.event()
+    rig.device.record(rig.transfer, event)
+    rig.device.release_event(event)
+
+
+def _fill_queue(rig: Rig, number: int, enqueue: Action) -> dict[str, Any]:
+    """Enqueue behind the wait until a call blocks; is Python's lock free meanwhile?"""
+    enqueue()
     rig.synchronize()
     rig.device.wait(rig.transfer, rig.word(layout.DONE), number)
     rig.store(layout.ARM, number)
@@ -173,7 +186,7 @@ def _fill_queue(rig: Rig, number: int) -> dict[str, Any]:
     with _Ticker() as ticker:
         for launched in range(rig.sizes.max_queue_depth):
             start_s = time.perf_counter()
-            rig.launch(rig.transfer, lambda: values.add_(1))
+            enqueue()
             took_s = time.perf_counter() - start_s
             if took_s > _BLOCKED_S:
                 depth = launched
@@ -182,7 +195,7 @@ def _fill_queue(rig: Rig, number: int) -> dict[str, Any]:
     rig.store(layout.CANCEL, number)
     rig.synchronize()
     return {
-        "launches_before_one_blocked": depth,
+        "calls_before_one_blocked": depth,
         "tried": rig.sizes.max_queue_depth,
         "blocked_ms": round(took_s * 1e3, 1) if depth is not None else 0.0,
         "wait_held_to_the_end": was_held,

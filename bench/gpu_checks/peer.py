@@ -5,7 +5,6 @@ numba is there, and poll from Python where it is not: on x86-64 that orders as m
 so the word ``COMPILED`` says which. None of them touches the accelerator.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -51,7 +50,7 @@ class CompiledWords:
     is_compiled = True
 
     def __init__(self) -> None:
-        """Raises ImportError without numba."""
+        """Raises ImportError without numba, and what a numba raises that cannot compile here."""
         from corun.shm import atomics
 
         self._atomics = atomics
@@ -92,10 +91,12 @@ class PolledWords:
 
 
 def choose_words(name: str) -> Words:
-    """``auto`` takes the compiled ones where numba can be imported, ``polled`` never does."""
+    """``auto`` takes the compiled ones where numba works, ``polled`` never does."""
     if name == "auto":
-        with contextlib.suppress(ImportError):
+        try:
             return CompiledWords()
+        except Exception as error:  # missing, or not made for this numpy or this Python
+            print(f"peer: polls from Python, for numba fails: {error!r}", file=sys.stderr)
     return PolledWords()
 
 

@@ -26,11 +26,11 @@ class Question:
 QUESTIONS = (
     Question("1", "registration and asynchrony", WORDS[:1], 45),
     Question("2", "coherence of memory written after its mapping", WORDS[:1], 30),
-    Question("3", "round trip device, worker, device", WORDS, 40),
+    Question("3", "round trip device, worker, device", WORDS, 60),
     Question("5", "what goes on beside an outstanding wait", WORDS, 60),
     Question("6", "recovery when a peer is lost", WORDS, 60),
-    Question("7", "capture of signal and wait in a graph", WORDS, 30, "the CPU has no graphs"),
-    Question("8", "registered memory in Triton kernels", WORDS[:1], 40),
+    Question("7", "capture of signal and wait in a graph", WORDS, 45, "the CPU has no graphs"),
+    Question("8", "registered memory in Triton kernels", WORDS[:1], 60),
     Question("ceilings", "copy bandwidth, matrix rate, link", WORDS[:1], 45),
     # Last, because it takes what time is left; see ``Session``.
     Question("4", "payload before flag, a million rounds", WORDS, 130),

@@ -49,8 +49,11 @@ def _own_names() -> set[str]:
 
 def _lose_worker(rig: Rig, number: signal.Signals) -> dict[str, Any]:
     """Let a worker take a job, strike it down, and wait for the stream."""
-    supervisor = rig.start_peer("supervise", deadline_s=_DEADLINE_S, words="polled")
     values = rig.zeros(1024)
+    # Once before anything waits: the first launch of a kernel may hang behind a wait.
+    rig.launch(rig.transfer, lambda: values.add_(0))
+    rig.synchronize(rig.transfer)
+    supervisor = rig.start_peer("supervise", deadline_s=_DEADLINE_S, words="polled")
     rig.device.signal(rig.transfer, rig.word(layout.READY), 1)
     rig.device.wait(rig.transfer, rig.word(layout.DONE), 1)
     rig.launch(rig.transfer, lambda: values.add_(3))

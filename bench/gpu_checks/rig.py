@@ -130,7 +130,9 @@ class Rig:
     @property
     def peer_words(self) -> str:
         """How the peer reads words, for the report."""
-        return {1: "polled by Python, numba is missing", 2: "compiled"}[self.load(layout.COMPILED)]
+        return {1: "polled by Python, numba does not work", 2: "compiled"}[
+            self.load(layout.COMPILED)
+        ]
 
     def stop_peers(self) -> None:
         """End peers that have not ended by themselves."""

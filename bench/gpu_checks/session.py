@@ -30,7 +30,7 @@ class Session:
         report = begin_report("gpu_check", self._device, commit=self._commit, importable=importable)
         report["questions"] = {}
         if "status" not in report:
-            asked = [q for q in QUESTIONS if not wanted or q.name in wanted]
+            asked = [q for q in QUESTIONS if q.name in wanted]
             report["questions"] = {q.name: self._answer(q) for q in asked}
             statuses = {answer["status"] for answer in report["questions"].values()}
             report["status"] = "answered" if statuses <= {"answered", "skipped"} else "incomplete"

@@ -85,17 +85,21 @@ def _ordering(found: Found) -> str:
 
 def _outstanding(found: Found) -> str:
     actions = {n: c for n, c in found.items() if isinstance(c, Mapping) and "went_on" in c}
-    queue = found["launch queue"]
     went = [name for name, case in actions.items() if case["went_on"]]
     stood = [name for name, case in actions.items() if not case["went_on"]]
     text = f"went on: {', '.join(went) or 'nothing'}; stood still or failed: "
     text += ", ".join(stood) or "nothing"
-    depth = queue["launches_before_one_blocked"]
+    parts = [_filled(found[f"{what} queue"], what) for what in ("launch", "record")]
+    return "; ".join([text, *parts])
+
+
+def _filled(queue: Found, what: str) -> str:
+    depth = queue["calls_before_one_blocked"]
     if depth is None:
-        return f"{text}; {queue['tried']} launches did not fill the queue"
+        return f"{queue['tried']} {what}s did not fill the queue"
     pause_ms, blocked_ms = queue["longest_pause_of_another_thread_ms"], queue["blocked_ms"]
     lock = "free" if pause_ms < blocked_ms / 2 else "HELD"
-    return f"{text}; launch {depth + 1} blocked for {blocked_ms} ms with Python's lock {lock}"
+    return f"{what} {depth + 1} blocked for {blocked_ms} ms with Python's lock {lock}"
 
 
 def _recovery(found: Found) -> str:
@@ -115,7 +119,7 @@ def _recovery(found: Found) -> str:
 
 def _graphs(found: Found) -> str:
     if not found["captured"]:
-        return "not captured"
+        return f"not captured: {found['error']}"
     wrong = found["wrong_words_to_worker"] + found["wrong_words_to_device"]
     counted = found["rounds_counted_by_device"] == found["replays"]
     text = f"captured and replayed {found['replays']} times, {found['us_per_replay']} us each, "

@@ -12,11 +12,13 @@ import torch
 from corun.gpu.attention.torch_backend import TorchAttention
 from corun.gpu.lora.table import LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
+from gpu_checks import kernel_session
 from gpu_checks.asking import NOTE_CPU
 from gpu_checks.attention_rows import TINY, measure_attention
+from gpu_checks.figures import Figures
 from gpu_checks.importable import ROOT
-from gpu_checks.kernel_groups import run_group  # noqa: F401 - the groups must exist
-from gpu_checks.kernel_session import GROUPS
+from gpu_checks.kernel_groups import run_group
+from gpu_checks.kernel_session import GROUPS, KernelSession
 from gpu_checks.kernel_timing import Measured, Times, make_row
 from gpu_checks.lora_rows import LoraShape, Segment, measure_lora
 
@@ -34,22 +36,46 @@ def _run(*arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_group_runs_on_the_cpu(tmp_path: Path) -> None:
+_MEASURED_APART = "LoRA prefill"
+
+
+def test_a_group_runs_on_the_cpu_of_a_bare_machine(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    code, report = _run("--device", "cpu", "--out", str(out))
+    code, report = _run(
+        "--device", "cpu", "--groups", _MEASURED_APART, "--out", str(out),
+        PYTHONPATH=str(ROOT / "tests" / "support" / "bare"),
+    )  # fmt: skip
     assert code == 0, report
     assert json.loads(out.read_text()) == report
     assert report["note"] == NOTE_CPU
     assert report["status"] == "answered" and report["pass"] is True
-    assert {row["kernel"] for row in report["rows"]} == set(GROUPS)
-    for row in report["rows"]:
+    assert {row["kernel"] for row in report["rows"]} == {_MEASURED_APART}
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS if name != _MEASURED_APART])
+def test_the_other_groups_run_on_the_cpu(name: str, tmp_path: Path) -> None:
+    figures = Figures(tmp_path / "figures")
+    run_group(name, "cpu", 60.0, figures)
+    assert figures.values["left_out"] == []
+    assert figures.values["rows"]
+    for row in figures.values["rows"]:
+        assert row["kernel"] == name
         assert row["pass"] is True
         assert "us" not in row, "times of the CPU are no figures of a GPU"
 
 
-def test_says_that_it_skipped_without_a_gpu() -> None:
-    code, report = _run(CUDA_VISIBLE_DEVICES="")
-    assert code == 0
+def test_rows_that_the_time_does_not_allow_are_named(tmp_path: Path) -> None:
+    figures = Figures(tmp_path / "figures")
+    run_group("LoRA decode", "cpu", -1.0, figures)
+    assert [setting["batch"] for setting in figures.values["left_out"]] == [1, 3]
+
+
+def test_says_that_it_skipped_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_session, "begin_report", lambda *_, **__: {"status": "skipped"})
+    assert KernelSession("cuda", total_s=60.0).run([*GROUPS], out=None, importable="installed")
+    report = json.loads(capsys.readouterr().out)
     assert report["status"] == "skipped" and report["pass"] is None
     assert report["rows"] == []
 
@@ -73,6 +99,7 @@ def test_a_row_fails_for_an_error_and_for_a_comparison_that_sees_nothing(
     row = make_row("k", {}, measured, copy_gb_per_s=None, matrix_tflops=None)
     assert row["pass"] is False
     assert "share_of_floor" not in row
+    assert "Infinity" not in json.dumps(row)
 
 
 class _WrongAttention(TorchAttention):
