@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+_OFF = "co-execution off: "  # what the last reason of a plan without workers begins with
 _LOOK_S = 0.3  # at the machine before anything is measured
 
 
@@ -183,9 +184,9 @@ def _measure(
             effort=effort,
             max_tokens=min(config.max_num_batched_tokens, _max_context(config, loaded)),
             worker_cpus=plan.worker_cpus,
-            supervisor_cpus=plan.engine_cpus,
+            supervisor_cpus=plan.supervisor_cpus,
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),
-            coexecution_off="" if plan.worker_cpus else "; ".join(plan.reasons),
+            coexecution_off="" if plan.worker_cpus else plan.reasons[-1].removeprefix(_OFF),
         )
         return measure_profile(
             bench,

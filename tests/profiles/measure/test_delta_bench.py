@@ -1,0 +1,65 @@
+"""Deltas on one core: what is measured of which shapes, in this process and in one of its own."""
+
+import os
+
+import msgspec
+import pytest
+from corun.cpu_workers.deltas.select import make_backend
+from corun.profiles.measure.delta_bench import DeltaTask, GroupShape, measure
+from corun.profiles.measure.deltas import measure_deltas
+from corun.profiles.profile import ProfileError
+from corun.profiles.rounds import Repeats
+
+_TASK = DeltaTask(
+    cpu=None,
+    groups=(GroupShape("q_proj", 64, (48, 16)), GroupShape("o_proj", 48, (64,))),
+    ranks=(8, 16),
+    tokens=(1, 4, 8),
+    num_layers=2,
+    backend="auto",
+    repeats=Repeats(0.2, 1, 2),
+)
+
+
+def test_every_back_end_is_measured_at_every_shape(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    backends = [make_backend("numba"), make_backend("numpy")]
+    report = measure(msgspec.structs.replace(_TASK, repeats=Repeats(60.0, 1, 1)), backends)
+    shapes = [(p.num_tokens, p.rank, p.group) for p in report.points]
+    assert shapes == [(t, r, g) for t in (1, 4, 8) for r in (8, 16) for g in (0, 1)]
+    assert report.left_out == ()
+    for point in report.points:
+        assert point.rank_sum == point.rank * (2 if point.group == 0 else 1)
+        assert set(point.times_s) == {"numba", "numpy"}
+        assert all(len(times) == 1 and times[0] > 0 for times in point.times_s.values())
+    assert b'"num_total"' in capfdbinary.readouterr().out
+
+
+def test_a_process_on_the_cpu_of_a_worker_does_it() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    progress: list[tuple[int, int]] = []
+    task = msgspec.structs.replace(_TASK, cpu=cpu, backend="numpy")
+    times = measure_deltas(task, 1.0, lambda done, total: progress.append((done, total)))
+    assert progress
+    assert [family.keys for family in times.families] == [(16.0, 32.0), (8.0, 16.0)]
+    q_proj = times.backend_curves(8)[0]
+    assert (q_proj.group, q_proj.rank_sum) == ("q_proj", 16)
+    assert [name for name, _ in q_proj.curves] == ["numpy"]
+    assert q_proj.choices == ((1, "numpy"),)
+    assert times.table().backends == ("numpy",)
+
+
+def test_slow_workers_take_their_times_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from corun.profiles.measure import deltas
+
+    report = measure(_TASK, [make_backend("numpy")])
+    monkeypatch.setattr(deltas, "_run", lambda *_: report)
+    once, thrice = (measure_deltas(_TASK, slowdown, lambda *_: None) for slowdown in (1.0, 3.0))
+    assert thrice.families[0].at(16, 4) == pytest.approx(3 * once.families[0].at(16, 4))
+
+
+def test_a_process_that_fails_is_told() -> None:
+    task = msgspec.structs.replace(_TASK, backend="abacus")
+    with pytest.raises(ProfileError, match="exited with status 1"):
+        measure_deltas(task, 1.0, lambda *_: None)
