@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from corun import Engine, LoRARequest, SamplingParams
-from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase
+from support.parity import MAX_LOGPROBS, VOCAB_SIZE, Bfloat16Errors, ParityCase
 
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 NUM_REQUESTS = 10
@@ -30,18 +29,13 @@ def test_error_is_that_of_the_dtype(architecture: str, backends: str, tmp_path: 
     ) as engine:  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
         outputs = engine.generate(prompts, params, loras)
-    ours, theirs = [], []
+    errors = Bfloat16Errors(case)
     for name, output in zip(names, outputs, strict=True):
         choice = output.outputs[0]
-        tokens = [*output.prompt_token_ids, *choice.token_ids]
-        first = len(output.prompt_token_ids)
-        truth = case.truth(name, tokens, first, torch.float32)
-        half = case.truth(name, tokens, first, torch.bfloat16)
         assert choice.logprobs is not None
-        for position, candidates in enumerate(choice.logprobs):
-            ids = list(candidates)
-            logprobs = torch.tensor([candidates[i].logprob for i in ids])
-            ours.append((logprobs - truth[position, ids]).abs())
-            theirs.append((half[position, ids] - truth[position, ids]).abs())
-    error, peft_error = float(torch.cat(ours).mean()), float(torch.cat(theirs).mean())
+        candidates = [
+            {token: found.logprob for token, found in one.items()} for one in choice.logprobs
+        ]
+        errors.add(name, output.prompt_token_ids, choice.token_ids, candidates)
+    error, peft_error = errors.means
     assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)

@@ -83,12 +83,17 @@ _TABLE = [
     Architecture("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 ]  # fmt: skip
 ARCHITECTURES = {architecture.name: architecture for architecture in _TABLE}
+# Deep enough for splits between layers, and with a context for long prompts.
+_DEEP = Architecture(
+    "llama-deep", "llama", {"num_hidden_layers": 4, "max_position_embeddings": 2304}
+)
+_BY_NAME = {**ARCHITECTURES, _DEEP.name: _DEEP}
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     """A random float32 model whose attention is far from flat."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name].config(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(_BY_NAME[name].config(), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

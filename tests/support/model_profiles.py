@@ -11,20 +11,23 @@ from corun.gpu.model.load import ModelSource
 from corun.gpu.model.threads import set_threads
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
-from corun.profiles.profile import Profile, Subject, save_profile
+from corun.profiles.profile import Subject, save_profile
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.placement import place_engine
 from corun.runtime.engine.profiling import subject_of
 from corun.runtime.facts import read_machine_facts
 from support.profiles import PROFILE
 
+_STEP_S = Curve((1.0, 512.0), (0.002, 0.02))
+_DELTA_S = Curve((1.0, 512.0), (1e-5, 1e-3))
+
 
 @dataclass(frozen=True)
 class Figures:
     """What a made-up machine is like."""
 
-    step_s: Curve = Curve((1.0, 512.0), (0.002, 0.02))
-    delta_s: Curve = Curve((1.0, 512.0), (1e-5, 1e-3))  # of one input group, at a rank sum of 16
+    step_s: Curve = _STEP_S
+    delta_s: Curve = _DELTA_S  # of one input group, at a rank sum of 16
     link_bytes_per_s: float = 1e9
     tokens_per_worker: int = 64
     min_group_bytes: int = 1

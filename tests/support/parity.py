@@ -1,6 +1,7 @@
 """Truth for what the engine computes: transformers + PEFT, run plainly."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,20 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 class ParityCase:
     """A model directory and its adapters, with their truth in any dtype."""
 
-    def __init__(self, architecture: str, directory: Path, *, seed: int = 0) -> None:
+    def __init__(
+        self, architecture: str, directory: Path, *, seed: int = 0,
+        specs: Sequence[AdapterSpec] = ADAPTER_SPECS,
+    ) -> None:  # fmt: skip
         self.directory = save_model(architecture, directory / "model", seed=seed)
         save_word_tokenizer(self.directory, VOCAB_SIZE)
         self.adapters: dict[str, Path] = {}
         self._models: dict[tuple[str | None, torch.dtype], Any] = {}
+        self._rows: dict[tuple[str | None, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         targets = linear_names(make_model(architecture))
-        for number, spec in enumerate(ADAPTER_SPECS):
+        for number, spec in enumerate(specs):
             path = directory / "adapters" / spec.name
-            save_adapter(
-                path, architecture, seed=seed + number, target_modules=targets, **spec.options
-            )
+            options = {"target_modules": targets, **spec.options}
+            save_adapter(path, architecture, seed=seed + number, **options)
             edit_config(path, base_model_name_or_path=None)
             self.adapters[spec.name] = path
 
@@ -76,13 +80,19 @@ class ParityCase:
         Each row is computed from its own prefix alone, so that models whose rotary factors depend
         on the length are asked at the length at which a server would ask them.
         """
-        model = self._load(adapter, dtype)
-        rows = []
-        with torch.inference_mode():
-            for end in range(first, len(token_ids)):
-                logits = model(input_ids=torch.tensor([token_ids[:end]])).logits[0, -1]
-                rows.append(torch.log_softmax(logits.float(), dim=-1))
-        return torch.stack(rows)
+        return torch.stack(
+            [self._row(adapter, dtype, token_ids[:end]) for end in range(first, len(token_ids))]
+        )
+
+    def _row(self, adapter: str | None, dtype: torch.dtype, prefix: list[int]) -> torch.Tensor:
+        """Log-probabilities of what follows ``prefix``: [vocabulary]; computed once."""
+        key = (adapter, dtype, tuple(prefix))
+        if key not in self._rows:
+            model = self._load(adapter, dtype)
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([prefix])).logits[0, -1]
+            self._rows[key] = torch.log_softmax(logits.float(), dim=-1)
+        return self._rows[key]
 
     def _load(self, adapter: str | None, dtype: torch.dtype) -> Any:
         key = (adapter, dtype)
@@ -96,6 +106,35 @@ class ParityCase:
                     model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
             self._models[key] = model.eval()
         return self._models[key]
+
+
+class Bfloat16Errors:
+    """Errors against float32 truth, beside those of PEFT's own bfloat16 at the same places."""
+
+    def __init__(self, case: ParityCase) -> None:
+        self._case = case
+        self._ours: list[torch.Tensor] = []
+        self._theirs: list[torch.Tensor] = []
+
+    def add(
+        self, adapter: str | None, prompt: Sequence[int], token_ids: Sequence[int],
+        candidates: Sequence[dict[int, float]],
+    ) -> None:  # fmt: skip
+        """``candidates``: by output token, log-probabilities by token id."""
+        assert len(candidates) == len(token_ids) > 0
+        tokens, first = [*prompt, *token_ids], len(prompt)
+        truth = self._case.truth(adapter, tokens, first, torch.float32)
+        half = self._case.truth(adapter, tokens, first, torch.bfloat16)
+        for position, found in enumerate(candidates):
+            ids = list(found)
+            logprobs = torch.tensor([found[i] for i in ids])
+            self._ours.append((logprobs - truth[position, ids]).abs())
+            self._theirs.append((half[position, ids] - truth[position, ids]).abs())
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Ours, and PEFT's."""
+        return float(torch.cat(self._ours).mean()), float(torch.cat(self._theirs).mean())
 
 
 def largest_error(
