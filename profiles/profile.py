@@ -28,8 +28,8 @@ class Machine:
 class Settings:
     """Options that change the figures."""
 
-    num_engine_cpus: int
-    num_workers: int
+    num_threads: int  # of the CPU device; 0 where the model runs on an accelerator
+    has_workers: bool  # without any, invocations are not measured
     worker_slowdown: float
     delta_backend: str  # auto, or the one that is forced
     link: str  # unpaced, or bandwidth and latency

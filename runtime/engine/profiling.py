@@ -136,7 +136,6 @@ def subject_of(
 
     device = loaded.model.device
     is_cuda = device.type == "cuda"
-    num_threads = torch.get_num_threads()
     return Subject(
         machine=Machine(
             cpu_model=facts.cpu_model,
@@ -144,8 +143,8 @@ def subject_of(
             device=torch.cuda.get_device_name(device) if is_cuda else device.type,
         ),
         settings=Settings(
-            num_engine_cpus=placement.machine.num_cpus if is_cuda else num_threads,
-            num_workers=len(placement.plan.worker_cpus),
+            num_threads=0 if is_cuda else torch.get_num_threads(),
+            has_workers=bool(placement.plan.worker_cpus),
             worker_slowdown=config.worker_slowdown,
             delta_backend=config.delta_backend,
             link=loaded.device.choices.link,

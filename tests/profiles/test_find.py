@@ -89,7 +89,7 @@ def test_the_file_is_named_by_all_but_the_versions(tmp_path: Path) -> None:
     assert path == default_path(replace(SUBJECT, torch_version="2.14.0"), tmp_path)
     for changed in (
         replace(SUBJECT, machine=replace(SUBJECT.machine, num_cpus=4)),
-        replace(SUBJECT, settings=replace(SUBJECT.settings, num_workers=2)),
+        replace(SUBJECT, settings=replace(SUBJECT.settings, has_workers=False)),
         replace(SUBJECT, shape=replace(SUBJECT.shape, dtype="float16")),
     ):
         assert default_path(changed, tmp_path) != path

@@ -51,7 +51,7 @@ def save_made_up_profile(config: EngineConfig, path: Path, figures: Figures | No
         invocation_s=2e-5,
         lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5),
         link=LinkModel(figures.link_bytes_per_s, 1e-5),
-        num_workers=subject.settings.num_workers,
+        num_workers=int(subject.settings.has_workers),
         tokens_per_worker=figures.tokens_per_worker,
     )
     save_profile(

@@ -26,7 +26,7 @@ _PREFILL = FitRecord(
 
 SUBJECT = Subject(
     machine=Machine("A CPU", 2, "cpu"),
-    settings=Settings(1, 1, 1.0, "auto", "1 GiB/s + 0 us", ("plain", "torch", "torch")),
+    settings=Settings(1, True, 1.0, "auto", "1 GiB/s + 0 us", ("plain", "torch", "torch")),
     shape=ModelShape(2, "bfloat16", (("q_proj", 64, 128),)),
     torch_version="2.13.0",
     corun_version="0.1.0",
