@@ -67,6 +67,27 @@ def split_tokens(
     return tuple(slices)
 
 
+def max_tokens(
+    *,
+    num_cores: int,
+    tokens_per_core: int,
+    max_requests: int,
+    max_slices_per_core: int,
+    block_tokens: int = BLOCK_TOKENS,
+) -> int:
+    """The most tokens of up to ``max_requests`` requests that give no core too many slices.
+
+    Whatever the requests' shares of them are. 0 = one token each may be too much.
+    """
+    blocks_per_share = max(1, tokens_per_core // block_tokens)
+    # A share of one block is one request's; others may be cut at each end of a request, all of
+    # them on one core.
+    num_cuts = max_requests - 1 if blocks_per_share > 1 else 0
+    num_blocks = num_cores * blocks_per_share * max(0, max_slices_per_core - num_cuts)
+    # All requests but one may fill their last block with one token.
+    return max(0, num_blocks * block_tokens - (max_requests - 1) * (block_tokens - 1))
+
+
 def _cut(
     first_block: int, last_block: int, num_blocks: int, num_shares: int
 ) -> list[tuple[int, int, int]]:

@@ -8,28 +8,27 @@ region goes through one buffer on the device and is unpacked from there, which c
 device's bandwidth and neither the link's nor a second copy on the host.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..runtime.errors import AdapterError
-from ..shm.region import ALIGNMENT_BYTES, read_header
+from ..shm.region import read_header
+from .adapter_copier import AdapterCopier, Lane, row_bytes
 from .adapter_store import HostAdapter
 from .coexec.cold_deltas import Arrival, GroupKey
 from .coexec.gateway import PlacedRegion
-from .device.base import DeviceError, Event, Stream
-from .device.host_memory import TorchDevice
-from .lora.adapter_layout import AdapterLayout, GroupPlan, TargetMatrices
+from .device.base import DeviceError, DeviceTimeoutError, Event
+from .lora.adapter_layout import AdapterLayout, TargetMatrices
 from .lora.base import PackedLora
-from .lora.matrix_layout import PACKED, MatrixLayout, unpack_a, unpack_b
+from .lora.matrix_layout import PACKED, unpack_a, unpack_b
 from .lora.table import DeviceAdapter
 
+_LOG = logging.getLogger(__name__)
+
 _ERROR_TIMEOUT_S = 5.0
-# Demand loads that share the link at the same time; more follow each other.
-_NUM_LOAD_STREAMS = 3
-# A copy holds the copy engine up no longer than this many bytes take: activations pass between.
-_CHUNK_BYTES = 4 << 20
 
 
 class InPlace:
@@ -67,85 +66,12 @@ class InPlace:
         self._host.release()
 
 
-class AdapterCopier:
-    """Where and how adapters are copied; its calls belong to the thread that owns the device."""
-
-    def __init__(
-        self, device: TorchDevice, where: torch.device, layout: AdapterLayout, wanted: MatrixLayout
-    ) -> None:
-        """``layout``: of the arena, packed; ``wanted``: how the device's kernels read matrices."""
-        assert layout.matrices is PACKED, layout.matrices.name
-        self.device = device
-        self.layout = layout
-        self.wanted = wanted
-        self._where = where
-        self._lanes = [_Lane(device.stream(f"load {n}")) for n in range(_NUM_LOAD_STREAMS)]
-        self._prefetch_lane = _Lane(device.stream("prefetch"))
-        self._num_taken = 0
-
-    def take_lane(self, *, is_prefetch: bool) -> "_Lane":
-        """The stream for one more load: demand loads take turns, so that they share the link."""
-        if is_prefetch:
-            return self._prefetch_lane
-        self._num_taken += 1
-        return self._lanes[self._num_taken % len(self._lanes)]
-
-    def device_bytes(self, plans: Sequence[GroupPlan]) -> int:
-        """What an adapter takes on the device."""
-        if self.wanted is PACKED:
-            return sum(plan.region.num_bytes for plan in plans)
-        loras = [lora for plan in plans for lora in plan.loras if lora is not None]
-        return sum(
-            _row_bytes(lora.rank, width, self.layout.dtype)
-            for lora in loras
-            for width in (lora.target.in_features, lora.target.out_features)
-        )
-
-    def empty(self, lane: "_Lane", num_bytes: int) -> torch.Tensor:
-        """Memory of the device, uint8, that the lane's stream may write at once.
-
-        torch keeps CUDA memory per stream: what another one gave back may still be read there.
-        """
-        made: list[torch.Tensor] = []
-
-        def allocate() -> None:
-            made.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._where))
-
-        if self._where.type == "cuda":
-            self.device.launch(lane.stream, allocate)
-        else:
-            allocate()
-        return made[0]
-
-    def staging(self, lane: "_Lane", num_bytes: int) -> torch.Tensor:
-        """The buffer that packed regions go through, used in the stream's order.
-
-        Whoever enqueues its use holds it: a larger one may take its place.
-        """
-        if lane.staging is None or lane.staging.numel() < num_bytes:
-            lane.staging = self.empty(lane, num_bytes)
-        return lane.staging
-
-    def copy(self, lane: "_Lane", destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the bytes of one region, in chunks."""
-        for start in range(0, source.numel(), _CHUNK_BYTES):
-            end = start + _CHUNK_BYTES
-            self.device.copy(lane.stream, destination[start:end], source[start:end])
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """A stream for loads, and the buffer of those that go through one."""
-
-    stream: Stream
-    staging: torch.Tensor | None = None
-
-
 @dataclass(slots=True, eq=False)
 class _LayerGroup:
     """Regions of neighbouring layers, by their place in the host's list."""
 
     parts: list[int] = field(default_factory=list)
+    memory: torch.Tensor | None = None  # on the device
     event: Event | None = None  # None = not enqueued yet
     has_arrived: bool = False  # all copies were made; False behind the event = one has failed
 
@@ -163,12 +89,13 @@ class Copied:
         self._groups = [_LayerGroup() for _ in range(max(group_of_layer) + 1)]
         for index, place in enumerate(host.places):
             self._groups[group_of_layer[place.layer]].parts.append(index)
-        self._lane: _Lane | None = None
+        self._lane: Lane | None = None
         self._memory: torch.Tensor | None = None
         self._copies: list[list[tuple[TargetMatrices, PackedLora]]] = []  # by region
         self._spans: list[torch.Tensor] = []  # by region, where packed ones are wanted
         self._adapter = DeviceAdapter({})
         self._regions: dict[GroupKey, PlacedRegion] = {}
+        self._error: Exception | None = None
 
     @property
     def adapter(self) -> DeviceAdapter:
@@ -178,9 +105,11 @@ class Copied:
     def start(self, *, is_gradual: bool) -> None:
         """Take memory and enqueue the copies of all layer groups, or of the first.
 
-        Raises ``DeviceError``, or what a full device raises.
+        Raises what a full device raises, with nothing enqueued; ``finish`` tells of copies that
+        cannot be enqueued.
         """
         self._lane = self._copier.take_lane(is_prefetch=is_gradual)
+        self._copier.await_readers(self._lane)
         self._place()
         if is_gradual:
             self.advance()
@@ -227,10 +156,10 @@ class Copied:
     def arrival(self, layer: int) -> Arrival | None:
         """See ``coexec.ArrivingAdapter``. All layer groups must be enqueued."""
         group = self._groups[self._group_of_layer[layer]]
-        assert group.event is not None and self._memory is not None, "not enqueued"
+        assert group.event is not None and group.memory is not None, "not enqueued"
         if self._copier.device.is_done(group.event):
             return None
-        return Arrival(group.event, self._memory)
+        return Arrival(group.event, group.memory)
 
     def region(self, key: GroupKey) -> PlacedRegion | None:
         """See ``coexec.ColdAdapter``."""
@@ -242,6 +171,8 @@ class Copied:
         self._let_go()
         if is_whole:
             return self._adapter
+        if self._error is not None:
+            raise AdapterError(f"copying it to the device failed: {self._error}") from self._error
         assert self._lane is not None
         try:
             self._copier.device.synchronize(self._lane.stream, timeout_s=_ERROR_TIMEOUT_S)
@@ -250,11 +181,20 @@ class Copied:
         raise AdapterError("copying it to the device failed, with what was copied before it")
 
     def cancel(self) -> None:
-        """Give the reference back once nothing is copied any more."""
+        """Give the reference back once nothing is copied any more.
+
+        It is kept if the copies do not come to their end: they read what it protects.
+        """
         enqueued = [group.event for group in self._groups if group.event is not None]
         if enqueued and not self._copier.device.is_done(enqueued[-1]):
             assert self._lane is not None
-            self._copier.device.synchronize(self._lane.stream, timeout_s=_ERROR_TIMEOUT_S)
+            try:
+                self._copier.device.synchronize(self._lane.stream, timeout_s=_ERROR_TIMEOUT_S)
+            except DeviceTimeoutError as error:
+                _LOG.error("an adapter that nobody waits for keeps its host memory: %s", error)
+                return
+            except DeviceError as error:
+                _LOG.debug("a copy that nobody waits for has failed: %s", error)
         self._let_go()
 
     def _place(self) -> None:
@@ -284,16 +224,20 @@ class Copied:
         """The regions as they are."""
         assert self._memory is not None
         position = 0
+        ends = []
         for part, matrices in zip(self._host.parts, found, strict=True):
             span = self._memory[position : position + part.numel()]
             position += part.numel()
+            ends.append(position)
             self._spans.append(span)
             self._copies.append([(one, self._copier.layout.views(one, span)) for one in matrices])
+        self._share_memory(ends)
 
     def _place_rows(self, found: Sequence[Sequence[TargetMatrices]]) -> None:
         """Plain rows, matrix after matrix."""
         assert self._memory is not None
         position = 0
+        ends = []
         for matrices in found:
             copies = []
             for one in matrices:
@@ -301,10 +245,21 @@ class Copied:
                 rows = self._rows(one, self._memory[position : position + num_bytes])
                 position += num_bytes
                 copies.append((one, rows))
+            ends.append(position)
             self._copies.append(copies)
+        self._share_memory(ends)
+
+    def _share_memory(self, ends: Sequence[int]) -> None:
+        """Name each layer group's part; ``ends``: where each region's ends. They are in order."""
+        assert self._memory is not None
+        start = 0
+        for group in self._groups:
+            end = ends[group.parts[-1]] if group.parts else start
+            group.memory = self._memory[start:end]
+            start = end
 
     def _enqueue(self, group: _LayerGroup) -> None:
-        """Copy the regions of a layer group and record its event."""
+        """Copy the regions of a layer group and record its event, whatever comes of it."""
         device, lane = self._copier.device, self._lane
         assert lane is not None
         event = device.event()
@@ -317,16 +272,18 @@ class Copied:
                 if self._copier.wanted is PACKED:
                     self._copier.copy(lane, self._spans[index], self._host.parts[index])
                 else:
-                    self._copy_as_rows(index)
+                    self._copy_as_rows(index, group)
             # Left out if anything before it has failed.
             device.launch(lane.stream, arrive)
-        finally:
-            device.record(lane.stream, event)
-            group.event = event
+        except Exception as error:  # fails this adapter, when those before it are copied
+            _LOG.exception("layers of an adapter cannot be copied")
+            self._error = error
+        device.record(lane.stream, event)
+        group.event = event
 
-    def _copy_as_rows(self, index: int) -> None:
+    def _copy_as_rows(self, index: int, group: _LayerGroup) -> None:
         """One region into the lane's buffer, and from there to rows."""
-        copier, lane, memory = self._copier, self._lane, self._memory
+        copier, lane, memory = self._copier, self._lane, group.memory
         assert lane is not None and memory is not None
         part = self._host.parts[index]
         buffer = copier.staging(lane, max(part.numel() for part in self._host.parts))
@@ -350,12 +307,12 @@ class Copied:
     def _rows_bytes(self, one: TargetMatrices) -> int:
         dtype = self._copier.layout.dtype
         widths = (one.target.in_features, one.target.out_features)
-        return sum(_row_bytes(one.rank, width, dtype) for width in widths)
+        return sum(row_bytes(one.rank, width, dtype) for width in widths)
 
     def _rows(self, one: TargetMatrices, memory: torch.Tensor) -> PackedLora:
         """Room for A and B as rows in ``memory``."""
         dtype, target = self._copier.layout.dtype, one.target
-        b_offset = _row_bytes(one.rank, target.in_features, dtype)
+        b_offset = row_bytes(one.rank, target.in_features, dtype)
         a_bytes = one.rank * target.in_features * dtype.itemsize
         b_bytes = one.rank * target.out_features * dtype.itemsize
         return PackedLora(
@@ -364,9 +321,3 @@ class Copied:
             rank=one.rank,
             scaling=one.scaling,
         )
-
-
-def _row_bytes(rank: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes of one matrix as rows, rounded up so that the next one is aligned."""
-    num_bytes = rank * width * dtype.itemsize
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -134,6 +134,8 @@ class AdapterLoader:
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
         self._under_way: list[_Started] = []  # of the engine's thread
+        # Loads whose files are being read, and whether they are prefetches; likewise.
+        self._fetching: dict[TransferId, bool] = {}
         self._deferred: deque[_Deferred] = deque()  # of the fetching thread
         self._closed = False
         self._threads = [
@@ -150,6 +152,7 @@ class AdapterLoader:
         """
         arrival = self._fetch_present(transfer.adapter_id)
         if arrival is None:
+            self._fetching[transfer.transfer_id] = not transfer.is_demand
             self._jobs.put(transfer)
             return
         self._start(_Fetched(transfer, arrival))
@@ -157,6 +160,9 @@ class AdapterLoader:
 
     def promote(self, transfer_id: TransferId) -> None:
         """A request waits for what was a prefetch; unknown loads have ended."""
+        if transfer_id in self._fetching:
+            self._fetching[transfer_id] = False
+            return
         for started in self._under_way:
             if started.transfer.transfer_id == transfer_id and started.is_gradual:
                 started.is_gradual = False
@@ -200,10 +206,11 @@ class AdapterLoader:
     def _start(self, fetched: _Fetched) -> None:
         """Start the copies of one adapter."""
         transfer, arrival = fetched.transfer, fetched.arrival
+        is_gradual = self._fetching.pop(transfer.transfer_id, not transfer.is_demand)
         if arrival is None:
             self._events.append(_failed(transfer, fetched.error))
             return
-        started = _Started(transfer, arrival, is_gradual=not transfer.is_demand)
+        started = _Started(transfer, arrival, is_gradual)
         try:
             arrival.start(is_gradual=started.is_gradual)
         except Exception as error:  # a full device must fail one adapter, not the engine

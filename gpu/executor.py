@@ -153,6 +153,8 @@ class DeviceExecutor:
     def _run_batch(self, batch: SubBatch) -> list[RowResult]:
         """Compute one sub-batch; an exception fails its rows and no others."""
         try:
+            if batch.kind is SubBatchKind.ASSISTED:
+                return self._run_assisted(batch)
             return self._compute(batch)
         except Exception as error:
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
@@ -163,23 +165,45 @@ class DeviceExecutor:
             ]
 
     def _compute(self, batch: SubBatch) -> list[RowResult]:
-        states = [self._requests[request_id] for request_id in batch.request_ids]
-        inputs = lower(self._pack(batch, states), self._runner.block_size, self._runner.device)
-        if batch.kind is SubBatchKind.ASSISTED:
-            return self._compute_assisted(batch, states, inputs)
+        states, inputs = self._lower(batch)
         return self._finish_rows(batch, states, self._forward(batch, inputs, None), frozenset())
 
-    def _compute_assisted(
-        self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
+    def _lower(self, batch: SubBatch) -> tuple[list[RequestState], ForwardInputs]:
+        states = [self._requests[request_id] for request_id in batch.request_ids]
+        packed = self._pack(batch, states)
+        return states, lower(packed, self._runner.block_size, self._runner.device)
+
+    def _run_assisted(self, batch: SubBatch) -> list[RowResult]:
+        """Compute the rows whose adapter moves; retry those for which files are read after all."""
+        is_moving = [
+            self._requests[request_id].adapter_id in self._resident
+            for request_id in batch.request_ids
+        ]
+        if all(is_moving):
+            return self._compute_assisted(batch)
+        reason = "the adapter is not on its way to the device yet"
+        return self._retry_some(batch, [not moving for moving in is_moving], reason)
+
+    def _retry_some(
+        self, batch: SubBatch, is_retried: Sequence[bool], reason: str
     ) -> list[RowResult]:
+        """Compute only the other rows."""
+        _LOG.warning("%d of %d cold rows are retried: %s", sum(is_retried), len(is_retried), reason)
+        retried = [row for row, retry in enumerate(is_retried) if retry]
+        others = [row for row, retry in enumerate(is_retried) if not retry]
+        results = _retries([batch.request_ids[row] for row in retried], reason)
+        return results + self._run_batch(_rows_of(batch, others)) if others else results
+
+    def _compute_assisted(self, batch: SubBatch) -> list[RowResult]:
         """A pass whose deltas partly come from workers; rows whose deltas are void are retried."""
         assert self._assistant is not None, "nobody assists, but the plan counts on it"
+        states, inputs = self._lower(batch)
         rows = self._cold_rows(batch, states, inputs)
         try:
             assisted = self._assistant.begin(rows, self._runner.device)
         except ShmError as error:
-            _LOG.warning("cold rows are retried: %s", error)
-            return _retries(batch.request_ids, str(error))
+            # Rows without a layer for the workers may have been retried before.
+            return self._retry_some(batch, [split > 0 for split in batch.split_layers], str(error))
         try:
             logits = self._forward(batch, inputs, assisted.deltas)
         except BaseException:
@@ -226,7 +250,8 @@ class DeviceExecutor:
         void: Collection[int],
     ) -> list[RowResult]:
         """Sample, and keep what was drawn; rows in ``void`` are retried."""
-        results = _retries([batch.request_ids[row] for row in void], "a CPU worker failed")
+        reason = "a CPU worker or a copy of the adapter failed"
+        results = _retries([batch.request_ids[row] for row in void], reason)
         sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         if not sampling_rows:
             return results
@@ -324,3 +349,15 @@ class DeviceExecutor:
 
 def _retries(request_ids: Iterable[RequestId], reason: str) -> list[RowResult]:
     return [RowResult(request_id, Outcome.RETRY, error=reason) for request_id in request_ids]
+
+
+def _rows_of(batch: SubBatch, rows: Sequence[int]) -> SubBatch:
+    """Some rows of an assisted sub-batch."""
+    return SubBatch(
+        batch.kind,
+        tuple(batch.request_ids[row] for row in rows),
+        tuple(batch.start_positions[row] for row in rows),
+        tuple(batch.num_tokens[row] for row in rows),
+        tuple(batch.samples[row] for row in rows),
+        tuple(batch.split_layers[row] for row in rows),
+    )

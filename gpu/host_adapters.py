@@ -7,9 +7,11 @@ import torch
 
 from ..runtime.adapters.target_map import TargetMap
 from ..shm.arena import HostArena
-from .adapter_arrival import AdapterCopier, Copied, InPlace
+from .adapter_arrival import Copied, InPlace
+from .adapter_copier import AdapterCopier
 from .adapter_loader import Arrival
 from .adapter_store import AdapterStore, HostAdapter, OpenSource
+from .device.base import Stream
 from .device.host_memory import TorchDevice
 from .lora.adapter_layout import AdapterLayout, GroupPlan
 from .lora.base import LoraBackend
@@ -102,6 +104,11 @@ class HostAdapters:
     def on_kv_bytes(self) -> Callable[[int], None] | None:
         """To be told how much of the budget KV blocks hold, if adapters share it."""
         return self._note_kv_bytes if self._size.is_device_memory else None
+
+    def read_by(self, compute: Stream) -> None:
+        """Say on which stream kernels read what was copied; see ``AdapterCopier.read_by``."""
+        if self._copier is not None:
+            self._copier.read_by(compute)
 
     def register(self, path: str) -> RegisteredAdapter:
         """Read and check an adapter; it stays in the arena while there is room.

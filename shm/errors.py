@@ -25,6 +25,10 @@ class MailboxFullError(ShmError):
     """No slot is free: results must be taken before more jobs are published."""
 
 
+class RingFullError(ShmError):
+    """More jobs should be under way than a worker's rings have slots for their x and y."""
+
+
 class WorkerUnavailableError(ShmError):
     """The worker of a mailbox takes no jobs: it is starting, stopping or dead."""
 

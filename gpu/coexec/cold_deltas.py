@@ -165,8 +165,12 @@ class ColdDeltas:
         self._take_in(key, ys)
 
     def release_workers(self) -> None:
-        """Let the workers go on that still wait for x: the pass has failed, and all is void."""
+        """Let the workers go on that still wait for x: the pass has failed, and all is void.
+
+        Behind what was computed: their y takes the place of earlier ones that are read there.
+        """
         exchange = self._exchange
+        exchange.order(exchange.compute, exchange.transfer)
         for invocations in self._plan.invocations.values():
             for invocation in invocations:
                 if id(invocation) not in self._signalled:

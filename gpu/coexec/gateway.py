@@ -4,7 +4,8 @@ Owns what the device knows of the workers' shared memory. It knows nothing of re
 spans of packed tokens with an adapter.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch
 from ...cpu_workers.pool import SliceJob, WorkerPool
 from ...cpu_workers.slices import split_tokens
 from ...shm.atomics import store_release
-from ...shm.errors import MailboxFullError, WorkerUnavailableError
+from ...shm.errors import MailboxFullError, RingFullError, WorkerUnavailableError
 from ...shm.job import Job, JobStatus
 from ...shm.region import Region
 from ...shm.words import wrap
@@ -70,6 +71,10 @@ class _Place:
     worker: int
 
 
+# A slice, and its adapter's region of the input group.
+_Task = tuple[_Place, PlacedRegion]
+
+
 # Seconds that a worker needs: (region, tokens).
 PredictDelta = Callable[[Region, int], float]
 
@@ -103,6 +108,7 @@ class WorkerGateway:
         self._predict_s = predict_s
         self._num_input_groups = num_input_groups
         self._tokens_per_worker = tokens_per_worker
+        self._num_ring_slots = pool.config.num_ring_slots
         self._words = [self._words_of(worker) for worker in range(pool.num_workers)]
 
     @property
@@ -113,31 +119,66 @@ class WorkerGateway:
     def invoke(self, rows: Sequence[AssistedRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
         """Publish the jobs of all layers of a pass, in the order in which they will be needed.
 
-        Raises ``WorkerUnavailableError`` if a worker that had been ready is not any more, or
-        ``MailboxFullError``; jobs that had been published are over then.
+        Raises ``WorkerUnavailableError`` if a worker that had been ready is not any more,
+        ``MailboxFullError`` or ``RingFullError`` if the workers' shared memory is too small for
+        the pass; jobs that had been published are over then.
         """
+        if any(self._pool.end(w).num_outstanding for w in range(self._pool.num_workers)):
+            self._drop_published()  # of a pass whose results could not be taken
         workers = self._pool.ready_workers()
         if not workers:
             raise WorkerUnavailableError("no CPU worker is ready")
+        tasks = self._tasks(rows, workers)
+        self._check_room(tasks)
         try:
-            return self._publish(rows, workers)
-        except (WorkerUnavailableError, MailboxFullError):
+            return {key: tuple(map(self._invoke_one, tasks[key])) for key in tasks}
+        except BaseException:
             self._drop_published()
             raise
 
-    def _publish(
+    def _tasks(
         self, rows: Sequence[AssistedRow], workers: Sequence[int]
-    ) -> dict[GroupKey, tuple[Invocation, ...]]:
-        invocations: dict[GroupKey, tuple[Invocation, ...]] = {}
+    ) -> dict[GroupKey, tuple[_Task, ...]]:
+        """All jobs of a pass, layers ascending; groups that no adapter changes are left out."""
+        tasks: dict[GroupKey, tuple[_Task, ...]] = {}
         for layer in range(max(row.split_layer for row in rows)):
             places = self._places(rows, layer, workers)
             for group in range(self._num_input_groups):
                 key = (layer, group)
-                jobs = [self._invoke_one(rows[p.row], p, key) for p in places]
-                present = tuple(job for job in jobs if job is not None)
-                if present:
-                    invocations[key] = present
-        return invocations
+                regions = [row.adapter.region(key) for row in rows]
+                found = tuple(
+                    (place, region)
+                    for place in places
+                    if (region := regions[place.row]) is not None
+                )
+                if found:
+                    tasks[key] = found
+        return tasks
+
+    def _check_room(self, tasks: Mapping[GroupKey, Sequence[_Task]]) -> None:
+        """Refuse a pass that would write over what is still in use, before any of it is published.
+
+        The slots of a ring are used again from one input group to the next, so they must hold all
+        slices of a group: x of all of them is sent before y of the first is read.
+        """
+        num_jobs: Counter[int] = Counter()
+        for (layer, group), found in tasks.items():
+            num_slices = Counter(place.worker for place, _ in found)
+            num_jobs.update(num_slices)
+            worker, most = num_slices.most_common(1)[0]
+            if most > self._num_ring_slots:
+                raise RingFullError(
+                    f"{most} slices of layer {layer}, input group {group} are for worker {worker}, "
+                    f"whose rings have {self._num_ring_slots} slots; let a step have fewer cold "
+                    "tokens (--max-assisted-tokens-per-step), or give it more workers"
+                )
+        for worker, number in num_jobs.items():
+            if not self._pool.end(worker).can_publish(number):
+                raise MailboxFullError(
+                    f"a pass has {number} jobs for worker {worker}, which takes "
+                    f"{self._pool.config.num_job_slots} at once; let a step have fewer cold tokens "
+                    "(--max-assisted-tokens-per-step), or give it more workers"
+                )
 
     def settle(
         self, invocations: dict[GroupKey, tuple[Invocation, ...]], *, timeout_s: float
@@ -181,17 +222,18 @@ class WorkerGateway:
         )
 
     def _drop_published(self) -> None:
-        """Let the workers go through the jobs of a pass that will not run; nothing else is out."""
+        """Let the workers go through the jobs of a pass that will not run; nothing else is out.
+
+        Raises ``WaitTimeoutError`` if they do not.
+        """
         for worker in range(self._pool.num_workers):
             end = self._pool.end(worker)
             if end.num_outstanding:
                 store_release(end.ready_address, wrap(end.next_sequence - 1))
         self.settle({}, timeout_s=_DROP_TIMEOUT_S)
 
-    def _invoke_one(self, row: AssistedRow, place: _Place, key: GroupKey) -> Invocation | None:
-        placed = row.adapter.region(key)
-        if placed is None:
-            return None
+    def _invoke_one(self, task: _Task) -> Invocation:
+        place, placed = task
         region = placed.region
         num_tokens = place.end - place.start
         job = self._pool.submit(

@@ -1,8 +1,8 @@
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
-from corun.cpu_workers.slices import Slice, split_tokens
+from corun.cpu_workers.slices import Slice, max_tokens, split_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,6 +75,32 @@ def test_the_number_of_slices_is_bounded(
     needed = math.ceil(num_blocks / max(1, budget // block))
     shares = needed if needed <= num_cores else math.ceil(needed / num_cores) * num_cores
     assert len(slices) <= shares + max(0, sum(count > 0 for count in tokens) - 1)
+
+
+@given(st.data(), cores, budgets, blocks, st.integers(1, 5), st.integers(1, 12))
+def test_no_core_gets_more_slices_than_its_ring_has_slots(
+    data: st.DataObject, num_cores: int, budget: int, block: int, num_requests: int, num_slots: int
+) -> None:
+    limit = max_tokens(
+        num_cores=num_cores, tokens_per_core=budget, max_requests=num_requests,
+        max_slices_per_core=num_slots, block_tokens=block,
+    )  # fmt: skip
+    left, tokens = limit, []
+    for _ in range(num_requests):
+        # The worst are short ones, which leave most of a block empty.
+        short = data.draw(st.booleans())
+        tokens.append(min(left, data.draw(st.integers(0, 2 * block if short else left))))
+        left -= tokens[-1]
+    slices = split_tokens(tokens, num_cores=num_cores, tokens_per_core=budget, block_tokens=block)
+    assert max(Counter(part.core for part in slices).values(), default=0) <= num_slots
+
+
+def test_a_budget_of_no_whole_number_of_blocks() -> None:
+    """Slices are cut at blocks: 60 tokens with a budget of 15 make 8 slices, not 4."""
+    limit = max_tokens(num_cores=1, tokens_per_core=15, max_requests=4, max_slices_per_core=8)
+    assert limit == 43
+    assert len(split_tokens([limit - 3, 1, 1, 1], num_cores=1, tokens_per_core=15)) == 8
+    assert len(split_tokens([limit - 2, 1, 1, 1], num_cores=1, tokens_per_core=15)) == 9
 
 
 def test_one_request_takes_the_cores_it_needs() -> None:
