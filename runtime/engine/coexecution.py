@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Slices of one input group that one worker may have: a ring slot each.
+# Slices of one input group that one worker may have: a ring slot each. With fewer workers than
+# there should be a pass may have more; it is refused, and computed without them.
 _RING_SLOTS = 8
 _MAX_COLD_ROWS = 4  # of a step; each may cut one slice more than the tokens need
 _WORKERS_TIMEOUT_S = 60.0
@@ -81,6 +82,7 @@ def start_coexecution(
     compute = device.stream("compute", is_urgent=True)
     transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute
     device.adopt(compute)
+    host.read_by(compute)
     with contextlib.ExitStack() as undo:
         workers = _start_workers(config, loaded, host, placement, profile, on_progress)
         if workers is not None:
@@ -224,11 +226,18 @@ def _slice_tokens(model: MachineModel) -> int:
 
 def _limits(config: EngineConfig, model: MachineModel, workers: _Workers | None) -> int:
     """Cold tokens of a step: what was asked for, cut to what the rings hold."""
+    from ...cpu_workers.slices import max_tokens
+
     limit = min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens)
     if workers is None:
         return limit
-    num_slices = workers.pool.num_workers * (_RING_SLOTS - _MAX_COLD_ROWS)
-    return min(limit, num_slices * model.tokens_per_worker)
+    limit_of_rings = max_tokens(
+        num_cores=workers.pool.num_workers,
+        tokens_per_core=model.tokens_per_worker,
+        max_requests=_MAX_COLD_ROWS,
+        max_slices_per_core=_RING_SLOTS,
+    )
+    return min(limit, limit_of_rings)
 
 
 def _forced(config: EngineConfig) -> LoadStrategy | None:
