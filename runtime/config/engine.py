@@ -140,6 +140,13 @@ class EngineConfig:
         maximum=2**20,
         help="Tokens that one step computes at most for requests whose adapter is being loaded.",
     )
+    max_assisted_stall: float = option(
+        0.05,
+        minimum=0,
+        maximum=10,
+        help="Share of a step by which such a request may hold up those that are running; a chunk "
+        "that would take more is cut, and waits if that does not help.",
+    )
     link_gib_per_s: float | None = option(
         None,
         above=0,
