@@ -1,0 +1,296 @@
+"""A whole engine with real CPU workers behind a paced link, in the calling thread, step by step.
+
+What the engine decides can be replaced (``chunks``), what its loads wait for can be held
+(``hold_loads``), so that every state of a cold request can be had without a look at the clock.
+"""
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from corun.cpu_workers.pool import WorkerPool
+from corun.gpu.device.link import Direction
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.build import build_engine
+from corun.runtime.engine.messages import AddAdapter, AddRequest, OperationDone, RemoveAdapter
+from corun.runtime.engine.request import Request
+from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.plan import AdapterId, StepPlan, SubBatchKind
+from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.cold import ColdChunk
+from support.model_profiles import Figures, save_made_up_profile
+from support.worker_pool import supervisor, workers
+
+TIMEOUT_S = 60.0
+Chunks = Callable[[Request, int], ColdChunk | None]  # of a request, with at most so many tokens
+
+
+@dataclass
+class Answer:
+    """What came of one request."""
+
+    adapter: str | None
+    prompt: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    candidates: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class ColdEngine:
+    """See the module. One at a time in a process: it takes the process's workers for its own."""
+
+    def __init__(
+        self, model: Path, adapters: Mapping[str, Path], directory: Path, *,
+        figures: Figures | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """``options`` replace those of a bfloat16 engine on one core, its worker on the other."""
+        cpus = sorted(os.sched_getaffinity(0))
+        defaults: dict[str, Any] = {
+            "model": str(model), "device": "cpu", "dtype": "bfloat16", "memory_gib": 0.02,
+            "link_gib_per_s": 0.01, "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]),
+            "load_strategy": "assisted", "host_adapter_bytes": "64MiB", "block_size": 4,
+            "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
+        }  # fmt: skip
+        config = EngineConfig(**(defaults | options))
+        profile = save_made_up_profile(config, directory / "profile.json", figures)
+        config = EngineConfig(**(defaults | options | {"profile": str(profile)}))
+        self._before = torch.get_num_threads(), os.sched_getaffinity(0)
+        self._ids = itertools.count(1)
+        self.plans: list[StepPlan] = []
+        self.answers: dict[int, Answer] = {}
+        self._gate = threading.Event()
+        self._gate.set()
+        self._assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
+        self.core: Any = self._assembly.core
+        self.scheduler: Any = self.core._scheduler
+        self.executor: Any = self.core._executor
+        self._cold_starts: Any = self.scheduler._cold_starts
+        self._watch_plans()
+        self._gate_loads()
+        for name, path in adapters.items():
+            self.register(name, path)
+
+    # Adapters.
+
+    def register(self, name: str, path: Path) -> None:
+        self._operate(AddAdapter(next(self._ids), name, str(path)))
+
+    def unregister(self, name: str) -> None:
+        """Begin to; its running requests go on."""
+        self._assembly.adapters.handle(RemoveAdapter(next(self._ids), name))
+        self._assembly.adapters.poll()
+
+    def adapter_id(self, name: str) -> AdapterId:
+        return self._assembly.adapters.resolve(name).adapter_id
+
+    def state(self, name: str) -> AdapterState:
+        state: AdapterState = self.scheduler.memory.cache.state(self.adapter_id(name))
+        return state
+
+    def cool(self, *names: str) -> None:
+        """Take adapters off the device."""
+        for name in names:
+            if self.state(name) is not AdapterState.ABSENT:
+                assert self.core.evict_adapter(name)
+        self.run_until(lambda: all(self.state(name) is AdapterState.ABSENT for name in names))
+
+    def warm(self, *names: str) -> None:
+        """Bring adapters to the device."""
+        for name in names:
+            self.ask(name, (5,), max_tokens=1)
+        self.run()
+        assert all(self.state(name) is AdapterState.RESIDENT for name in names)
+
+    # Requests.
+
+    def ask(
+        self, adapter: str | None, prompt: Sequence[int], max_tokens: int = 6, **params: Any
+    ) -> Answer:
+        """Begin a greedy request; ``run`` ends it."""
+        request_id = next(self._ids)
+        values = {"temperature": 0.0, "logprobs": 20, "ignore_eos": True, "seed": 0} | params
+        sampling = SamplingParams(max_tokens=max_tokens, **values)
+        self.core.add_request(AddRequest(request_id, tuple(prompt), sampling, adapter))
+        self.answers[request_id] = Answer(adapter, tuple(prompt))
+        return self.answers[request_id]
+
+    def abort(self, answer: Answer) -> None:
+        self.core.abort([number for number, other in self.answers.items() if other is answer])
+
+    def step(self) -> None:
+        """One turn: what can be done now is done."""
+        for update in self.core.step(timeout_s=0.002):
+            answer = self.answers[update.request_id]
+            answer.token_ids += update.token_ids
+            for one in update.logprobs or ():
+                answer.candidates.append(
+                    dict(zip(one.top_token_ids, one.top_logprobs, strict=True))
+                )
+            answer.finish_reason, answer.error = update.finish_reason, update.error
+
+    def run_until(self, is_true: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not is_true():
+            assert time.monotonic() < deadline_s, "it did not come true in time"
+            self.step()
+
+    def run(self) -> list[Answer]:
+        """Answer everything that was asked; returns and forgets it."""
+        self.run_until(lambda: all(a.finish_reason for a in self.answers.values()))
+        self.run_until(lambda: not self.scheduler.has_work())
+        self.scheduler.check_invariants()
+        answers = list(self.answers.values())
+        self.answers.clear()
+        return answers
+
+    # What is replaced.
+
+    @contextlib.contextmanager
+    def chunks(self, chunks: Chunks) -> Iterator[None]:
+        """Let ``chunks`` cut cold requests, and start each at once."""
+        replaced = {
+            "may_start": lambda request, *_: (
+                request.adapter_id in self._loading and not request.retried_positions
+            ),
+            "next_chunk": lambda *arguments: self._chunk(chunks, *arguments),
+        }
+        vars(self._cold_starts).update(replaced)
+        try:
+            yield
+        finally:
+            for name in replaced:
+                del vars(self._cold_starts)[name]
+
+    @contextlib.contextmanager
+    def held_loads(self) -> Iterator[None]:
+        """Let no copy to the device begin."""
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
+
+    def release_loads(self) -> None:
+        self._gate.set()
+
+    # What is left behind.
+
+    @property
+    def pool(self) -> WorkerPool:
+        pool: WorkerPool = self.executor._assistant._gateway._pool
+        return pool
+
+    @property
+    def num_assisted_rows(self) -> int:
+        """Rows whose deltas were to come from workers, at least in a layer."""
+        return sum(split > 0 for batch in self.assisted for split in batch.split_layers)
+
+    @property
+    def assisted(self) -> list[Any]:
+        return [
+            batch
+            for plan in self.plans
+            for batch in plan.sub_batches
+            if batch.kind is SubBatchKind.ASSISTED
+        ]
+
+    def check_nothing_is_held(self) -> None:
+        """With all adapters off the device, everything is free."""
+        names = [info.name for info in self._assembly.adapters.infos()]
+        self.cool(*names)
+        memory = self.scheduler.memory
+        assert memory.budget.free_bytes == memory.budget.capacity_bytes
+        assert memory.pool.num_used_blocks == memory.num_open_transfers == 0
+        table = self.executor._lora_table
+        assert table.num_free_rows == table.capacity
+        assert self.executor._resident == {}
+        arena = self.arena
+        assert arena._referenced_bytes() == 0
+        arena.check_invariants()
+        assert all(self.pool.end(n).num_outstanding == 0 for n in range(self.pool.num_workers))
+
+    @property
+    def arena(self) -> Any:
+        fetch = self.executor._loader._fetch_present
+        host = next(
+            cell.cell_contents
+            for cell in fetch.__closure__
+            if type(cell.cell_contents).__name__ == "HostAdapters"
+        )
+        return host.arena
+
+    def worker_processes(self) -> list[psutil.Process]:
+        return workers()
+
+    def supervisor_process(self) -> psutil.Process:
+        return supervisor()
+
+    def wait_workers(self) -> None:
+        self.pool.wait_ready(TIMEOUT_S)
+
+    def close(self) -> None:
+        self._gate.set()
+        self._assembly.close()
+        torch.set_num_threads(self._before[0])
+        os.sched_setaffinity(0, self._before[1])
+
+    def __enter__(self) -> "ColdEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Inside.
+
+    @property
+    def _loading(self) -> Any:
+        return self._cold_starts._loading
+
+    def _chunk(
+        self, chunks: Chunks, request: Request, max_tokens: int, *others: Any
+    ) -> ColdChunk | None:
+        if request.retried_positions or request.adapter_id not in self._loading:
+            real = type(self._cold_starts).next_chunk
+            chunk: ColdChunk | None = real(self._cold_starts, request, max_tokens, *others)
+            return chunk
+        return chunks(request, min(max_tokens, request.num_pending_tokens))
+
+    def _watch_plans(self) -> None:
+        submit = self.executor.submit
+
+        def note(plan: StepPlan) -> None:
+            self.plans.append(plan)
+            submit(plan)
+
+        self.executor.submit = note
+
+    def _gate_loads(self) -> None:
+        link = self.executor._assistant._exchange.device.link
+        begin = link.begin
+
+        def held(direction: Direction, num_bytes: int, **arguments: Any) -> Any:
+            if direction is Direction.TO_DEVICE:
+                assert self._gate.wait(TIMEOUT_S), "loads were held for too long"
+            return begin(direction, num_bytes, **arguments)
+
+        link.begin = held
+
+    def _operate(self, message: AddAdapter) -> None:
+        self._assembly.adapters.handle(message)
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for event in self._assembly.adapters.poll():
+                if isinstance(event, OperationDone) and event.operation_id == message.operation_id:
+                    assert event.error is None, event.error
+                    return
+            time.sleep(0.001)
+        raise AssertionError("the adapter was not registered in time")
