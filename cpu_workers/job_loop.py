@@ -42,7 +42,6 @@ class JobLoop:
         self._rings = Rings.attach(setup.descriptors.rings)
         self._control = Control.attach(setup.descriptors.control)
         self._end = WorkerEnd(self._control.mailbox(0, setup.worker), setup.generation)
-        self._slowdown = setup.settings.slowdown
         self._deltas = Deltas(DeltaTable.from_json(json.loads(setup.settings.delta_table)))
         for name in self._deltas.names:
             _warm_up(make_backend(name))
@@ -95,14 +94,15 @@ class JobLoop:
     def _compute(self, job: Job, task: tuple[DeltaBackend, DeltaJob] | None) -> JobStatus:
         if task is None:
             return JobStatus.FAILED
-        started_ns = time.thread_time_ns() if self._slowdown > 1 else 0
+        slowdown = job.slowdown_permille / 1000
+        started_ns = time.thread_time_ns() if slowdown > 1 else 0
         try:
             task[0].compute(task[1])
         except Exception:
             _LOG.exception("job %d failed", job.sequence)
             return JobStatus.FAILED
-        if self._slowdown > 1:
-            _spin((time.thread_time_ns() - started_ns) * (self._slowdown - 1))
+        if slowdown > 1:
+            _spin((time.thread_time_ns() - started_ns) * (slowdown - 1))
         return JobStatus.DONE
 
 

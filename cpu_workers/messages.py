@@ -37,7 +37,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
     backend: str  # of the deltas: auto | numba | numpy | torch
     delta_table: str  # measured times, a ``DeltaTable`` as JSON; "" = to be measured
     measurement: DeltaMeasurement
-    slowdown: float  # a job takes this many times as long as it must
     log_level: str
 
 

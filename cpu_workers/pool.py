@@ -36,7 +36,7 @@ class PoolConfig:
     backend: str = "auto"  # of the deltas
     delta_table: DeltaTable | None = None  # how long they take here; None = measure it
     measured_columns: tuple[int, ...] = (4096, 1024, 1024)  # of the targets of a usual group
-    slowdown: float = 1.0  # a job takes this many times as long as it must
+    slowdown: float = 1.0  # see ``WorkerPool.slowdown``
     log_level: str = "warning"  # of the processes
     backing: Backing = "auto"  # of the shared memory
     first_sequence: int = 1  # number of the first job; numbers wrap around
@@ -68,6 +68,8 @@ class WorkerPool:
         """
         assert config.worker_cpus, "a pool has workers"
         self.config = config
+        self.slowdown = config.slowdown
+        """Jobs submitted from now on take this many times as long as they must."""
         num_workers = len(config.worker_cpus)
         with contextlib.ExitStack() as undo:
             self.rings = undo.enter_context(
@@ -90,7 +92,6 @@ class WorkerPool:
                 config.backend,
                 "" if table is None else json.dumps(table.to_json()),
                 DeltaMeasurement(config.max_in_features, config.measured_columns),
-                config.slowdown,
                 config.log_level,
             )
             self._keeper = SupervisorKeeper(
@@ -176,6 +177,7 @@ class WorkerPool:
             x_stride_bytes=task.in_columns * ITEM_BYTES,
             y_stride_bytes=task.out_columns * ITEM_BYTES,
             predicted_us=task.predicted_us,
+            slowdown_permille=round(self.slowdown * 1000),
         )
         end.publish(job)
         return job

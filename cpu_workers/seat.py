@@ -168,7 +168,7 @@ class Seat:
             job = activity.job
             progress = (activity.beat_ns, job and job.sequence)
             if job is not None:
-                limit_ns = job_deadline_ns(job.predicted_us, self._setup.settings.slowdown)
+                limit_ns = job_deadline_ns(job.predicted_us, job.slowdown_permille / 1000)
             else:
                 limit_ns = _AWAKE_BEAT_LIMIT_NS if self.is_busy else _BEAT_LIMIT_NS
         return self._watch.observe(now_ns, progress, limit_ns, lambda: look_at(process.pid))

@@ -28,13 +28,14 @@ class Job:
     x_stride_bytes: int
     y_stride_bytes: int
     predicted_us: int
+    slowdown_permille: int = 1000  # takes so many thousandths of its time, on purpose
 
     def write(self, buffer: memoryview, offset: int) -> None:
         """Encode to 64 bytes."""
         _JOB.pack_into(
             buffer, offset, self.sequence, self.generation, self.arena_offset, self.x_offset,
             self.y_offset, self.num_tokens, self.x_stride_bytes, self.y_stride_bytes,
-            self.predicted_us,
+            self.predicted_us, self.slowdown_permille,
         )  # fmt: skip
 
     @classmethod

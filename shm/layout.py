@@ -68,7 +68,9 @@ JOB_FIELDS = (
     Field("x_stride_bytes", 36, "int32", _HOST, _WORKER, "from a row of x to the next"),
     Field("y_stride_bytes", 40, "int32", _HOST, _WORKER, "from a row of y to the next"),
     Field("predicted_us", 44, "int32", _HOST, _SUPERVISOR, "how long it should take"),
-)
+    Field("slowdown_permille", 48, "int32", _HOST, "worker, supervisor",
+          "1000 times how many times as long it is to take, on purpose"),
+)  # fmt: skip
 """One job: a slice of tokens of one (layer, input group) of one adapter."""
 
 RESULT_FIELDS = (

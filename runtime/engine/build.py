@@ -51,6 +51,7 @@ from .summary import summary_lines
 if TYPE_CHECKING:
     from ...gpu.adapter_loader import Arrival
     from ...gpu.assemble import LoadedModel
+    from ...gpu.device.host_memory import TorchDevice
     from ...gpu.executor import AdapterFetch
     from ...gpu.host_adapters import HostAdapters
     from ...gpu.model.generation import GenerationDefaults
@@ -63,11 +64,14 @@ class EngineAssembly:
     """An engine, put together; ``close`` takes it apart."""
 
     def __init__(
-        self, core: EngineCore, info: ModelInfo, adapters: AdapterManager, close: Callable[[], None]
-    ) -> None:
+        self, core: EngineCore, info: ModelInfo, adapters: AdapterManager,
+        close: Callable[[], None], device: "TorchDevice", coexecution: Coexecution | None,
+    ) -> None:  # fmt: skip
         self.core = core
         self.info = info
         self.adapters = adapters
+        self.device = device
+        self.coexecution = coexecution  # None where the kernels read the arena itself
         self._close = close
 
     def close(self) -> None:
@@ -175,7 +179,7 @@ def _connect(
         info = _model_info(config, loaded, memory, defaults)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
-        return EngineAssembly(core, info, manager, undo.pop_all().close)
+        return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
 
 
 def _plan_memory(

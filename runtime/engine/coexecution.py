@@ -48,6 +48,9 @@ class Coexecution:
     max_tokens_per_step: int
     max_rows_per_step: int
     worker_stats: Callable[[], CpuWorkerStats]
+    profile: Profile
+    pool: "WorkerPool | None"  # None without workers
+    layers_of: Callable[[AdapterId], AdapterLayers]
     close: Callable[[], None]
 
 
@@ -100,17 +103,22 @@ def start_coexecution(
             None if workers is None else workers.gateway,
             profile.model.num_layers,
         )
-        planner = Planner(profile.model, PlannerConfig(forced=_forced(config)))
+        layers_of = _layers_of(host, manager)
+        planner = Planner(
+            profile.model,
+            PlannerConfig(forced=_forced(config), max_stall_share=config.max_assisted_stall),
+        )
         cold_starts = PlannedColdStarts(
             planner,
-            _layers_of(host, manager),
+            layers_of,
             num_free_workers=lambda: assistant.num_ready_workers,
             running_step_s=lambda: profile.model.step_s.at(1),
             max_chunk_tokens=limits,
         )
         return Coexecution(
             assistant, cold_starts, limits, _MAX_COLD_ROWS,
-            _no_workers if workers is None else workers.stats, undo.pop_all().close,
+            _no_workers if workers is None else workers.stats, profile,
+            None if workers is None else workers.pool, layers_of, undo.pop_all().close,
         )  # fmt: skip
 
 
@@ -152,11 +160,9 @@ def _start_workers(
     with contextlib.ExitStack() as undo:
         pool = WorkerPool(_pool_config(config, loaded, placement, profile), host.arena.segment)
         undo.callback(pool.close)
-        rings = loaded.device.register(pool.rings.segment.buffer, name="rings", is_paced=False)
+        rings = loaded.device.register(pool.rings.segment.pages, name="rings", is_paced=False)
         undo.callback(rings.close)
-        control = loaded.device.register(
-            pool.control.segment.buffer, name="control", is_paced=False
-        )
+        control = loaded.device.register(pool.control.segment.pages, name="control", is_paced=False)
         undo.callback(control.close)
         try:
             pool.wait_ready(_WORKERS_TIMEOUT_S)

@@ -145,6 +145,15 @@ class EngineCore:
         self._scheduler.drop_adapter(adapter_id)
         self._has_news = True
 
+    def evict_adapter(self, name: str) -> bool:
+        """Evict the version that new requests for ``name`` use, if it is idle; say whether it was.
+
+        Its next request finds it cold. Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
+        """
+        is_evicted = self._scheduler.memory.evict(self._adapters.resolve(name).adapter_id)
+        self._has_news |= is_evicted
+        return is_evicted
+
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
         """Submit what can be scheduled, take in what has ended, and return what is new.
 

@@ -102,6 +102,16 @@ class DeviceMemory:
         assert adapter_id != BASE_ADAPTER
         self._dropped[adapter_id] = None
 
+    def evict(self, adapter_id: AdapterId) -> bool:
+        """Command the eviction of an adapter if it is idle; say whether it was.
+
+        It may be loaded again: who names it next finds it cold.
+        """
+        if not self.cache.is_idle(adapter_id):
+            return False
+        self._evict(adapter_id)
+        return True
+
     def take_gone(self) -> list[AdapterId]:
         """Return the dropped adapters that have left the device since the last call."""
         gone, self._gone = self._gone, []

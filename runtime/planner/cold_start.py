@@ -73,6 +73,12 @@ class PlannedColdStarts:
         self._blocking: set[AdapterId] = set()
         self._counts: Counter[str] = Counter()
 
+    def use(self, planner: Planner) -> None:
+        """Ask another planner from now on. No load may be under way."""
+        assert not self._loading, "the link's ledger is of the planner before"
+        self._planner = planner
+        self._ledger = LinkLedger(planner.model.link)
+
     def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
         """A load has been commanded."""
         layers = self._layers_of(adapter_id)
@@ -122,6 +128,8 @@ class PlannedColdStarts:
         layers = self._loading.get(request.adapter_id)
         if layers is None:
             return None  # the load has failed, and the request is about to be told
+        if request.retried_positions[request.num_computed_tokens] > 1:
+            return None  # not even what has arrived was of use, so it needs the whole adapter
         strategy = self._strategy_of(request)
         cold = self._cold_request(request, layers, num_others, now_s)
         num_tokens = min(request.num_pending_tokens, max_tokens, self._max_chunk_tokens)

@@ -52,6 +52,14 @@ def test_jobs_of_several_adapters_on_several_workers(backend: str) -> None:
         assert driver.pool.counts().num_restarts == 0
 
 
+def test_how_slow_jobs_are_may_change_between_them() -> None:
+    with Driver([case()], make_config(slowdown=2.0)) as driver:
+        first = driver.publish(0, 0)
+        driver.pool.slowdown = 1.0
+        second = driver.publish(0, 0)
+    assert (first.slowdown_permille, second.slowdown_permille) == (2000, 1000)
+
+
 def test_nothing_is_left_after_close() -> None:
     before, names, threads = open_descriptors(), os.listdir("/dev/shm"), threading.active_count()
     driver = Driver([case()], make_config(2))

@@ -101,3 +101,19 @@ def test_what_can_ever_be_held() -> None:
     assert memory.can_ever_hold(3, 50)
     assert not memory.can_ever_hold(3, 51)
     assert not make_memory(num_blocks=4, capacity_bytes=10_000).can_ever_hold(5, 0)
+
+
+def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
+    memory = make_memory(num_blocks=4)
+    load(memory, 1, 150)
+    memory.cache.acquire(AdapterId(1))
+    assert not memory.evict(AdapterId(1)), "a request runs with it"
+    memory.cache.release(AdapterId(1))
+    assert memory.evict(AdapterId(1))
+    (eviction,) = memory.take_commands()
+    assert not memory.evict(AdapterId(1)), "it is on its way already"
+    memory.settle(TransferResult(eviction.transfer_id))
+    assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
+    assert memory.take_gone() == [], "nobody dropped it"
+    load(memory, 1, 150)
+    memory.check_invariants()

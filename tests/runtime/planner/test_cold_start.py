@@ -1,5 +1,6 @@
 """Cold starts from arrival to first token, with the real planner and made-up times."""
 
+import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.plan import AdapterId, RequestId
@@ -91,11 +92,13 @@ def test_a_row_that_failed_runs_without_workers() -> None:
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
     assert cold_starts.may_start(request, 0, 0.0)
-    request.retried_positions.add(0)
+    request.retried_positions[0] += 1
     chunk = cold_starts.next_chunk(request, 512, 0, 0.0)
     assert chunk is not None
     assert chunk.split_layer == 0
     assert not cold_starts.may_start(request, 0, 0.0)  # if it was preempted meanwhile
+    request.retried_positions[0] += 1
+    assert cold_starts.next_chunk(request, 512, 0, 0.0) is None  # it waits for the whole adapter
 
 
 def test_nobody_waits_for_a_load_that_one_cold_row_needs() -> None:
@@ -152,3 +155,19 @@ def test_first_tokens_teach_the_planner_and_ends_are_forgotten() -> None:
         for d in (before, after)
     ]
     assert times[1] > 1.5 * times[0]
+
+
+def test_another_planner_brings_its_own_link() -> None:
+    cold_starts = _cold_starts()
+    faster = Planner(_model(100_000.0), PlannerConfig(forced=LoadStrategy.PIPELINED))
+    cold_starts.use(faster)
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert cold_starts.may_start(request, 0, 0.0)
+    decision = cold_starts.decision(RequestId(1))
+    assert decision is not None
+    assert decision.strategy is LoadStrategy.PIPELINED
+    (prediction,) = decision.predictions
+    assert prediction.first_token_s == pytest.approx(200 / 100_000.0 + 32 * 0.004)
+    with pytest.raises(AssertionError, match="ledger"):
+        cold_starts.use(faster)
