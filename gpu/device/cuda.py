@@ -21,6 +21,7 @@ from . import cuda_words
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
 from .cuda_agent import HostAgent
 from .cuda_driver import load_driver
+from .cuda_gates import Gates
 from .cuda_memory import register_memory
 from .cuda_pacing import Pacing
 from .cuda_runtime import Kernels, Runtime, TorchRuntime
@@ -60,10 +61,10 @@ class CudaDevice:
     """``TorchDevice`` on CUDA; see ``Device`` for what each operation promises.
 
     Copies take tensors of this device, of registered memory, or pinned ones of torch; not both
-    sides on the host, which CUDA does not order with a stream. With ``wait`` = host, ``wait`` and a
-    paced ``copy`` hold the calling thread, and with ``registration`` = bounce a copy to the device
-    does: see ``HostWaiter`` and ``BounceCopies``. The thread that enqueues makes its first call
-    before anything waits.
+    sides on the host, which CUDA does not order with a stream. With ``wait`` = host, ``wait``, a
+    paced ``copy`` and what follows a signal by the host hold the calling thread, and with
+    ``registration`` = bounce a copy to the device does: see ``HostWaiter``, ``Gates`` and
+    ``BounceCopies``. The thread that enqueues makes its first call before anything waits.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class CudaDevice:
         except Exception:
             self._agent.stop(timeout_s=1.0)
             raise
+        go_words = [self._by.go(index) for index in range(MAX_STREAMS)]
+        self._gates = Gates(self._work, self._by.waiter, go_words)
         self._transfers = self._make_transfers()
         _LOGGER.info("CUDA device: %s", self.choices)
 
@@ -157,6 +160,7 @@ class CudaDevice:
         state = self._begin(stream)
         direction = self._transfers.check(destination, source)
         if state.failure is None and source.numel() > 0:
+            self._enqueue(state, lambda: self._gates.settle(state))
             self._enqueue(
                 state, lambda: self._transfers.enqueue(state, destination, source, direction)
             )
@@ -183,6 +187,7 @@ class CudaDevice:
     def record(self, stream: Stream, event: Event) -> None:
         """As ``Device.record`` says."""
         state = self._begin(stream)
+        self._gates.settle(state)
         self._events.record(event, state, self._work.pending(state))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
@@ -213,6 +218,7 @@ class CudaDevice:
         if state.failure is not None:
             return
         state.paced = None
+        self._enqueue(state, lambda: self._gates.settle(state))
         self._enqueue(state, lambda: self._runtime.call(state.handle, compute))
 
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
@@ -261,8 +267,7 @@ class CudaDevice:
             self._await_end(self._streams.all(), _GRACE_S)
 
     def _make_transfers(self) -> Transfers:
-        go_words = [self._by.go(index) for index in range(MAX_STREAMS)]
-        pacing = Pacing(self._link, self._work, self._by.waiter, go_words)
+        pacing = Pacing(self._link, self._work, self._gates)
         return Transfers(
             self._runtime,
             self._by.registrations,

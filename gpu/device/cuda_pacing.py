@@ -10,10 +10,9 @@ where that one ended, so that lateness does not add up from chunk to chunk. Wher
 words, the calling thread is held until the copy's end.
 """
 
-from ...shm.words import wrap
 from . import cuda_words
 from .base import Word
-from .cuda_signals import Waiter
+from .cuda_gates import Gates
 from .cuda_streams import HostWork, StreamState
 from .link import Direction, PacedLink, Transfer
 
@@ -49,29 +48,22 @@ class _PacedCopy:
 
 
 class Pacing:
-    """Paces the copies of streams. ``go_words``: one per stream, at 0, for nothing else."""
+    """Paces the copies of streams."""
 
-    def __init__(
-        self, link: PacedLink, work: HostWork, waiter: Waiter, go_words: list[Word]
-    ) -> None:
+    def __init__(self, link: PacedLink, work: HostWork, gates: Gates) -> None:
         self._link = link
         self._work = work
-        self._waiter = waiter
-        self._go_words = go_words
-        self._numbers = [0] * len(go_words)
+        self._gates = gates
 
     def begin(self, state: StreamState, direction: Direction, num_bytes: int) -> None:
         """Before the copy is enqueued."""
         follows = state.paced
         assert follows is None or isinstance(follows, _PacedCopy)
         paced = _PacedCopy(self._link, direction, num_bytes, follows)
-        go = self._go_words[state.stream.index]
-        number = wrap(self._numbers[state.stream.index] + 1)
-        self._numbers[state.stream.index] = number
+        go, number = self._gates.shut(state)
         self._work.after(state, lambda: paced.finish(go, number), due_s=paced.due_s, is_signal=True)
         state.paced = paced
 
     def end(self, state: StreamState) -> None:
         """After the copy is enqueued: hold the stream until the link has carried it."""
-        index = state.stream.index
-        self._waiter.wait(state, self._go_words[index], self._numbers[index])
+        self._gates.hold(state)

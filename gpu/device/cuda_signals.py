@@ -65,7 +65,10 @@ class TritonSignaller:
 
 
 class HostSignaller:
-    """The host agent stores when it finds the stream there: late by a poll of some 100 us."""
+    """The host agent stores when it finds the stream there: late by a poll of some 100 us.
+
+    The stream itself would go on meanwhile; ``Gates.settle`` holds what follows.
+    """
 
     name = "host"
 
@@ -75,7 +78,9 @@ class HostSignaller:
     def signal(self, state: StreamState, word: Word, value: int) -> None:
         """As ``Signaller.signal`` says."""
         address = word.host_address
-        self._work.after(state, lambda: cuda_words.store(address, value), is_signal=True)
+        state.owed = self._work.after(
+            state, lambda: cuda_words.store(address, value), is_signal=True
+        )
 
 
 class StreamOpWaiter:

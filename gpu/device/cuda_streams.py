@@ -25,6 +25,7 @@ class StreamState:
     needs: set[Ticket] = field(default_factory=set)  # items that an event ordered before the rest
     failure: DeviceError | None = None  # the first since synchronize last raised one
     failed_s: float = 0.0  # when that was: tells which of several streams failed first
+    owed: Ticket | None = None  # a host signal that what follows has yet to be held behind
     paced: object | None = None  # the paced copy that the stream's newest operation is, if so
 
 
@@ -194,7 +195,7 @@ class HostWork:
         due_s: Callable[[], float] | None = None,
         is_signal: bool = False,
         at_end: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Ticket:
         """Let the agent call ``finish`` after everything enqueued on the stream; see ``Item``."""
         handle = self._events.borrow(state)
 
@@ -206,7 +207,7 @@ class HostWork:
         state.needs = {ticket for ticket in state.needs if not self._agent.is_done(ticket)}
         needs = tuple(state.needs)
         item = Item(handle, finish, needs, due_s, is_signal, end)
-        self._agent.submit(state.stream.index, item)
+        return self._agent.submit(state.stream.index, item)
 
     def pending(self, state: StreamState) -> tuple[Ticket, ...]:
         """Host work that is part of what was enqueued so far on the stream. Any thread may ask."""

@@ -111,6 +111,30 @@ def test_copies_computations_and_signals_keep_their_order(setting: Setting) -> N
         setting.synchronize()
 
 
+@pytest.mark.parametrize("wait", ["stream-op", "triton", "host"])
+def test_what_follows_a_signal_by_the_host_comes_after_it(wait: str) -> None:
+    """On its stream, and on one that an event orders behind it."""
+    seen: list[int] = []
+    with _setting(signal="host", wait=wait) as setting:
+        on_device = setting.gpu.empty(16)
+
+        def note() -> None:
+            setting.gpu.launch(lambda: seen.append(setting.read()))
+
+        for number in range(1, 11):
+            setting.device.signal(setting.stream, setting.word(), number)
+            if number % 2:
+                setting.device.launch(setting.stream, note)
+            else:
+                event = setting.device.event()
+                setting.device.record(setting.stream, event)
+                setting.device.wait_event(setting.other, event)
+                setting.device.launch(setting.other, note)
+            setting.device.copy(setting.stream, setting.host(), on_device)
+            setting.synchronize()
+    assert seen == list(range(1, 11))
+
+
 def test_values_wrap_around(setting: Setting) -> None:
     for value in (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1):
         setting.device.signal(setting.stream, setting.word(), value)
