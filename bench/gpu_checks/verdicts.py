@@ -96,7 +96,7 @@ def _outstanding(found: Found) -> str:
 def _filled(queue: Found, what: str) -> str:
     depth = queue["calls_before_one_blocked"]
     if depth is None:
-        return f"{queue['tried']} {what}s did not fill the queue"
+        return f"{queue['tried']} times {what} did not fill the queue"
     pause_ms, blocked_ms = queue["longest_pause_of_another_thread_ms"], queue["blocked_ms"]
     lock = "free" if pause_ms < blocked_ms / 2 else "HELD"
     return f"{what} {depth + 1} blocked for {blocked_ms} ms with Python's lock {lock}"

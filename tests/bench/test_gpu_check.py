@@ -388,7 +388,7 @@ _READ = {"accepted": True, "found": 5, "planted": 5, "stale_words": 0, "num_laun
         (
             "5",
             {**_QUEUES, "record queue": {**_QUEUE, "calls_before_one_blocked": None}},
-            "8192 records did not fill the queue",
+            "8192 times record did not fill the queue",
         ),
         ("6", _RECOVERED, "left behind: nothing"),
         ("6", {**_RECOVERED, "segments_left": ["corun-1"]}, "left behind: corun-1"),
