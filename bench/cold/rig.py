@@ -1,0 +1,278 @@
+"""One engine in this process, driven request by request, with times taken at its core.
+
+The engine's thread is the calling one, pinned to one core, with one CPU worker on another. Between
+cells the link, the workers' slowness and the planner's model of both are exchanged.
+"""
+
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from corun.cpu_workers.pool import WorkerPool
+from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.device.cpu_wait import wait_clock
+from corun.gpu.device.link import PacedLink
+from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.models import LinkModel, MachineModel
+from corun.profiles.profile import Profile
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.build import EngineAssembly, build_engine
+from corun.runtime.engine.coexecution import Coexecution
+from corun.runtime.engine.messages import AddRequest
+from corun.runtime.plan import RequestId
+from corun.runtime.planner.planner import Planner, PlannerConfig
+from corun.runtime.planner.strategy import LoadStrategy
+from corun.runtime.sampling import SamplingParams
+
+from cold.waits import GroupWait, WaitRecorder
+from cold.workload import Cell
+
+CACHED = "cached"
+PLANNER = "planner"
+STRATEGIES = tuple(strategy.value for strategy in LoadStrategy)
+_GIB = 2**30
+_STEP_TIMEOUT_S = 1.0
+_REQUEST_TIMEOUT_S = 120.0
+_FREE_LINK_BYTES_PER_S = 50.0 * _GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request, in seconds from its arrival."""
+
+    token_s: tuple[float, ...]
+    decided: str = ""  # the strategy, where the planner chose
+    waits: tuple[GroupWait, ...] = ()
+
+    @property
+    def first_s(self) -> float:
+        """To the first token."""
+        return self.token_s[0]
+
+    @property
+    def second_s(self) -> float:
+        """To the second token."""
+        return self.token_s[1]
+
+    @property
+    def end_s(self) -> float:
+        """To the last token."""
+        return self.token_s[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """What the deltas of a cell come to."""
+
+    worker_slowdown: float
+    natural_ratio: float  # delta over base product at full speed, in the worst input group
+
+    @property
+    def ratio(self) -> float:
+        """Delta over base product as it is measured."""
+        return self.worker_slowdown * self.natural_ratio
+
+
+def _sleep(duration_s: float) -> None:
+    """To a few microseconds: a transfer may be that short."""
+    wait_clock(time.monotonic_ns() + round(duration_s * 1e9))
+
+
+class Rig:
+    """See the module."""
+
+    def __init__(self, assembly: EngineAssembly, vocab: int) -> None:
+        coexecution = assembly.coexecution
+        assert coexecution is not None and coexecution.pool is not None, "co-execution is off"
+        assert isinstance(assembly.device, CpuDevice), "the bench paces the CPU device's link"
+        self.core = assembly.core
+        self.summary = assembly.info.summary
+        self._assembly = assembly
+        self._device = assembly.device
+        self._coexecution: Coexecution = coexecution
+        self.pool: WorkerPool = coexecution.pool
+        self.profile: Profile = coexecution.profile
+        self._waits = WaitRecorder(self.pool)
+        coexecution.assistant.observer = self._waits
+        self._rng = random.Random(0)
+        self._vocab = vocab
+        self._next_id = 1
+        self._planners: dict[str, Planner] = {}
+
+    def prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """Random tokens."""
+        return tuple(self._rng.randrange(3, self._vocab) for _ in range(num_tokens))
+
+    def adapter_bytes(self, name: str) -> int:
+        """What moves over the link."""
+        return self._assembly.adapters.resolve(name).num_bytes
+
+    def slowness(self, rank_sums: tuple[int, ...], num_tokens: int, ratio: float) -> Slowness:
+        """What makes the deltas of the worst input group take ``ratio`` of its base product."""
+        model = self.profile.model
+        num_slices = -(-num_tokens // model.tokens_per_worker)
+        natural = max(
+            num_slices * group.delta_s.at(rank_sum, -(-num_tokens // num_slices))
+            / group.base_s.at(num_tokens)
+            for group, rank_sum in zip(model.groups, rank_sums, strict=True)
+            if rank_sum
+        )  # fmt: skip
+        return Slowness(max(1.0, ratio / natural), natural)
+
+    def set_up(self, link_bytes_per_s: float, worker_slowdown: float) -> None:
+        """Exchange link, workers and all planners; nothing may be under way."""
+        assert not self.core.has_work
+        latency_us = self._device.link.latency_us
+        self._device.link = PacedLink(link_bytes_per_s / _GIB, latency_us, sleep=_sleep)
+        self.pool.slowdown = worker_slowdown
+        model = _changed(self.profile.model, link_bytes_per_s, worker_slowdown)
+        self._planners = {
+            strategy.value: Planner(model, PlannerConfig(forced=strategy))
+            for strategy in LoadStrategy
+        }
+        self._planners[PLANNER] = Planner(model)
+
+    def set_up_free(self) -> None:
+        """A link and workers that hold nobody up, for what is not measured."""
+        self.set_up(_FREE_LINK_BYTES_PER_S, 1.0)
+
+    def use(self, strategy: str) -> None:
+        """Let cold requests start by ``strategy`` from now on; nothing may be under way."""
+        name = LoadStrategy.PIPELINED.value if strategy == CACHED else strategy
+        self._coexecution.cold_starts.use(self._planners[name])
+
+    def prepare(self, adapter: str, *, is_cold: bool) -> None:
+        """Bring the adapter onto the device, or off it, off the clock."""
+        self.finish()
+        if is_cold:
+            if self._is_resident(adapter):
+                assert self.core.evict_adapter(adapter), f"{adapter} is in use"
+                self.finish()
+        elif not self._is_resident(adapter):
+            self.serve(self.prompt(1), adapter, 1)
+            self.finish()
+        self._waits.take()
+        gc.collect()
+
+    def serve(self, prompt: tuple[int, ...], adapter: str | None, num_tokens: int) -> Timing:
+        """Run one request alone; returns when its last token is there."""
+        message = self.request(prompt, adapter, num_tokens)
+        times: list[float] = []
+        decided = ""
+        start_s = time.perf_counter()
+        self.core.add_request(message)
+        while len(times) < num_tokens:
+            updates = self.core.step(_STEP_TIMEOUT_S)
+            now_s = time.perf_counter() - start_s
+            for update in updates:
+                check_update(update.error)
+                times += [now_s] * len(update.token_ids)
+            if len(times) == 1 and not decided:
+                decided = self._decision(message.request_id)
+            if now_s > _REQUEST_TIMEOUT_S:
+                raise TimeoutError(f"a request has {len(times)} tokens after {now_s:.0f} s")
+        return Timing(tuple(times), decided, tuple(self._waits.take()))
+
+    def request(self, prompt: tuple[int, ...], adapter: str | None, num_tokens: int) -> AddRequest:
+        """A greedy request of exactly ``num_tokens`` tokens."""
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=0)
+        self._next_id += 1
+        return AddRequest(self._next_id, prompt, sampling, adapter)
+
+    def finish(self) -> None:
+        """Step until nothing is under way."""
+        deadline_s = time.monotonic() + _REQUEST_TIMEOUT_S
+        while self.core.has_work:
+            for update in self.core.step(_STEP_TIMEOUT_S):
+                check_update(update.error)
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the engine does not come to rest")
+
+    def rank_sums(self, adapter: str) -> tuple[int, ...]:
+        """By input group of a layer: the ranks of the adapter's targets together."""
+        adapter_id = self._assembly.adapters.resolve(adapter).adapter_id
+        return self._coexecution.layers_of(adapter_id).shape.rank_sums[0]
+
+    def num_layer_groups(self, adapter: str) -> int:
+        """Parts in which the adapter is loaded."""
+        adapter_id = self._assembly.adapters.resolve(adapter).adapter_id
+        return len(self._coexecution.layers_of(adapter_id).group_bytes)
+
+    def _is_resident(self, adapter: str) -> bool:
+        adapter_id = self._assembly.adapters.resolve(adapter).adapter_id
+        return adapter_id in self.core.resident_adapters()
+
+    def _decision(self, request_id: int) -> str:
+        decision = self._coexecution.cold_starts.decision(RequestId(request_id))
+        return "" if decision is None else decision.strategy.value
+
+
+def check_update(error: str | None) -> None:
+    """Raise what a request failed with."""
+    if error is not None:
+        raise RuntimeError(f"a request failed: {error}")
+
+
+def _changed(model: MachineModel, link_bytes_per_s: float, slowdown: float) -> MachineModel:
+    """The profile's model with another link and slower workers, by arithmetic alone."""
+    groups = tuple(
+        replace(
+            group,
+            delta_s=CurveFamily(
+                group.delta_s.keys,
+                tuple(
+                    Curve(curve.x, tuple(y * slowdown for y in curve.y))
+                    for curve in group.delta_s.curves
+                ),
+            ),
+        )
+        for group in model.groups
+    )
+    return replace(model, groups=groups, link=LinkModel(link_bytes_per_s, model.link.latency_s))
+
+
+@contextmanager
+def start_rig(
+    config: EngineConfig, vocab: int, on_progress: Callable[[str], None]
+) -> Iterator[Rig]:
+    """Start an engine in this thread, with its workers; ended on exit."""
+    allowed = os.sched_getaffinity(0)
+    assembly = build_engine(config, on_progress=on_progress, own_process=True)
+    try:
+        rig = Rig(assembly, vocab)
+        rig.set_up_free()
+        gc.collect()
+        gc.freeze()
+        yield rig
+    finally:
+        assembly.close()
+        gc.unfreeze()
+        os.sched_setaffinity(0, allowed)
+
+
+def make_config(
+    model: Path, adapters: Path, profile: Path | None, cpus: tuple[int, int]
+) -> EngineConfig:
+    """The options of every engine here: ``cpus`` of the engine and of the worker."""
+    return EngineConfig(
+        model=str(model),
+        device="cpu",
+        dtype="bfloat16",
+        lora_dir=str(adapters),
+        engine_cores=str(cpus[0]),
+        cpu_cores=str(cpus[1]),
+        link_gib_per_s=10.0,  # cells have links of their own
+        max_num_seqs=16,
+        profile=None if profile is None else str(profile),
+        memory_gib=2.0,
+    )
+
+
+def slowness_of(rig: Rig, cell: Cell) -> Slowness:
+    """How much slower the worker must be in ``cell``."""
+    return rig.slowness(rig.rank_sums(cell.adapter), cell.prompt_tokens, cell.delta_ratio)

@@ -1,0 +1,87 @@
+"""How long the engine waits for workers beyond their arithmetic, by input group."""
+
+import time
+from dataclasses import dataclass
+from itertools import groupby
+
+from corun.cpu_workers.pool import WorkerPool
+from corun.gpu.coexec.cold_deltas import GroupKey
+from corun.gpu.coexec.invocation import Invocation
+from corun.shm.job import Result
+
+
+@dataclass(slots=True)
+class _Job:
+    key: GroupKey
+    worker: int
+    sequence: int
+    signalled_ns: int
+    wait_begins_ns: int = 0
+    wait_ends_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWait:
+    """One input group of one pass, in microseconds."""
+
+    exposed_us: float  # from the end of the base products on
+    beyond_us: float  # of it, after a worker that began at the signal would have been done
+    duration_us: float  # of the workers' arithmetic
+
+
+class WaitRecorder:
+    """A ``WaitObserver``. What is asked of shared memory is asked when the passes are over."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._jobs: list[_Job] = []
+        self._open: dict[tuple[int, int], _Job] = {}
+
+    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
+        """X is out and the worker may begin."""
+        now_ns = time.perf_counter_ns()
+        job = _Job(key, invocation.worker, invocation.sequence, now_ns)
+        self._jobs.append(job)
+        self._open[invocation.worker, invocation.sequence] = job
+
+    def wait_begins(self, key: GroupKey, invocation: Invocation) -> None:
+        """The base products of the group are done."""
+        job = self._open[invocation.worker, invocation.sequence]
+        job.wait_begins_ns = time.perf_counter_ns()
+
+    def wait_ends(self, key: GroupKey, invocation: Invocation) -> None:
+        """Y is there."""
+        now_ns = time.perf_counter_ns()
+        self._open.pop((invocation.worker, invocation.sequence)).wait_ends_ns = now_ns
+
+    def take(self) -> list[GroupWait]:
+        """Waits since the last call, while their results still lie in the mailboxes."""
+        jobs, self._jobs = [job for job in self._jobs if job.wait_ends_ns], []
+        self._open.clear()
+        waits = []
+        for _, of_key in groupby(jobs, key=lambda job: job.key):
+            wait = self._of_group(list(of_key))
+            if wait is not None:
+                waits.append(wait)
+        return waits
+
+    def _of_group(self, jobs: list[_Job]) -> GroupWait | None:
+        """Slices of one worker follow each other: each begins when it may and when it can."""
+        free_ns: dict[int, float] = {}
+        total_us = 0.0
+        for job in jobs:
+            duration_us = self._duration_us(job)
+            if duration_us is None:
+                return None
+            begins_ns = max(free_ns.get(job.worker, 0.0), job.signalled_ns)
+            free_ns[job.worker] = begins_ns + duration_us * 1e3
+            total_us += duration_us
+        begins_ns, ends_ns = jobs[0].wait_begins_ns, jobs[-1].wait_ends_ns
+        due_ns = max(begins_ns, *free_ns.values())
+        return GroupWait((ends_ns - begins_ns) / 1e3, (ends_ns - due_ns) / 1e3, total_us)
+
+    def _duration_us(self, job: _Job) -> float | None:
+        """None if the slot holds another job's result by now."""
+        mailbox = self._pool.end(job.worker).mailbox
+        result = Result.read(mailbox.buffer, mailbox.result_offset(job.sequence))
+        return float(result.duration_us) if result.sequence == job.sequence else None

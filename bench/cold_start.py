@@ -1,0 +1,211 @@
+"""How fast do cold requests start, and what do they cost those who run?
+
+One engine in this process, its thread on one core, one CPU worker on another, an emulated link
+between adapters and device. Per cell (prompt, rank, targets, time of the load, time of the deltas)
+the strategies run in turn, in reverse order in every other round, each after its adapter was
+brought off the device (or, for cached, onto it) off the clock; times are taken at the engine's
+core. Ratios are to the cached runs of the same round; cached against cached is the control, and
+where it spreads over 5 % the cell is inconclusive.
+
+The times that the planner predicts with are measured once at the start, by what ``corun profile``
+measures; links and worker speeds of cells are put into them by arithmetic. The last line is JSON.
+
+    python bench/cold_start.py [--full | --quick] [--picture cold_start.png] [--ablations]
+"""
+
+import argparse
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cold import ablations
+from cold.cells import CellResult, Clock, describe_waits, measure_cell
+from cold.gaps import GapResult, measure_gaps
+from cold.picture import draw
+from cold.rig import Rig, make_config, start_rig
+from cold.verdicts import judge_cells, judge_gaps
+from cold.workload import (
+    DEFAULT_CELLS,
+    QUICK_CELLS,
+    SIZES,
+    Cell,
+    full_cells,
+    make_adapters,
+    make_model,
+)
+from corun.profiles.profile import Profile, save_profile
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.profiling import HowMuch, Listener, run_profile
+from paired import report
+from transformers.utils import logging as transformers_logging
+
+_GAP_LOAD_RATIO = 1.0
+_ABLATION_CELL = Cell(128, 64, "qkvo", 1.0, 0.1)
+_ABLATION_PAIRS = 9
+_GAP_ADAPTERS = {(16, "qkvo"), (64, "qkvo")}
+
+
+def main() -> None:
+    """Measure and print."""
+    options = _options()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(level=options.log_level.upper())
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise SystemExit("this needs two CPUs: one for the engine, one for the worker")
+    engine_and_worker = (cpus[0], cpus[-1])
+    cells = QUICK_CELLS if options.quick else full_cells() if options.full else DEFAULT_CELLS
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        folders = _make_files(directory, options.size, cells)
+        profile_path = options.profile or directory / "profile.json"
+        config = make_config(*folders, profile_path, engine_and_worker)
+        if options.profile is None:
+            save_profile(_measure_profile(config, options.profile_s), profile_path)
+        with start_rig(config, SIZES[options.size].vocab, _say) as rig:
+            print("\n".join(rig.summary), flush=True)
+            results, left_out = _run_cells(rig, cells, options)
+            gaps = measure_gaps(rig, options.gap_pairs, options.arrivals, _GAP_LOAD_RATIO)
+            figures = _figures(rig, results, left_out, gaps)
+            figures["ablations"] = _short_ablations(rig, options)
+            profile = rig.profile
+        if options.ablations:
+            figures["ablations"] |= _long_ablations(
+                profile, options, directory, folders, engine_and_worker
+            )
+        if options.picture:
+            draw(results, options.picture)
+    workload = {
+        "size": asdict(SIZES[options.size]), "rounds": options.rounds, "cpus": engine_and_worker,
+        "gap_pairs": options.gap_pairs, "arrivals": options.arrivals,
+    }  # fmt: skip
+    report("cold_start", workload, figures, judge_cells(results) | judge_gaps(gaps))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--full", action="store_true", help="all cells: hours")
+    which.add_argument("--quick", action="store_true", help="two cells, to try the script")
+    parser.add_argument("--ablations", action="store_true", help="all of them: minutes more")
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
+    parser.add_argument("--rounds", type=int, help="of a cell; default: 9, quick 3")
+    parser.add_argument("--gap-pairs", type=int, help="default: 7, quick 2")
+    parser.add_argument("--arrivals", type=int, default=8, help="in a measurement of gaps")
+    parser.add_argument("--profile", type=Path, help="saved by corun profile for this very model")
+    parser.add_argument("--profile-s", type=float, default=45.0, help="to measure one otherwise")
+    parser.add_argument(
+        "--max-cells-s",
+        type=float,
+        default=400.0,
+        help="leave out what takes longer; not with --full",
+    )
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--log-level", default="warning")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (3 if options.quick else 9)
+    options.gap_pairs = options.gap_pairs or (2 if options.quick else 7)
+    return options
+
+
+def _make_files(directory: Path, size: str, cells: Sequence[Cell]) -> tuple[Path, Path]:
+    """The model and all adapters that are needed."""
+    model = make_model(directory / "model", SIZES[size])
+    ablation = {(_ABLATION_CELL.rank, _ABLATION_CELL.targets)}
+    needed = {(cell.rank, cell.targets) for cell in cells} | _GAP_ADAPTERS | ablation
+    make_adapters(directory / "adapters", SIZES[size], sorted(needed))
+    return model, directory / "adapters"
+
+
+def _measure_profile(config: EngineConfig, budget_s: float) -> Profile:
+    """As ``corun profile`` does, in so many seconds."""
+    print(f"measuring a profile for about {budget_s:.0f} s", flush=True)
+    listener = Listener(_say, lambda _: None, lambda _: None)
+    allowed = os.sched_getaffinity(0)
+    profile = run_profile(config, HowMuch("quick", budget_s), listener).profile
+    os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
+    return profile
+
+
+def _run_cells(
+    rig: Rig, cells: Sequence[Cell], options: argparse.Namespace
+) -> tuple[list[CellResult], list[str]]:
+    """Results, and what the time was too short for."""
+    clock, results = Clock(cells), []
+    limit_s = float("inf") if options.full else options.max_cells_s
+    for number, cell in enumerate(cells):
+        if clock.elapsed_s + clock.next_s() > limit_s:
+            left_out = [left.label for left in cells[number:]]
+            print(f"left out for lack of time: {'; '.join(left_out)}", flush=True)
+            return results, left_out
+        result = measure_cell(rig, cell, options.rounds)
+        results.append(result)
+        clock.cell_done(f"{number + 1} of {len(cells)}: {_describe(result)}")
+    return results, []
+
+
+def _describe(result: CellResult) -> str:
+    ratios = result.ratios["first_token"]
+    parts = ", ".join(f"{name} {ratio.median:.2f}" for name, ratio in ratios.items())
+    chose = "/".join(result.decided)
+    return (
+        f"{result.cell.label} (delta {result.slowness.ratio:.2f}): first token "
+        f"{result.prefill_s * 1e3:.0f} ms cached, {parts} ({chose}), "
+        f"control {result.control.median:.2f} +- {result.control.spread / 2:.2f}, "
+        f"waits {describe_waits(result.waits)}"
+    )
+
+
+def _figures(
+    rig: Rig, results: Sequence[CellResult], left_out: Sequence[str], gaps: GapResult
+) -> dict[str, Any]:
+    model, quality = rig.profile.model, rig.profile.quality
+    return {
+        "profile": {
+            "tokens_per_worker": model.tokens_per_worker,
+            "invocation_us": round(model.invocation_s * 1e6, 1),
+            "invocation_us_per_token": round(model.invocation_s_per_token * 1e6, 3),
+            "busy_reasons": quality.busy_reasons,
+        },
+        "cells": [result.to_json() for result in results],
+        "left_out": left_out,
+        "waits_of_all_cells": describe_waits([w for r in results for w in r.waits]),
+        "gaps": gaps.to_json(),
+    }
+
+
+def _short_ablations(rig: Rig, options: argparse.Namespace) -> dict[str, Any]:
+    """Those that need no other engine."""
+    pairs = 3 if options.quick else _ABLATION_PAIRS
+    return {
+        "sync_free_against_synchronised": ablations.NO_SYNC_ABLATION,
+        "a_quarter_of_the_cpu": ablations.quarter_of_the_cpu(rig, _ABLATION_CELL, pairs),
+        "several_layer_groups": ablations.pipelined_over_cached(rig, _ABLATION_CELL, pairs),
+    }
+
+
+def _long_ablations(
+    profile: Profile, options: argparse.Namespace, directory: Path, folders: tuple[Path, Path],
+    cpus: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Those with another engine, or in processes of their own."""
+    pairs = 3 if options.quick else _ABLATION_PAIRS
+    vocab = SIZES[options.size].vocab
+    return {
+        "one_layer_group": ablations.one_layer_group(
+            profile, _ABLATION_CELL, pairs, directory, folders, vocab, cpus
+        ),
+        "mailboxes_against_sockets": ablations.mailboxes_against_sockets(cpus, pairs),
+    }
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
