@@ -1,6 +1,7 @@
 """One request as the engine's policies see it: plain data, changed by the scheduler alone."""
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ..plan import BASE_ADAPTER, AdapterId, BlockId, RequestId
@@ -47,7 +48,8 @@ class Request:
     is_held: bool = False  # not to be scheduled until no step in flight refers to it
     is_cold: bool = False  # runs although its adapter is not wholly on the device
     has_short_kv: bool = False  # KV was computed below SchedulerConfig.recompute_at_tokens
-    retried_positions: set[int] = field(default_factory=set)
+    # How often a row that starts there came to nothing, by no fault of the request.
+    retried_positions: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.prompt_token_ids)

@@ -10,6 +10,10 @@ from .step_draft import InFlightStep
 
 _Row = tuple[Request, int, int, bool]  # start position, tokens, whether it sampled
 
+# Of one position. A cold row goes with workers, then without them, then with its whole adapter on
+# the device; what still comes to nothing fails.
+MAX_RETRIES = 2
+
 
 class ResultReader:
     """Applies what came back to requests. Who ends is said in events and done by the caller.
@@ -45,7 +49,7 @@ class ResultReader:
                 self._count_prompt(request, start + num_tokens)
                 if has_sample:
                     events.append(self._take_token(request, result))
-            elif result.outcome is Outcome.RETRY and start not in request.retried_positions:
+            elif result.outcome is Outcome.RETRY and request.retried_positions[start] < MAX_RETRIES:
                 self._counters.num_retried_rows += 1
                 _roll_back(request, start, later_steps)
             else:
@@ -97,7 +101,7 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
 
     Later rows of it in flight were computed from what does not count, so they do not either.
     """
-    request.retried_positions.add(start)
+    request.retried_positions[start] += 1
     request.num_known_tokens -= request.num_in_flight_samples
     request.num_in_flight_samples = 0
     if request.num_in_flight_steps:
