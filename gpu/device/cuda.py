@@ -8,7 +8,8 @@ While a wait is outstanding nothing may be called that waits for the whole devic
 events are made first, memory is registered and unregistered only while no wait is outstanding, and
 ``synchronize`` asks an event again and again instead of calling CUDA's own synchronise, which has
 no deadline. Whoever uses the device must hold to it, too: every kernel runs once before the first
-wait, and nothing frees device memory to CUDA.
+wait, and nothing frees device memory to CUDA. Graphs are captured with the error mode
+"thread_local": in the global one the agent's queries, from its own thread, would end the capture.
 """
 
 import logging
