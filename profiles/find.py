@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from .profile import Profile, ProfileError, Subject, differences, load_profile, save_profile
+from .report import warning_lines
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,12 +101,14 @@ def find_or_measure(
             "the profile %s is stale; run corun profile again: %s", path, "; ".join(fitness.stale)
         )
     _LOG.info("profile %s of %s", path, profile.created_at)
+    _warn(profile)
     return profile
 
 
 def _measured(path: Path, reason: str, measure: Callable[[], Profile]) -> Profile:
     _LOG.info("measuring a quick profile, because %s (corun profile makes a better one)", reason)
     profile = measure()
+    _warn(profile)
     try:
         save_profile(profile, path)
     except ProfileError as error:
@@ -113,3 +116,8 @@ def _measured(path: Path, reason: str, measure: Callable[[], Profile]) -> Profil
     else:
         _LOG.info("the profile is kept in %s", path)
     return profile
+
+
+def _warn(profile: Profile) -> None:
+    for line in warning_lines(profile):
+        _LOG.warning("the profile: %s", line)

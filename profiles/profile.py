@@ -99,6 +99,17 @@ class DeltaCurves:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaPoint:
+    """One job of one back end on a worker core: what workers choose by."""
+
+    backend: str
+    num_tokens: int
+    rank_sum: int
+    num_values: int  # of all matrices A and B
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class RankBudget:
     """What one rank comes to, on all targets of the model."""
 
@@ -121,6 +132,7 @@ class Profile:
     reference_rank: int  # that tokens_per_worker and the deltas are of
     budgets: tuple[RankBudget, ...]
     deltas: tuple[DeltaCurves, ...]  # by input group
+    delta_points: tuple[DeltaPoint, ...]  # of all back ends that are worth loading
     decode_fit: FitRecord
     prefill_fit: FitRecord
     link_points: tuple[LinkPoint, ...]

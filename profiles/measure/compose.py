@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..busy import CpuUse, busy_reasons
 from ..derive import min_group_bytes, tokens_per_worker
 from ..models import GroupModel, LoraModel, MachineModel
-from ..profile import Profile, Quality, RankBudget, Subject
+from ..profile import DeltaPoint, Profile, Quality, RankBudget, Subject
 from .base import BaseTimes, DecodeTimes
 from .delta_bench import GroupShape
 from .deltas import DeltaTimes
@@ -75,6 +75,16 @@ def compose(
         reference_rank=REFERENCE_RANK,
         budgets=budgets,
         deltas=parts.deltas.backend_curves(REFERENCE_RANK),
+        delta_points=tuple(
+            DeltaPoint(
+                point.backend,
+                point.shape.num_tokens,
+                point.shape.rank_sum,
+                point.shape.num_values,
+                point.time_us,
+            )
+            for point in parts.deltas.table().points
+        ),
         decode_fit=parts.lora_decode.record,
         prefill_fit=parts.lora_prefill.record,
         link_points=parts.link.points,

@@ -60,7 +60,7 @@ class DeltaProgress(msgspec.Struct, frozen=True, tag=True):
     num_total: int
 
 
-class DeltaPoint(msgspec.Struct, frozen=True):
+class DeltaSamples(msgspec.Struct, frozen=True):
     """Jobs of one shape: repeated times in seconds, by back end."""
 
     group: int
@@ -74,7 +74,7 @@ class DeltaPoint(msgspec.Struct, frozen=True):
 class DeltaReport(msgspec.Struct, frozen=True, tag=True):
     """Everything measured, and the names of what was left out."""
 
-    points: tuple[DeltaPoint, ...]
+    points: tuple[DeltaSamples, ...]
     left_out: tuple[str, ...]
 
 
@@ -188,11 +188,11 @@ def _median_s(backend: DeltaBackend, jobs: Iterator[DeltaJob]) -> float:
 
 def _point(
     shape: tuple[tuple[int, int], int], walk: Walk, samples: Sequence[dict[str, float]]
-) -> DeltaPoint:
+) -> DeltaSamples:
     (group, rank), num_tokens = shape
     of_job = shape_of(walk.region, num_tokens)
     times_s = {name: [sample[name] for sample in samples] for name in samples[0]}
-    return DeltaPoint(group, rank, num_tokens, of_job.rank_sum, of_job.num_values, times_s)
+    return DeltaSamples(group, rank, num_tokens, of_job.rank_sum, of_job.num_values, times_s)
 
 
 def say(message: DeltaProgress | DeltaReport) -> None:

@@ -16,9 +16,9 @@ from ...cpu_workers.worker_process import ENVIRONMENT, describe_end
 from ..busy import relative_spread
 from ..curve import Curve, CurveFamily, median
 from ..derive import crossovers
-from ..profile import DeltaCurves, ProfileError
+from ..profile import DeltaCurves, Profile, ProfileError
 from ..rounds import Progress
-from .delta_bench import DeltaPoint, DeltaProgress, DeltaReport, DeltaTask, GroupShape
+from .delta_bench import DeltaProgress, DeltaReport, DeltaSamples, DeltaTask, GroupShape
 
 # Importing torch, loading compiled kernels and packing, on a loaded machine.
 _MAX_START_S = 120.0
@@ -31,7 +31,7 @@ class DeltaTimes:
     """What a worker core does, in seconds. By input group."""
 
     families: tuple[CurveFamily, ...]  # with the fastest back end for each shape
-    points: tuple[DeltaPoint, ...]
+    points: tuple[DeltaSamples, ...]
     groups: tuple[GroupShape, ...]
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
@@ -41,7 +41,10 @@ class DeltaTimes:
         return tuple(self._curves(group, rank) for group in range(len(self.groups)))
 
     def table(self) -> DeltaTable:
-        """What workers choose their back end by; torch only where it is worth its memory."""
+        """What workers choose their back end by; torch only where it is worth its memory.
+
+        A part of the shapes: workers read all of the table for each new shape of a job.
+        """
         table = DeltaTable(
             tuple(
                 Measured(
@@ -49,13 +52,24 @@ class DeltaTimes:
                     DeltaShape(point.num_tokens, point.rank_sum, point.num_values),
                     round(median(times) * 1e6, 1),
                 )
-                for point in _unlike(self.points)
+                for point in self._sparse()
                 for name, times in point.times_s.items()
             )
         )
         if {"numba", "torch"} <= set(table.backends):
             return table.without_losers("numba", TORCH_MARGIN)
         return table
+
+    def _sparse(self) -> list[DeltaSamples]:
+        """Of every group three ranks and five numbers of tokens; groups may have the same shape."""
+        ranks = spread_out(sorted({point.rank for point in self.points}), 3)
+        tokens = spread_out(sorted({point.num_tokens for point in self.points}), 5)
+        found = {
+            (p.num_tokens, p.rank_sum, p.num_values): p
+            for p in self.points
+            if p.rank in ranks and p.num_tokens in tokens
+        }
+        return list(found.values())
 
     def _curves(self, group: int, rank: int) -> DeltaCurves:
         points = [p for p in self.points if p.group == group and p.rank == rank]
@@ -86,12 +100,12 @@ def measure_deltas(task: DeltaTask, slowdown: float, on_progress: Progress) -> D
     )
 
 
-def _slowed(point: DeltaPoint, slowdown: float) -> DeltaPoint:
+def _slowed(point: DeltaSamples, slowdown: float) -> DeltaSamples:
     times_s = {name: [s * slowdown for s in times] for name, times in point.times_s.items()}
     return msgspec.structs.replace(point, times_s=times_s)
 
 
-def _family(points: Sequence[DeltaPoint], group: int) -> CurveFamily:
+def _family(points: Sequence[DeltaSamples], group: int) -> CurveFamily:
     """By the sum of ranks: each shape with its fastest back end."""
     curves: dict[int, dict[float, float]] = {}
     for point in points:
@@ -104,10 +118,20 @@ def _family(points: Sequence[DeltaPoint], group: int) -> CurveFamily:
     )
 
 
-def _unlike(points: Sequence[DeltaPoint]) -> list[DeltaPoint]:
-    """One point per shape: groups may have the same."""
-    found = {(p.num_tokens, p.rank_sum, p.num_values): p for p in points}
-    return list(found.values())
+def spread_out(values: Sequence[int], count: int) -> tuple[int, ...]:
+    """``count`` of the values, the first and the last among them, evenly by their places."""
+    if len(values) <= count:
+        return tuple(values)
+    return tuple(values[round(i * (len(values) - 1) / (count - 1))] for i in range(count))
+
+
+def delta_table(profile: Profile) -> DeltaTable | None:
+    """What workers of a profile's machine choose by; None if it holds nothing of it."""
+    points = tuple(
+        Measured(p.backend, DeltaShape(p.num_tokens, p.rank_sum, p.num_values), p.time_us)
+        for p in profile.delta_points
+    )
+    return DeltaTable(points) if points else None
 
 
 def _run(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaReport:

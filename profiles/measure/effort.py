@@ -66,7 +66,7 @@ _KIB, _MIB = 2**10, 2**20
 
 QUICK = Effort(
     name="quick",
-    step_tokens=(1, 4, 16, 32, 64, 128, 256, 512),
+    step_tokens=(1, 4, 16, 64, 128, 256, 512),
     decode_rows=(1, 4, 8, 16, 32),
     delta_tokens=(1, 8, 32, 128, 256),
     delta_ranks=(8, 64, 128),
@@ -77,13 +77,13 @@ QUICK = Effort(
     chunk_bytes=(64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB),
     concurrency=(1, 2),
     max_adapters_bytes=256 * _MIB,
-    base=Repeats(6.0, 2, 7),
+    base=Repeats(7.0, 3, 7),
     decode=Repeats(2.0, 3, 7),
-    deltas=Repeats(5.0, 2, 7),
+    deltas=Repeats(4.5, 3, 7),
     invocation=Repeats(2.0, 3, 15),
     link=Repeats(1.5, 3, 15),
-    lora_decode=Repeats(4.0, 2, 7),
-    lora_prefill=Repeats(3.5, 2, 7),
+    lora_decode=Repeats(3.5, 3, 7),
+    lora_prefill=Repeats(3.5, 3, 7),
 )
 
 THOROUGH = Effort(

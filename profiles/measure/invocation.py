@@ -210,7 +210,7 @@ class InvocationBench:
     def _register(self, segment: Segment, name: str, undo: contextlib.ExitStack) -> HostMemory:
         name = f"{name} of the profile"
         # As the engine does: pacing is for adapters.
-        memory = self._device.register(segment.buffer, name=name, is_paced=False)
+        memory = self._device.register(segment.pages, name=name, is_paced=False)
         undo.callback(memory.close)
         return memory
 

@@ -67,7 +67,7 @@ class LinkBench:
             segment = stack.enter_context(
                 Segment.create(num_streams * largest_bytes, kind="link profile")
             )
-            memory = self._device.register(segment.buffer, name="link profile")
+            memory = self._device.register(segment.pages, name="link profile")
             stack.callback(memory.close)
             target = torch.zeros(num_streams, largest_bytes, dtype=torch.uint8, device=self._where)
             return self._measure(memory, target, chunk_bytes, repeats, on_progress)

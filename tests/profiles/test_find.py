@@ -14,7 +14,14 @@ from corun.profiles.find import (
     judge,
     state_directory,
 )
-from corun.profiles.profile import Profile, ProfileError, Subject, load_profile, save_profile
+from corun.profiles.profile import (
+    Profile,
+    ProfileError,
+    Quality,
+    Subject,
+    load_profile,
+    save_profile,
+)
 from support.profiles import PROFILE, SUBJECT
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
@@ -143,6 +150,16 @@ def test_a_stale_one_is_used_with_a_warning(
     assert find(replace(SUBJECT, torch_version="2.14.0")) == PROFILE
     (warning,) = _warnings(caplog)
     assert "is stale; run corun profile again: torch: 2.13.0 then, 2.14.0 now" in warning
+
+
+def test_one_of_a_busy_machine_is_used_with_a_warning(
+    find: Find, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = replace(PROFILE, quality=Quality(("other programs used 1.5 CPUs",), ()))
+    save_profile(busy, default_path(SUBJECT, tmp_path))
+    assert find() == busy
+    (warning,) = _warnings(caplog)
+    assert "the machine was busy" in warning
 
 
 def test_a_named_one_must_be_there_and_of_this_model(find: Find, tmp_path: Path) -> None:

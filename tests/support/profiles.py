@@ -5,6 +5,7 @@ from corun.profiles.fit import Fit, Plane
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.profile import (
     DeltaCurves,
+    DeltaPoint,
     FitRecord,
     LinkPoint,
     Machine,
@@ -57,6 +58,7 @@ PROFILE = Profile(
             "q_proj", 192, (("numba", _CURVE), ("torch", _CURVE)), ((1, "numba"), (128, "torch"))
         ),
     ),
+    delta_points=(DeltaPoint("numba", 1, 192, 36864, 10.0),),
     decode_fit=_DECODE,
     prefill_fit=_PREFILL,
     link_points=(LinkPoint(1 << 16, 1, 5e9), LinkPoint(1 << 20, 1, 9e9)),

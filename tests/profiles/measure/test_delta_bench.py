@@ -1,14 +1,17 @@
 """Deltas on one core: what is measured of which shapes, in this process and in one of its own."""
 
 import os
+from dataclasses import replace
 
 import msgspec
 import pytest
 from corun.cpu_workers.deltas.select import make_backend
+from corun.cpu_workers.deltas.table import DeltaShape, Measured
 from corun.profiles.measure.delta_bench import DeltaTask, GroupShape, measure
-from corun.profiles.measure.deltas import measure_deltas
+from corun.profiles.measure.deltas import delta_table, measure_deltas, spread_out
 from corun.profiles.profile import ProfileError
 from corun.profiles.rounds import Repeats
+from support.profiles import PROFILE
 
 _TASK = DeltaTask(
     cpu=None,
@@ -47,7 +50,21 @@ def test_a_process_on_the_cpu_of_a_worker_does_it() -> None:
     assert (q_proj.group, q_proj.rank_sum) == ("q_proj", 16)
     assert [name for name, _ in q_proj.curves] == ["numpy"]
     assert q_proj.choices == ((1, "numpy"),)
-    assert times.table().backends == ("numpy",)
+    table = times.table()
+    assert table.backends == ("numpy",)
+    assert len(table.points) == 12
+
+
+def test_a_part_of_many_sizes_is_spread_over_all() -> None:
+    assert spread_out((1, 2, 3), 3) == (1, 2, 3)
+    assert spread_out((1, 2, 4, 8, 16, 32, 64), 3) == (1, 8, 64)
+
+
+def test_a_profile_holds_what_workers_choose_by() -> None:
+    table = delta_table(PROFILE)
+    assert table is not None
+    assert table.points == (Measured("numba", DeltaShape(1, 192, 36864), 10.0),)
+    assert delta_table(replace(PROFILE, delta_points=())) is None
 
 
 def test_slow_workers_take_their_times_longer(monkeypatch: pytest.MonkeyPatch) -> None:
