@@ -87,6 +87,10 @@ class _Profiler(contextlib.ExitStack):
         self._effort = bench.effort
         self._listener = listener
         self._where = bench.loaded.model.device
+        if self._where.type == "cuda":
+            # Last of all: torch keeps what it is given back, and an engine plans memory by what
+            # is free.
+            self.callback(torch.cuda.empty_cache)
         # Streams come before the device's first operation.
         self._link = LinkBench(bench.device, self._where, bench.effort.concurrency)
         self._exchange = self._make_exchange()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _OFF = "co-execution off: "  # what the last reason of a plan without workers begins with
+_MIN_TOKENS = 16  # of the largest step, for curves need several sizes
 _LOOK_S = 0.3  # at the machine before anything is measured
 
 
@@ -181,7 +182,9 @@ def _measure(
             device=device,
             subject=subject,
             effort=effort,
-            max_tokens=min(config.max_num_batched_tokens, _max_context(config, loaded)),
+            max_tokens=max(
+                _MIN_TOKENS, min(config.max_num_batched_tokens, _max_context(config, loaded))
+            ),
             worker_cpus=plan.worker_cpus,
             supervisor_cpus=plan.supervisor_cpus,
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),

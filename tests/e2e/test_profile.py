@@ -97,12 +97,17 @@ def test_without_a_link_co_execution_is_off_and_a_busy_machine_is_told(tmp_path:
     output, picture = tmp_path / "here.json", tmp_path / "pictures" / "here.png"
     with _somebody_who_computes():
         options = ["--output", str(output), "--picture", str(picture)]
-        done = _profile(tmp_path / "state", *options, "--delta-backend", "numba")
+        options += ["--delta-backend", "numba", "--cpu-threads", "1"]
+        done = _profile(tmp_path / "state", *options)
     assert done.returncode == 0, done.stderr
     given = _yaml_options(done, tmp_path)
     assert given == {
-        "device": "cpu", "cpu_cores": "none", "delta_backend": "numba", "profile": str(output),
-    }  # fmt: skip
+        "device": "cpu",
+        "cpu_threads": 1,
+        "cpu_cores": "none",
+        "delta_backend": "numba",
+        "profile": str(output),
+    }
     profile = _saved(given)
     assert "runs on the CPU itself" in profile.coexecution_off
     assert profile.model.num_workers == 0
