@@ -4,81 +4,125 @@ Held to transformers + PEFT as everything in bfloat16: the error against float32
 1.5 times PEFT's own. The workers are real processes behind a paced link.
 """
 
-import random
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator
 
 import pytest
+from corun.runtime.engine.request import Request
+from corun.runtime.plan import SubBatchKind
 from corun.runtime.scheduler.cold import ColdChunk
-from support.cold_engine import Answer, Chunks, ColdEngine
-from support.parity import ADAPTER_SPECS, VOCAB_SIZE, AdapterSpec, Bfloat16Errors, ParityCase
-
-MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
-NUM_LAYERS = 4
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-SPECS = (*ADAPTER_SPECS, AdapterSpec("attention", {"r": 16, "target_modules": list(ATTENTION)}))
-NAMES = tuple(spec.name for spec in SPECS)
+from support.cold_engine import ColdEngine
+from support.cold_parity import NAMES, NUM_LAYERS, check, make_case, prompts, split_at
+from support.parity import ParityCase
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
-    return ParityCase("llama-deep", tmp_path_factory.mktemp("deep"), seed=3, specs=SPECS)
+    return make_case(tmp_path_factory.mktemp("deep"))
 
 
 @pytest.fixture(scope="module")
-def engine(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColdEngine]:
-    directory = tmp_path_factory.mktemp("engine")
-    with ColdEngine(case.directory, case.adapters, directory) as engine:
+def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColdEngine]:
+    with ColdEngine(case.directory, case.adapters, tmp_path_factory.mktemp("engine")) as engine:
         yield engine
-        engine.check_nothing_is_held()
 
 
-@pytest.fixture(autouse=True)
-def _cold(engine: ColdEngine) -> Iterator[None]:
-    """Each test begins and ends with nothing on the device."""
-    engine.cool(*NAMES)
-    engine.plans.clear()
-    yield
+@pytest.fixture
+def engine(running: ColdEngine) -> Iterator[ColdEngine]:
+    """With nothing on the device; afterwards everything is given back."""
+    running.plans.clear()
+    num_retried = running.core.stats().num_retried_rows
+    yield running
+    running.check_nothing_is_held()
+    assert running.core.stats().num_retried_rows == num_retried
 
 
-def prompts(count: int, seed: int = 0, num_tokens: int = 24) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [
-        [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(num_tokens // 2, num_tokens))]
-        for _ in range(count)
-    ]
-
-
-def check(case: ParityCase, answers: Sequence[Answer]) -> None:
-    """All are complete and as near to the truth as PEFT is."""
-    errors = Bfloat16Errors(case)
-    for answer in answers:
-        assert (answer.finish_reason, answer.error) == ("length", None)
-        errors.add(answer.adapter, answer.prompt, answer.token_ids, answer.candidates)
-    error, peft_error = errors.means
-    print(f"RATIO {error / peft_error:.3f} {error:.5f} {peft_error:.5f}")
-    assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
-
-
-def split_at(layer: int, num_tokens: int = 512) -> Chunks:
-    return lambda request, max_tokens: ColdChunk(min(max_tokens, num_tokens), layer)
-
-
-@pytest.mark.parametrize("split_layer", [0, 2, NUM_LAYERS])
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
+@pytest.mark.parametrize("split_layer", [0, 2, NUM_LAYERS])
 def test_every_split(
     engine: ColdEngine, case: ParityCase, split_layer: int, chunk_tokens: int
 ) -> None:
-    """All adapters cold, beside a resident one and the base model; also in decode."""
+    """Four cold adapters of all kinds beside a resident one and the base model."""
     engine.warm("rs")
     engine.plans.clear()
-    names = [*NAMES, None]
+    names = [*NAMES, None, *NAMES]
     with engine.chunks(split_at(split_layer, chunk_tokens)):
         for name, prompt in zip(names, prompts(len(names)), strict=True):
             engine.ask(name, prompt)
         answers = engine.run()
-    assert engine.assisted
+    assert max(len(batch.request_ids) for batch in engine.assisted) == 4
     assert (engine.num_assisted_rows > 0) == (split_layer > 0)
     check(case, answers)
-    assert engine.core.stats().num_retried_rows == 0
+
+
+def test_the_split_is_corrected_between_chunks(engine: ColdEngine, case: ParityCase) -> None:
+    """Another one for every chunk, and other ones for each request of a step."""
+    splits = itertools.cycle([4, 1, 3, 0, 2])
+
+    def cut(request: Request, max_tokens: int) -> ColdChunk:
+        return ColdChunk(min(max_tokens, 5), next(splits))
+
+    names = [*NAMES, *NAMES[:2]]
+    with engine.chunks(cut):
+        for name, prompt in zip(names, prompts(len(names), seed=1), strict=True):
+            engine.ask(name, prompt)
+            engine.step()  # each comes when those before it are in another state
+        answers = engine.run()
+    assert {split for batch in engine.assisted for split in batch.split_layers} == {0, 1, 2, 3, 4}
+    assert any(len(set(batch.split_layers)) > 1 for batch in engine.assisted)
+    check(case, answers)
+
+
+def test_decode_goes_on_with_workers_until_the_adapter_is_there(
+    engine: ColdEngine, case: ParityCase
+) -> None:
+    is_held = True
+
+    def cut(request: Request, max_tokens: int) -> ColdChunk | None:
+        return ColdChunk(max_tokens, NUM_LAYERS) if is_held else None
+
+    with engine.held_loads(), engine.chunks(cut):
+        asked = [
+            engine.ask(name, prompt, max_tokens=12)
+            for name, prompt in zip(NAMES[:4], prompts(4, seed=2), strict=True)
+        ]
+        engine.run_until(lambda: all(len(answer.token_ids) > 4 for answer in asked))
+        assert all(len(plan.transfers) == 0 for plan in engine.plans[3:])
+        assert set(engine.assisted[-1].num_tokens) == {1}
+        kinds = {batch.kind for plan in engine.plans for batch in plan.sub_batches}
+        assert kinds == {SubBatchKind.ASSISTED}
+        is_held = False
+        engine.release_loads()
+        answers = engine.run()
+    last = [plan for plan in engine.plans if plan.sub_batches][-1]
+    assert [batch.kind for batch in last.sub_batches] == [SubBatchKind.DECODE]
+    check(case, answers)
+
+
+def test_requests_of_one_adapter_that_arrive_together(engine: ColdEngine, case: ParityCase) -> None:
+    """Two of the same prompt, and one that shares its beginning, beside other adapters' rows."""
+    prompt = prompts(1, seed=4)[0]
+    with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS)):
+        pair = [engine.ask("patterns", prompt) for _ in range(2)]
+        engine.ask("patterns", [*prompt[:8], 7, 7])
+        engine.ask("plain", prompt)
+        engine.run_until(lambda: all(answer.finish_reason for answer in engine.answers.values()))
+        num_loads = sum(len(plan.transfers) for plan in engine.plans)
+        engine.release_loads()
+        answers = engine.run()
+    assert num_loads == 2
+    assert pair[0].token_ids == pair[1].token_ids
+    assert pair[0].candidates == pair[1].candidates
+    check(case, answers)
+
+
+def test_two_thousand_tokens_at_rank_256(engine: ColdEngine, case: ParityCase) -> None:
+    (prompt,) = (one[:2000] for one in prompts(1, seed=5, num_tokens=4000))
+    assert len(prompt) == 2000
+    with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS)):
+        answer = engine.ask("large", prompt, max_tokens=3)
+        engine.run_until(lambda: bool(answer.finish_reason))
+        engine.release_loads()
+        answers = engine.run()
+    assert sum(sum(batch.num_tokens) for batch in engine.assisted) == 2002
+    check(case, answers)

@@ -9,16 +9,19 @@ import itertools
 import os
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from corun.cpu_workers.pool import WorkerPool
+from corun.cpu_workers.pool import PoolConfig, WorkerPool
+from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.device.link import Direction
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine import coexecution
 from corun.runtime.engine.build import build_engine
 from corun.runtime.engine.messages import AddAdapter, AddRequest, OperationDone, RemoveAdapter
 from corun.runtime.engine.request import Request
@@ -50,13 +53,13 @@ class ColdEngine:
 
     def __init__(
         self, model: Path, adapters: Mapping[str, Path], directory: Path, *,
-        figures: Figures | None = None, **options: Any,
+        figures: Figures | None = None, num_workers: int = 1, **options: Any,
     ) -> None:  # fmt: skip
-        """``options`` replace those of a bfloat16 engine on one core, its worker on the other."""
+        """``options`` replace those of a bfloat16 engine on one core, all workers on the other."""
         cpus = sorted(os.sched_getaffinity(0))
         defaults: dict[str, Any] = {
             "model": str(model), "device": "cpu", "dtype": "bfloat16", "memory_gib": 0.02,
-            "link_gib_per_s": 0.01, "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]),
+            "link_gib_per_s": 0.001, "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]),
             "load_strategy": "assisted", "host_adapter_bytes": "64MiB", "block_size": 4,
             "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
         }  # fmt: skip
@@ -69,7 +72,8 @@ class ColdEngine:
         self.answers: dict[int, Answer] = {}
         self._gate = threading.Event()
         self._gate.set()
-        self._assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
+        with _workers_on_one_cpu(num_workers):
+            self._assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
         self.core: Any = self._assembly.core
         self.scheduler: Any = self.core._scheduler
         self.executor: Any = self.core._executor
@@ -180,13 +184,15 @@ class ColdEngine:
             self._gate.set()
 
     def release_loads(self) -> None:
+        """Before the end of ``held_loads``."""
         self._gate.set()
 
     # What is left behind.
 
     @property
     def pool(self) -> WorkerPool:
-        pool: WorkerPool = self.executor._assistant._gateway._pool
+        gateway: Any = self.assistant._gateway
+        pool: WorkerPool = gateway._pool
         return pool
 
     @property
@@ -228,11 +234,15 @@ class ColdEngine:
         )
         return host.arena
 
-    def worker_processes(self) -> list[psutil.Process]:
-        return workers()
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The supervisor and its workers."""
+        return [supervisor(), *workers()]
 
-    def supervisor_process(self) -> psutil.Process:
-        return supervisor()
+    @property
+    def assistant(self) -> Assistant:
+        assistant: Assistant = self.executor._assistant
+        return assistant
 
     def wait_workers(self) -> None:
         self.pool.wait_ready(TIMEOUT_S)
@@ -274,7 +284,7 @@ class ColdEngine:
         self.executor.submit = note
 
     def _gate_loads(self) -> None:
-        link = self.executor._assistant._exchange.device.link
+        link = self.assistant._exchange.device.link
         begin = link.begin
 
         def held(direction: Direction, num_bytes: int, **arguments: Any) -> Any:
@@ -294,3 +304,16 @@ class ColdEngine:
                     return
             time.sleep(0.001)
         raise AssertionError("the adapter was not registered in time")
+
+
+@contextlib.contextmanager
+def _workers_on_one_cpu(num_workers: int) -> Iterator[None]:
+    """Let a pool have more workers than the options can ask for on this machine."""
+    make_config = coexecution._pool_config
+
+    def with_more(*arguments: Any) -> PoolConfig:
+        config = make_config(*arguments)
+        return replace(config, worker_cpus=config.worker_cpus * num_workers)
+
+    with unittest.mock.patch.object(coexecution, "_pool_config", with_more):
+        yield

@@ -1,0 +1,50 @@
+"""Cold requests held to transformers + PEFT: the model, its adapters, and the judgement."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from corun.runtime.scheduler.cold import ColdChunk
+from support.cold_engine import Answer, Chunks
+from support.parity import ADAPTER_SPECS, VOCAB_SIZE, AdapterSpec, Bfloat16Errors, ParityCase
+
+MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
+MAX_TIE = 0.5  # nats: nearer than that to the best, a token may be drawn instead in bfloat16
+NUM_LAYERS = 4
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION_SPEC = AdapterSpec("attention", {"r": 16, "target_modules": list(ATTENTION)})
+LARGE_SPEC = AdapterSpec("large", {"r": 256, "lora_alpha": 128})
+NAMES = tuple(spec.name for spec in (*ADAPTER_SPECS, ATTENTION_SPEC))
+
+
+def make_case(directory: Path) -> ParityCase:
+    """Adapters on all linears, on some, in one layer, with a pattern of ranks, and a large one."""
+    specs = (*ADAPTER_SPECS, ATTENTION_SPEC, LARGE_SPEC)
+    return ParityCase("llama-deep", directory, seed=3, specs=specs)
+
+
+def prompts(count: int, seed: int = 0, num_tokens: int = 24) -> list[list[int]]:
+    """Random ones, of at most ``num_tokens``."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(num_tokens // 2, num_tokens) for _ in range(count)]
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def check(case: ParityCase, answers: Sequence[Answer]) -> None:
+    """All are complete, as near to the truth as PEFT is, and greedy up to near-ties."""
+    errors = Bfloat16Errors(case)
+    for answer in answers:
+        assert (answer.finish_reason, answer.error) == ("length", None), answer
+        errors.add(answer.adapter, answer.prompt, answer.token_ids, answer.candidates)
+        tokens, first = [*answer.prompt, *answer.token_ids], len(answer.prompt)
+        truth = case.truth(answer.adapter, tokens, first, torch.float32)
+        drawn = truth[range(len(answer.token_ids)), answer.token_ids]
+        assert float((truth.max(dim=1).values - drawn).max()) <= MAX_TIE, answer
+    error, peft_error = errors.means
+    assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
+
+
+def split_at(layer: int, num_tokens: int = 512) -> Chunks:
+    """Every chunk of at most ``num_tokens``, all with the same split."""
+    return lambda request, max_tokens: ColdChunk(min(max_tokens, num_tokens), layer)
