@@ -18,7 +18,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         folders = _make_files(directory, options.size, cells)
-        profile_path = options.profile or directory / "profile.json"
-        config = make_config(*folders, profile_path, engine_and_worker)
+        config = make_config(*folders, options.profile, engine_and_worker)
         if options.profile is None:
-            save_profile(_measure_profile(config, options.profile_s), profile_path)
+            config = _with_measured_profile(config, directory, options.profile_s)
         with start_rig(config, SIZES[options.size].vocab, _say) as rig:
             print("\n".join(rig.summary), flush=True)
             results, left_out = _run_cells(rig, cells, options)
@@ -74,9 +73,7 @@ def main() -> None:
             figures["ablations"] = _short_ablations(rig, options)
             profile = rig.profile
         if options.ablations:
-            figures["ablations"] |= _long_ablations(
-                profile, options, directory, folders, engine_and_worker
-            )
+            figures["ablations"] |= _long_ablations(profile, config, options, directory)
         if options.picture:
             draw(results, options.picture)
     workload = {
@@ -121,14 +118,26 @@ def _make_files(directory: Path, size: str, cells: Sequence[Cell]) -> tuple[Path
     return model, directory / "adapters"
 
 
-def _measure_profile(config: EngineConfig, budget_s: float) -> Profile:
-    """As ``corun profile`` does, in so many seconds."""
+def _with_measured_profile(config: EngineConfig, directory: Path, budget_s: float) -> EngineConfig:
+    """Measure a profile as ``corun profile`` does, in so many seconds.
+
+    Returns the options of an engine that computes with the kernels that were measured.
+    """
     print(f"measuring a profile for about {budget_s:.0f} s", flush=True)
     listener = Listener(_say, lambda _: None, lambda _: None)
     allowed = os.sched_getaffinity(0)
     profile = run_profile(config, HowMuch("quick", budget_s), listener).profile
     os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
-    return profile
+    path = directory / "profile.json"
+    save_profile(profile, path)
+    linear, attention, lora = profile.subject.settings.backends
+    return replace(
+        config,
+        profile=str(path),
+        linear_backend=linear,
+        attention_backend=attention,
+        lora_backend=lora,
+    )
 
 
 def _run_cells(
@@ -189,17 +198,17 @@ def _short_ablations(rig: Rig, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _long_ablations(
-    profile: Profile, options: argparse.Namespace, directory: Path, folders: tuple[Path, Path],
-    cpus: tuple[int, int],
-) -> dict[str, Any]:  # fmt: skip
+    profile: Profile, config: EngineConfig, options: argparse.Namespace, directory: Path
+) -> dict[str, Any]:
     """Those with another engine, or in processes of their own."""
     pairs = 3 if options.quick else _ABLATION_PAIRS
-    vocab = SIZES[options.size].vocab
+    path = directory / "one-group.json"
+    save_profile(ablations.with_one_layer_group(profile), path)
+    with start_rig(replace(config, profile=str(path)), SIZES[options.size].vocab, _say) as rig:
+        one_group = ablations.pipelined_over_cached(rig, _ABLATION_CELL, pairs)
     return {
-        "one_layer_group": ablations.one_layer_group(
-            profile, _ABLATION_CELL, pairs, directory, folders, vocab, cpus
-        ),
-        "mailboxes_against_sockets": ablations.mailboxes_against_sockets(cpus, pairs),
+        "one_layer_group": one_group,
+        "mailboxes_against_sockets": ablations.mailboxes_against_sockets(pairs),
     }
 
 

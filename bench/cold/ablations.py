@@ -1,7 +1,6 @@
 """What single parts of co-execution are worth."""
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -9,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from corun.profiles.profile import Profile, save_profile
+from corun.profiles.profile import Profile
 from paired import compare
 
 from cold.cells import NUM_OUTPUT_TOKENS, cached_first_s
-from cold.rig import CACHED, Rig, make_config, slowness_of, start_rig
+from cold.rig import CACHED, Rig, slowness_of
 from cold.workload import Cell
 
 QUARTER = 4.0
@@ -68,25 +67,17 @@ def pipelined_over_cached(rig: Rig, cell: Cell, num_pairs: int) -> dict[str, Any
     }
 
 
-def one_layer_group(
-    profile: Profile, cell: Cell, num_pairs: int, directory: Path, folders: tuple[Path, Path],
-    vocab: int, cpus: tuple[int, int],
-) -> dict[str, Any]:  # fmt: skip
-    """The same by an engine that loads all layers as one group."""
-    path = directory / "one-group.json"
-    save_profile(replace(profile, min_group_bytes=2**62), path)
-    config = make_config(*folders, path, cpus)
-    with start_rig(config, vocab, lambda _: None) as rig:
-        return pipelined_over_cached(rig, cell, num_pairs)
+def with_one_layer_group(profile: Profile) -> Profile:
+    """A profile by which an engine loads all layers of an adapter together."""
+    return replace(profile, min_group_bytes=2**62)
 
 
-def mailboxes_against_sockets(cpus: tuple[int, int], num_pairs: int) -> dict[str, Any]:
+def mailboxes_against_sockets(num_pairs: int) -> dict[str, Any]:
     """Microseconds of one invocation by shared memory and by socket: ``bench/invocation.py``."""
     done = subprocess.run(
         [sys.executable, str(_SOCKET_SCRIPT), "--receivers", "1", "--pairs", str(num_pairs),
          "--invocations", "300", "--rounds", "5000"],
-        capture_output=True, text=True, check=False, env=dict(os.environ),
-        preexec_fn=lambda: os.sched_setaffinity(0, set(cpus)),
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         return {"error": done.stderr[-500:]}

@@ -125,8 +125,8 @@ class Rig:
         return Slowness(max(1.0, ratio / natural), natural)
 
     def set_up(self, link_bytes_per_s: float, worker_slowdown: float) -> None:
-        """Exchange link, workers and all planners; nothing may be under way."""
-        assert not self.core.has_work
+        """Exchange link, workers and all planners, once nothing is under way."""
+        self.finish()
         latency_us = self._device.link.latency_us
         self._device.link = PacedLink(link_bytes_per_s / _GIB, latency_us, sleep=_sleep)
         self.pool.slowdown = worker_slowdown
@@ -142,7 +142,8 @@ class Rig:
         self.set_up(_FREE_LINK_BYTES_PER_S, 1.0)
 
     def use(self, strategy: str) -> None:
-        """Let cold requests start by ``strategy`` from now on; nothing may be under way."""
+        """Let cold requests start by ``strategy`` from now on, once nothing is under way."""
+        self.finish()
         name = LoadStrategy.PIPELINED.value if strategy == CACHED else strategy
         self._coexecution.cold_starts.use(self._planners[name])
 
