@@ -1,0 +1,216 @@
+"""Loads in every legal order, and what ends them: no memory is used after it was handed on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from corun.gpu.adapter_arrival import Copied
+from corun.gpu.adapter_copier import AdapterCopier
+from corun.gpu.device.base import UnrecordedEventError
+from corun.gpu.device.symbolic_explore import explore
+from corun.gpu.device.symbolic_findings import (
+    Finding,
+    MissingRelease,
+    SlotInUse,
+    UseAfterHandOn,
+)
+from corun.gpu.device.symbolic_run import Chooser, run
+from hypothesis import given, settings
+from support.symbolic_coexec import ColdEngine, Shape, recording
+from support.symbolic_programs import choosers
+
+SMALL = Shape()
+Life = Callable[[ColdEngine], None]
+
+
+def gradual(engine: ColdEngine) -> None:
+    """A prefetch moves group by group, as somebody looks; nobody asks for it before it is there."""
+    copied = engine.fetch("a")
+    engine.start(copied, is_gradual=True)
+    copied.advance()
+    assert copied.num_arrived() in (0, 1, 2)
+    engine.device.synchronize(timeout_s=1)
+    copied.advance()
+    engine.device.synchronize(timeout_s=1)
+    engine.finish(copied)
+    engine.run(0, None)
+    engine.evict()
+
+
+def promoted_midway(engine: ColdEngine) -> None:
+    copied = engine.fetch("a")
+    engine.start(copied, is_gradual=True)
+    copied.advance()
+    copied.enqueue_all()
+    engine.run(1, copied)
+    engine.finish(copied)
+    engine.evict()
+
+
+def cancelled(engine: ColdEngine) -> None:
+    """Given up with copies under way: what it read and wrote may be others' at once."""
+    copied = engine.fetch("a")
+    engine.start(copied, is_gradual=True)
+    copied.cancel()
+    engine.evict()
+    other = engine.fetch("b")
+    engine.start(other)
+    engine.finish(other)
+    engine.evict()
+
+
+def aborted(engine: ColdEngine) -> None:
+    """The request goes in mid-prefill, when nobody waits for its chunk's end; then its adapter
+    does, and another one comes into its memory.
+    """
+    copied = engine.fetch("a")
+    engine.start(copied)
+    engine.run(1, copied, samples=False)
+    engine.finish(copied)
+    engine.run(0, None, samples=False)
+    engine.evict()
+    other = engine.fetch("b")
+    engine.start(other)
+    engine.finish(other)
+    engine.evict()
+
+
+def replaced_after_a_chunk(engine: ColdEngine) -> None:
+    """The same with an adapter that was there."""
+    copied = engine.fetch("a")
+    engine.start(copied)
+    engine.finish(copied)
+    engine.run(0, None, samples=False)
+    engine.evict()
+    other = engine.fetch("b")
+    engine.start(other)
+    engine.finish(other)
+    engine.evict()
+
+
+def unloaded_while_loading(engine: ColdEngine) -> None:
+    """Its load goes on; it is evicted when it has ended and the request's step is over."""
+    copied = engine.fetch("a")
+    engine.start(copied)
+    assisted = engine.begin(1, copied)
+    engine.forward(assisted.deltas)
+    assert not assisted.settle()
+    engine.finish(copied)
+    engine.evict()
+    other = engine.fetch("b")
+    engine.start(other)
+    engine.finish(other)
+    engine.evict()
+
+
+LIVES: tuple[Life, ...] = (
+    gradual, promoted_midway, cancelled, aborted, replaced_after_a_chunk, unloaded_while_loading,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("reads_rows", [False, True])
+def test_it_is_right_in_every_order(life: Life, reads_rows: bool) -> None:
+    explore(recording(replace(SMALL, reads_rows=reads_rows), life)).check()
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=40)
+@given(data=st.data(), chooser=choosers(num_agents=9, num_steps=400))
+def test_larger_ones_are_right_in_any_order(data: st.DataObject, chooser: Chooser) -> None:
+    shape = Shape(
+        num_layers=4,
+        num_groups=data.draw(st.integers(1, 2)),
+        group_of_layer=data.draw(st.sampled_from([(0, 0, 1, 1), (0, 1, 1, 1)])),
+        num_slices=data.draw(st.integers(1, 2)),
+        streams=data.draw(st.sampled_from(["apart", "one", "adopted"])),
+        copies_y=data.draw(st.booleans()),
+        reads_rows=data.draw(st.booleans()),
+    )
+    run(recording(shape, data.draw(st.sampled_from(LIVES))), chooser)
+
+
+def _let_go_at_once(self: Copied) -> None:
+    for group in self._groups:
+        if group.event is not None:
+            self._copier.device.release_event(group.event)
+    self._host.release()
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _enqueue_without_event(self: Any, group: Any) -> None:
+    for index in group.parts:
+        self._copier.copy(self._lane, self._spans[index], self._host.parts[index])
+    group.has_arrived = True
+    group.event = self._copier.device.event()
+
+
+def _give_only_events_back(self: Copied) -> None:
+    for group in self._groups:
+        if group.event is not None:
+            self._copier.device.release_event(group.event)
+
+
+def _give_only_the_reference_back(self: Copied) -> None:
+    self._host.release()
+
+
+def finished_early(engine: ColdEngine) -> None:
+    """As a loader that does not ask whether it is there."""
+    copied = engine.fetch("a")
+    engine.start(copied)
+    copied.finish()
+    engine.device.synchronize(timeout_s=1)
+    engine.evict()
+
+
+def evicted_early(engine: ColdEngine) -> None:
+    """While its copies are under way; what comes next takes another stream."""
+    copied = engine.fetch("a")
+    engine.start(copied)
+    memory = engine.memory[0]
+    for buffer in memory.buffers:
+        engine.device.symbolic.give_back(buffer)
+    del engine.memory[0]
+    engine.finish(copied)
+
+
+# A method of a class that does something else, in whose life, and what it leads to.
+MISTAKES: dict[str, tuple[type | None, str, object, Life, set[type[Finding]]]] = {
+    "the arena's reference goes before the copies are done": (
+        None, "", None, finished_early, {UseAfterHandOn},
+    ),
+    "a load that is given up is not waited for": (
+        Copied, "cancel", _let_go_at_once, cancelled, {UseAfterHandOn, SlotInUse},
+    ),
+    "memory is handed on while a copy is under way": (
+        None, "", None, evicted_early, {UseAfterHandOn, SlotInUse},
+    ),
+    "memory is written while an earlier pass reads it": (
+        AdapterCopier, "await_readers", _nothing, replaced_after_a_chunk, {UseAfterHandOn},
+    ),
+    "the reference is kept": (
+        Copied, "_let_go", _give_only_events_back, gradual, {MissingRelease},
+    ),
+    "events are kept": (
+        Copied, "_let_go", _give_only_the_reference_back, gradual, {MissingRelease},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, value, life, kinds = MISTAKES[name]
+    if owner is not None:
+        monkeypatch.setattr(owner, method, value)
+    assert explore(recording(SMALL, life)).kinds == kinds
+
+
+def test_a_layer_group_that_nothing_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copied, "_enqueue", _enqueue_without_event)
+    with pytest.raises(UnrecordedEventError):
+        explore(recording(SMALL, promoted_midway))

@@ -1,0 +1,287 @@
+"""Passes of cold rows in every legal order: the code that serves, on the symbolic device."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from corun.gpu.coexec.assistant import AssistedPass
+from corun.gpu.coexec.cold_deltas import ColdDeltas, Exchange, GroupKey
+from corun.gpu.coexec.gateway import WorkerGateway
+from corun.gpu.device.base import DeviceError, Stream
+from corun.gpu.device.symbolic_explore import explore
+from corun.gpu.device.symbolic_findings import (
+    Finding,
+    Overlap,
+    OverwriteBeforeRead,
+    ReadBeforeWrite,
+    UseAfterHandOn,
+)
+from corun.gpu.device.symbolic_run import Chooser, run
+from corun.shm.errors import RingFullError
+from hypothesis import given, settings
+from support.symbolic_coexec import ColdEngine, Shape, recording
+from support.symbolic_programs import choosers
+
+SMALL = Shape()
+THREE_LAYERS = Shape(num_layers=3, group_of_layer=(0, 0, 0))
+
+
+def assisted_prefill(split_layer: int, *, is_gradual: bool = False) -> Callable[[ColdEngine], None]:
+    """A cold request: one pass while its adapter is loaded, and a warm one."""
+
+    def live(engine: ColdEngine) -> None:
+        copied = engine.fetch("a")
+        engine.start(copied, is_gradual=is_gradual)
+        if is_gradual:
+            copied.enqueue_all()
+        engine.run(split_layer, copied)
+        engine.finish(copied)
+        engine.run(0, None)
+        engine.evict()
+
+    return live
+
+
+@pytest.mark.parametrize("streams", ["apart", "one", "adopted"])
+@pytest.mark.parametrize("split_layer", [0, 1, 2])
+@pytest.mark.parametrize("copies_y", [False, True])
+def test_a_split_anywhere_is_right_in_every_order(
+    streams: str, split_layer: int, copies_y: bool
+) -> None:
+    shape = replace(SMALL, streams=streams, copies_y=copies_y)
+    explored = explore(recording(shape, assisted_prefill(split_layer)))
+    explored.check()
+    assert explored.num_orders > 3
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(SMALL, num_groups=2),
+        replace(SMALL, num_slices=2),
+        replace(SMALL, num_slices=2, num_workers=2),
+        replace(SMALL, num_slices=2, num_slots=4),
+        replace(SMALL, group_of_layer=(0, 0)),
+        replace(SMALL, num_layers=3, group_of_layer=(0, 1, 1)),
+        replace(SMALL, reads_rows=True),
+        replace(SMALL, num_groups=2, streams="one", num_slices=2),
+    ],
+    ids=str,
+)
+def test_shapes_are_right_in_every_order(shape: Shape) -> None:
+    explore(recording(shape, assisted_prefill(1))).check()
+
+
+@pytest.mark.parametrize("streams", ["apart", "one", "adopted"])
+def test_a_prefetch_that_is_promoted(streams: str) -> None:
+    shape = replace(SMALL, streams=streams)
+    explore(recording(shape, assisted_prefill(1, is_gradual=True))).check()
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=50)
+@given(data=st.data(), chooser=choosers(num_agents=9, num_steps=400))
+def test_larger_ones_are_right_in_any_order(data: st.DataObject, chooser: Chooser) -> None:
+    num_layers = data.draw(st.integers(2, 5))
+    num_slots = data.draw(st.sampled_from([2, 4]))
+    num_workers = data.draw(st.integers(1, 2))
+    cuts = data.draw(st.lists(st.integers(0, 1), min_size=num_layers - 1, max_size=num_layers - 1))
+    group_of_layer = tuple(sum(cuts[:layer]) for layer in range(num_layers))
+    shape = Shape(
+        num_layers=num_layers,
+        num_groups=data.draw(st.integers(1, 3)),
+        group_of_layer=group_of_layer,
+        num_workers=num_workers,
+        num_slots=num_slots,
+        num_slices=data.draw(st.integers(1, num_slots * num_workers)),
+        streams=data.draw(st.sampled_from(["apart", "one", "adopted"])),
+        copies_y=data.draw(st.booleans()),
+        reads_rows=data.draw(st.booleans()),
+        dies_in=tuple(data.draw(st.sets(st.integers(0, 12), max_size=2))),
+    )
+    split_layer = data.draw(st.integers(0, num_layers))
+    is_gradual = data.draw(st.booleans())
+    run(recording(shape, assisted_prefill(split_layer, is_gradual=is_gradual)), chooser)
+
+
+def failing_worker(engine: ColdEngine) -> None:
+    """Its jobs are void, the row runs again without workers; the next one has a replacement."""
+    copied = engine.fetch("a")
+    engine.start(copied)
+    assert not engine.run(2, copied, samples=False), "a result counts that nobody computed"
+    assert engine.run(0, copied)
+    assert engine.run(2, copied)
+    engine.finish(copied)
+    engine.evict()
+
+
+@pytest.mark.parametrize("streams", ["apart", "one", "adopted"])
+@pytest.mark.parametrize("dies_in", [(0,), (1,)])
+def test_a_worker_that_dies_voids_the_pass_and_holds_nothing(
+    streams: str, dies_in: tuple[int, ...]
+) -> None:
+    shape = replace(SMALL, streams=streams, dies_in=dies_in, group_of_layer=(0, 0))
+    explore(recording(shape, failing_worker)).check()
+
+
+def failing_pass(layer: int, before: str) -> Callable[[ColdEngine], None]:
+    """The model raises while workers wait for x; then another pass, with the same slots."""
+
+    def live(engine: ColdEngine) -> None:
+        copied = engine.fetch("a")
+        engine.start(copied)
+        assisted = engine.begin(engine.shape.num_layers, copied)
+        with pytest.raises(ArithmeticError):
+            engine.forward(assisted.deltas, ((layer, 0), before))
+        assisted.give_up()
+        assert all(not worker.num_outstanding for worker in engine.pool.workers)
+        assert engine.run(1, copied)
+        engine.finish(copied)
+        engine.evict()
+
+    return live
+
+
+@pytest.mark.parametrize("streams", ["apart", "one", "adopted"])
+@pytest.mark.parametrize(("layer", "before"), [(0, "begin"), (0, "add"), (1, "begin"), (1, "add")])
+def test_a_pass_that_raises_lets_its_workers_go(streams: str, layer: int, before: str) -> None:
+    shape = replace(THREE_LAYERS, streams=streams)
+    explore(recording(shape, failing_pass(layer, before))).check()
+
+
+def test_more_slices_than_slots_are_refused_before_anything_is_published() -> None:
+    def live(engine: ColdEngine) -> None:
+        copied = engine.fetch("a")
+        engine.start(copied)
+        with pytest.raises(RingFullError, match=r"3 slices of layer 0, input group 0 .* 2 slots"):
+            engine.begin(1, copied)
+        assert engine.pool.workers[0].num_published == 0
+        assert engine.run(0, copied)
+        engine.finish(copied)
+        engine.evict()
+
+    explore(recording(replace(SMALL, num_slices=3), live)).check()
+
+
+# What each mistake leads to, in one order or another.
+
+
+@contextmanager
+def replaced(owner: type, name: str, value: object) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+_order = Exchange.order
+
+
+def _order_only_to_compute(self: Exchange, first: Stream, then: Stream) -> None:
+    if then == self.compute:
+        _order(self, first, then)
+
+
+def _order_only_from_compute(self: Exchange, first: Stream, then: Stream) -> None:
+    if first == self.compute:
+        _order(self, first, then)
+
+
+def _order_by_released_event(self: Exchange, first: Stream, then: Stream) -> None:
+    event = self.device.event()
+    self.device.record(first, event)
+    self.device.release_event(event)
+    self.device.wait_event(then, event)
+
+
+def _signal_before_copy(self: ColdDeltas, group: Any, x: Any) -> None:
+    exchange = self._exchange
+    for invocation in self._plan.invocations.get(group, ()):
+        exchange.order(exchange.compute, exchange.transfer)
+        exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
+        exchange.device.copy(exchange.transfer, invocation.x, x)
+
+
+def _add_before_wait(self: ColdDeltas, key: GroupKey, ys: Sequence[Any]) -> None:
+    exchange = self._exchange
+    for invocation in self._plan.invocations.get(key, ()):
+        self._add_deltas(exchange, invocation, ys)
+        exchange.device.wait(exchange.transfer, invocation.done, invocation.sequence)
+        exchange.order(exchange.transfer, exchange.compute)
+
+
+def _release_out_of_order(self: ColdDeltas) -> None:
+    exchange = self._exchange
+    for invocations in self._plan.invocations.values():
+        for invocation in invocations:
+            if id(invocation) not in self._signalled:
+                exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+_Mistake = tuple[type, str, object, Shape, Callable[[ColdEngine], None], set[type[Finding]]]
+
+MISTAKES: dict[str, _Mistake] = {
+    "x is copied before it is computed": (
+        Exchange, "order", _order_only_to_compute, SMALL, assisted_prefill(1),
+        {ReadBeforeWrite, Overlap},
+    ),
+    "y is added before it is there": (
+        Exchange, "order", _order_only_from_compute, SMALL, assisted_prefill(1),
+        {ReadBeforeWrite, Overlap},
+    ),
+    "the worker is told before x is there": (
+        ColdDeltas, "begin", _signal_before_copy, SMALL, assisted_prefill(1),
+        {OverwriteBeforeRead, Overlap},
+    ),
+    "y is added before the wait": (
+        ColdDeltas, "_take_in", _add_before_wait, SMALL, assisted_prefill(1),
+        {ReadBeforeWrite, Overlap},
+    ),
+    "a layer group is not waited for": (
+        ColdDeltas, "_await_layer", _nothing, SMALL, assisted_prefill(1),
+        {ReadBeforeWrite, Overlap, UseAfterHandOn},
+    ),
+    "the ring is too small": (
+        WorkerGateway, "_check_room", _nothing, replace(SMALL, num_slices=3), assisted_prefill(1),
+        {OverwriteBeforeRead, Overlap},
+    ),
+    "workers go on while an earlier y is read": (
+        ColdDeltas, "release_workers", _release_out_of_order, THREE_LAYERS,
+        failing_pass(1, "begin"), {OverwriteBeforeRead, Overlap},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str) -> None:
+    owner, method, value, shape, live, kinds = MISTAKES[name]
+    with replaced(owner, method, value):
+        found = explore(recording(shape, live)).kinds
+    assert found == kinds
+
+
+def test_an_event_that_is_released_early_is_refused() -> None:
+    with (
+        replaced(Exchange, "order", _order_by_released_event),
+        pytest.raises(DeviceError, match="was given back"),
+    ):
+        explore(recording(SMALL, assisted_prefill(1)))
+
+
+def test_a_pass_that_is_not_settled_keeps_workers_in_the_arena() -> None:
+    """The load's end gives the reference back that protects what workers read."""
+
+    def live(engine: ColdEngine) -> None:
+        copied = engine.fetch("a")
+        engine.start(copied)
+        with replaced(AssistedPass, "settle", lambda self: frozenset()):
+            engine.run(2, copied, samples=False)
+        copied.cancel()
+        engine.evict()
+
+    assert UseAfterHandOn in explore(recording(SMALL, live)).kinds

@@ -1,0 +1,254 @@
+"""Cold starts on the symbolic device: loads, passes and workers, by the code that serves.
+
+Real are ``Copied``, ``AdapterCopier``, ``Assistant``, ``ColdDeltas``, the adders and
+``WorkerGateway``. The model is launches that say what they touch; the arena's references and the
+device's memory are leases, handed on as soon as they may be.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from corun.gpu.adapter_arrival import Copied
+from corun.gpu.adapter_copier import AdapterCopier, Lane
+from corun.gpu.coexec.adders import AddByCopy, add_from_host
+from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
+from corun.gpu.coexec.cold_deltas import ColdDeltas, Exchange, GroupKey
+from corun.gpu.coexec.gateway import WorkerGateway
+from corun.gpu.device.symbolic import Recording, SymbolicDevice
+from corun.gpu.device.symbolic_program import Buffer
+from corun.gpu.lora.adapter_layout import TargetMatrices
+from corun.gpu.lora.base import PackedLora
+from corun.gpu.lora.matrix_layout import PACKED, ROWS
+from corun.gpu.step import LoraBatch
+from corun.runtime.adapters.target_map import Target
+from corun.shm.arena_entry import Region as Place
+from corun.shm.region import TargetSize, plan_region, write_header
+from support.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch, one
+from support.symbolic_workers import SymbolicPool
+
+_WIDTH, _RANK = 16, 8
+BLOCK = 8  # tokens of the smallest slice
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the model, the adapters and the machine."""
+
+    num_layers: int = 2
+    num_groups: int = 1  # input groups of a layer
+    group_of_layer: tuple[int, ...] = (0, 1)  # layer groups, which are loaded together
+    num_workers: int = 1
+    num_slots: int = 2  # of the rings
+    num_slices: int = 1  # of a row's tokens
+    streams: str = "apart"  # apart | one | adopted: compute and transfer
+    copies_y: bool = False  # AddByCopy, as on CUDA
+    reads_rows: bool = False  # the kernels read plain rows, through a staging buffer
+    dies_in: tuple[int, ...] = ()  # jobs of the first worker
+
+
+class _HostAdapter:
+    """An adapter in the arena: its last reference is this one, so its room goes with it."""
+
+    def __init__(self, device: SymbolicDevice, name: str, shape: Shape) -> None:
+        self._device = device
+        region = plan_region(_WIDTH, 2, [TargetSize(_RANK, _WIDTH, 1.0, 256, 256)])
+        keys = [(layer, g) for layer in range(shape.num_layers) for g in range(shape.num_groups)]
+        self.places = tuple(
+            Place(*key, offset, region.num_bytes) for offset, key in enumerate(keys)
+        )
+        self.regions = [device.lease(f"arena {name}{number}") for number in range(len(keys))]
+        device.host.compute(writes=self.regions)
+        header = bytearray(region.num_bytes)
+        write_header(region, memoryview(header))
+        self.parts: Sequence[SymbolicTensor] = ()
+        parts = [SymbolicTensor([buffer], region.num_bytes) for buffer in self.regions]
+        for part in parts:
+            part.header = torch.frombuffer(header, dtype=torch.uint8).numpy()
+        self.parts = tuple(parts)
+
+    def release(self) -> None:
+        if self.parts:
+            self.parts = ()
+            for buffer in self.regions:
+                self._device.give_back(buffer)
+
+
+class _Layout:
+    """One target in each input group."""
+
+    matrices = PACKED
+    dtype = torch.bfloat16
+
+    def matrices_in(self, place: Place, part: object) -> tuple[TargetMatrices, ...]:
+        key = (place.layer, place.input_group)
+        target = Target(10 * key[0] + key[1], "", *key, _WIDTH, _WIDTH, "")
+        return (TargetMatrices(target, _RANK, 1.0, 0, 0),)
+
+    def views(self, found: TargetMatrices, part: object) -> PackedLora:
+        packed = torch.zeros(1, 1, 16, 16)
+        return PackedLora(packed, packed, found.rank, found.scaling)
+
+
+class _Copier(AdapterCopier):
+    """Takes memory as torch does on CUDA: what was given back is taken again in a lane's order."""
+
+    def __init__(self, device: SymbolicTensorDevice, shape: Shape) -> None:
+        wanted = ROWS if shape.reads_rows else PACKED
+        super().__init__(as_torch(device), torch.device("cpu"), as_torch(_Layout()), wanted)
+        self._lanes = self._lanes[:1]  # torch keeps memory apart by stream
+        self._shape = shape
+        self._num_taken_memories = 0
+        self._free: list[SymbolicTensor] = []
+
+    def empty(self, lane: Lane, num_bytes: int) -> Any:
+        symbolic, stream = as_torch(self.device).symbolic, lane.stream
+        if self._free:
+            old = self._free.pop()
+            names = [buffer.name for buffer in old.buffers]
+            for buffer in old.buffers:
+                symbolic.give_back(buffer, stream)
+        else:
+            number = self._num_taken_memories
+            self._num_taken_memories += 1
+            count = self._shape.num_layers * self._shape.num_groups
+            names = [f"memory {number}.{part}" for part in range(count)]
+        leases = [symbolic.lease(name, stream) for name in names]
+        return as_torch(SymbolicTensor(leases, num_bytes // len(leases)))
+
+    def staging(self, lane: Lane, num_bytes: int) -> Any:
+        if lane.staging is None:
+            lane.staging = as_torch(one(f"staging of {lane.stream.name}"))
+        return lane.staging
+
+    def free(self, memory: SymbolicTensor) -> None:
+        """Torch has it back, at once."""
+        self._free.append(memory)
+
+    def close(self) -> None:
+        for memory in self._free:
+            for buffer in memory.buffers:
+                as_torch(self.device).symbolic.give_back(buffer)
+
+
+class _Backend:
+    """Says what memory the deltas of a layer and group really read."""
+
+    layout = PACKED
+
+    def __init__(self, engine: "ColdEngine") -> None:
+        self._engine = engine
+
+    def add_deltas(self, x: object, ys: object, targets: object, batch: LoraBatch) -> None:
+        engine = self._engine
+        layer, group = engine.key
+        index = layer * engine.shape.num_groups + group
+        memory = [engine.memory[row].buffers[index] for row in batch.table_rows_host]
+        engine.device.symbolic.launch(engine.compute, _nothing, reads=memory)
+
+
+class ColdEngine:
+    """The engine's thread: what it does is written down call by call."""
+
+    def __init__(self, symbolic: SymbolicDevice, shape: Shape) -> None:
+        self.shape = shape
+        self.device = device = SymbolicTensorDevice(symbolic)
+        self.compute = symbolic.stream("compute")
+        transfer = symbolic.stream("transfer") if shape.streams == "apart" else self.compute
+        device.adopted = self.compute if shape.streams == "adopted" else None
+        self.copier = _Copier(device, shape)
+        self.copier.read_by(self.compute)
+        self.pool = SymbolicPool(symbolic, shape.num_workers, shape.num_slots, shape.dies_in)
+        gateway = WorkerGateway(
+            as_torch(self.pool), as_torch(self.pool), as_torch(self.pool), lambda *_: 0.0,
+            num_input_groups=shape.num_groups, tokens_per_worker=BLOCK,
+        )  # fmt: skip
+        add = add_from_host
+        if shape.copies_y:
+            add = as_torch(AddByCopy(1, 1, torch.device("cpu")))
+            as_torch(add)._flat = one("landed")
+        exchange = Exchange(as_torch(device), self.compute, transfer)
+        backend = as_torch(_Backend(self))
+        self.assistant = Assistant(exchange, backend, add, gateway, shape.num_layers)
+        self.memory: dict[int, SymbolicTensor] = {}  # by table row
+        self.key: GroupKey = (0, 0)
+
+    def fetch(self, name: str) -> Copied:
+        """Refer to an adapter in the arena."""
+        host = _HostAdapter(self.device.symbolic, name, self.shape)
+        self.pool.regions = dict(enumerate(host.regions))
+        return Copied(as_torch(host), self.copier, self.shape.group_of_layer)
+
+    def start(self, copied: Copied, *, is_gradual: bool = False, row: int = 0) -> None:
+        """As the loader, and what the executor enters into its table."""
+        copied.start(is_gradual=is_gradual)
+        self.memory[row] = as_torch(copied)._memory
+
+    def finish(self, copied: Copied) -> None:
+        """As the loader once somebody has seen that it is there."""
+        if not copied.is_done():
+            self.device.synchronize(timeout_s=1)
+        copied.finish()
+
+    def evict(self, row: int = 0) -> None:
+        """The table's row goes, and the last reference to the memory with it."""
+        self.copier.free(self.memory.pop(row))
+
+    def begin(self, split_layer: int, copied: Copied | None, row: int = 0) -> AssistedPass:
+        """Publish the jobs of one row's pass."""
+        num_tokens = BLOCK * self.shape.num_slices
+        cold = ColdRow(0, num_tokens, split_layer, row, _RANK, copied)
+        return self.assistant.begin([cold], torch.device("cpu"))
+
+    def forward(self, deltas: ColdDeltas, fail_at: tuple[GroupKey, str] | None = None) -> None:
+        """The model; it raises ``ArithmeticError`` where it is to fail: before begin, or add."""
+        hidden = one("hidden")
+        self._launch([], [hidden])
+        for layer in range(self.shape.num_layers):
+            for group in range(self.shape.num_groups):
+                self.key = (layer, group)
+                x, y = one("x"), one("product", (1, _WIDTH))
+                self._launch([hidden], [x])
+                if fail_at == (self.key, "begin"):
+                    raise ArithmeticError
+                deltas.begin(self.key, as_torch(x))
+                if fail_at == (self.key, "add"):
+                    raise ArithmeticError
+                self._launch([x], [y])
+                deltas.add(self.key, as_torch(x), [as_torch(y)], [0])
+                self._launch([y], [hidden])
+
+    def run(self, split_layer: int, copied: Copied | None, *, samples: bool = True) -> bool:
+        """One pass; whether its result counts. Without a sample nobody waits for its end."""
+        assisted = self.begin(split_layer, copied)
+        self.forward(assisted.deltas)
+        void = assisted.settle()
+        if samples:
+            self.device.synchronize(self.compute, timeout_s=1)
+            self.device.host.compute(reads=[Buffer("hidden")])
+        return not void
+
+    def close(self) -> None:
+        """All must have been given back."""
+        self.device.synchronize(timeout_s=1)
+        self.copier.close()
+        self.device.close()
+
+    def _launch(self, reads: list[SymbolicTensor], writes: list[SymbolicTensor]) -> None:
+        self.device.launch(self.compute, _nothing, reads=reads, writes=writes)
+
+
+def _nothing() -> None:
+    pass
+
+
+def recording(shape: Shape, live: Callable[[ColdEngine], None]) -> Recording:
+    """A recording of an engine that lives so, on a device of its own."""
+
+    def host(device: SymbolicDevice) -> None:
+        engine = ColdEngine(device, shape)
+        live(engine)
+        engine.close()
+
+    return Recording(host)

@@ -1,0 +1,114 @@
+"""Tensors without contents for the symbolic device, so that code written for torch runs on it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+from corun.gpu.device.base import Stream
+from corun.gpu.device.symbolic import SymbolicDevice
+from corun.gpu.device.symbolic_program import Buffer
+from corun.gpu.device.symbolic_tape import Process
+
+
+class SymbolicTensor:
+    """Bytes that lie in buffers of equal size one after the other; a slice is the buffers in it.
+
+    A part of a buffer counts as the whole. Arithmetic does nothing: the launch around it says what
+    it touches.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Buffer], buffer_bytes: int = 1, shape: tuple[int, ...] = (1, 1)
+    ) -> None:
+        self.buffers = tuple(buffers)
+        self.buffer_bytes = buffer_bytes
+        self.shape = shape
+        self.header = np.zeros(0, np.uint8)  # what the host reads of it
+
+    def numel(self) -> int:
+        return len(self.buffers) * self.buffer_bytes
+
+    def numpy(self) -> np.ndarray:
+        return self.header
+
+    def view(self, *shape: Any) -> "SymbolicTensor":
+        is_shape = all(isinstance(size, int) for size in shape)
+        return SymbolicTensor(self.buffers, self.buffer_bytes, shape if is_shape else self.shape)
+
+    def copy_(self, source: object) -> None:
+        """Within a launch."""
+
+    def __getitem__(self, part: object) -> "SymbolicTensor":
+        if not isinstance(part, slice) or len(self.buffers) < 2:
+            return self
+        start, stop, _ = part.indices(self.numel())
+        first, end = start // self.buffer_bytes, -(-stop // self.buffer_bytes)
+        return SymbolicTensor(self.buffers[first:end], self.buffer_bytes)
+
+    def __iadd__(self, other: object) -> "SymbolicTensor":
+        return self
+
+
+def one(name: str, shape: tuple[int, ...] = (1, 1)) -> SymbolicTensor:
+    """A tensor that is a buffer of its own."""
+    return SymbolicTensor([Buffer(name)], shape=shape)
+
+
+class SymbolicTensorDevice:
+    """``SymbolicDevice`` for these tensors. All else is passed on.
+
+    ``adopted``: a stream whose operations the caller waits for, as on the CPU.
+    """
+
+    def __init__(self, device: SymbolicDevice) -> None:
+        self.symbolic = device
+        self.adopted: Stream | None = None
+
+    @property
+    def host(self) -> Process:
+        return self.symbolic.host
+
+    def copy(self, stream: Stream, destination: SymbolicTensor, source: SymbolicTensor) -> None:
+        (to_buffer,), (from_buffer,) = destination.buffers, source.buffers
+        self.symbolic.copy(stream, to_buffer, from_buffer)
+        self._wait_if_adopted(stream)
+
+    def launch(
+        self,
+        stream: Stream,
+        compute: Callable[[], None],
+        *,
+        reads: Sequence[SymbolicTensor] = (),
+        writes: Sequence[SymbolicTensor] = (),
+    ) -> None:
+        self.symbolic.launch(stream, compute, reads=buffers(reads), writes=buffers(writes))
+        self._wait_if_adopted(stream)
+
+    def wait(self, stream: Stream, word: Any, value: int) -> None:
+        self.symbolic.wait(stream, word, value)
+        self._wait_if_adopted(stream)
+
+    def signal(self, stream: Stream, word: Any, value: int) -> None:
+        self.symbolic.signal(stream, word, value)
+        self._wait_if_adopted(stream)
+
+    def wait_event(self, stream: Stream, event: Any) -> None:
+        self.symbolic.wait_event(stream, event)
+        self._wait_if_adopted(stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.symbolic, name)
+
+    def _wait_if_adopted(self, stream: Stream) -> None:
+        if stream == self.adopted:
+            self.symbolic.synchronize(stream, timeout_s=1)
+
+
+def buffers(tensors: Sequence[SymbolicTensor]) -> list[Buffer]:
+    """All that they lie in."""
+    return [buffer for tensor in tensors for buffer in tensor.buffers]
+
+
+def as_torch(value: object) -> Any:
+    """What is to stand for something of torch's."""
+    return cast(Any, value)
