@@ -30,7 +30,7 @@ from corun.runtime.plan import AdapterId, StepPlan, SubBatchKind
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk
 from support.model_profiles import Figures, save_made_up_profile
-from support.worker_pool import supervisor, workers
+from support.worker_pool import supervisor, table_of, workers
 
 TIMEOUT_S = 60.0
 Chunks = Callable[[Request, int], ColdChunk | None]  # of a request, with at most so many tokens
@@ -55,7 +55,10 @@ class ColdEngine:
         self, model: Path, adapters: Mapping[str, Path], directory: Path, *,
         figures: Figures | None = None, num_workers: int = 1, **options: Any,
     ) -> None:  # fmt: skip
-        """``options`` replace those of a bfloat16 engine on one core, all workers on the other."""
+        """``options`` replace those of a bfloat16 engine on one core, all workers on the other.
+
+        With a ``delta_backend`` the workers measure nothing.
+        """
         cpus = sorted(os.sched_getaffinity(0))
         defaults: dict[str, Any] = {
             "model": str(model), "device": "cpu", "dtype": "bfloat16", "memory_gib": 0.02,
@@ -72,7 +75,7 @@ class ColdEngine:
         self.answers: dict[int, Answer] = {}
         self._gate = threading.Event()
         self._gate.set()
-        with _workers_on_one_cpu(num_workers):
+        with _pool_with(num_workers, options.get("delta_backend")):
             self._assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
         self.core: Any = self._assembly.core
         self.scheduler: Any = self.core._scheduler
@@ -307,13 +310,17 @@ class ColdEngine:
 
 
 @contextlib.contextmanager
-def _workers_on_one_cpu(num_workers: int) -> Iterator[None]:
-    """Let a pool have more workers than the options can ask for on this machine."""
+def _pool_with(num_workers: int, delta_backend: str | None) -> Iterator[None]:
+    """More workers than the options can ask for on this machine, and a table if it is clear."""
     make_config = coexecution._pool_config
 
-    def with_more(*arguments: Any) -> PoolConfig:
+    def changed(*arguments: Any) -> PoolConfig:
         config = make_config(*arguments)
-        return replace(config, worker_cpus=config.worker_cpus * num_workers)
+        return replace(
+            config,
+            worker_cpus=config.worker_cpus * num_workers,
+            delta_table=None if delta_backend is None else table_of(delta_backend),
+        )
 
-    with unittest.mock.patch.object(coexecution, "_pool_config", with_more):
+    with unittest.mock.patch.object(coexecution, "_pool_config", changed):
         yield

@@ -57,8 +57,10 @@ class ParityCase:
 
     def __init__(
         self, architecture: str, directory: Path, *, seed: int = 0,
-        specs: Sequence[AdapterSpec] = ADAPTER_SPECS,
+        specs: Sequence[AdapterSpec] = ADAPTER_SPECS, depends_on_length: bool = True,
     ) -> None:  # fmt: skip
+        """``depends_on_length``: whether a token's truth may change with those behind it."""
+        self._depends_on_length = depends_on_length
         self.directory = save_model(architecture, directory / "model", seed=seed)
         save_word_tokenizer(self.directory, VOCAB_SIZE)
         self.adapters: dict[str, Path] = {}
@@ -80,17 +82,20 @@ class ParityCase:
         Each row is computed from its own prefix alone, so that models whose rotary factors depend
         on the length are asked at the length at which a server would ask them.
         """
-        return torch.stack(
-            [self._row(adapter, dtype, token_ids[:end]) for end in range(first, len(token_ids))]
-        )
+        if not self._depends_on_length:
+            return self._rows_after(adapter, dtype, token_ids[:-1], len(token_ids) - first)
+        ends = range(first, len(token_ids))
+        return torch.cat([self._rows_after(adapter, dtype, token_ids[:end], 1) for end in ends])
 
-    def _row(self, adapter: str | None, dtype: torch.dtype, prefix: list[int]) -> torch.Tensor:
-        """Log-probabilities of what follows ``prefix``: [vocabulary]; computed once."""
-        key = (adapter, dtype, tuple(prefix))
+    def _rows_after(
+        self, adapter: str | None, dtype: torch.dtype, tokens: list[int], count: int
+    ) -> torch.Tensor:
+        """Log-probabilities of what follows each of the last ``count`` tokens; computed once."""
+        key = (adapter, dtype, (*tokens, count))
         if key not in self._rows:
             model = self._load(adapter, dtype)
             with torch.inference_mode():
-                logits = model(input_ids=torch.tensor([prefix])).logits[0, -1]
+                logits = model(input_ids=torch.tensor([tokens])).logits[0, -count:]
             self._rows[key] = torch.log_softmax(logits.float(), dim=-1)
         return self._rows[key]
 
