@@ -37,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 _RING_SLOTS = 8
 _MAX_COLD_ROWS = 4  # of a step; each may cut one slice more than the tokens need
 _WORKERS_TIMEOUT_S = 60.0
+_MAX_KNOWN_JOBS = 4096  # whose predicted time is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ def _pool_config(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, profile: Profile
 ) -> "PoolConfig":
     from ...cpu_workers.pool import PoolConfig
+    from ...profiles.measure.deltas import delta_table
 
     max_in_features, max_out_columns = _widths(loaded)
     num_jobs = profile.model.num_layers * len(profile.model.groups) * _RING_SLOTS
@@ -192,6 +194,7 @@ def _pool_config(
         num_ring_slots=_RING_SLOTS,
         num_job_slots=1 << max(6, (num_jobs - 1).bit_length()),
         backend=config.delta_backend,
+        delta_table=delta_table(profile),
         slowdown=config.worker_slowdown,
     )
 
@@ -201,12 +204,22 @@ def _predictor(pool: "WorkerPool") -> "PredictDelta":
     from ...cpu_workers.deltas.base import shape_of
     from ...shm.region import Region
 
+    # All layers of a pass ask the same, and a look into the table costs more than publishing.
+    known_s: dict[tuple[Region, int], float] = {}
+
     def predict_s(region: Region, num_tokens: int) -> float:
+        key = region, num_tokens
+        seconds = known_s.get(key)
+        if seconds is not None:
+            return seconds
         table = pool.delta_table()
         if table is None:
             return 0.0  # the watch has a limit of its own for jobs of unknown length
+        if len(known_s) >= _MAX_KNOWN_JOBS:
+            known_s.clear()
         shape = shape_of(region, num_tokens)
-        return table.predicted_us(table.best(shape), shape) / 1e6
+        known_s[key] = table.predicted_us(table.best(shape), shape) / 1e6
+        return known_s[key]
 
     return predict_s
 
