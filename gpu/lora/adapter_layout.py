@@ -5,6 +5,7 @@ those that the adapter leaves alone have rank 0, so that deltas of a group lie s
 way for every adapter. Knows nothing of files or of room in the arena.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -126,8 +127,8 @@ class AdapterLayout:
         _, columns = padded_features(0, target.out_features, itemsize)
         if lora is None:
             return TargetSize(0, columns, 0.0, 0, 0)
-        a_bytes = int(np.prod(self._a_shape(target, lora.rank))) * itemsize
-        b_bytes = int(np.prod(self._b_shape(target, lora.rank))) * itemsize
+        a_bytes = math.prod(self._a_shape(target, lora.rank)) * itemsize
+        b_bytes = math.prod(self._b_shape(target, lora.rank)) * itemsize
         # As the header holds it, so that what is read back is equal.
         return TargetSize(lora.rank, columns, float(np.float32(lora.scaling)), a_bytes, b_bytes)
 
@@ -143,7 +144,7 @@ class AdapterLayout:
             places[lora.b.name] = bits_of(b), False
 
     def _view(self, part: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        num_bytes = int(np.prod(shape)) * self.dtype.itemsize
+        num_bytes = math.prod(shape) * self.dtype.itemsize
         return part[offset : offset + num_bytes].view(self.dtype).view(shape)
 
     def _a_shape(self, target: Target, rank: int) -> tuple[int, ...]:
