@@ -271,7 +271,8 @@ class ColdEngine:
     def _chunk(
         self, chunks: Chunks, request: Request, max_tokens: int, *others: Any
     ) -> ColdChunk | None:
-        if request.retried_positions or request.adapter_id not in self._loading:
+        num_retries = request.retried_positions[request.num_computed_tokens]
+        if num_retries > 1 or request.adapter_id not in self._loading:
             real = type(self._cold_starts).next_chunk
             chunk: ColdChunk | None = real(self._cold_starts, request, max_tokens, *others)
             return chunk

@@ -46,5 +46,7 @@ def check(case: ParityCase, answers: Sequence[Answer]) -> None:
 
 
 def split_at(layer: int, num_tokens: int = 512) -> Chunks:
-    """Every chunk of at most ``num_tokens``, all with the same split."""
-    return lambda request, max_tokens: ColdChunk(min(max_tokens, num_tokens), layer)
+    """Every chunk of at most ``num_tokens``, all with the same split; without workers on retry."""
+    return lambda request, max_tokens: ColdChunk(
+        min(max_tokens, num_tokens), 0 if request.retried_positions else layer
+    )
