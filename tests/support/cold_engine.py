@@ -5,6 +5,7 @@ What the engine decides can be replaced (``chunks``), what its loads wait for ca
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import threading
@@ -288,7 +289,8 @@ class ColdEngine:
         self.executor.submit = note
 
     def _gate_loads(self) -> None:
-        link = self.assistant._exchange.device.link
+        device: Any = self.assistant._exchange.device
+        link = device.link
         begin = link.begin
 
         def held(direction: Direction, num_bytes: int, **arguments: Any) -> Any:
@@ -308,6 +310,18 @@ class ColdEngine:
                     return
             time.sleep(0.001)
         raise AssertionError("the adapter was not registered in time")
+
+
+def held() -> tuple[int, list[str], list[str], int]:
+    """Open descriptors, shared memory by name, threads of corun, mappings of shared memory."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return (
+        len(os.listdir("/proc/self/fd")),
+        sorted(name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name),
+        [thread.name for thread in threading.enumerate() if thread.name.startswith("corun")],
+        sum("corun-" in line and "(deleted)" in line for line in maps.splitlines()),
+    )
 
 
 @contextlib.contextmanager
