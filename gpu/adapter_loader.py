@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -137,6 +138,8 @@ class AdapterLoader:
         # Loads whose files are being read, and whether they are prefetches; likewise.
         self._fetching: dict[TransferId, bool] = {}
         self._deferred: deque[_Deferred] = deque()  # of the fetching thread
+        self._may_look = threading.Event()
+        self._may_look.set()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True),
@@ -169,6 +172,19 @@ class AdapterLoader:
                 if isinstance(started.arrival, Copied):
                     started.arrival.enqueue_all()
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let nobody look at copies meanwhile: the engine computes, and would hear of it later.
+
+        On a CPU each look takes the core, and the interpreter, from who computes. Whatever has
+        happened is told right afterwards.
+        """
+        self._may_look.clear()
+        try:
+            yield
+        finally:
+            self._may_look.set()
+
     def take_events(self) -> list[LoadEvent]:
         """Start the copies of what was fetched; return what has happened since the last call."""
         while not self._progress.empty():
@@ -191,6 +207,7 @@ class AdapterLoader:
         if self._closed:
             return
         self._closed = True
+        self._may_look.set()
         self._jobs.put(None)
         self._started.put(None)
         for thread in self._threads:
@@ -249,6 +266,7 @@ class AdapterLoader:
         """Tell of copies that have ended; no other thread asks a load whether it is done."""
         watched: list[_Started] = []
         while True:
+            self._may_look.wait()
             try:
                 started = self._started.get(timeout=_LOOK_EVERY_S if watched else None)
             except queue.Empty:

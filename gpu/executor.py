@@ -114,8 +114,9 @@ class DeviceExecutor:
         self._take_loads()
         self._tell_kv_bytes()
         rows: list[RowResult] = []
-        for batch in plan.sub_batches:
-            rows.extend(self._run_batch(batch))
+        with self._loader.unwatched():
+            for batch in plan.sub_batches:
+                rows.extend(self._run_batch(batch))
         self._results.append(StepResult(plan.step_id, tuple(rows)))
         self._notify()
 

@@ -38,6 +38,7 @@ STRATEGIES = tuple(strategy.value for strategy in LoadStrategy)
 _GIB = 2**30
 _STEP_TIMEOUT_S = 1.0
 _REQUEST_TIMEOUT_S = 120.0
+_LONG_SLEEP_S = 0.001
 _FREE_LINK_BYTES_PER_S = 50.0 * _GIB
 
 
@@ -79,8 +80,14 @@ class Slowness:
 
 
 def _sleep(duration_s: float) -> None:
-    """To a few microseconds: a transfer may be that short."""
-    wait_clock(time.monotonic_ns() + round(duration_s * 1e9))
+    """Short ones to a few microseconds, for which the core is not left alone; others about.
+
+    A transfer starts where the one before it should have ended, so lateness does not add up.
+    """
+    if duration_s > _LONG_SLEEP_S:
+        time.sleep(duration_s)
+    else:
+        wait_clock(time.monotonic_ns() + round(duration_s * 1e9))
 
 
 class Rig:

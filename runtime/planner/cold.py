@@ -41,10 +41,12 @@ def layer_times(
     """
     layer_s = model.layer_s(num_tokens)
     lora_s = model.lora.prefill_s(num_tokens, adapter.num_bytes) / model.num_layers
-    assisted = tuple(
-        layer_s + _exposed_s(model, rank_sums, num_tokens, num_workers)
-        for rank_sums in adapter.rank_sums
-    )
+    # Layers are alike but for a few, and a decision asks several times.
+    exposed_s = {
+        rank_sums: _exposed_s(model, rank_sums, num_tokens, num_workers)
+        for rank_sums in set(adapter.rank_sums)
+    }
+    assisted = tuple(layer_s + exposed_s[rank_sums] for rank_sums in adapter.rank_sums)
     return LayerTimes(assisted, (layer_s + lora_s,) * model.num_layers, tuple(ready_s))
 
 

@@ -111,6 +111,26 @@ def test_the_engines_thread_starts_copies_and_is_told_of_their_end(loading: Load
     assert arrival.ends == ["finish"]
 
 
+def test_nobody_looks_while_the_engine_computes_and_all_is_told_then(loading: Loading) -> None:
+    first = loading.results[AdapterId(1)] = Arrival()
+    second = loading.results[AdapterId(2)] = Arrival()
+    loading.load(1)
+    assert loading.wait() == []
+    with loading.loader.unwatched():
+        loading.load(2)
+        assert loading.wait() == []
+        first.arrived.set()
+        second.arrived.set()
+        # At most the look that had begun before tells of the first.
+        time.sleep(0.05)
+        told_early = loading.ended()
+        assert len(told_early) <= 1
+    told = [done.adapter_id for done in told_early]
+    while len(told) < 2:
+        told += [done.adapter_id for done in loading.wait()]
+    assert sorted(told) == [1, 2]
+
+
 def test_what_is_there_at_once_needs_no_second_look(loading: Loading) -> None:
     arrival = loading.results[AdapterId(1)] = Arrival()
     arrival.arrived.set()
