@@ -1,0 +1,326 @@
+"""Scheduler, executor and loads of an engine on the CPU device, with a link that a test holds.
+
+Real are all parts but the model and the sampler: a pass computes the adapters' deltas of every
+layer and compares them with what PEFT says.
+"""
+
+import functools
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from corun.gpu.adapter_loader import Arrival
+from corun.gpu.coexec.adders import add_from_host
+from corun.gpu.coexec.assistant import Assistant
+from corun.gpu.coexec.cold_deltas import Exchange
+from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.device.link import Direction, PacedLink, Transfer
+from corun.gpu.executor import AdapterFetch, DeviceExecutor
+from corun.gpu.host_adapters import HostAdapters
+from corun.gpu.lora.deltas import ResidentDeltas
+from corun.gpu.lora.table import LoraTable
+from corun.gpu.lora.torch_backend import TorchLora
+from corun.gpu.model.lower import ForwardInputs
+from corun.gpu.model.sampler import SampledRow
+from corun.gpu.model.targets import build_target_map
+from corun.gpu.step import DeltaPass
+from corun.runtime.adapters.load import OpenAdapter, open_adapter
+from corun.runtime.engine.request import Request
+from corun.runtime.plan import AdapterId, RequestId, RowResult, StepPlan, SubBatch, SubBatchKind
+from corun.runtime.scheduler.cold import ColdChunk
+from corun.runtime.scheduler.events import RequestEvent
+from support.architectures import make_model
+from support.cold import RandomColdStarts
+from support.host_adapters import copied
+from support.peft_adapters import load_with_peft, save_adapter
+from support.scheduling import BLOCK_SIZE, make_memory, make_request, make_scheduler
+
+CONTENTS = "abc"
+TIMEOUT_S = 30.0
+_BLOCK_BYTES = 1000
+_NUM_BLOCKS = 12
+_ARENA_BYTES = 60_000  # two of the three adapters
+
+
+class HeldLink(PacedLink):
+    """Lets copies begin one by one, as told, or all; and fails as many as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = True
+        self.num_to_fail = 0
+        self._passes = threading.Semaphore(0)
+
+    def let(self, num_copies: int) -> None:
+        self._passes.release(num_copies)
+
+    def begin(
+        self, direction: Direction, num_bytes: int, *, start_s: float | None = None
+    ) -> Transfer:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not self.is_open and not self._passes.acquire(timeout=0.001):
+            assert time.monotonic() < deadline_s, "a copy was never let go"
+        if self.num_to_fail:
+            self.num_to_fail -= 1
+            raise RuntimeError("the link failed")
+        return super().begin(direction, num_bytes, start_s=start_s)
+
+
+@functools.cache
+def _files() -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[int, torch.Tensor]]]:
+    """A directory per content; and by target what ones times its delta matrix are."""
+    directory = tempfile.TemporaryDirectory()
+    target_map = build_target_map(make_model("llama3-rope"))
+    sums: dict[str, dict[int, torch.Tensor]] = {}
+    for seed, name in enumerate(CONTENTS):
+        path = Path(directory.name) / name
+        save_adapter(path, seed=seed, target_modules=["q_proj", "v_proj", "up_proj"])
+        model, sums[name] = load_with_peft(path), {}
+        for target in target_map.targets:
+            module = model.get_submodule(f"base_model.model.{target.path}")
+            if hasattr(module, "get_delta_weight"):
+                sums[name][target.index] = module.get_delta_weight("default").sum(dim=1).detach()
+    return directory, sums
+
+
+@functools.cache
+def _target_map() -> Any:
+    return build_target_map(make_model("llama3-rope"))
+
+
+class _ColdStarts(RandomColdStarts):
+    """Counts on workers now and then, though there are none; not again for a row retried."""
+
+    def next_chunk(
+        self, request: Request, max_tokens: int, num_others: int, now_s: float
+    ) -> ColdChunk | None:
+        if request.retried_positions[request.num_computed_tokens] > 1:
+            return None  # it waits for the whole adapter
+        chunk = super().next_chunk(request, max_tokens, num_others, now_s)
+        if chunk is None or (chunk.split_layer < 3 and not request.retried_positions):
+            return chunk
+        return ColdChunk(chunk.num_tokens, 0)
+
+
+class _Runner:
+    """Computes deltas of ones, and notes for which packed tokens they are right."""
+
+    def __init__(self, engine: "LoadingEngine") -> None:
+        self._engine = engine
+        self.block_size = BLOCK_SIZE
+        self.device = torch.device("cpu")
+        self.pool = SimpleNamespace(release=lambda blocks: None, block_bytes=_BLOCK_BYTES)
+        self.is_right: list[bool] = []
+        self._groups: dict[tuple[int, int], list[Any]] = {}
+        for target in _target_map().targets:
+            self._groups.setdefault((target.layer, target.input_group), []).append(target)
+
+    def forward(
+        self, inputs: ForwardInputs, indices: Sequence[int], deltas: DeltaPass | None
+    ) -> torch.Tensor:
+        num_tokens = inputs.attention.num_tokens
+        right = torch.ones(num_tokens, dtype=torch.bool)
+        if inputs.lora is not None:
+            owner = self._engine.content_of_row()
+            lora = inputs.lora
+            contents: list[str | None] = [None] * num_tokens
+            for start, end, row in zip(
+                lora.segment_starts_host, lora.segment_ends_host, lora.table_rows_host, strict=True
+            ):
+                contents[start:end] = [owner[row]] * (end - start)
+            deltas = deltas or ResidentDeltas(self._engine.backend, lora)
+            for key, targets in self._groups.items():
+                x = torch.ones(num_tokens, targets[0].in_features)
+                ys = [torch.zeros(num_tokens, target.out_features) for target in targets]
+                deltas.begin(key, x)
+                deltas.add(key, x, ys, [target.index for target in targets])
+                for target, y in zip(targets, ys, strict=True):
+                    right &= self._are_right(contents, target.index, y)
+        self.is_right = right.tolist()
+        return torch.zeros(len(indices), 4)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _are_right(
+        self, contents: Sequence[str | None], index: int, y: torch.Tensor
+    ) -> torch.Tensor:
+        zero = torch.zeros(y.shape[1])
+        sums = _files()[1]
+        wanted = torch.stack([sums[c].get(index, zero) if c else zero for c in contents])
+        return torch.isclose(y, wanted, rtol=1e-3, atol=1e-4).all(dim=1)
+
+
+class _Executor(DeviceExecutor):
+    """Looks whether all tokens that count are right."""
+
+    def _finish_rows(
+        self, batch: SubBatch, states: Any, logits: torch.Tensor, void: Collection[int]
+    ) -> list[RowResult]:
+        start, is_right = 0, self._runner.is_right  # type: ignore[attr-defined]
+        for row, num_tokens in enumerate(batch.num_tokens):
+            assert row in void or all(is_right[start : start + num_tokens]), "wrong deltas count"
+            start += num_tokens
+        return super()._finish_rows(batch, states, logits, void)
+
+
+class _Sampler:
+    def sample(self, logits: torch.Tensor, states: Sequence[object]) -> list[SampledRow]:
+        return [SampledRow(3, None) for _ in states]
+
+
+class LoadingEngine:
+    """Requests in, events out; the adapters' versions are kept here."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.link = HeldLink()
+        self.device = CpuDevice(link=self.link)
+        self.table = LoraTable(len(_target_map().targets), 8, "cpu")
+        self.backend = TorchLora(self.table, dtype=torch.float32)
+        self.host = HostAdapters(
+            self.device, self.backend, torch.float32, torch.device("cpu"), _target_map(),
+            copied(_ARENA_BYTES), _open, lambda layer_bytes: range(len(layer_bytes)),
+        )  # fmt: skip
+        compute = self.device.stream("compute")
+        self.device.adopt(compute)
+        self.host.read_by(compute)
+        exchange = Exchange(self.device, compute, compute)
+        num_layers = 1 + max(target.layer for target in _target_map().targets)
+        assistant = Assistant(exchange, self.backend, add_from_host, None, num_layers)
+        self.executor = _Executor(
+            _Runner(self), _Sampler(), self.table,  # type: ignore[arg-type]
+            AdapterFetch(self._fetch, self._fetch_present),
+            max_model_len=64, assistant=assistant,
+        )  # fmt: skip
+        self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
+        self.digests: dict[str, str] = {}
+        self.served: dict[str, AdapterId] = {}
+        self.live: dict[RequestId, AdapterId] = {}
+        self._retired: set[AdapterId] = set()
+        for name in CONTENTS:
+            self.register(name)
+        memory = make_memory(
+            num_blocks=_NUM_BLOCKS, block_bytes=_BLOCK_BYTES,
+            capacity_bytes=_NUM_BLOCKS * _BLOCK_BYTES + rng.choice((1, 2, 3)) * self.num_bytes,
+        )  # fmt: skip
+        cold_starts = _ColdStarts(rng, start_share=0.7, blocking_share=0.0)
+        self.scheduler = make_scheduler(memory=memory, cold_starts=cold_starts, max_num_seqs=2)
+        self._now_s = 0.0
+        self._num_requests = 0
+
+    def register(self, name: str) -> None:
+        """Serve a content under a new version, from now on."""
+        facts = self.host.register(str(Path(_files()[0].name) / name))
+        self.num_bytes = facts.num_bytes
+        adapter_id = AdapterId(len(self.contents) + 1 + 100 * len(self.digests))
+        while adapter_id in self.contents:
+            adapter_id = AdapterId(adapter_id + 1)
+        self.contents[adapter_id], self.digests[name] = name, facts.digest
+        self.served[name] = adapter_id
+
+    def unload(self, name: str) -> None:
+        """Requests that came before are still served."""
+        self._retired.add(self.served.pop(name))
+
+    def ask(self, name: str, num_tokens: int) -> None:
+        self._num_requests += 1
+        adapter_id = self.served[name]
+        request = make_request(
+            self._num_requests, prompt=num_tokens, adapter_id=adapter_id,
+            adapter_bytes=self.num_bytes, max_tokens=5,
+        )  # fmt: skip
+        self.scheduler.add_request(request, self._now_s)
+        self.live[request.request_id] = adapter_id
+
+    def abort(self, request_id: RequestId) -> None:
+        assert self.scheduler.abort(request_id, self._now_s) is not None
+        del self.live[request_id]
+
+    def step(self) -> None:
+        """One turn of the engine's loop."""
+        self._now_s += 1.0
+        self._drop()
+        plan = self.scheduler.schedule(self._now_s)
+        if plan is not None:
+            self._submit(plan)
+        for result in self.executor.poll():
+            self._note(self.scheduler.update(result, self._now_s))
+        self.scheduler.check_invariants()
+        for adapter_id in self.scheduler.memory.take_gone():
+            name = self.contents.pop(adapter_id)
+            if name not in self.contents.values():
+                self.host.forget(self.digests[name])
+
+    def drain(self) -> None:
+        """Come to the end of everything, and let all adapters go."""
+        self.link.is_open, self.link.num_to_fail = True, 0
+        deadline_s = time.monotonic() + TIMEOUT_S
+        for name in tuple(self.served):
+            self.unload(name)
+        while self.scheduler.has_work() or self._retired:
+            self.step()
+            assert time.monotonic() < deadline_s, "it does not come to its end"
+        assert not self.live
+
+    def check_nothing_is_left(self) -> None:
+        """After ``drain``, with adapters gone from the device."""
+        self.host.arena.check_invariants()
+        entries = list(self.host.arena._all_entries())
+        assert [entry.num_references for entry in entries] == [0] * len(entries)
+        assert self.table.num_free_rows == self.table.capacity
+        assert not any(slot.is_given for slot in self.device._events._slots), "events are kept"
+        memory = self.scheduler.memory
+        assert memory.budget.free_bytes == memory.budget.capacity_bytes
+        loader = self.executor._loader
+        assert not (loader._under_way or loader._fetching or loader._deferred)
+        assert not self.contents and not self.executor._resident
+
+    def close(self) -> None:
+        self.link.is_open = True
+        self.executor.close()
+        self.host.close()
+        self.device.close()
+
+    def content_of_row(self) -> dict[int, str]:
+        """What the rows of the kernels' table hold."""
+        return {
+            resident.table_row: self.contents[adapter_id]
+            for adapter_id, resident in self.executor._resident.items()
+        }
+
+    def _submit(self, plan: StepPlan) -> None:
+        # A pass may wait for copies; they come by themselves then.
+        is_held = not self.link.is_open
+        kinds = {batch.kind for batch in plan.sub_batches}
+        self.link.is_open |= SubBatchKind.ASSISTED in kinds
+        self.executor.submit(plan)
+        self.link.is_open = not is_held
+
+    def _drop(self) -> None:
+        for adapter_id in self._retired - set(self.live.values()):
+            self.scheduler.drop_adapter(adapter_id)
+            self._retired.remove(adapter_id)
+
+    def _note(self, events: Sequence[RequestEvent]) -> None:
+        for event in events:
+            assert event.request_id in self.live
+            if event.finish_reason is not None:
+                assert event.error_kind in {None, "AdapterUnavailableError"}, event
+                del self.live[event.request_id]
+
+    def _fetch(self, adapter_id: AdapterId) -> Arrival:
+        name = self.contents[adapter_id]
+        return self.host.fetch(self.digests[name], str(Path(_files()[0].name) / name))
+
+    def _fetch_present(self, adapter_id: AdapterId) -> Arrival | None:
+        return self.host.fetch_present(self.digests[self.contents[adapter_id]])
+
+
+def _open(path: str) -> OpenAdapter:
+    return open_adapter(Path(path), _target_map(), max_rank=64)
