@@ -144,7 +144,8 @@ def _run_cells(
     rig: Rig, cells: Sequence[Cell], options: argparse.Namespace
 ) -> tuple[list[CellResult], list[str]]:
     """Results, and what the time was too short for."""
-    clock, results = Clock(cells), []
+    clock = Clock(cells)
+    results: list[CellResult] = []
     limit_s = float("inf") if options.full else options.max_cells_s
     for number, cell in enumerate(cells):
         if clock.elapsed_s + clock.next_s() > limit_s:

@@ -274,7 +274,8 @@ def make_config(
         lora_dir=str(adapters),
         engine_cores=str(cpus[0]),
         cpu_cores=str(cpus[1]),
-        link_gib_per_s=10.0,  # cells have links of their own
+        # Cells have links of their own; layer groups are cut for one about as fast.
+        link_gib_per_s=0.5,
         max_num_seqs=16,
         profile=None if profile is None else str(profile),
         memory_gib=2.0,
