@@ -23,11 +23,13 @@ class Arrival:
         self.starter: threading.Thread | None = None
         self.ends: list[str] = []
         self.looked_late = False
+        self.is_gradual: bool | None = None
         self._fails_to_start = fails_to_start
         self._error = error
 
     def start(self, *, is_gradual: bool) -> None:
         self.starter = threading.current_thread()
+        self.is_gradual = is_gradual
         if self._fails_to_start:
             raise RuntimeError("the device is full")
 
@@ -61,10 +63,10 @@ class Loading:
         self._told = threading.Semaphore(0)
         self.loader = AdapterLoader(self._fetch, lambda _: None, self._told.release)
 
-    def load(self, *adapter_ids: int) -> None:
+    def load(self, *adapter_ids: int, is_demand: bool = True) -> None:
         for number in adapter_ids:
             transfer = Transfer(
-                TransferId(100 + number), TransferKind.LOAD_ADAPTER, AdapterId(number), 1
+                TransferId(100 + number), TransferKind.LOAD_ADAPTER, AdapterId(number), 1, is_demand
             )
             self.loader.start(transfer)
 
@@ -198,6 +200,29 @@ def test_files_that_are_read_delay_no_copy(loading: Loading) -> None:
     assert [done.adapter_id for done in loading.wait()] == [1]
     gate.set()
     assert [done.adapter_id for done in loading.wait()] == [2]
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_prefetch_whose_files_are_being_read_when_a_request_waits(
+    loading: Loading, is_promoted: bool
+) -> None:
+    """It moves as a demand load does from the start, or it would give way to others for ever."""
+    arrival, gate = Arrival(), threading.Event()
+
+    def read() -> Arrival:
+        assert gate.wait(TIMEOUT_S)
+        return arrival
+
+    loading.results[AdapterId(1)] = read
+    loading.load(1, is_demand=False)
+    if is_promoted:
+        loading.loader.promote(TransferId(101))
+    gate.set()
+    assert loading.wait() == []
+    assert arrival.is_gradual is not is_promoted
+    arrival.arrived.set()
+    assert [done.error for done in loading.wait()] == [None]
+    loading.loader.promote(TransferId(101))  # it has ended
 
 
 def test_a_busy_arena_is_asked_again_and_the_order_kept(loading: Loading) -> None:

@@ -4,9 +4,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from corun.gpu.adapter_copier import AdapterCopier
 from corun.gpu.adapter_loader import Arrival
 from corun.gpu.adapter_store import StoreBusyError
 from corun.gpu.device.cpu import CpuDevice
@@ -15,6 +17,7 @@ from corun.gpu.host_adapters import RegisteredAdapter
 from corun.gpu.lora.table import DeviceAdapter
 from corun.runtime.errors import AdapterError, ResourceError
 from support.host_adapters import Host, copied, shared
+from support.loading_engine import HeldLink
 from support.lora import make_batch
 from support.peft_adapters import WEIGHTS, edit_tensors, load_with_peft, save_adapter
 
@@ -262,6 +265,58 @@ def test_a_copy_that_fails_fails_its_adapter(
             arrival.finish()
     assert references(host) == [0]
     check_deltas(host, load(host, facts, files / "a"), files / "a")
+
+
+def test_a_copy_that_cannot_be_enqueued_fails_its_adapter(
+    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before it are under way, so it ends when they do."""
+    host = Host(device, copied(ROOMY_BYTES), backend="numba")
+    facts = host.adapters.register(str(files / "a"))
+    copy = AdapterCopier.copy
+    num_copies = 0
+
+    def refuse(self: AdapterCopier, *args: Any) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        if num_copies == 2:
+            raise RuntimeError("no more copies")
+        copy(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdapterCopier, "copy", refuse)
+        arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+        arrival.start(is_gradual=False)
+    device.synchronize(timeout_s=30)
+    assert arrival.is_done()
+    with pytest.raises(AdapterError, match=r"copying it to the device failed: no more copies"):
+        arrival.finish()
+    assert references(host) == [0]
+    check_deltas(host, load(host, facts, files / "a"), files / "a")
+
+
+def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
+    files: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = HeldLink()
+    device = CpuDevice(link=link)
+    host = Host(device, copied(ROOMY_BYTES), backend="numba")
+    facts = host.adapters.register(str(files / "a"))
+    monkeypatch.setattr("corun.gpu.adapter_arrival._ERROR_TIMEOUT_S", 0.01)
+    link.is_open = False
+    arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+    arrival.start(is_gradual=False)
+    arrival.cancel()
+    assert references(host) == [1]
+    assert "keeps its host memory" in caplog.text
+    monkeypatch.undo()
+    link.num_to_fail, link.is_open = 1, True
+    second = host.adapters.fetch(facts.digest, str(files / "a"))
+    second.start(is_gradual=False)
+    second.cancel()  # with a copy that has failed, which is nobody's concern
+    assert references(host) == [1]
+    del arrival, second
+    device.close()
 
 
 def test_copies_take_the_link(files: Path) -> None:

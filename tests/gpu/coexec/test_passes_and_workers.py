@@ -1,0 +1,231 @@
+"""Passes with a real worker that are given up, refused, broken off and killed: nothing is left.
+
+No pass takes a result, an x or a y of another one for its own.
+"""
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from corun.gpu.coexec.adders import add_from_host
+from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
+from corun.gpu.coexec.cold_deltas import Arrival, Exchange, GroupKey
+from corun.gpu.coexec.gateway import PlacedRegion, WorkerGateway
+from corun.gpu.device.cpu import CpuDevice
+from corun.shm.errors import RingFullError, WaitTimeoutError, WorkerUnavailableError
+from corun.shm.job import Job
+from corun.shm.layout import LINE_BYTES
+from support.deltas import POISON, floats
+from support.symbolic_tensors import as_torch
+from support.worker_pool import IN_FEATURES, OUT_FEATURES, Driver, case, make_config, workers
+
+NUM_LAYERS = 3
+MAX_TOKENS = 32
+BUDGET = 8  # tokens of a slice: so 4 slices fill the ring
+NUM_SLOTS = 4
+FIRST_SEQUENCE = 2**31 - 40  # numbers wrap around on the way
+
+
+@dataclass(frozen=True)
+class Cold:
+    """An adapter that is only in the arena: by layer, of the driver's places."""
+
+    driver: Driver
+    places: tuple[int, ...]
+
+    def region(self, key: GroupKey) -> PlacedRegion | None:
+        place = self.places[key[0]]
+        return PlacedRegion(self.driver.offsets[place], self.driver.places[place].region)
+
+    def arrival(self, layer: int) -> Arrival | None:
+        raise AssertionError("all layers are the worker's")
+
+    def has_failed(self) -> bool:
+        return False
+
+    def expected(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """The deltas of all targets side by side, float64."""
+        place = self.driver.places[self.places[layer]]
+        columns = []
+        for matrices, scaling in zip(place.matrices, place.scalings, strict=True):
+            assert matrices is not None
+            a, b = torch.from_numpy(floats(matrices.a)), torch.from_numpy(floats(matrices.b))
+            columns.append(x.double() @ a.T @ b.T * scaling)
+        return torch.cat(columns, dim=1)
+
+
+class Passes:
+    """What an executor does with an assistant, and two adapters."""
+
+    def __init__(self, driver: Driver, device: CpuDevice) -> None:
+        self.driver, self.device = driver, device
+        compute = device.stream("compute")
+        device.adopt(compute)
+        pool = driver.pool
+        self.rings = device.register(pool.rings.segment.buffer, name="rings", is_paced=False)
+        self.control = device.register(pool.control.segment.buffer, name="ctl", is_paced=False)
+        gateway = WorkerGateway(
+            pool, self.rings, self.control, lambda region, tokens: 1e-4,
+            num_input_groups=1, tokens_per_worker=BUDGET,
+        )  # fmt: skip
+        exchange = Exchange(device, compute, compute)
+        self.assistant = Assistant(exchange, as_torch(None), add_from_host, gateway, NUM_LAYERS)
+        self.adapters = [Cold(driver, (0, 1, 2)), Cold(driver, (3, 4, 5))]
+
+    @property
+    def num_outstanding(self) -> int:
+        return self.driver.pool.end(0).num_outstanding
+
+    def begin(self, num_tokens: int, adapter: int) -> AssistedPass:
+        if not self.num_outstanding:
+            self._poison()
+        row = ColdRow(0, num_tokens, NUM_LAYERS, 0, 8, self.adapters[adapter])
+        return self.assistant.begin([row], torch.device("cpu"))
+
+    def run(
+        self, num_tokens: int, adapter: int, at_layer: Callable[[int], None] | None = None
+    ) -> bool:
+        """One pass; whether its deltas count, which are right then."""
+        assisted = self.begin(num_tokens, adapter)
+        results = []
+        try:
+            for layer in range(NUM_LAYERS):
+                x = torch.randn(num_tokens, IN_FEATURES, dtype=torch.bfloat16)
+                ys = [
+                    torch.zeros(num_tokens, width, dtype=torch.bfloat16) for width in OUT_FEATURES
+                ]
+                assisted.deltas.begin((layer, 0), x)
+                if at_layer is not None:
+                    at_layer(layer)
+                assisted.deltas.add((layer, 0), x, ys, [0, 1])
+                results.append((x, torch.cat(ys, dim=1)))
+        except ArithmeticError:
+            assisted.give_up()
+            return False
+        if assisted.settle():
+            return False
+        for layer, (x, y) in enumerate(results):
+            expected = self.adapters[adapter].expected(layer, x)
+            torch.testing.assert_close(y.double(), expected, rtol=0.05, atol=0.5)
+        return True
+
+    def close(self) -> None:
+        self.rings.close()
+        self.control.close()
+
+    def _poison(self) -> None:
+        """What is left of earlier passes must not be taken for a result."""
+        segment = self.driver.pool.rings.segment
+        count = (segment.num_bytes - LINE_BYTES) // 2
+        segment.view(np.uint16, LINE_BYTES, count)[:] = POISON
+
+
+@pytest.fixture(scope="module")
+def passes() -> Iterator[Passes]:
+    config = make_config(
+        num_ring_slots=NUM_SLOTS, num_job_slots=16, first_sequence=FIRST_SEQUENCE,
+        max_slice_tokens=BUDGET,
+    )  # fmt: skip
+    device = CpuDevice()
+    with Driver([case(seed=seed) for seed in range(2 * NUM_LAYERS)], config) as driver:
+        passes = Passes(driver, device)
+        yield passes
+        passes.assistant = as_torch(None)
+        passes.close()
+        device.close()
+
+
+def fail(layer: int) -> Callable[[int], None]:
+    def at_layer(now: int) -> None:
+        if now == layer:
+            raise ArithmeticError
+
+    return at_layer
+
+
+def break_off_publishing(passes: Passes, rng: random.Random) -> None:
+    """The pool raises in the midst: jobs before are published, and nobody will send their x."""
+    pool, number = passes.driver.pool, rng.randrange(4)
+    submit = pool.submit
+    submitted: list[object] = []
+
+    def broken(worker: int, task: object) -> Job:
+        if len(submitted) == number:
+            raise WorkerUnavailableError("it went just now")
+        submitted.append(task)
+        return submit(worker, task)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "submit", broken)
+        with pytest.raises(WorkerUnavailableError, match="just now"):
+            passes.begin(rng.randint(9, MAX_TOKENS), rng.randrange(2))
+    assert not passes.num_outstanding
+
+
+def lose_results(passes: Passes, rng: random.Random) -> None:
+    """Nobody takes them in time: the pass is void, and the next one is not confused."""
+
+    def late(*_: object, **__: object) -> None:
+        raise WaitTimeoutError("it took too long")
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def be_late(layer: int) -> None:
+            patch.setattr(passes.driver.pool, "wait_done", late)
+
+        assert not passes.run(rng.randint(1, MAX_TOKENS), 0, be_late)
+    assert passes.num_outstanding
+
+
+def refuse(passes: Passes, rng: random.Random) -> None:
+    before = passes.driver.pool.end(0).next_sequence
+    with pytest.raises(RingFullError, match="5 slices of layer 0, input group 0 are for worker 0"):
+        passes.begin(MAX_TOKENS + 1, 0)
+    assert passes.driver.pool.end(0).next_sequence == before
+
+
+def give_up(passes: Passes, rng: random.Random) -> None:
+    layer = rng.randrange(NUM_LAYERS)
+    assert not passes.run(rng.randint(1, MAX_TOKENS), rng.randrange(2), fail(layer))
+    assert not passes.num_outstanding
+
+
+def succeed(passes: Passes, rng: random.Random) -> None:
+    assert passes.run(rng.randint(1, MAX_TOKENS), rng.randrange(2))
+    assert not passes.num_outstanding
+
+
+FAULTS = [break_off_publishing, lose_results, refuse, give_up]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_in_any_order_leave_nothing_to_the_next_pass(passes: Passes, seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(15):
+        rng.choice(FAULTS)(passes, rng)
+        if rng.random() < 0.7:
+            succeed(passes, rng)
+    succeed(passes, rng)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_worker_that_is_killed_in_a_pass(passes: Passes, gives_up: bool) -> None:
+    """Its pass is void and the others are not; nothing is expected of it any more."""
+    rng = random.Random(0)
+
+    def kill(layer: int) -> None:
+        if layer == 1:
+            workers()[0].send_signal(signal.SIGKILL)
+            if gives_up:
+                raise ArithmeticError
+
+    assert not passes.run(MAX_TOKENS, 0, kill)
+    assert not passes.num_outstanding
+    passes.driver.wait_ready()
+    for _ in range(5):
+        succeed(passes, rng)
