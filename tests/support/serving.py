@@ -46,7 +46,7 @@ class Served:
             self.close()
             raise
         children = psutil.Process(self.process.pid).children(recursive=True)
-        (self.engine,) = (child for child in children if "--parent-pid" in child.cmdline())
+        (self.engine,) = (c for c in children if "corun.runtime.engine.process" in c.cmdline())
         self.processes = [psutil.Process(self.process.pid), *children]
 
     def __enter__(self) -> "Served":

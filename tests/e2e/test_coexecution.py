@@ -1,0 +1,147 @@
+"""A server with CPU workers that are killed and stopped under load: nobody who asks notices."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+from corun.runtime.config.demo import with_demo
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.demo import demo_adapters_path
+from support.demo_answers import ADAPTERS, BASE, Question, ask_all, questions
+from support.model_profiles import Figures, save_made_up_profile
+from support.serving import Served, wait_until
+
+LINK_GIB_PER_S = 0.001  # an adapter takes a good part of a second
+NUM_QUESTIONS = 3  # of each adapter
+HIT_EVERY_S = 0.25
+RESTART_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    cpus = sorted(os.sched_getaffinity(0))
+    values = {
+        "dtype": "bfloat16", "link_gib_per_s": LINK_GIB_PER_S, "load_strategy": "assisted",
+        "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]), "worker_slowdown": 30,
+    }  # fmt: skip
+    profile = save_made_up_profile(
+        with_demo(EngineConfig(device="cpu", **values)),
+        tmp_path_factory.mktemp("profile") / "profile.json",
+        Figures(link_bytes_per_s=LINK_GIB_PER_S * 2**30),
+    )
+    options = [
+        text
+        for name, value in (values | {"profile": profile}).items()
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    environment = {"CORUN_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with Served(*options, environment=environment) as served:
+        yield served
+        processes = all_processes(served)
+        served.process.terminate()
+        assert served.process.wait(20) == 0
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not alive
+
+
+def all_processes(server: Served) -> list[psutil.Process]:
+    root = psutil.Process(server.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def running(server: Served, module: str) -> list[psutil.Process]:
+    """Processes of this module, as far as they live."""
+    found = []
+    for process in all_processes(server):
+        try:
+            if f"corun.cpu_workers.{module}" in process.cmdline():
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def asked_of(suffix: str) -> list[Question]:
+    """The same questions, of the adapters under names of their own."""
+    found = [
+        replace(one, model=one.model if one.model == BASE else one.model + suffix)
+        for model in (*ADAPTERS, BASE)
+        for one in questions(model, model if model != BASE else ADAPTERS[0], NUM_QUESTIONS)
+    ]
+    return [replace(one, options={"temperature": 0}) for one in found]
+
+
+def make_cold(server: Served, suffix: str) -> None:
+    """Register all adapters under new names: these are not on the device."""
+    for name in ADAPTERS:
+        body = {"lora_name": name + suffix, "lora_path": str(demo_adapters_path() / name)}
+        answer = server.post("/v1/load_lora_adapter", body)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture(scope="module")
+def expected(server: Served) -> list[str]:
+    """What everybody answers when nothing happens."""
+    make_cold(server, "-quiet")
+    return ask_all(server.url, asked_of("-quiet"))
+
+
+def test_cold_and_warm_answer_the_same(server: Served, expected: list[str]) -> None:
+    metrics = server.metrics()
+    assert metrics["corun:adapter_cold_starts_total"] > 0
+    assert metrics["corun:retried_rows_total"] == 0
+    assert ask_all(server.url, asked_of("-quiet")) == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "number"),
+    [
+        (("worker",), signal.SIGKILL),
+        (("worker",), signal.SIGSTOP),
+        (("supervisor",), signal.SIGKILL),
+        (("supervisor", "worker"), signal.SIGSTOP),
+    ],
+)
+def test_faults_under_load(
+    server: Served, expected: list[str], modules: tuple[str, ...], number: signal.Signals
+) -> None:
+    """Every quarter of a second processes are hit, while cold and warm requests run."""
+    before = server.metrics()
+    suffix = f"-{'-'.join(modules)}-{number}"
+    make_cold(server, suffix)
+    asked = asked_of(suffix) + asked_of("-quiet")
+    answered = threading.Event()
+    hits = []
+
+    def hit() -> None:
+        while not answered.wait(HIT_EVERY_S):
+            for process in (p for module in modules for p in running(server, module)):
+                process.send_signal(number)
+                hits.append(process.pid)
+
+    thread = threading.Thread(target=hit)
+    thread.start()
+    try:
+        texts = ask_all(server.url, asked)
+    finally:
+        answered.set()
+        thread.join()
+    assert hits
+    assert texts == expected * 2
+    wait_until(lambda: is_whole(server), RESTART_TIMEOUT_S)
+    after = server.metrics()
+    assert (
+        after["corun:cpu_worker_failed_jobs_total"] > before["corun:cpu_worker_failed_jobs_total"]
+    )
+    assert after["corun:retried_rows_total"] > before["corun:retried_rows_total"]
+    assert not set(hits) & {process.pid for process in all_processes(server)}
+
+
+def is_whole(server: Served) -> bool:
+    """Whether the worker is back; an engine that computes nothing tells nothing new."""
+    server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    return server.metrics()["corun:cpu_workers_ready"] == 1
