@@ -71,6 +71,8 @@ class AdapterManager:
         self._versions: dict[AdapterId, AdapterVersion] = {}  # until they have left the device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+        self._num_reading = 0  # jobs and reads that are not settled
+        self._maybe_gone: set[str] = set()  # digests that a version was the last to have
         self._done: list[OperationDone] = []
         self._told: tuple[AdapterInfo, ...] = ()
         self._told_resident: frozenset[AdapterId] = frozenset()
@@ -109,7 +111,8 @@ class AdapterManager:
         version = self._versions.pop(adapter_id, None)
         self._is_changed = True
         if version is not None:
-            self._tell_if_gone(version.digest)
+            self._maybe_gone.add(version.digest)
+            self._tell_gone()
 
     # Operations.
 
@@ -120,6 +123,7 @@ class AdapterManager:
             return
         load_id = self._registry.begin_loading(message.name, message.path)
         self._is_changed = True
+        self._num_reading += 1
         self._jobs.put(_Job(message.operation_id, message.name, message.path, load_id))
 
     def add_now(self, name: str, path: str) -> None:
@@ -176,7 +180,10 @@ class AdapterManager:
         except BlockingIOError:
             return
         while not self._reads.empty():
-            self._settle(self._reads.get())
+            read = self._reads.get()
+            self._num_reading -= 1
+            self._settle(read)
+        self._tell_gone()
 
     def _settle(self, read: _Read) -> None:
         """Enter what reading a directory has brought."""
@@ -192,17 +199,24 @@ class AdapterManager:
         if registered is None:
             error = f"adapter {job.name!r} was removed while it was being loaded"
             self._done.append(OperationDone(job.operation_id, error, AdapterError.__name__))
-            self._tell_if_gone(read.facts.digest)
+            self._maybe_gone.add(read.facts.digest)
             return
         self._versions[registered.version.adapter_id] = registered.version
         self._drop(registered.freed)
         self._done.append(OperationDone(job.operation_id))
 
-    def _tell_if_gone(self, digest: str) -> None:
-        """Two names may have the same content, and an old version that of a new one."""
-        versions = self._versions.values()
-        if self._on_content_gone is not None and all(v.digest != digest for v in versions):
-            self._on_content_gone(digest)
+    def _tell_gone(self) -> None:
+        """Two names may have the same content, and an old version that of a new one.
+
+        So may what is being read, which is known to others before it is settled here.
+        """
+        if self._num_reading or not self._maybe_gone:
+            return
+        gone = self._maybe_gone - {version.digest for version in self._versions.values()}
+        self._maybe_gone.clear()
+        if self._on_content_gone is not None:
+            for digest in sorted(gone):
+                self._on_content_gone(digest)
 
     def _drop(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Evict versions that nothing can refer to any more."""

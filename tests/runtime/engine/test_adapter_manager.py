@@ -186,6 +186,25 @@ def test_tells_of_content_that_no_version_has_any_more(
     assert files.gone == ["d1", "d2"]
 
 
+def test_content_that_is_being_read_again_is_not_gone(
+    manager: AdapterManager, files: Files
+) -> None:
+    """The host knows it from the reading thread on, and must not forget it before it is settled."""
+    add(manager, files, "d1")
+    first = manager.resolve("a").adapter_id
+    manager.handle(RemoveAdapter(2, "a"))
+    assert wait_done(manager)[0] == OperationDone(2)
+    files.content["/b"] = "d1"
+    manager.handle(AddAdapter(3, "b", "/b"))
+    assert select.select([manager], [], [], 10)[0]  # read, and not settled
+    manager.forget(first)
+    assert files.gone == []
+    assert wait_done(manager)[0] == OperationDone(3)
+    assert files.gone == []
+    manager.forget(manager.resolve("b").adapter_id)
+    assert files.gone == ["d1"]
+
+
 def test_tells_what_has_become_resident_and_nothing_else(
     manager: AdapterManager, files: Files, device: FakeDevice
 ) -> None:
