@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ RESTART_TIMEOUT_S = 60.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     cpus = sorted(os.sched_getaffinity(0))
-    values = {
+    values: dict[str, Any] = {
         "dtype": "bfloat16", "link_gib_per_s": LINK_GIB_PER_S, "load_strategy": "assisted",
         "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]), "worker_slowdown": 30,
     }  # fmt: skip

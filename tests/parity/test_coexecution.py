@@ -10,9 +10,11 @@ from collections.abc import Iterator
 import pytest
 from corun.runtime.engine.request import Request
 from corun.runtime.plan import SubBatchKind
+from corun.runtime.planner.strategy import LoadStrategy
 from corun.runtime.scheduler.cold import ColdChunk
 from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, NUM_LAYERS, check, make_case, prompts, split_at
+from support.model_profiles import Figures
 from support.parity import ParityCase
 
 
@@ -23,7 +25,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 
 @pytest.fixture(scope="module")
 def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColdEngine]:
-    with ColdEngine(case.directory, case.adapters, tmp_path_factory.mktemp("engine")) as engine:
+    with ColdEngine(
+        case.directory, case.adapters, tmp_path_factory.mktemp("engine"),
+        figures=Figures(link_bytes_per_s=1e6),  # as it is paced to
+    ) as engine:  # fmt: skip
         yield engine
 
 
@@ -35,6 +40,28 @@ def engine(running: ColdEngine) -> Iterator[ColdEngine]:
     yield running
     running.check_nothing_is_held()
     assert running.core.stats().num_retried_rows == num_retried
+
+
+@pytest.mark.parametrize("strategy", [None, *LoadStrategy])
+def test_every_strategy(
+    engine: ColdEngine, case: ParityCase, strategy: LoadStrategy | None
+) -> None:
+    """As it is planned, beside requests that run; None = as the planner likes."""
+    engine.use_strategy(strategy)
+    names = [None, *NAMES, *NAMES, None]
+    engine.warm("rs")
+    engine.plans.clear()
+    for name, prompt in zip(names, prompts(len(names), seed=20), strict=True):
+        engine.ask(name, prompt)
+    answers = engine.run()
+    rows = [split for batch in engine.assisted for split in batch.split_layers]
+    if strategy in {LoadStrategy.BLOCKING, LoadStrategy.ASYNC_LOAD}:
+        assert rows == []
+    elif strategy is LoadStrategy.PIPELINED:
+        assert set(rows) <= {0}
+    elif strategy is LoadStrategy.ASSISTED:
+        assert max(rows) > 0
+    check(case, answers)
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 7])

@@ -28,6 +28,8 @@ from corun.runtime.engine.messages import AddAdapter, AddRequest, OperationDone,
 from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import AdapterId, StepPlan, SubBatchKind
+from corun.runtime.planner.planner import Planner, PlannerConfig
+from corun.runtime.planner.strategy import LoadStrategy
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk
 from support.model_profiles import Figures, save_made_up_profile
@@ -161,6 +163,11 @@ class ColdEngine:
         return answers
 
     # What is replaced.
+
+    def use_strategy(self, strategy: LoadStrategy | None) -> None:
+        """Force it; None = let the planner choose."""
+        model = self._cold_starts._planner.model
+        self._cold_starts.use(Planner(model, PlannerConfig(forced=strategy)))
 
     @contextlib.contextmanager
     def chunks(self, chunks: Chunks) -> Iterator[None]:
