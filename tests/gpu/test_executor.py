@@ -1,15 +1,18 @@
 """The device executor: results per row, failures that stay where they belong, memory given back."""
 
+import gc
 import os
 import resource
 import select
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from corun.gpu import assemble
+from corun.gpu.coexec.assistant import ColdRow
 from corun.gpu.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model.load import ModelSource
@@ -34,6 +37,7 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from corun.runtime.sampling import SamplingParams
+from corun.shm.errors import RingFullError
 from support.architectures import save_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -201,6 +205,7 @@ def test_is_readable_while_there_are_results(device: Device) -> None:
 
 def test_waits_on_a_descriptor_with_a_large_number(directory: Path) -> None:
     """As in a server with many connections; select() takes 1023 at most."""
+    gc.collect()  # files of earlier tests that go meanwhile would leave low numbers free
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -290,6 +295,45 @@ def test_a_load_that_fails_says_why(device: Device, error: Exception) -> None:
     device.adapter = device.make_adapter()
     device.submit(transfers=(load(2),))
     assert wait_transfer(device) == TransferResult(TransferId(2))
+
+
+def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
+    ids, starts, counts, samples, splits = zip(*columns, strict=True)
+    request_ids = tuple(RequestId(i) for i in ids)
+    return SubBatch(SubBatchKind.ASSISTED, request_ids, starts, counts, samples, splits)
+
+
+def test_rows_that_need_no_worker_are_computed_without_them(device: Device) -> None:
+    """They may have been retried before; only the others are."""
+
+    class NoWorkers:
+        def begin(self, rows: list[ColdRow], where: torch.device) -> Any:
+            if any(row.split_layer for row in rows):
+                raise RingFullError("too many slices")
+            return SimpleNamespace(deltas=None, settle=frozenset)
+
+    device.executor._assistant = NoWorkers()  # type: ignore[assignment]
+    device.adapter = device.make_adapter()
+    device.submit(transfers=(load(1),))
+    wait_transfer(device)
+    requests = (new(1, (5, 6), ADAPTER), new(2, (5, 6), ADAPTER))
+    (result,) = device.run(
+        cold_rows((1, 0, 2, True, 0), (2, 0, 2, True, 1)),
+        new_requests=requests, block_updates=(blocks(1, 0), blocks(2, 1)),
+    )  # fmt: skip
+    by_request = {row.request_id: row for row in result.rows}
+    assert by_request[RequestId(1)].outcome is Outcome.TOKENS
+    assert by_request[RequestId(2)].outcome is Outcome.RETRY
+    assert "too many slices" in (by_request[RequestId(2)].error or "")
+
+
+def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: Device) -> None:
+    (result,) = device.run(
+        cold_rows((1, 0, 2, True, 0)),
+        new_requests=(new(1, (5, 6), ADAPTER),), block_updates=(blocks(1, 0),),
+    )  # fmt: skip
+    assert [row.outcome for row in result.rows] == [Outcome.RETRY]
+    assert "not on its way" in (result.rows[0].error or "")
 
 
 def test_requests_are_forgotten_and_slots_reused(device: Device) -> None:
