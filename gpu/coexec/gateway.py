@@ -73,6 +73,7 @@ class _Place:
 
 # A slice, and its adapter's region of the input group.
 _Task = tuple[_Place, PlacedRegion]
+_Views = dict[tuple[int, int, int], torch.Tensor]
 
 
 # Seconds that a worker needs: (region, tokens).
@@ -130,8 +131,14 @@ class WorkerGateway:
             raise WorkerUnavailableError("no CPU worker is ready")
         tasks = self._tasks(rows, workers)
         self._check_room(tasks)
+        # Slots of the rings come again and again within a pass. Not beyond it: what is held keeps
+        # the rings open.
+        views: _Views = {}
         try:
-            return {key: tuple(map(self._invoke_one, tasks[key])) for key in tasks}
+            return {
+                key: tuple(self._invoke_one(task, views) for task in found)
+                for key, found in tasks.items()
+            }
         except BaseException:
             self._drop_published()
             raise
@@ -141,8 +148,11 @@ class WorkerGateway:
     ) -> dict[GroupKey, tuple[_Task, ...]]:
         """All jobs of a pass, layers ascending; groups that no adapter changes are left out."""
         tasks: dict[GroupKey, tuple[_Task, ...]] = {}
-        for layer in range(max(row.split_layer for row in rows)):
-            places = self._places(rows, layer, workers)
+        splits = {row.split_layer for row in rows}
+        places: tuple[_Place, ...] = ()
+        for layer in range(max(splits)):
+            if layer == 0 or layer in splits:
+                places = self._places(rows, layer, workers)
             for group in range(self._num_input_groups):
                 key = (layer, group)
                 regions = [row.adapter.region(key) for row in rows]
@@ -232,7 +242,7 @@ class WorkerGateway:
                 store_release(end.ready_address, wrap(end.next_sequence - 1))
         self.settle({}, timeout_s=_DROP_TIMEOUT_S)
 
-    def _invoke_one(self, task: _Task) -> Invocation:
+    def _invoke_one(self, task: _Task, views: _Views) -> Invocation:
         place, placed = task
         region = placed.region
         num_tokens = place.end - place.start
@@ -246,9 +256,11 @@ class WorkerGateway:
                 predicted_us=max(1, round(self._predict_s(region, num_tokens) * 1e6)),
             ),
         )
-        return self._invocation(job, place, placed)
+        return self._invocation(job, place, placed, views)
 
-    def _invocation(self, job: Job, place: _Place, placed: PlacedRegion) -> Invocation:
+    def _invocation(
+        self, job: Job, place: _Place, placed: PlacedRegion, views: _Views
+    ) -> Invocation:
         ready, done = self._words[place.worker]
         return Invocation(
             worker=place.worker,
@@ -256,15 +268,19 @@ class WorkerGateway:
             generation=job.generation,
             start=place.start,
             end=place.end,
-            x=self._rows(job.x_offset, job.num_tokens, placed.region.in_features),
-            y=self._rows(job.y_offset, job.num_tokens, placed.region.y_columns),
+            x=self._rows((job.x_offset, job.num_tokens, placed.region.in_features), views),
+            y=self._rows((job.y_offset, job.num_tokens, placed.region.y_columns), views),
             columns=placed.columns,
             ready=ready,
             done=done,
         )
 
-    def _rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        return self._rings.tensor(offset, (num_rows, num_columns), torch.bfloat16)
+    def _rows(self, where: tuple[int, int, int], views: _Views) -> torch.Tensor:
+        """Offset in the rings, rows, columns."""
+        found = views.get(where)
+        if found is None:
+            found = views[where] = self._rings.tensor(where[0], where[1:], torch.bfloat16)
+        return found
 
     def _words_of(self, worker: int) -> tuple[Word, Word]:
         end = self._pool.end(worker)
