@@ -11,10 +11,11 @@ from corun.runtime.engine.request import Request
 from corun.runtime.plan import RequestId
 from corun.runtime.scheduler.cold import ColdChunk
 from corun.shm.errors import WorkerUnavailableError
-from support.cold_engine import ColdEngine, held
+from support.cold_engine import ColdEngine
 from support.cold_parity import NUM_LAYERS, check, make_case, prompts, split_at
 from support.model_profiles import Figures
 from support.parity import ParityCase
+from support.residue import held
 from support.worker_pool import are_gone, wait_until
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP

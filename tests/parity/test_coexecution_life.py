@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import TransferKind
-from support.cold_engine import ColdEngine, held
+from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, NUM_LAYERS, check, make_case, prompts, split_at
 from support.parity import ParityCase
+from support.residue import held
 
 MEMORY_BYTES = 140_000  # PAIR takes 115 kB and leaves 12 blocks of 4 tokens; all take 213 kB
 PAIR = ("patterns", "attention")

@@ -5,24 +5,21 @@ What the engine decides can be replaced (``chunks``), what its loads wait for ca
 """
 
 import contextlib
-import gc
 import itertools
 import os
 import threading
 import time
-import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from corun.cpu_workers.pool import PoolConfig, WorkerPool
+from corun.cpu_workers.pool import WorkerPool
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.device.link import Direction
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine import coexecution
 from corun.runtime.engine.build import build_engine
 from corun.runtime.engine.messages import AddAdapter, AddRequest, OperationDone, RemoveAdapter
 from corun.runtime.engine.request import Request
@@ -33,7 +30,8 @@ from corun.runtime.planner.strategy import LoadStrategy
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk
 from support.model_profiles import Figures, save_made_up_profile
-from support.worker_pool import supervisor, table_of, workers
+from support.pool_options import pool_with
+from support.worker_pool import supervisor, workers
 
 TIMEOUT_S = 60.0
 Chunks = Callable[[Request, int], ColdChunk | None]  # of a request, with at most so many tokens
@@ -78,7 +76,7 @@ class ColdEngine:
         self.answers: dict[int, Answer] = {}
         self._gate = threading.Event()
         self._gate.set()
-        with _pool_with(num_workers, options.get("delta_backend")):
+        with pool_with(num_workers, options.get("delta_backend")):
             self._assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
         self.core: Any = self._assembly.core
         self.scheduler: Any = self.core._scheduler
@@ -317,32 +315,3 @@ class ColdEngine:
                     return
             time.sleep(0.001)
         raise AssertionError("the adapter was not registered in time")
-
-
-def held() -> tuple[int, list[str], list[str], int]:
-    """Open descriptors, shared memory by name, threads of corun, mappings of shared memory."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return (
-        len(os.listdir("/proc/self/fd")),
-        sorted(name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name),
-        [thread.name for thread in threading.enumerate() if thread.name.startswith("corun")],
-        sum("corun-" in line and "(deleted)" in line for line in maps.splitlines()),
-    )
-
-
-@contextlib.contextmanager
-def _pool_with(num_workers: int, delta_backend: str | None) -> Iterator[None]:
-    """More workers than the options can ask for on this machine, and a table if it is clear."""
-    make_config = coexecution._pool_config
-
-    def changed(*arguments: Any) -> PoolConfig:
-        config = make_config(*arguments)
-        return replace(
-            config,
-            worker_cpus=config.worker_cpus * num_workers,
-            delta_table=None if delta_backend is None else table_of(delta_backend),
-        )
-
-    with unittest.mock.patch.object(coexecution, "_pool_config", changed):
-        yield
