@@ -28,7 +28,10 @@ from .lora.table import DeviceAdapter
 
 _LOG = logging.getLogger(__name__)
 
-_ERROR_TIMEOUT_S = 5.0
+_CANCEL_TIMEOUT_S = 5.0
+# Behind a failure a stream leaves all out, so it is at its end at once; if it is not, the failure
+# was told of before, and others' copies are under way.
+_FAILURE_TIMEOUT_S = 0.05
 
 
 class InPlace:
@@ -175,7 +178,9 @@ class Copied:
             raise AdapterError(f"copying it to the device failed: {self._error}") from self._error
         assert self._lane is not None
         try:
-            self._copier.device.synchronize(self._lane.stream, timeout_s=_ERROR_TIMEOUT_S)
+            self._copier.device.synchronize(self._lane.stream, timeout_s=_FAILURE_TIMEOUT_S)
+        except DeviceTimeoutError as error:
+            _LOG.debug("%s", error)
         except DeviceError as error:
             raise AdapterError(f"copying it to the device failed: {error}") from error
         raise AdapterError("copying it to the device failed, with what was copied before it")
@@ -189,7 +194,7 @@ class Copied:
         if enqueued and not self._copier.device.is_done(enqueued[-1]):
             assert self._lane is not None
             try:
-                self._copier.device.synchronize(self._lane.stream, timeout_s=_ERROR_TIMEOUT_S)
+                self._copier.device.synchronize(self._lane.stream, timeout_s=_CANCEL_TIMEOUT_S)
             except DeviceTimeoutError as error:
                 _LOG.error("an adapter that nobody waits for keeps its host memory: %s", error)
                 return

@@ -302,7 +302,7 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     device = CpuDevice(link=link)
     host = Host(device, copied(ROOMY_BYTES), backend="numba")
     facts = host.adapters.register(str(files / "a"))
-    monkeypatch.setattr("corun.gpu.adapter_arrival._ERROR_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("corun.gpu.adapter_arrival._CANCEL_TIMEOUT_S", 0.01)
     link.is_open = False
     arrival = host.adapters.fetch(facts.digest, str(files / "a"))
     arrival.start(is_gradual=False)

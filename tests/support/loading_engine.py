@@ -242,14 +242,14 @@ class LoadingEngine:
         assert self.scheduler.abort(request_id, self._now_s) is not None
         del self.live[request_id]
 
-    def step(self) -> None:
-        """One turn of the engine's loop."""
+    def step(self, timeout_s: float = 0.0) -> None:
+        """One turn of the engine's loop, which waits so long for something to happen."""
         self._now_s += 1.0
         self._drop()
         plan = self.scheduler.schedule(self._now_s)
         if plan is not None:
             self._submit(plan)
-        for result in self.executor.poll():
+        for result in self.executor.poll(timeout_s):
             self._note(self.scheduler.update(result, self._now_s))
         self.scheduler.check_invariants()
         for adapter_id in self.scheduler.memory.take_gone():
@@ -264,7 +264,7 @@ class LoadingEngine:
         for name in tuple(self.served):
             self.unload(name)
         while self.scheduler.has_work() or self._retired:
-            self.step()
+            self.step(timeout_s=0.01)  # or the other threads would wait for this one
             assert time.monotonic() < deadline_s, "it does not come to its end"
         assert not self.live
 

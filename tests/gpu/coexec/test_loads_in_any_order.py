@@ -77,5 +77,5 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
 
 TestLoadsInAnyOrder = LoadsInAnyOrder.TestCase
 TestLoadsInAnyOrder.settings = settings(
-    derandomize=True, deadline=None, database=None, max_examples=30, stateful_step_count=30
+    derandomize=True, deadline=None, database=None, max_examples=20, stateful_step_count=25
 )
