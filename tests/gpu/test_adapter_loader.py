@@ -23,6 +23,7 @@ class Arrival:
         self.starter: threading.Thread | None = None
         self.ends: list[str] = []
         self.looked_late = False
+        self.num_looks = 0
         self.is_gradual: bool | None = None
         self._fails_to_start = fails_to_start
         self._error = error
