@@ -97,6 +97,7 @@ class FakeEngine:
         self.hold_after_first = True  # held requests give their first output
         self.dies_silently = False  # requests do not notice that the engine is dead
         self.num_open = 0
+        self.num_continued = 0  # outputs asked for after a first one
         self.num_aborted = 0
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
 
@@ -169,6 +170,8 @@ class FakeEngine:
         if self.fail_after_tokens is not None and num_tokens >= self.fail_after_tokens:
             raise CorunError("the step fell over")
         held_at = 1 if self.hold_after_first else 0
+        # Whoever asks for more has written what came before.
+        self.num_continued += num_tokens > 0
         while num_tokens >= held_at and self.held.is_set() and not self._dies_loudly():
             await asyncio.sleep(0.005)
         if self._dies_loudly():
