@@ -1,5 +1,6 @@
 """A server with CPU workers that are killed and stopped under load: nobody who asks notices."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,6 +21,8 @@ LINK_GIB_PER_S = 0.001  # an adapter takes a good part of a second
 NUM_QUESTIONS = 3  # of each adapter
 HIT_EVERY_S = 0.25
 RESTART_TIMEOUT_S = 60.0
+MAX_ROUNDS = 3  # until a hit falls into a pass that workers assist
+FAULTS = ("corun:cpu_worker_failed_jobs_total", "corun:retried_rows_total")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     cpus = sorted(os.sched_getaffinity(0))
     values: dict[str, Any] = {
         "dtype": "bfloat16", "link_gib_per_s": LINK_GIB_PER_S, "load_strategy": "assisted",
-        "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]), "worker_slowdown": 30,
+        "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]), "worker_slowdown": 200,
     }  # fmt: skip
     profile = save_made_up_profile(
         with_demo(EngineConfig(device="cpu", **values)),
@@ -112,34 +115,47 @@ def test_faults_under_load(
 ) -> None:
     """Every quarter of a second processes are hit, while cold and warm requests run."""
     before = server.metrics()
-    suffix = f"-{'-'.join(modules)}-{number}"
-    make_cold(server, suffix)
-    asked = asked_of(suffix) + asked_of("-quiet")
-    answered = threading.Event()
-    hits = []
+    all_hits: list[int] = []
+    for round_ in range(MAX_ROUNDS):
+        hits: list[int] = []
+        suffix = f"-{'-'.join(modules)}-{number}-{round_}"
+        make_cold(server, suffix)
+        with hitting(server, modules, number, hits):
+            texts = ask_all(server.url, asked_of(suffix) + asked_of("-quiet"))
+        assert texts == expected * 2
+        all_hits += hits
+        wait_until(lambda: is_whole(server), RESTART_TIMEOUT_S)
+        after = server.metrics()
+        if all(after[name] > before[name] for name in FAULTS):
+            break
+    else:
+        raise AssertionError("no pass was ever hit")
+    assert not set(all_hits) & {process.pid for process in all_processes(server)}
+
+
+@contextlib.contextmanager
+def hitting(
+    server: Served, modules: tuple[str, ...], number: signal.Signals, hits: list[int]
+) -> Iterator[None]:
+    """Send the signal to all processes of these modules, again and again."""
+    is_over = threading.Event()
 
     def hit() -> None:
-        while not answered.wait(HIT_EVERY_S):
+        while not is_over.wait(HIT_EVERY_S):
+            if hits and "supervisor" in modules:
+                return  # nobody starts it again without end
             for process in (p for module in modules for p in running(server, module)):
-                process.send_signal(number)
-                hits.append(process.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+                    hits.append(process.pid)
 
     thread = threading.Thread(target=hit)
     thread.start()
     try:
-        texts = ask_all(server.url, asked)
+        yield
     finally:
-        answered.set()
+        is_over.set()
         thread.join()
-    assert hits
-    assert texts == expected * 2
-    wait_until(lambda: is_whole(server), RESTART_TIMEOUT_S)
-    after = server.metrics()
-    assert (
-        after["corun:cpu_worker_failed_jobs_total"] > before["corun:cpu_worker_failed_jobs_total"]
-    )
-    assert after["corun:retried_rows_total"] > before["corun:retried_rows_total"]
-    assert not set(hits) & {process.pid for process in all_processes(server)}
 
 
 def is_whole(server: Served) -> bool:
