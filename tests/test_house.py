@@ -89,7 +89,13 @@ _POLICY = (
     "gpu.device.symbolic_explore",
     "gpu.device.symbolic_run",
 )
-_POLICY_PACKAGES = ("runtime/scheduler", "runtime/planner", "runtime/memory", "runtime/config", "runtime/cli")
+_POLICY_PACKAGES = (
+    "runtime/scheduler",
+    "runtime/planner",
+    "runtime/memory",
+    "runtime/config",
+    "runtime/cli",
+)
 _HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")
 
 
