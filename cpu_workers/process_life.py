@@ -1,10 +1,13 @@
 """How helper processes are bound to their parents, and what the kernel tells of a process."""
 
+import argparse
 import contextlib
 import ctypes
+import faulthandler
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +38,25 @@ def ignore_group_signals() -> None:
     """Leave it to the parent when to end: an interrupt reaches all processes of a terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def bound_socket(prog: str, arguments: Sequence[str] | None) -> socket.socket | None:
+    """Begin a helper process: bind it to its parent; return the socket that it was given.
+
+    None if the parent has ended already.
+    """
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    options = parser.parse_args(arguments)
+    try:
+        die_with_parent(options.parent_pid)
+    except OrphanError:
+        return None
+    ignore_group_signals()
+    faulthandler.enable()
+    os.set_inheritable(options.fd, False)
+    return socket.socket(fileno=options.fd)
 
 
 def look_at(pid: int) -> Look:

@@ -7,12 +7,8 @@ shows life, is given its ``Setup`` and with it the mailboxes, and tells what hap
 the engine, with the link, or when told; the workers end with it.
 """
 
-import argparse
-import faulthandler
 import logging
-import os
 import select
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +21,7 @@ from .affinity import pin_thread
 from .link import Link
 from .measure_process import MeasureProcess
 from .messages import Measured, Setup, Stop, Tick, ToSupervisor, WorkerSettings, WorkerSetup
-from .process_life import OrphanError, die_with_parent, ignore_group_signals
+from .process_life import bound_socket
 from .seat import Seat
 
 TICK_NS = 250_000_000
@@ -129,18 +125,10 @@ class Supervisor:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process; return its exit status."""
-    parser = argparse.ArgumentParser(prog="corun supervisor")
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
-    try:
-        die_with_parent(options.parent_pid)
-    except OrphanError:
+    parent = bound_socket("corun supervisor", arguments)
+    if parent is None:
         return 1
-    ignore_group_signals()
-    faulthandler.enable()
-    os.set_inheritable(options.fd, False)
-    link: Link[ToSupervisor] = Link(socket.socket(fileno=options.fd), ToSupervisor)
+    link: Link[ToSupervisor] = Link(parent, ToSupervisor)
     link.send(Tick())
     setup = link.wait_one(_SETUP_TIMEOUT_S)
     if not isinstance(setup, Setup):

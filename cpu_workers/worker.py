@@ -6,18 +6,14 @@ loads its kernels, and takes jobs as long as its mailbox says that it runs. It w
 and its own words there, and nothing else.
 """
 
-import argparse
-import faulthandler
 import logging
-import os
-import socket
 import sys
 from collections.abc import Sequence
 
 from .affinity import pin_thread
 from .link import Link
 from .messages import Prepared, Refused, ToWorker, WorkerSetup
-from .process_life import OrphanError, die_with_parent, ignore_group_signals
+from .process_life import bound_socket
 
 _SETUP_TIMEOUT_S = 30.0
 _LOG = logging.getLogger(__name__)
@@ -25,18 +21,10 @@ _LOG = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process; return its exit status."""
-    parser = argparse.ArgumentParser(prog="corun worker")
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
-    try:
-        die_with_parent(options.parent_pid)
-    except OrphanError:
+    parent = bound_socket("corun worker", arguments)
+    if parent is None:
         return 1
-    ignore_group_signals()
-    faulthandler.enable()
-    os.set_inheritable(options.fd, False)
-    link: Link[ToWorker] = Link(socket.socket(fileno=options.fd), ToWorker)
+    link: Link[ToWorker] = Link(parent, ToWorker)
     setup = link.wait_one(_SETUP_TIMEOUT_S)
     if setup is None:
         return 1

@@ -46,10 +46,6 @@ class LinkModel:
     bytes_per_s: float
     latency_s: float
 
-    def copy_s(self, num_bytes: int, share: float = 1.0) -> float:
-        """One transfer that has ``share`` of the link."""
-        return self.latency_s + num_bytes / (self.bytes_per_s * share)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupModel:

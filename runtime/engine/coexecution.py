@@ -118,7 +118,7 @@ def start_coexecution(
         )
         return Coexecution(
             assistant, cold_starts, limits, _MAX_COLD_ROWS,
-            _no_workers if workers is None else workers.stats, profile,
+            CpuWorkerStats if workers is None else workers.stats, profile,
             None if workers is None else workers.pool, layers_of, undo.pop_all().close,
         )  # fmt: skip
 
@@ -280,7 +280,3 @@ def _layers_of(
         )
 
     return layers_of
-
-
-def _no_workers() -> CpuWorkerStats:
-    return CpuWorkerStats()

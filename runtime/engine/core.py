@@ -278,7 +278,9 @@ def _update_of(event: RequestEvent) -> RequestUpdate:
     """Return the message that tells of an event."""
     if event.cold_start is None:
         return RequestUpdate(*event[:-1])
-    return RequestUpdate(*event[:-1], cold_start=ColdStartInfo(*event.cold_start))
+    start = event.cold_start
+    _logger.info("request %d was started cold: %s: %s", event.request_id, *start)
+    return RequestUpdate(*event[:-1], cold_start=ColdStartInfo(*start))
 
 
 def _reason(error: Exception) -> str:

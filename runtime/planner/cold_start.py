@@ -4,7 +4,6 @@ Joins the planner, which knows times, with the ledger of the link, which knows w
 Pure: times come in as arguments.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from .predict import split_chunk
 from .split import Split
 from .strategy import Decision, LoadStrategy
 
-_LOG = logging.getLogger(__name__)
-
 _MIN_CHUNK_TOKENS = 16
+_AT_ONCE = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED)  # the load need not have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +105,12 @@ class PlannedColdStarts:
             return False
         start = self._starts.get(request.request_id)
         if start is None:
-            cold = self._cold_request(request, layers, num_running, now_s)
-            start = _Start(self._planner.decide(cold), now_s)
+            start = _Start(self._decide(request, layers, num_running, now_s), now_s)
             self._starts[request.request_id] = start
             self._counts[start.decision.strategy.value] += 1
-            _LOG.info("request %d: %s", request.request_id, start.decision.reason)
             if start.decision.strategy is LoadStrategy.BLOCKING:
                 self._blocking.add(request.adapter_id)
-        strategy = start.decision.strategy
-        return layers.is_on_host and strategy in {LoadStrategy.PIPELINED, LoadStrategy.ASSISTED}
+        return start.decision.strategy in _AT_ONCE
 
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, now_s: float
@@ -169,6 +164,16 @@ class PlannedColdStarts:
     def forget(self, request_id: RequestId) -> None:
         """The request has ended."""
         self._starts.pop(request_id, None)
+
+    def _decide(
+        self, request: Request, layers: AdapterLayers, num_others: int, now_s: float
+    ) -> Decision:
+        """Ask the planner, whose predictions hold for adapters in the host's memory only."""
+        decision = self._planner.decide(self._cold_request(request, layers, num_others, now_s))
+        if layers.is_on_host or decision.strategy not in _AT_ONCE:
+            return decision
+        reason = f"its files must be read first; otherwise {decision.reason}"
+        return Decision(LoadStrategy.ASYNC_LOAD, reason)
 
     def _strategy_of(self, request: Request) -> LoadStrategy:
         """A row that failed once is computed without workers."""

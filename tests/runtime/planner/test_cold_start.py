@@ -85,6 +85,11 @@ def test_files_must_have_been_read_first() -> None:
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
     assert not cold_starts.may_start(request, 0, 0.0)
+    told = cold_starts.first_token(RequestId(1), 9.0)  # late, and no fault of the workers
+    assert told is not None
+    assert told.strategy == "async_load"
+    assert "files must be read first" in told.reason
+    assert cold_starts.counts() == {"async_load": 1}
 
 
 def test_a_row_that_failed_runs_without_workers() -> None:
