@@ -23,6 +23,7 @@ from ..plan import (
 from .admission import Admission
 from .cold import ColdStarts, WarmStarts
 from .config import SchedulerConfig
+from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .limits import check_queue, max_total_tokens
 from .policy import SchedulerPolicy
@@ -52,6 +53,9 @@ class Scheduler:
         self._policy = policy
         self._running = RunningSet(memory, config.block_size)
         self._cold_starts = WarmStarts() if cold_starts is None else cold_starts
+        self._continuation = Continuation(
+            config, policy, self._running, self._cold_starts, self.counters, self._wait
+        )
         self._admission = Admission(config, policy, memory, self._running, self._cold_starts)
         self._results = ResultReader(frozenset(eos_token_ids), self._running, self.counters)
         self._requests: dict[RequestId, Request] = {}  # those that have not ended
@@ -128,10 +132,9 @@ class Scheduler:
         Growth comes first, then decode rows, prefill chunks of running requests, new requests.
         """
         draft = StepDraft(self.config)
-        if self.config.recompute_at_tokens is not None:
-            self._reset_outgrown(self.config.recompute_at_tokens)
-        if not self._cold_starts.stops_everybody():
-            self._fill(draft, now_s)
+        self._continuation.reset_outgrown()
+        if not self._cold_starts.stops_everybody() and self._continuation.go_on(draft, now_s):
+            self._admission.admit(draft, now_s)
         step = draft.build(
             StepId(self._next_step_id),
             mix_decode_with_prefill=self.config.mix_decode_with_prefill,
@@ -193,96 +196,10 @@ class Scheduler:
         if not self.has_work():
             assert self.memory.pool.num_used_blocks == 0
 
-    def _fill(self, draft: StepDraft, now_s: float) -> None:
-        """Grow, continue and admit requests."""
-        has_room = self._grow_running(draft, now_s)
-        self._continue_running(draft, now_s)
-        if has_room:
-            self._admission.admit(draft, now_s)
-
     def _wait(self, request: Request, now_s: float) -> None:
         """Put a request into the policy's queue."""
         self.memory.cache.add_waiting(request.adapter_id)
         self._policy.add(request, now_s)
-
-    def _reset_outgrown(self, threshold_tokens: int) -> None:
-        """Recompute requests that have reached the length from which their KV is of no use."""
-        for request in self._running.requests:
-            if request.has_short_kv and request.num_known_tokens >= threshold_tokens:
-                if request.num_in_flight_steps:
-                    request.is_held = True
-                else:
-                    request.has_short_kv = False
-                    request.num_computed_tokens = 0
-
-    def _grow_running(self, draft: StepDraft, now_s: float) -> bool:
-        """Give running requests the blocks that their known tokens need.
-
-        Returns False if somebody has to wait for memory or was preempted: then nobody new is
-        admitted, or those who grow could be starved.
-        """
-        short = [r for r in self._running.requests if r.num_known_tokens > r.num_allocated_tokens]
-        has_room = True
-        for request in short:
-            if request.num_known_tokens < request.max_total_tokens:  # else it only ends
-                has_room &= self._grow(request, draft, now_s)
-        return has_room
-
-    def _grow(self, request: Request, draft: StepDraft, now_s: float) -> bool:
-        """Grow one request, preempting as many as it takes; False if memory was short."""
-        has_preempted = False
-        while request.status is RequestStatus.RUNNING:
-            first_index = len(request.block_ids)
-            if self._running.grow(request):
-                draft.append_blocks(request, first_index)
-                return not has_preempted
-            if self._running.reclaim_for(request):
-                return False
-            self._preempt(self._policy.victim(self._running.requests), draft, now_s)
-            has_preempted = True
-        return False
-
-    def _preempt(self, request: Request, draft: StepDraft, now_s: float) -> None:
-        """Take a running request's memory; it waits, keeps its tokens and is recomputed."""
-        draft.forget_blocks(request)
-        self._running.stop(request, RequestStatus.WAITING)
-        request.num_preemptions += 1
-        self.counters.num_preemptions += 1
-        self._wait(request, now_s)
-
-    def _continue_running(self, draft: StepDraft, now_s: float) -> None:
-        """Put decode rows, then prefill chunks of running requests into the step."""
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self._running.requests:
-            num_known_tokens = request.num_known_tokens
-            if (
-                num_known_tokens > request.num_allocated_tokens
-                or num_known_tokens >= request.max_total_tokens
-                or request.is_held
-            ):
-                continue
-            num_pending_tokens = num_known_tokens - request.num_computed_tokens
-            if num_pending_tokens == 1 and not request.is_cold:
-                decodes.append(request)
-            elif num_pending_tokens:
-                prefills.append(request)
-        draft.add_decodes(decodes)
-        for request in self._policy.prefill_order(prefills, now_s):
-            if not draft.num_free_tokens:
-                break
-            if request.is_cold and draft.max_cold_tokens:
-                self._continue_cold(request, draft, now_s)
-            elif not request.is_cold:
-                draft.add_chunk(request)
-
-    def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
-        """Put a chunk of a request into the step whose adapter is still being loaded."""
-        chunk = self._cold_starts.next_chunk(
-            request, draft.max_cold_tokens, len(self._running) - 1, now_s
-        )
-        if chunk is not None:
-            draft.add_cold_chunk(request, chunk)
 
     def _end_finished(self, events: list[RequestEvent], now_s: float) -> None:
         """End the requests whose events are final."""

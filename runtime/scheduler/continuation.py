@@ -1,0 +1,120 @@
+"""Lets running requests go on: more memory for those that grow, rows for those that compute."""
+
+from collections.abc import Callable
+
+from ..engine.request import Request, RequestStatus
+from .cold import ColdStarts
+from .config import SchedulerConfig
+from .events import SchedulerCounters
+from .policy import SchedulerPolicy
+from .running_set import RunningSet
+from .step_draft import StepDraft
+
+
+class Continuation:
+    """Fills a step with what running requests have to compute, and preempts for their growth."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulerPolicy,
+        running: RunningSet,
+        cold_starts: ColdStarts,
+        counters: SchedulerCounters,
+        let_wait: Callable[[Request, float], None],
+    ) -> None:
+        """All are the scheduler's own; ``let_wait`` puts a request into the policy's queue."""
+        self._config = config
+        self._policy = policy
+        self._running = running
+        self._cold_starts = cold_starts
+        self._counters = counters
+        self._let_wait = let_wait
+
+    def reset_outgrown(self) -> None:
+        """Recompute requests that have reached the length from which their KV is of no use."""
+        threshold_tokens = self._config.recompute_at_tokens
+        if threshold_tokens is None:
+            return
+        for request in self._running.requests:
+            if request.has_short_kv and request.num_known_tokens >= threshold_tokens:
+                if request.num_in_flight_steps:
+                    request.is_held = True
+                else:
+                    request.has_short_kv = False
+                    request.num_computed_tokens = 0
+
+    def go_on(self, draft: StepDraft, now_s: float) -> bool:
+        """Put decode rows, then prefill chunks of running requests into the step.
+
+        Returns False if somebody has to wait for memory or was preempted: then nobody new is
+        admitted, or those who grow could be starved.
+        """
+        has_room = self._grow_running(draft, now_s)
+        self._continue_running(draft, now_s)
+        return has_room
+
+    def _grow_running(self, draft: StepDraft, now_s: float) -> bool:
+        """Give requests the blocks that their known tokens need; False if memory was short."""
+        short = [r for r in self._running.requests if r.num_known_tokens > r.num_allocated_tokens]
+        has_room = True
+        for request in short:
+            if request.num_known_tokens < request.max_total_tokens:  # else it only ends
+                has_room &= self._grow(request, draft, now_s)
+        return has_room
+
+    def _grow(self, request: Request, draft: StepDraft, now_s: float) -> bool:
+        """Grow one request, preempting as many as it takes; False if memory was short."""
+        has_preempted = False
+        while request.status is RequestStatus.RUNNING:
+            first_index = len(request.block_ids)
+            if self._running.grow(request):
+                draft.append_blocks(request, first_index)
+                return not has_preempted
+            if self._running.reclaim_for(request):
+                return False
+            self._preempt(self._policy.victim(self._running.requests), draft, now_s)
+            has_preempted = True
+        return False
+
+    def _preempt(self, request: Request, draft: StepDraft, now_s: float) -> None:
+        """Take a running request's memory; it waits, keeps its tokens and is recomputed."""
+        draft.forget_blocks(request)
+        self._running.stop(request, RequestStatus.WAITING)
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._let_wait(request, now_s)
+
+    def _continue_running(self, draft: StepDraft, now_s: float) -> None:
+        """Put their rows into the step, those that decode first."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self._running.requests:
+            num_known_tokens = request.num_known_tokens
+            if (
+                num_known_tokens > request.num_allocated_tokens
+                or num_known_tokens >= request.max_total_tokens
+                or request.is_held
+            ):
+                continue
+            num_pending_tokens = num_known_tokens - request.num_computed_tokens
+            if num_pending_tokens == 1 and not request.is_cold:
+                decodes.append(request)
+            elif num_pending_tokens:
+                prefills.append(request)
+        draft.add_decodes(decodes)
+        for request in self._policy.prefill_order(prefills, now_s):
+            if not draft.num_free_tokens:
+                break
+            if request.is_cold and draft.max_cold_tokens:
+                self._continue_cold(request, draft, now_s)
+            elif not request.is_cold:
+                draft.add_chunk(request)
+
+    def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
+        """Put a chunk of a request into the step whose adapter is still being loaded."""
+        chunk = self._cold_starts.next_chunk(
+            request, draft.max_cold_tokens, len(self._running) - 1, now_s
+        )
+        if chunk is not None:
+            draft.add_cold_chunk(request, chunk)
