@@ -4,16 +4,13 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..runtime.plan import (
-    AdapterId,
-    Outcome,
-    RequestId,
     Result,
     RowResult,
     StepPlan,
@@ -22,25 +19,17 @@ from ..runtime.plan import (
     SubBatchKind,
     Transfer,
     TransferKind,
-    TransferProgress,
-    TransferResult,
 )
 from ..shm.errors import ShmError
-from .adapter_arrival import Copied
-from .adapter_loader import (
-    AdapterLoader,
-    FetchAdapter,
-    FetchPresent,
-    LoadedAdapter,
-    LoadProgress,
-    StartedLoad,
-)
+from .adapter_loader import AdapterLoader, FetchAdapter, FetchPresent
 from .coexec.assistant import Assistant, ColdRow
-from .lora.table import DeviceAdapter, LoraTable
+from .lora.table import LoraTable
 from .model.lower import ForwardInputs, PackedRows, lower
 from .model.request_table import RequestState, RequestTable
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
+from .resident_adapters import ResidentAdapter, ResidentAdapters
+from .row_results import RowResults, failures, retries
 from .step import DeltaPass
 
 _LOG = logging.getLogger(__name__)
@@ -52,18 +41,6 @@ class AdapterFetch:
 
     fetch: FetchAdapter
     fetch_present: FetchPresent
-
-
-@dataclass(slots=True)
-class _Resident:
-    """An adapter on the device, or on its way there."""
-
-    table_row: int
-    max_rank: int
-    arriving: Copied | None = None  # its first layers may be there
-
-
-_BASE = _Resident(table_row=-1, max_rank=0)
 
 
 class DeviceExecutor:
@@ -83,17 +60,16 @@ class DeviceExecutor:
         Plans with ASSISTED rows need an ``assistant``.
         """
         self._runner = runner
-        self._sampler = sampler
-        self._lora_table = table
+        self._row_results = RowResults(sampler)
         self._requests = RequestTable(max_model_len, runner.block_size)
-        self._resident: dict[AdapterId, _Resident] = {}
         self._results: deque[Result] = deque()
         # Counts what poll has not taken yet; readable while that is more than nothing.
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()  # unlike select, for descriptors of any number
         self._poller.register(self._event_fd, select.POLLIN)
         self._assistant = assistant
-        self._loader = AdapterLoader(fetch.fetch, fetch.fetch_present, self._notify)
+        loader = AdapterLoader(fetch.fetch, fetch.fetch_present, self._notify)
+        self._adapters = ResidentAdapters(loader, table, self._results)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
         self._on_kv_bytes = on_kv_bytes
         self._told_blocks = 0
@@ -110,11 +86,11 @@ class DeviceExecutor:
         for transfer in plan.transfers:
             self._start_transfer(transfer)
         for transfer_id in plan.promoted_transfers:
-            self._loader.promote(transfer_id)
-        self._take_loads()
+            self._adapters.promote(transfer_id)
+        self._adapters.take_loads()
         self._tell_kv_bytes()
         rows: list[RowResult] = []
-        with self._loader.unwatched():
+        with self._adapters.unwatched():
             for batch in plan.sub_batches:
                 rows.extend(self._run_batch(batch))
         self._results.append(StepResult(plan.step_id, tuple(rows)))
@@ -128,7 +104,7 @@ class DeviceExecutor:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return []
-        self._take_loads()
+        self._adapters.take_loads()
         results = list(self._results)
         self._results.clear()
         return results
@@ -142,10 +118,8 @@ class DeviceExecutor:
         if self._closed:
             return
         self._closed = True
-        self._loader.close()
+        self._adapters.close()
         os.close(self._event_fd)
-        self._resident.clear()
-        self._lora_table.clear()
         self._runner.close()
 
     def _notify(self) -> None:
@@ -160,14 +134,13 @@ class DeviceExecutor:
         except Exception as error:
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
             reason = f"the step failed: {type(error).__name__}: {error}"
-            return [
-                RowResult(request_id, Outcome.FAILED, error=reason)
-                for request_id in batch.request_ids
-            ]
+            return failures(batch.request_ids, reason)
 
     def _compute(self, batch: SubBatch) -> list[RowResult]:
         states, inputs = self._lower(batch)
-        return self._finish_rows(batch, states, self._forward(batch, inputs, None), frozenset())
+        return self._row_results.make(
+            batch, states, self._forward(batch, inputs, None), frozenset()
+        )
 
     def _lower(self, batch: SubBatch) -> tuple[list[RequestState], ForwardInputs]:
         states = [self._requests[request_id] for request_id in batch.request_ids]
@@ -177,7 +150,7 @@ class DeviceExecutor:
     def _run_assisted(self, batch: SubBatch) -> list[RowResult]:
         """Compute the rows whose adapter moves; retry those for which files are read after all."""
         is_moving = [
-            self._requests[request_id].adapter_id in self._resident
+            self._requests[request_id].adapter_id in self._adapters
             for request_id in batch.request_ids
         ]
         if all(is_moving):
@@ -192,7 +165,7 @@ class DeviceExecutor:
         _LOG.warning("%d of %d cold rows are retried: %s", sum(is_retried), len(is_retried), reason)
         retried = [row for row, retry in enumerate(is_retried) if retry]
         others = [row for row, retry in enumerate(is_retried) if not retry]
-        results = _retries([batch.request_ids[row] for row in retried], reason)
+        results = retries([batch.request_ids[row] for row in retried], reason)
         return results + self._run_batch(_rows_of(batch, others)) if others else results
 
     def _compute_assisted(self, batch: SubBatch) -> list[RowResult]:
@@ -217,7 +190,7 @@ class DeviceExecutor:
             if any(row.start <= start < row.end for start, _ in void_spans)
             or (row.arriving is not None and row.arriving.has_failed())
         )
-        return self._finish_rows(batch, states, logits, void)
+        return self._row_results.make(batch, states, logits, void)
 
     def _cold_rows(
         self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
@@ -229,7 +202,7 @@ class DeviceExecutor:
                 adapter.arriving,
             )
             for row, (split_layer, adapter) in enumerate(
-                zip(batch.split_layers, map(self._resident_adapter, states), strict=True)
+                zip(batch.split_layers, self._adapters_of(states), strict=True)
             )
         ]  # fmt: skip
 
@@ -243,41 +216,11 @@ class DeviceExecutor:
             indices = indices[sampling_rows]
         return self._runner.forward(inputs, indices, deltas)
 
-    def _finish_rows(
-        self,
-        batch: SubBatch,
-        states: Sequence[RequestState],
-        logits: torch.Tensor,
-        void: Collection[int],
-    ) -> list[RowResult]:
-        """Sample, and keep what was drawn; rows in ``void`` are retried."""
-        reason = "a CPU worker or a copy of the adapter failed"
-        results = _retries([batch.request_ids[row] for row in void], reason)
-        sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
-        if not sampling_rows:
-            return results
-        for row in sampling_rows:
-            states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
-        drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
-        for row, sampled in zip(sampling_rows, drawn, strict=True):
-            request_id = batch.request_ids[row]
-            if row in void:
-                continue
-            if sampled.error is not None:
-                results.append(RowResult(request_id, Outcome.FAILED, error=sampled.error))
-                continue
-            states[row].append(sampled.token_id)
-            logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
-            results.append(
-                RowResult(request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs)
-            )
-        return results
-
     def _pack(self, batch: SubBatch, states: Sequence[RequestState]) -> PackedRows:
         spans = zip(states, batch.start_positions, batch.num_tokens, strict=True)
         token_ids = np.concatenate([s.tokens[start : start + num] for s, start, num in spans])
         assert len(token_ids) == sum(batch.num_tokens), "a row computes tokens nobody knows"
-        adapters = [self._resident_adapter(state) for state in states]
+        adapters = self._adapters_of(states)
         return PackedRows(
             token_ids=token_ids,
             starts=np.array(batch.start_positions, dtype=np.int64),
@@ -288,53 +231,15 @@ class DeviceExecutor:
             ranks=tuple(adapter.max_rank for adapter in adapters),
         )
 
-    def _resident_adapter(self, state: RequestState) -> _Resident:
-        return _BASE if state.adapter_id == 0 else self._resident[state.adapter_id]
+    def _adapters_of(self, states: Iterable[RequestState]) -> list[ResidentAdapter]:
+        return [self._adapters[state.adapter_id] for state in states]
 
     def _start_transfer(self, transfer: Transfer) -> None:
         if transfer.kind is TransferKind.LOAD_ADAPTER:
             self._give_back_free_blocks()
-            self._loader.start(transfer)
-            return
-        resident = self._resident.pop(transfer.adapter_id, None)
-        if resident is not None:
-            self._lora_table.remove(resident.table_row)
-        self._results.append(TransferResult(transfer.transfer_id))
-
-    def _take_loads(self) -> None:
-        """Enter adapters that move or have arrived into the kernels' table."""
-        for event in self._loader.take_events():
-            if isinstance(event, StartedLoad):
-                self._enter(event.adapter_id, event.arrival.adapter, event.arrival)
-            elif isinstance(event, LoadProgress):
-                self._results.append(TransferProgress(event.transfer_id, event.num_groups))
-            else:
-                self._end_load(event)
-
-    def _enter(
-        self, adapter_id: AdapterId, adapter: DeviceAdapter, arriving: Copied | None
-    ) -> str | None:
-        """Give an adapter a row of the table; returns the reason if there is none."""
-        try:
-            row = self._lora_table.add(adapter)
-        except Exception as failure:
-            _LOG.exception("adapter %d found no place", adapter_id)
-            return str(failure)
-        self._resident[adapter_id] = _Resident(row, adapter.max_rank, arriving)
-        return None
-
-    def _end_load(self, loaded: LoadedAdapter) -> None:
-        resident = self._resident.get(loaded.adapter_id)
-        error = loaded.error
-        if loaded.adapter is None:
-            if resident is not None:
-                del self._resident[loaded.adapter_id]
-                self._lora_table.remove(resident.table_row)
-        elif resident is not None:
-            resident.arriving = None
+            self._adapters.load(transfer)
         else:
-            error = self._enter(loaded.adapter_id, loaded.adapter, None)
-        self._results.append(TransferResult(loaded.transfer_id, error))
+            self._adapters.evict(transfer)
 
     def _tell_kv_bytes(self) -> None:
         if self._on_kv_bytes is not None and self._num_touched_blocks != self._told_blocks:
@@ -346,10 +251,6 @@ class DeviceExecutor:
         used = self._requests.blocks_in_use()
         self._runner.pool.release(b for b in range(self._num_touched_blocks) if b not in used)
         self._num_touched_blocks = max(used, default=-1) + 1
-
-
-def _retries(request_ids: Iterable[RequestId], reason: str) -> list[RowResult]:
-    return [RowResult(request_id, Outcome.RETRY, error=reason) for request_id in request_ids]
 
 
 def _rows_of(batch: SubBatch, rows: Sequence[int]) -> SubBatch:

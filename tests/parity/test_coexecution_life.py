@@ -122,7 +122,7 @@ def test_files_that_must_be_read_after_all(
 ) -> None:
     """The arena gave the adapter up between the decision to start and its load."""
     before = engine.core.stats().num_retried_rows
-    loader: Any = engine.executor._loader
+    loader: Any = engine.executor._adapters._loader
     monkeypatch.setattr(loader, "_fetch_present", lambda adapter_id: None)
     with engine.chunks(split_at(NUM_LAYERS)):
         engine.ask("patterns", prompts(1, seed=15)[0])

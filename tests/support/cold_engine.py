@@ -225,9 +225,9 @@ class ColdEngine:
         memory = self.scheduler.memory
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
         assert memory.pool.num_used_blocks == memory.num_open_transfers == 0
-        table = self.executor._lora_table
+        table = self.executor._adapters._table
         assert table.num_free_rows == table.capacity
-        assert self.executor._resident == {}
+        assert self.executor._adapters._resident == {}
         arena = self.arena
         assert arena._referenced_bytes() == 0
         arena.check_invariants()
@@ -235,7 +235,7 @@ class ColdEngine:
 
     @property
     def arena(self) -> Any:
-        fetch = self.executor._loader._fetch_present
+        fetch = self.executor._adapters._loader._fetch_present
         host = next(
             cell.cell_contents
             for cell in fetch.__closure__

@@ -29,6 +29,7 @@ from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.lower import ForwardInputs
 from corun.gpu.model.sampler import SampledRow
 from corun.gpu.model.targets import build_target_map
+from corun.gpu.row_results import RowResults
 from corun.gpu.step import DeltaPass
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.engine.request import Request
@@ -157,17 +158,21 @@ class _Runner:
         return torch.isclose(y, wanted, rtol=1e-3, atol=1e-4).all(dim=1)
 
 
-class _Executor(DeviceExecutor):
+class _RowResults(RowResults):
     """Looks whether all tokens that count are right."""
 
-    def _finish_rows(
+    def __init__(self, runner: _Runner) -> None:
+        super().__init__(_Sampler())  # type: ignore[arg-type]
+        self._runner = runner
+
+    def make(
         self, batch: SubBatch, states: Any, logits: torch.Tensor, void: Collection[int]
     ) -> list[RowResult]:
-        start, is_right = 0, self._runner.is_right  # type: ignore[attr-defined]
+        start, is_right = 0, self._runner.is_right
         for row, num_tokens in enumerate(batch.num_tokens):
             assert row in void or all(is_right[start : start + num_tokens]), "wrong deltas count"
             start += num_tokens
-        return super()._finish_rows(batch, states, logits, void)
+        return super().make(batch, states, logits, void)
 
 
 class _Sampler:
@@ -193,11 +198,13 @@ class LoadingEngine:
         exchange = Exchange(self.device, compute, compute)
         num_layers = 1 + max(target.layer for target in _target_map().targets)
         assistant = Assistant(exchange, self.backend, add_from_host, None, num_layers)
-        self.executor = _Executor(
-            _Runner(self), _Sampler(), self.table,  # type: ignore[arg-type]
+        runner = _Runner(self)
+        self.executor = DeviceExecutor(
+            runner, _Sampler(), self.table,  # type: ignore[arg-type]
             AdapterFetch(self._fetch, self._fetch_present),
             max_model_len=64, assistant=assistant,
         )  # fmt: skip
+        self.executor._row_results = _RowResults(runner)
         self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
         self.digests: dict[str, str] = {}
         self.served: dict[str, AdapterId] = {}
@@ -277,9 +284,9 @@ class LoadingEngine:
         assert not any(slot.is_given for slot in self.device._events._slots), "events are kept"
         memory = self.scheduler.memory
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
-        loader = self.executor._loader
+        loader = self.executor._adapters._loader
         assert not (loader._under_way or loader._fetching or loader._deferred)
-        assert not self.contents and not self.executor._resident
+        assert not self.contents and not self.executor._adapters._resident
 
     def close(self) -> None:
         self.link.is_open = True
@@ -291,7 +298,7 @@ class LoadingEngine:
         """What the rows of the kernels' table hold."""
         return {
             resident.table_row: self.contents[adapter_id]
-            for adapter_id, resident in self.executor._resident.items()
+            for adapter_id, resident in self.executor._adapters._resident.items()
         }
 
     def _submit(self, plan: StepPlan) -> None:
