@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..runtime.adapters.resolved import AdapterReader
-from ..runtime.errors import AdapterError, ResourceError
+from ..runtime.adapters.digest import ContentDigest
+from ..runtime.adapters.resolved import AdapterReader, TakeTensor
+from ..runtime.errors import AdapterError, CorunError, ResourceError
 from ..shm.arena import HostArena
 from ..shm.arena_entry import ArenaEntry, ArenaFullError, entry_bytes
 from ..shm.errors import ShmError
+from .adapter_reading import AdapterReading
 from .device.host_memory import TorchDevice
 from .lora.adapter_layout import AdapterLayout, GroupPlan
 
@@ -41,21 +43,51 @@ class StoredFacts:
 
 
 class HostAdapter:
-    """One adapter in the arena, referenced until ``release``."""
+    """One adapter in the arena, or on its way there; referenced until ``release``."""
 
-    def __init__(self, arena: HostArena, entry: ArenaEntry, parts: Sequence[torch.Tensor]) -> None:
-        """``parts``: the bytes of each region, uint8."""
+    def __init__(
+        self, arena: HostArena, entry: ArenaEntry, parts: Sequence[torch.Tensor],
+        reading: AdapterReading | None = None,
+    ) -> None:  # fmt: skip
+        """``parts``: the bytes of each region, uint8. ``reading``: what fills them, if anything."""
         self._arena = arena
         self._entry = entry
         self.places = entry.regions
         self.parts = tuple(parts)
+        self._reading = reading
         self._is_released = False
+
+    @property
+    def num_whole(self) -> int:
+        """Regions, from the first on, that may be read; never fewer than before."""
+        return len(self.places) if self._reading is None else self._reading.num_regions
+
+    @property
+    def error(self) -> CorunError | None:
+        """Why the other regions will never be whole, once that is known."""
+        return None if self._reading is None else self._reading.error
+
+    @property
+    def is_read(self) -> bool:
+        """Whether no more regions will become whole."""
+        return self._reading is None or self._reading.is_over
+
+    def read(self, on_layer: Callable[[], None]) -> None:
+        """Read the files, if there is anything to read; see ``AdapterReading.run``."""
+        if self._reading is not None:
+            self._reading.run(on_layer)
+
+    def wait_whole(self, num_regions: int, timeout_s: float) -> bool:
+        """Wait until so many regions are whole; False if they will not be, or not in time."""
+        return self._reading is None or self._reading.wait(num_regions, timeout_s)
 
     def release(self) -> None:
         """End the reference: nobody reads the regions on its account any more. Idempotent."""
         if not self._is_released:
             self._is_released = True
             self.parts = ()
+            if self._reading is not None:
+                self._reading.stop()
             self._arena.release(self._entry)
 
 
@@ -78,6 +110,7 @@ class AdapterStore:
         self._bytes: torch.Tensor | None = self._memory.tensor(
             0, (arena.segment.num_bytes,), torch.uint8
         )
+        self._contents: dict[str, ContentDigest] = {}  # of what was registered, by its name
 
     def register(self, path: str) -> StoredFacts:
         """Read and check an adapter, and keep it in the arena if there is room.
@@ -95,22 +128,22 @@ class AdapterStore:
                 if full_for_good and not self._is_device_memory:
                     raise AdapterError(str(error)) from error
                 _LOG.debug("%s is checked and not kept: %s", path, error)
-                self.layout.check(source.tensors())
+                _read_all(source, self.layout.check)
             else:
-                entry = self._fill(entry, plans, source, expected=None, path=path)
-                self._arena.release(entry)
-            return StoredFacts(source.digest, source.adapter.max_rank, plans, num_bytes)
+                self._keep(entry, plans, source)
+            digest = source.digest
+            self._contents[digest.hexadecimal] = digest
+            return StoredFacts(digest.hexadecimal, source.adapter.max_rank, plans, num_bytes)
 
     def fetch(self, digest: str, path: str) -> HostAdapter:
-        """Refer to the adapter with this content; reads it again if it is not in the arena.
+        """Refer to the adapter with this content, which was registered.
 
-        Raises ``AdapterError`` if the files are not what they were, ``ResourceError`` if there is
-        no room, ``StoreBusyError`` if there may be soon.
+        If it is not in the arena it has a place there when this returns, and the caller must
+        have it filled by ``HostAdapter.read``. Raises ``AdapterError`` if the files are not what
+        they were, ``ResourceError`` if there is no room, ``StoreBusyError`` if there may be soon.
         """
-        entry = self._arena.acquire(digest)
-        if entry is None:
-            entry = self._read_again(digest, path)
-        return HostAdapter(self._arena, entry, self._parts(entry))
+        host = self.fetch_present(digest)
+        return self._read_again(digest, path) if host is None else host
 
     def fetch_present(self, digest: str) -> HostAdapter | None:
         """Refer to the adapter with this content if it is in the arena."""
@@ -123,6 +156,7 @@ class AdapterStore:
 
     def forget(self, digest: str) -> None:
         """Nobody will ask for this content any more."""
+        self._contents.pop(digest, None)
         self._arena.discard(digest)
 
     def keep_within(self, num_bytes: int) -> None:
@@ -143,35 +177,43 @@ class AdapterStore:
         except ShmError as error:
             _LOG.warning("%s", error)
 
-    def _read_again(self, digest: str, path: str) -> ArenaEntry:
-        with self._open(path) as source:
+    def _read_again(self, digest: str, path: str) -> HostAdapter:
+        source = self._open(path)
+        try:
+            source.expect(self._contents[digest])
             plans = self.layout.plan(source.adapter)
-            try:
-                entry = self._arena.reserve([plan.spec for plan in plans])
-            except ArenaFullError as error:
-                kind = ResourceError if error.is_for_good else StoreBusyError
-                raise kind(f"{path}: {error}") from error
-            except ShmError as error:
-                raise ResourceError(f"{path}: {error}") from error
-            return self._fill(entry, plans, source, expected=digest, path=path)
+            entry = self._reserve(plans, path)
+        except BaseException:
+            source.close()
+            raise
+        parts = self._parts(entry)
+        reading = AdapterReading(source, self.layout.writer(plans, parts), self._arena, entry)
+        self._arena.share(entry)
+        return HostAdapter(self._arena, entry, parts, reading)
 
-    def _fill(
-        self, entry: ArenaEntry, plans: Sequence[GroupPlan], source: AdapterReader,
-        *, expected: str | None, path: str,
-    ) -> ArenaEntry:  # fmt: skip
+    def _reserve(self, plans: Sequence[GroupPlan], path: str) -> ArenaEntry:
+        try:
+            return self._arena.reserve([plan.spec for plan in plans])
+        except ArenaFullError as error:
+            kind = ResourceError if error.is_for_good else StoreBusyError
+            raise kind(f"{path}: {error}") from error
+        except ShmError as error:
+            raise ResourceError(f"{path}: {error}") from error
+
+    def _keep(self, entry: ArenaEntry, plans: Sequence[GroupPlan], source: AdapterReader) -> None:
         """Write the adapter to ``entry`` and publish it, or give it up."""
         try:
-            self.layout.fill(plans, self._parts(entry), source.tensors())
-            if expected is not None and source.digest != expected:
-                raise AdapterError(
-                    f"the files in {path} have changed since the adapter was registered; register "
-                    "it again to serve the new content"
-                )
+            _read_all(source, self.layout.writer(plans, self._parts(entry)).write)
         except BaseException:
             self._arena.abandon(entry)
             raise
-        return self._arena.publish(entry, source.digest)
+        self._arena.release(self._arena.publish(entry, source.digest.hexadecimal))
 
     def _parts(self, entry: ArenaEntry) -> list[torch.Tensor]:
         assert self._bytes is not None, "the store is closed"
         return [self._bytes[r.offset : r.offset + r.num_bytes] for r in entry.regions]
+
+
+def _read_all(source: AdapterReader, take: TakeTensor) -> None:
+    for _ in source.read_layers(take):
+        pass

@@ -132,7 +132,12 @@ class HostAdapters:
 
     def fetch(self, digest: str, path: str) -> Arrival:
         """Begin to bring an adapter to the device by its content; see ``AdapterStore.fetch``."""
-        return self._arrival(digest, self._store.fetch(digest, path))
+        host = self._store.fetch(digest, path)
+        host.read(lambda: None)
+        if host.error is not None:
+            host.release()
+            raise host.error
+        return self._arrival(digest, host)
 
     def fetch_present(self, digest: str) -> Arrival | None:
         """``fetch`` if no file must be read for it; else None."""

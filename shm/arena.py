@@ -6,7 +6,8 @@ content, under its digest, and is a list of regions, one per (layer, input group
 are placed as one range where one is free and apart where not, so free memory is lost to
 fragmentation only if no free range is as large as one *layer* of the adapter.
 
-    reserve -> filling   one reference, the filler's; nobody else can see it
+    reserve -> filling   one reference, the filler's; nobody finds it, but the filler may let
+                         others refer to what it has filled already
     publish -> ready     found by its digest; may be referenced by loader, workers, device
     release of the last reference: stays until the room is wanted, the least valuable first
 
@@ -55,7 +56,7 @@ class HostArena:
         self._ranges = RangeAllocator(segment.num_bytes, PAGE_BYTES)
         self._entries: dict[str, ArenaEntry] = {}  # ready, by digest
         self._filling: list[ArenaEntry] = []
-        self._unlisted: list[ArenaEntry] = []  # discarded, and still referenced
+        self._unlisted: list[ArenaEntry] = []  # not to be found, and still referenced
         self._uses = itertools.count(1)
         self._keep_bytes: int | None = None
         self._num_evictions = 0
@@ -121,6 +122,12 @@ class HostArena:
             raise
         return entry
 
+    def share(self, entry: ArenaEntry) -> None:
+        """Let one more refer to an entry that is being filled; ``release`` ends it."""
+        with self._lock:
+            assert entry.state is EntryState.FILLING, entry.state
+            entry.num_references += 1
+
     def publish(self, entry: ArenaEntry, digest: str) -> ArenaEntry:
         """Enter a filled entry under its digest; return it, or the one that was there before.
 
@@ -128,24 +135,23 @@ class HostArena:
         """
         with self._lock:
             assert entry.state is EntryState.FILLING, entry.state
-            self._filling.remove(entry)
             known = self._entries.get(digest)
             if known is not None:
-                self._free(entry)
+                self._end_filling(entry, EntryState.READY)
                 known.num_references += 1
                 self._touch(known)
                 return known
+            self._filling.remove(entry)
             entry.state, entry.digest = EntryState.READY, digest
             self._entries[digest] = entry
             self._touch(entry)
             return entry
 
     def abandon(self, entry: ArenaEntry) -> None:
-        """Give up an entry that was not published."""
+        """Give up an entry that was not published: it goes now, or with its last reference."""
         with self._lock:
             assert entry.state is EntryState.FILLING, entry.state
-            self._filling.remove(entry)
-            self._free(entry)
+            self._end_filling(entry, EntryState.ABANDONED)
 
     def acquire(self, digest: str) -> ArenaEntry | None:
         """Refer to the adapter of this content; None if it is not in the arena."""
@@ -164,8 +170,9 @@ class HostArena:
     def release(self, entry: ArenaEntry) -> None:
         """End one reference."""
         with self._lock:
-            assert entry.state is EntryState.READY, entry.state
-            assert entry.num_references > 0, "released more often than acquired"
+            assert entry.state is not EntryState.GONE, entry.state
+            num_others = int(entry.state is EntryState.FILLING)  # the filler ends its own otherwise
+            assert entry.num_references > num_others, "released more often than acquired"
             entry.num_references -= 1
             self._touch(entry)
             if entry.num_references:
@@ -220,7 +227,7 @@ class HostArena:
             for entry in self._unlisted:
                 assert entry.is_discarded and entry.num_references
             for entry in self._filling:
-                assert entry.state is EntryState.FILLING and entry.num_references == 1
+                assert entry.state is EntryState.FILLING and entry.num_references
 
     def _all_entries(self) -> Iterable[ArenaEntry]:
         return itertools.chain(self._entries.values(), self._filling, self._unlisted)
@@ -276,6 +283,16 @@ class HostArena:
         del self._entries[entry.digest]
         self._num_evictions += 1
         self._free(entry)
+
+    def _end_filling(self, entry: ArenaEntry, state: EntryState) -> None:
+        """End the filler's reference to an entry that nobody will find."""
+        self._filling.remove(entry)
+        entry.num_references -= 1
+        if not entry.num_references:
+            self._free(entry)
+            return
+        entry.state, entry.is_discarded = state, True
+        self._unlisted.append(entry)
 
     def _free(self, entry: ArenaEntry) -> None:
         entry.state = EntryState.GONE

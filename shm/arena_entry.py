@@ -48,6 +48,7 @@ class EntryState(enum.Enum):
 
     FILLING = "filling"
     READY = "ready"
+    ABANDONED = "abandoned"  # never published, and still referenced
     GONE = "gone"  # a handle kept too long
 
 

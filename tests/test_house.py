@@ -58,6 +58,7 @@ _ALLOWED_IMPORTS = {
         "runtime.errors",
         "runtime.config",
         # Plain data of an adapter, on its way to the device.
+        "runtime.adapters.digest",
         "runtime.adapters.target_map",
         "runtime.adapters.resolved",
         "runtime.adapters.tensor_names.EXPERTS_REASON",

@@ -7,7 +7,7 @@ way for every adapter. Knows nothing of files or of room in the arena.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,32 +75,17 @@ class AdapterLayout:
                 plans.append(GroupPlan(key, region, loras))
         return tuple(plans)
 
-    def fill(
-        self,
-        plans: Sequence[GroupPlan],
-        parts: Sequence[torch.Tensor],
-        tensors: Iterable[tuple[RawTensor, memoryview]],
-    ) -> None:
-        """Check and convert ``tensors`` and write them to their places.
-
-        ``parts``: of each plan its region's bytes, uint8. Raises ``AdapterError`` naming the
-        tensor if a value is not finite, or overflows the type.
-        """
+    def writer(self, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]) -> "RegionWriter":
+        """What fills regions. ``parts``: of each plan its region's bytes, uint8."""
         places: dict[str, tuple[np.ndarray, bool]] = {}
         for plan, part in zip(plans, parts, strict=True):
             write_header(plan.region, part.numpy().data)
             self._places_of(plan, part, places)
-        for raw, data in tensors:
-            matrix = bits_of(to_tensor(raw, data, self.dtype))
-            place, is_a = places.pop(raw.name)
-            write = self.matrices.write_a if is_a else self.matrices.write_b
-            write(matrix, place)
-        assert not places, f"not written: {sorted(places)}"
+        return RegionWriter(self, places)
 
-    def check(self, tensors: Iterable[tuple[RawTensor, memoryview]]) -> None:
-        """Do what ``fill`` does, but for the writing."""
-        for raw, data in tensors:
-            to_tensor(raw, data, self.dtype)
+    def check(self, raw: RawTensor, data: memoryview) -> None:
+        """Do what the writer does, but for the writing."""
+        to_tensor(raw, data, self.dtype)
 
     def matrices_in(self, place: Place, part: torch.Tensor) -> tuple[TargetMatrices, ...]:
         """What a filled region holds (``part``: its bytes on the CPU), by its own header."""
@@ -152,3 +137,27 @@ class AdapterLayout:
 
     def _b_shape(self, target: Target, rank: int) -> tuple[int, ...]:
         return self.matrices.b_shape(target.out_features, rank, self.dtype.itemsize)
+
+
+class RegionWriter:
+    """Writes an adapter's tensors to their places in regions, in any order."""
+
+    def __init__(self, layout: AdapterLayout, places: dict[str, tuple[np.ndarray, bool]]) -> None:
+        """``places``: by a tensor's name the bits of its matrix, and whether it is an A."""
+        self._layout = layout
+        self._places = places
+
+    def write(self, raw: RawTensor, data: memoryview) -> None:
+        """Check, convert and write one tensor.
+
+        Raises ``AdapterError`` naming it if a value is not finite, or overflows the type.
+        """
+        matrix = bits_of(to_tensor(raw, data, self._layout.dtype))
+        place, is_a = self._places.pop(raw.name)
+        matrices = self._layout.matrices
+        (matrices.write_a if is_a else matrices.write_b)(matrix, place)
+
+    @property
+    def missing(self) -> list[str]:
+        """Tensors that have not been written."""
+        return sorted(self._places)

@@ -65,9 +65,10 @@ def run_check(
     target_map = target_map_of(ModelSource(model, revision, trust_remote_code))
     try:
         with open_adapter(adapter, target_map, max_rank=max_rank) as source:
-            for tensor, data in source.tensors():
-                check_values(tensor, data)
-            return CheckReport(str(adapter), model, (), source.spec, source.adapter, source.digest)
+            for _ in source.read_layers(check_values):
+                pass
+            digest = source.digest.hexadecimal
+            return CheckReport(str(adapter), model, (), source.spec, source.adapter, digest)
     except ResolveError as error:
         return CheckReport(str(adapter), model, error.problems)
     except AdapterError as error:

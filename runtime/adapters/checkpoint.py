@@ -1,19 +1,16 @@
-"""Reads adapter_model.safetensors of a PEFT directory, and digests what an adapter computes.
+"""Reads adapter_model.safetensors of a PEFT directory, tensor by tensor in any order.
 
 Files are read and never memory-mapped: a file that is truncated while it is in use must be an
 error, not a signal that kills the process. Tensors are read one by one, so that the largest of
 them is all that is held beside their destination. Knows nothing of modules or kernels.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
 from ..errors import AdapterError
-from .lora_spec import LoraSpec
 from .resolved import RawTensor
 from .safetensors_header import LENGTH_BYTES, HeaderError, parse_header
 
@@ -45,18 +42,25 @@ class Checkpoint:
             self._file.close()
             raise
 
-    def read(self) -> Iterator[tuple[RawTensor, memoryview]]:
-        """Yield every tensor with its bytes, in the order of the names.
+    def read(self, tensors: Iterable[RawTensor]) -> Iterator[tuple[RawTensor, memoryview]]:
+        """Yield ``tensors``, which are some of this file's, with their bytes.
 
-        The bytes are writable and valid until the next tensor. Raises ``AdapterError`` if the
-        file has changed since it was opened; so the last bytes count only once this has ended.
+        The bytes are writable and valid until the next tensor. Raises ``AdapterError`` if they
+        cannot be read. Whether they all are of one content, ``check_unchanged`` says.
         """
-        buffer = memoryview(bytearray(max(tensor.num_bytes for tensor in self.tensors)))
-        for tensor in self.tensors:
-            part = buffer[: tensor.num_bytes]
+        for tensor in tensors:
+            part = self._buffer[: tensor.num_bytes]
             self._read_into(part, self._data_start + tensor.start)
             yield tensor, part
-        self._check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raise ``AdapterError`` if somebody has written the file since it was opened.
+
+        What was read before may be of two adapters then.
+        """
+        before, after = self._stamp, self._read_stamp()
+        if after != before:
+            raise self._changed(f"{before[0]} bytes, then {after[0]}")
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -84,6 +88,7 @@ class Checkpoint:
             ) from error
         if not self.tensors:
             raise AdapterError(f"{self.path} holds no tensors")
+        self._buffer = memoryview(bytearray(max(tensor.num_bytes for tensor in self.tensors)))
 
     def _read_header(self, num_bytes: int) -> tuple[RawTensor, ...]:
         """Read the header of a file of this size. Raises ``HeaderError``."""
@@ -108,15 +113,9 @@ class Checkpoint:
             except OSError as error:
                 raise self._unreadable(error) from error
             if num == 0:
-                self._check_unchanged()
+                self.check_unchanged()
                 raise self._changed(f"it ends before byte {position + part.nbytes}")
             num_read += num
-
-    def _check_unchanged(self) -> None:
-        """Whoever writes the file now may have mixed two adapters."""
-        before, after = self._stamp, self._read_stamp()
-        if after != before:
-            raise self._changed(f"{before[0]} bytes, then {after[0]}")
 
     def _read_stamp(self) -> tuple[int, int]:
         try:
@@ -132,33 +131,6 @@ class Checkpoint:
 
     def _unreadable(self, error: OSError) -> AdapterError:
         return AdapterError(f"cannot read {self.path}: {error.strerror or error}")
-
-
-class ContentDigest:
-    """Hexadecimal SHA-256 of what an adapter computes: configuration and tensors.
-
-    The same content has the same digest in any directory; a field that changes nothing in the
-    result (the base model's name, dropout, PEFT's version) does not enter.
-    """
-
-    def __init__(self, spec: LoraSpec) -> None:
-        """Begin with the configuration."""
-        self._digest = hashlib.sha256()
-        self._add_part(json.dumps(spec.effective_fields(), sort_keys=True).encode())
-
-    def add(self, tensor: RawTensor, data: memoryview) -> None:
-        """Go on with a tensor; they must come in the order of their names."""
-        self._add_part(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
-        self._add_part(data)
-
-    def hexdigest(self) -> str:
-        """The digest of all that was added."""
-        return self._digest.hexdigest()
-
-    def _add_part(self, part: bytes | memoryview) -> None:
-        """Add a part with its length, so that no two sequences of parts are the same bytes."""
-        self._digest.update(len(part).to_bytes(8, "little"))
-        self._digest.update(part)
 
 
 def _check_format(directory: Path, path: Path) -> None:

@@ -1,14 +1,16 @@
-"""Opens a PEFT directory for one model: what it is first, its tensors in one pass."""
+"""Opens a PEFT directory for one model: what it is first, its tensors layer by layer."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from .checkpoint import Checkpoint, ContentDigest
+from ..errors import AdapterError
+from .checkpoint import Checkpoint
+from .digest import ContentDigest, LayerDigest, digest_head
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
 from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from .resolved import RawTensor, ResolvedAdapter
+from .resolved import RawTensor, ResolvedAdapter, TakeTensor
 from .target_map import TargetMap
 
 
@@ -20,27 +22,68 @@ class OpenAdapter:
         self.spec = spec
         self.adapter = adapter
         self._checkpoint = checkpoint
-        self._digest: str | None = None
+        kinds = [(tensor.name, tensor.dtype, tensor.shape) for tensor in checkpoint.tensors]
+        self._head = digest_head(spec.effective_fields(), kinds)
+        self._digest: ContentDigest | None = None
+        self._expected: ContentDigest | None = None
 
     @property
-    def digest(self) -> str:
-        """Hexadecimal SHA-256 of configuration and tensors, once all have been read."""
+    def digest(self) -> ContentDigest:
+        """Of configuration and tensors, once all have been read."""
         assert self._digest is not None, "not all tensors have been read"
         return self._digest
 
-    def tensors(self) -> Iterator[tuple[RawTensor, memoryview]]:
-        """Read the tensors in the order of their names and digest them on the way."""
-        digest = ContentDigest(self.spec)
-        for tensor, data in self._checkpoint.read():
-            digest.add(tensor, data)
-            yield tensor, data
-        self._digest = digest.hexdigest()
+    def expect(self, digest: ContentDigest) -> None:
+        """Read nothing but this content; raises ``AdapterError`` if it cannot be it."""
+        self._expected = digest
+        if self._head != digest.head:
+            raise self._changed()
+
+    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+        """Hand the tensors over by layers, and in a layer in the order of their names.
+
+        A layer is yielded when it is whole and, after ``expect``, has been found to be the one
+        that is expected.
+        """
+        digests: list[bytes] = []
+        for index, (layer, tensors) in enumerate(self._tensors_by_layer().items()):
+            digest = LayerDigest()
+            for tensor, data in self._checkpoint.read(tensors):
+                digest.add(data)
+                take(tensor, data)
+            digests.append(digest.digest())
+            # Whoever writes the file meanwhile makes no difference while the content is the same.
+            if self._expected is not None and digests[index] != self._expected.layers[index]:
+                raise self._changed()
+            yield layer
+        if self._expected is None:
+            self._checkpoint.check_unchanged()
+        self._digest = ContentDigest(self._head, tuple(digests))
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._checkpoint.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._checkpoint.close()
+        self.close()
+
+    def _tensors_by_layer(self) -> dict[int, list[RawTensor]]:
+        """Layers ascending, which is not the order of names: layers.10 comes before layers.2."""
+        by_layer: dict[int, list[RawTensor]] = {}
+        for lora in sorted(self.adapter.targets, key=lambda lora: lora.target.layer):
+            by_layer.setdefault(lora.target.layer, []).extend((lora.a, lora.b))
+        for tensors in by_layer.values():
+            tensors.sort(key=lambda tensor: tensor.name)
+        return by_layer
+
+    def _changed(self) -> AdapterError:
+        return AdapterError(
+            f"the files in {self._checkpoint.path.parent} have changed since the adapter was "
+            "registered; register it again to serve the new content"
+        )
 
 
 def open_adapter(directory: Path, target_map: TargetMap, *, max_rank: int) -> OpenAdapter:

@@ -3,10 +3,11 @@
 Plain data between the reader, which knows files, and the device half, which knows arithmetic.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from .digest import ContentDigest
 from .target_map import Target
 
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the served types, as safetensors calls them
@@ -53,8 +54,12 @@ class ResolvedAdapter:
         )
 
 
+# Takes one tensor and its bytes, which are valid until it returns.
+TakeTensor = Callable[[RawTensor, memoryview], None]
+
+
 class AdapterReader(Protocol):
-    """An adapter whose configuration and header have been read; its tensors come once, in order.
+    """An adapter whose configuration and header have been read; its values come once, in order.
 
     A context manager, which closes the file.
     """
@@ -65,15 +70,27 @@ class AdapterReader(Protocol):
         ...
 
     @property
-    def digest(self) -> str:
-        """Of the content, hexadecimal; known once ``tensors`` has come to its end."""
+    def digest(self) -> ContentDigest:
+        """Of the content; known once ``read_layers`` has come to its end."""
         ...
 
-    def tensors(self) -> Iterator[tuple[RawTensor, memoryview]]:
-        """Read the tensors one after the other; the bytes are valid until the next one.
+    def expect(self, digest: ContentDigest) -> None:
+        """Read nothing but this content. Before ``read_layers``.
 
-        Raises ``AdapterError`` if the file cannot be read or has changed meanwhile.
+        Raises ``AdapterError`` if it cannot be it: configuration, names or shapes are others.
         """
+        ...
+
+    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+        """Hand the tensors over, first layer first; yield each layer once it is whole.
+
+        What was handed over counts only then, and without ``expect`` only once this has ended.
+        Raises ``AdapterError`` if the file cannot be read or has changed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
         ...
 
     def __enter__(self) -> Self:

@@ -93,6 +93,46 @@ def test_the_same_content_is_kept_once(arena: HostArena) -> None:
     arena.release(first)
 
 
+def test_others_may_refer_to_what_is_being_filled(arena: HostArena) -> None:
+    entry = arena.reserve(layers(2))
+    arena.share(entry)
+    arena.share(entry)
+    arena.release(entry)
+    assert arena.publish(entry, "a") is entry
+    arena.release(entry)
+    with pytest.raises(ArenaFullError):
+        arena.reserve(layers(NUM_PAGES - 1))
+    arena.release(entry)
+    assert is_filled_by(arena, "b", NUM_PAGES - 1)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_is_given_up_stays_until_nobody_refers_to_it(arena: HostArena, is_known: bool) -> None:
+    """Because it failed, or because the same content came in another way meanwhile."""
+    entry = arena.reserve(layers(2))
+    arena.share(entry)
+    if is_known:
+        known = add(arena, "a", 2)
+        assert arena.publish(entry, "a") is known
+        arena.release(known)
+    else:
+        arena.abandon(entry)
+        assert arena.acquire("a") is None
+    arena.check_invariants()
+    before = arena.taken_bytes
+    arena.keep_within(0)
+    arena.keep_within(None)
+    assert arena.taken_bytes == before - is_known * 2 * PAGE_BYTES
+    arena.release(entry)
+    assert entry.state is EntryState.GONE
+    assert arena.taken_bytes == 0
+
+
+def is_filled_by(arena: HostArena, digest: str, num_pages: int) -> bool:
+    add(arena, digest, num_pages)
+    return is_there(arena, digest)
+
+
 def test_the_least_recently_used_goes_first(arena: HostArena) -> None:
     for digest in "abc":
         add(arena, digest, 4)
@@ -251,6 +291,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.filling: list[ArenaEntry] = []
         self.references: list[ArenaEntry] = []
         self.stamps: dict[int, int] = {}  # what was written, by the entry's id
+        self.shared: dict[int, list[ArenaEntry]] = {}  # references to what is being filled
         self.next_stamp = 0
 
     @rule(pages=st.lists(st.integers(1, 5), min_size=1, max_size=4), is_optional=st.booleans())
@@ -268,9 +309,20 @@ class ArenaMachine(RuleBasedStateMachine):
         self.filling.append(entry)
 
     @precondition(lambda self: self.filling)
+    @rule(number=st.integers(0, 99), is_released=st.booleans())
+    def share(self, number: int, is_released: bool) -> None:
+        entry = self.filling[number % len(self.filling)]
+        self.arena.share(entry)
+        if is_released:
+            self.arena.release(entry)
+        else:
+            self.shared.setdefault(id(entry), []).append(entry)
+
+    @precondition(lambda self: self.filling)
     @rule(number=st.integers(0, 99), digest=st.sampled_from("abc"), is_given_up=st.booleans())
     def end_filling(self, number: int, digest: str, is_given_up: bool) -> None:
         entry = self.filling.pop(number % len(self.filling))
+        self.references += self.shared.pop(id(entry), [])
         if is_given_up:
             self.arena.abandon(entry)
         else:

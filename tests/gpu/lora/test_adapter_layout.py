@@ -28,7 +28,9 @@ def fill(
     with open_adapter(directory, target_map, max_rank=64) as source:
         plans = layout.plan(source.adapter)
         parts = [torch.full((plan.region.num_bytes,), 0xA5, dtype=torch.uint8) for plan in plans]
-        layout.fill(plans, parts, source.tensors())
+        writer = layout.writer(plans, parts)
+        assert list(source.read_layers(writer.write)) == sorted({plan.key[0] for plan in plans})
+        assert not writer.missing
     return plans, parts
 
 
@@ -172,4 +174,4 @@ def test_a_value_that_is_not_finite_is_found_on_the_way(tmp_path: Path) -> None:
         fill(tmp_path, layout, target_map)
     source = open_adapter(tmp_path, target_map, max_rank=64)
     with source, pytest.raises(AdapterError, match="not finite"):
-        layout.check(source.tensors())
+        list(source.read_layers(layout.check))

@@ -1,13 +1,19 @@
 """Genuine adapters of PEFT that are spoilt in one way each."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from corun.gpu.model.targets import build_target_map
+from corun.runtime.adapters.digest import ContentDigest
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
+from corun.runtime.adapters.resolved import RawTensor
+from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.errors import AdapterError
+from safetensors.numpy import save_file
 from support.architectures import make_model
 from support.peft_adapters import (
     WEIGHTS,
@@ -22,9 +28,12 @@ _TARGET_MAP = build_target_map(make_model("llama3-rope"))
 
 def read(directory: Path, max_rank: int = 64) -> OpenAdapter:
     with open_adapter(directory, _TARGET_MAP, max_rank=max_rank) as source:
-        for _ in source.tensors():
-            pass
+        list(source.read_layers(_leave))
         return source
+
+
+def _leave(raw: RawTensor, data: memoryview) -> None:
+    """Take nothing."""
 
 
 def test_the_digest_is_the_same_in_any_directory_and_changes_with_content(tmp_path: Path) -> None:
@@ -34,6 +43,7 @@ def test_the_digest_is_the_same_in_any_directory_and_changes_with_content(tmp_pa
     edit_config(tmp_path / "two", base_model_name_or_path="elsewhere", lora_dropout=0.5)
     digest = read(tmp_path / "one").digest
     assert read(tmp_path / "two").digest == digest
+    assert read(tmp_path / "two").digest.hexadecimal == digest.hexadecimal
     assert read(tmp_path / "other").digest != digest
     edit_config(tmp_path / "two", lora_alpha=9)
     assert read(tmp_path / "two").digest != digest
@@ -150,3 +160,122 @@ def test_configurations_of_an_older_peft(tmp_path: Path) -> None:
         merge_weights=False,
     )
     assert len(read(tmp_path).adapter.targets) == 4
+
+
+_MANY_LAYERS = 12  # by name 10 and 11 come before 2
+
+
+def save_layers(directory: Path, *, spoilt_layer: int | None = None) -> TargetMap:
+    """An adapter of many small layers; the model that it is for."""
+    directory.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    tensors, targets = {}, []
+    for layer in range(_MANY_LAYERS):
+        path = f"model.layers.{layer}.q"
+        targets.append(Target(layer, path, layer, 0, 2, 3, path))
+        for matrix, shape in (("A", (1, 2)), ("B", (3, 1))):
+            value = float(layer) + (layer == spoilt_layer)
+            tensors[f"base_model.model.{path}.lora_{matrix}.weight"] = np.full(
+                shape, value, np.float32
+            )
+    save_file(tensors, directory / WEIGHTS)
+    return TargetMap(tuple(targets), {})
+
+
+def registered(directory: Path, target_map: TargetMap) -> ContentDigest:
+    with open_adapter(directory, target_map, max_rank=1) as source:
+        list(source.read_layers(_leave))
+        return source.digest
+
+
+def test_layers_are_read_in_their_order_and_handed_over_before_they_count(tmp_path: Path) -> None:
+    target_map = save_layers(tmp_path)
+    found: list[object] = []
+
+    def take(raw: RawTensor, data: memoryview) -> None:
+        assert raw.num_bytes == data.nbytes
+        found.append(float(np.frombuffer(data, np.float32)[0]))
+
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        for layer in source.read_layers(take):
+            found.append(layer)
+    assert found == [value for layer in range(_MANY_LAYERS) for value in (layer, layer, layer)]
+    assert all(isinstance(layer, int) for layer in found[2::3])
+
+
+@pytest.mark.parametrize("spoilt_layer", [0, 2, 11])
+def test_what_differs_from_what_was_registered_never_counts(
+    tmp_path: Path, spoilt_layer: int
+) -> None:
+    target_map = save_layers(tmp_path)
+    digest = registered(tmp_path, target_map)
+    save_layers(tmp_path, spoilt_layer=spoilt_layer)
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        source.expect(digest)
+        layers = source.read_layers(_leave)
+        assert [next(layers) for _ in range(spoilt_layer)] == list(range(spoilt_layer))
+        with pytest.raises(AdapterError, match="have changed since the adapter was registered"):
+            next(layers)
+
+
+def test_another_configuration_is_seen_before_anything_is_read(tmp_path: Path) -> None:
+    target_map = save_layers(tmp_path)
+    digest = registered(tmp_path, target_map)
+    edit_config(tmp_path, lora_alpha=2)
+    with (
+        open_adapter(tmp_path, target_map, max_rank=1) as source,
+        pytest.raises(AdapterError, match="have changed since the adapter was registered"),
+    ):
+        source.expect(digest)
+
+
+@pytest.mark.parametrize("spoilt_layer", [None, 6])
+def test_files_that_are_written_while_they_are_read(
+    tmp_path: Path, spoilt_layer: int | None
+) -> None:
+    """In place: what is left is read from the new bytes, which count if they are the same."""
+    target_map = save_layers(tmp_path)
+    digest = registered(tmp_path, target_map)
+    save_layers(tmp_path / "new", spoilt_layer=spoilt_layer)
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        source.expect(digest)
+        layers = source.read_layers(_leave)
+        assert next(layers) == 0
+        (tmp_path / WEIGHTS).write_bytes((tmp_path / "new" / WEIGHTS).read_bytes())
+        if spoilt_layer is None:
+            assert list(layers) == list(range(1, _MANY_LAYERS))
+            return
+        for layer in range(1, spoilt_layer):
+            assert next(layers) == layer
+        with pytest.raises(AdapterError, match="have changed"):
+            next(layers)
+
+
+def test_a_file_that_takes_the_place_of_one_that_is_read(tmp_path: Path) -> None:
+    """The open file stays what it was."""
+    target_map = save_layers(tmp_path)
+    digest = registered(tmp_path, target_map)
+    save_layers(tmp_path / "new", spoilt_layer=6)
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        source.expect(digest)
+        layers = source.read_layers(_leave)
+        assert next(layers) == 0
+        (tmp_path / "new" / WEIGHTS).replace(tmp_path / WEIGHTS)
+        assert list(layers) == list(range(1, _MANY_LAYERS))
+        assert source.digest == digest
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        source.expect(digest)
+        with pytest.raises(AdapterError, match="have changed"):
+            list(source.read_layers(_leave))
+
+
+def test_files_that_are_written_while_they_are_registered(tmp_path: Path) -> None:
+    """There is nothing to compare with, so they may be of two adapters."""
+    target_map = save_layers(tmp_path)
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        layers = source.read_layers(_leave)
+        assert next(layers) == 0
+        os.utime(tmp_path / WEIGHTS, ns=(1, 1))
+        with pytest.raises(AdapterError, match="changed while it was read"):
+            list(layers)

@@ -1,0 +1,75 @@
+"""Files of adapters that are read again tensor by tensor, as a test lets them be."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Self
+
+from corun.runtime.adapters.digest import ContentDigest
+from corun.runtime.adapters.resolved import AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
+
+TIMEOUT_S = 30.0
+
+
+class FileGate:
+    """While it is closed, a tensor of a registered adapter is taken only when it is let."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0  # tensors, of files that were read again
+        self._is_open = True
+        self._passes = threading.Semaphore(0)
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def let(self, num_tensors: int) -> None:
+        self._passes.release(num_tensors)
+
+    def wrap(self, source: AdapterReader) -> AdapterReader:
+        """What is read from ``source``, but when the gate says so."""
+        return _GatedReader(source, self)
+
+    def take(self) -> None:
+        """Wait until one more tensor may be taken."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not self._is_open and not self._passes.acquire(timeout=0.001):
+            assert time.monotonic() < deadline_s, "a tensor was never let go"
+        self.num_taken += 1
+
+
+class _GatedReader:
+    def __init__(self, source: AdapterReader, gate: FileGate) -> None:
+        self._source = source
+        self._gate = gate
+        self._is_registered = False
+
+    @property
+    def adapter(self) -> ResolvedAdapter:
+        return self._source.adapter
+
+    @property
+    def digest(self) -> ContentDigest:
+        return self._source.digest
+
+    def expect(self, digest: ContentDigest) -> None:
+        self._is_registered = True
+        self._source.expect(digest)
+
+    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+        def take_when_let(raw: RawTensor, data: memoryview) -> None:
+            self._gate.take()
+            take(raw, data)
+
+        return self._source.read_layers(take_when_let if self._is_registered else take)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
