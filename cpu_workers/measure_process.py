@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from .messages import DeltaMeasurement
-from .process_life import OrphanError, die_with_parent
+from .process_life import OrphanError, die_with_parent, end_quickly
 from .worker_process import ENVIRONMENT, describe_end
 
 
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         die_with_parent(int(arguments[1]))
     except OrphanError:
         return 1
+    end_quickly()
     from .deltas.measure import main as measure
 
     measure(arguments[2:])

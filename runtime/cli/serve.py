@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import sys
 from pathlib import Path
 
@@ -51,11 +52,16 @@ def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
     from ..server.run import serve
 
     server = serve(engine_config, serve_config)
-    if sys.platform == "linux":
-        import uvloop
+    try:
+        if sys.platform == "linux":
+            import uvloop
 
-        return uvloop.run(server)
-    return asyncio.run(server)
+            return uvloop.run(server)
+        return asyncio.run(server)
+    finally:
+        # The interpreter's last garbage collections would take most of a second to look at what
+        # transformers has made; the system takes the memory back anyway.
+        gc.freeze()
 
 
 def _check_directory(path: str, flag: str) -> None:
