@@ -173,6 +173,7 @@ def _connect(
             clock=time.monotonic,
             on_adapter_gone=manager.forget,
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
+            num_host_evictions=lambda: host.arena.num_evictions,
         )
         manager.attach(core)
         _register_adapters(config, manager, adapters, on_progress)

@@ -64,6 +64,7 @@ class EngineCore:
         clock: Callable[[], float],
         on_adapter_gone: Callable[[AdapterId], None] | None = None,
         cpu_workers: Callable[[], CpuWorkerStats] = CpuWorkerStats,
+        num_host_evictions: Callable[[], int] = int,
     ) -> None:
         """Put an engine together.
 
@@ -75,6 +76,7 @@ class EngineCore:
             clock: Seconds, monotonic.
             on_adapter_gone: Told when a dropped version has left the device.
             cpu_workers: Asked for the state of the CPU workers; without them all zero.
+            num_host_evictions: Asked how many adapters have left the host's memory.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -83,6 +85,7 @@ class EngineCore:
         self._clock = clock
         self._on_adapter_gone = on_adapter_gone
         self._cpu_workers = cpu_workers
+        self._num_host_evictions = num_host_evictions
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._names: dict[AdapterId, str] = {}
         self._updates: list[RequestUpdate] = []  # for the next step to return
@@ -190,6 +193,8 @@ class EngineCore:
             cpu_workers=self._cpu_workers(),
             num_retried_rows=counters.num_retried_rows,
             cold_starts=dict(self._scheduler.cold_start_counts()),
+            num_device_evictions=memory.cache.num_evictions,
+            num_host_evictions=self._num_host_evictions(),
         )
 
     def resident_adapters(self) -> frozenset[AdapterId]:

@@ -25,6 +25,7 @@ from .messages import (
     OperationDone,
     Ready,
     RemoveAdapter,
+    ReportStats,
     RequestUpdate,
     Shutdown,
     StartupFailed,
@@ -131,7 +132,8 @@ class EngineHost:
         self._refusals: list[RequestUpdate] = []
         self._failed_operations: list[OperationDone] = []
         self._has_messages = True  # something was handled since the last turn
-        self._stats = EngineStats()
+        self._stats = EngineStats()  # what was told last
+        self._is_asked_for_stats = False
 
     @property
     def can_turn(self) -> bool:
@@ -152,6 +154,8 @@ class EngineHost:
                 self._core.abort(request_ids)
             case AddAdapter() | RemoveAdapter():
                 self._begin_operation(message)
+            case ReportStats():
+                self._is_asked_for_stats = True
 
     def turn(self) -> list[FromEngine]:
         """Take a step; return what is to be told, possibly nothing."""
@@ -160,8 +164,9 @@ class EngineHost:
         updates += self._core.step()
         stats = self._core.stats()
         told: list[FromEngine] = []
-        if updates or stats != self._stats:
+        if updates or stats != self._stats or self._is_asked_for_stats:
             told.append(StepOutputs(tuple(updates), stats))
+            self._is_asked_for_stats = False
         self._open_ids.difference_update(
             update.request_id for update in updates if update.finish_reason is not None
         )

@@ -49,11 +49,15 @@ class RemoveAdapter(Message, frozen=True):
     name: str
 
 
+class ReportStats(Message, frozen=True):
+    """Tell the statistics with the next turn, even if nothing has changed."""
+
+
 class Shutdown(Message, frozen=True):
     """End the engine process; open requests get an error."""
 
 
-ToEngine = AddRequest | AbortRequests | AddAdapter | RemoveAdapter | Shutdown
+ToEngine = AddRequest | AbortRequests | AddAdapter | RemoveAdapter | ReportStats | Shutdown
 
 
 # Engine -> front end.
@@ -157,6 +161,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     cpu_workers: CpuWorkerStats = CpuWorkerStats()
     num_retried_rows: int = 0
     cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
+    num_device_evictions: int = 0  # of adapters
+    num_host_evictions: int = 0
 
 
 class StepOutputs(Message, frozen=True):

@@ -39,6 +39,7 @@ from .inputs import (
 from .lora_client import LoraClient
 from .outputs import LoRARequest, RequestOutput
 from .request_table import RequestTable
+from .stats_client import StatsClient
 from .tokenizer import Tokenizer
 
 
@@ -73,7 +74,7 @@ class AsyncEngine:
         self._engine_ids = itertools.count(1)
         self._open = RequestTable()
         self._loras = LoraClient(client)
-        self._stats = EngineStats()
+        self._stats = StatsClient(client)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -165,8 +166,12 @@ class AsyncEngine:
         return default_sampling(self.get_model_info())
 
     def get_stats(self) -> EngineStats:
-        """Return the engine's latest gauges and totals."""
-        return self._stats
+        """Return the engine's gauges and totals as of its last turn, long ago if it rests."""
+        return self._stats.latest
+
+    async def refresh_stats(self, timeout_s: float) -> EngineStats:
+        """Return the engine's gauges and totals of now; ``get_stats``, if it tells none in time."""
+        return await self._stats.refresh(timeout_s)
 
     # Adapters.
 
@@ -275,7 +280,7 @@ class AsyncEngine:
     def _receive(self, message: FromEngine) -> None:
         match message:
             case StepOutputs(updates, stats):
-                self._stats = stats
+                self._stats.take(stats)
                 unneeded = self._open.take(updates)
                 if unneeded:
                     self._client.send(AbortRequests(unneeded))
@@ -289,6 +294,7 @@ class AsyncEngine:
             self._error = error
             self._dead.set()
             self._loras.fail_all(error)
+            self._stats.stop_waiting()
             self._open.fail_all(error)
 
     def _check_alive(self) -> None:

@@ -53,6 +53,7 @@ class AdapterCache:
         self._idle: dict[AdapterId, _Entry] = {}  # resident and unreferenced, oldest use first
         self._num_waiting: dict[AdapterId, int] = {}
         self._evicting_bytes = 0
+        self._num_evictions = 0
 
     @property
     def used_bytes(self) -> int:
@@ -63,6 +64,11 @@ class AdapterCache:
     def evicting_bytes(self) -> int:
         """Bytes that will be free when the evictions under way have ended."""
         return self._evicting_bytes
+
+    @property
+    def num_evictions(self) -> int:
+        """Adapters that have left the device so far."""
+        return self._num_evictions
 
     def state(self, adapter_id: AdapterId) -> AdapterState:
         """Where the device copy of ``adapter_id`` stands."""
@@ -179,6 +185,7 @@ class AdapterCache:
         """The device copy is gone."""
         entry = self._expect(adapter_id, AdapterState.EVICTING)
         self._evicting_bytes -= entry.num_bytes
+        self._num_evictions += 1
         self._drop(adapter_id, entry)
 
     def fail_evict(self, adapter_id: AdapterId) -> None:

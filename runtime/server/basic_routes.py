@@ -16,6 +16,9 @@ from .model_names import is_listed
 from .responses import ModelCard
 from .state import ServerState
 
+# An engine in a step that takes longer has told all that it knows before the step.
+_STATS_TIMEOUT_S = 0.25
+
 
 class TokenizeRequest(RequestModel):
     """Text, or a conversation as the chat template renders it."""
@@ -57,6 +60,7 @@ class BasicRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""
+        await self._state.engine.refresh_stats(_STATS_TIMEOUT_S)
         body, content_type = self._state.metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

@@ -62,6 +62,10 @@ class EnginePort(Protocol):
         """Return the latest gauges and totals."""
         ...
 
+    async def refresh_stats(self, timeout_s: float) -> EngineStats:
+        """Return the gauges and totals of now; the latest, if the engine tells none in time."""
+        ...
+
     def list_loras(self) -> Sequence[AdapterInfo]:
         """Return all registered adapters, in whatever state."""
         ...

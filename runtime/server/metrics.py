@@ -211,6 +211,14 @@ class ServerMetrics:
             family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
             family.add_metric([self._labels.model_name], value)
             yield family
+        evictions = CounterMetricFamily(
+            self._name("lora_adapter_evictions"),
+            "Adapters that left a level of memory.",
+            labels=["model_name", "level"],
+        )
+        evictions.add_metric([self._labels.model_name, "gpu"], stats.num_device_evictions)
+        evictions.add_metric([self._labels.model_name, "cpu"], stats.num_host_evictions)
+        yield evictions
         starts = CounterMetricFamily(
             self._name("adapter_cold_starts"),
             "Requests whose adapter was not on the device, by how they were started.",

@@ -11,6 +11,7 @@ from corun.runtime.engine.messages import (
     FromEngine,
     OperationDone,
     RemoveAdapter,
+    ReportStats,
     RequestUpdate,
     StepOutputs,
 )
@@ -81,6 +82,17 @@ def test_the_end_of_the_engine_ends_what_is_open(host: EngineHost) -> None:
     ended = host.end_all(EngineDeadError("over"))
     assert final_ids([ended]) == [2]
     assert final_ids([host.end_all(EngineDeadError("over"))]) == []
+
+
+def test_statistics_are_told_to_who_asks(host: EngineHost) -> None:
+    turn_until_idle(host)
+    for _ in range(2):
+        host.handle(ReportStats())
+        (told,) = turn_until_idle(host)
+        assert isinstance(told, StepOutputs)
+        assert told.updates == ()
+    host.handle(AbortRequests((99,)))
+    assert turn_until_idle(host) == []
 
 
 def test_operations_end_once_and_adapters_are_told_first(host: EngineHost) -> None:

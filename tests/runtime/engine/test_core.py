@@ -43,6 +43,7 @@ class Engine:
             clock=lambda: 0.0,
             on_adapter_gone=self.gone.append,
             cpu_workers=lambda: self.workers,
+            num_host_evictions=lambda: 7,
         )
 
     def register(self, name: str, digest: str = "d", num_bytes: int = 200) -> AdapterId:
@@ -197,7 +198,9 @@ class TestAdapters:
         assert ends_of(engine.run()) == {1: "length"}
         assert engine.gone == [adapter_id]
         assert engine.executor.resident_adapters == set()
-        assert engine.core.stats().adapter_bytes_used == 0
+        stats = engine.core.stats()
+        assert stats.adapter_bytes_used == 0
+        assert (stats.num_device_evictions, stats.num_host_evictions) == (1, 7)
 
     def test_a_reload_serves_new_requests_with_the_new_version(self) -> None:
         engine = Engine()

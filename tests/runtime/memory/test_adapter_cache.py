@@ -29,6 +29,7 @@ def test_states_and_bytes_of_a_life() -> None:
     assert (cache.used_bytes, cache.evicting_bytes) == (60, 60)
     cache.finish_evict(adapter_id)
     assert (cache.used_bytes, cache.evicting_bytes) == (0, 0)
+    assert cache.num_evictions == 1
     assert cache.state(adapter_id) is AdapterState.ABSENT
     cache.check_invariants()
 
@@ -40,6 +41,7 @@ def test_a_failed_load_leaves_nothing_and_a_failed_eviction_everything() -> None
     assert cache.used_bytes == 60
     cache.begin_evict(AdapterId(1))
     cache.fail_evict(AdapterId(1))
+    assert cache.num_evictions == 0
     cache.acquire(AdapterId(1))
     cache.check_invariants()
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from corun.runtime.engine.messages import AdapterInfo, EngineStats, ModelInfo
@@ -93,6 +94,7 @@ class FakeEngine:
         self.tokens_per_output = 3
         self.max_open = 1000
         self.fail_after_tokens: int | None = None
+        self.num_steps = 0  # told when asked
         self.held = threading.Event()  # while set, requests make no progress
         self.hold_after_first = True  # held requests give their first output
         self.dies_silently = False  # requests do not notice that the engine is dead
@@ -111,6 +113,10 @@ class FakeEngine:
         )  # fmt: skip
 
     def get_stats(self) -> EngineStats:
+        return self.stats
+
+    async def refresh_stats(self, timeout_s: float) -> EngineStats:
+        self.stats = msgspec.structs.replace(self.stats, num_steps=self.num_steps)
         return self.stats
 
     async def wait_dead(self) -> CorunError:

@@ -179,6 +179,12 @@ def test_counters(start_server: Callable[..., Any], engine: Any) -> None:
     assert num_http("other", "other", "405") == 1
 
 
+def test_every_scrape_asks_the_engine(http: httpx.Client, engine: Any) -> None:
+    for engine.num_steps in (5, 6):
+        samples = read_metrics(http)
+        assert samples["corun:engine_steps_total", (("model_name", "tiny"),)] == engine.num_steps
+
+
 def test_adapter_series_are_capped(http: httpx.Client, engine: Any) -> None:
     template = engine.adapters["upper"]
     for index in range(300):
@@ -210,6 +216,14 @@ def test_cold_starts_show_in_the_metrics(http: httpx.Client, engine: Any) -> Non
     assert samples[name, (model, ("strategy", "assisted"))] == 3
     assert samples[name, (model, ("strategy", "pipelined"))] == 1
     assert samples["corun:retried_rows_total", (model,)] == 2
+
+
+def test_evictions_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
+    engine.stats = EngineStats(num_device_evictions=3, num_host_evictions=2)
+    samples = read_metrics(http)
+    name, model = "corun:lora_adapter_evictions_total", ("model_name", "tiny")
+    assert samples[name, (("level", "gpu"), model)] == 3
+    assert samples[name, (("level", "cpu"), model)] == 2
 
 
 def test_openmetrics_when_asked(http: httpx.Client) -> None:

@@ -1,0 +1,41 @@
+"""The engine's statistics on an event loop: as of its last turn, or as of now."""
+
+import asyncio
+import contextlib
+
+from ..engine.client import EngineClient
+from ..engine.messages import EngineStats, ReportStats
+from ..errors import EngineDeadError
+
+
+class StatsClient:
+    """Keeps what the engine told last, and asks it; however many wait, one question is open."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.latest = EngineStats()
+        self._client = client
+        self._answer: asyncio.Future[None] | None = None
+
+    async def refresh(self, timeout_s: float) -> EngineStats:
+        """Return what the engine tells now, or ``latest`` if it computes, or is dead.
+
+        An engine at rest answers at once, a busy one between two steps.
+        """
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            if self._answer is None:
+                self._client.send(ReportStats())
+                self._answer = asyncio.get_running_loop().create_future()
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._answer)
+        return self.latest
+
+    def take(self, stats: EngineStats) -> None:
+        """Take what the engine tells."""
+        self.latest = stats
+        self.stop_waiting()
+
+    def stop_waiting(self) -> None:
+        """Let go who waits: the engine has answered, or will not."""
+        if self._answer is not None:
+            self._answer.set_result(None)
+            self._answer = None

@@ -1,0 +1,89 @@
+"""Asking an engine for its statistics: one open question, an answer in time or the latest."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.channel_client import OnDeath, OnMessage
+from corun.runtime.engine.messages import EngineStats, Ready, ReportStats, ToEngine
+from corun.runtime.errors import EngineDeadError
+from corun.runtime.frontend.stats_client import StatsClient
+
+LONG_S = 60.0
+NEW = EngineStats(num_steps=7)
+
+
+class Asked:
+    """An engine that is asked, and answers when the test does."""
+
+    config = EngineConfig(model="none")
+
+    def __init__(self) -> None:
+        self.sent: list[ToEngine] = []
+        self.is_dead = False
+
+    async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
+        raise NotImplementedError
+
+    def send(self, message: ToEngine) -> None:
+        if self.is_dead:
+            raise EngineDeadError("gone")
+        self.sent.append(message)
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
+Test = Callable[[StatsClient, Asked], Awaitable[None]]
+
+
+def run(test: Test) -> None:
+    async def body() -> None:
+        engine = Asked()
+        await test(StatsClient(engine), engine)
+
+    asyncio.run(body())
+
+
+def test_two_ask_once_and_both_are_answered() -> None:
+    async def test(stats: StatsClient, engine: Asked) -> None:
+        waiting = [asyncio.create_task(stats.refresh(LONG_S)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert engine.sent == [ReportStats()]
+        stats.take(NEW)
+        assert await asyncio.gather(*waiting) == [NEW, NEW]
+        again = asyncio.create_task(stats.refresh(LONG_S))
+        await asyncio.sleep(0)
+        assert engine.sent == [ReportStats()] * 2
+        stats.take(EngineStats())
+        assert await again == EngineStats()
+
+    run(test)
+
+
+def test_a_busy_engine_is_not_asked_again() -> None:
+    async def test(stats: StatsClient, engine: Asked) -> None:
+        stats.take(NEW)
+        for _ in range(3):
+            assert await stats.refresh(0.001) == NEW
+        assert engine.sent == [ReportStats()]
+        stats.take(EngineStats())
+        assert stats.latest == EngineStats()
+        assert await stats.refresh(0.001) == EngineStats()
+        assert engine.sent == [ReportStats()] * 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_dead_engine_holds_nobody_up(is_known: bool) -> None:
+    async def test(stats: StatsClient, engine: Asked) -> None:
+        stats.take(NEW)
+        engine.is_dead = is_known
+        waiting = asyncio.create_task(stats.refresh(LONG_S))
+        await asyncio.sleep(0)
+        stats.stop_waiting()
+        assert await waiting == NEW
+
+    run(test)
