@@ -16,6 +16,7 @@ import pytest
 from corun.cpu_workers.pool import PoolConfig
 from corun.shm.errors import WorkerUnavailableError
 from corun.shm.job import Job, JobStatus, WorkerStatus
+from support.residue import named_segments
 from support.worker_pool import (
     Driver,
     are_gone,
@@ -265,7 +266,6 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_engine_leaves_nothing(repository: Path, number: signal.Signals) -> None:
-    names = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-c", ENGINE, str(repository / "tests")]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert engine.stdout is not None
@@ -275,7 +275,7 @@ def test_a_killed_engine_leaves_nothing(repository: Path, number: signal.Signals
     engine.send_signal(number)
     engine.communicate(timeout=20)
     wait_until(lambda: are_gone(pids), timeout_s=20)
-    assert not {name for name in set(os.listdir("/dev/shm")) - names if f"-{engine.pid}-" in name}
+    assert not named_segments(engine.pid, *pids)
 
 
 HOG = "while True: pass"

@@ -14,6 +14,7 @@ from corun.cpu_workers.watch import Restarts
 from corun.shm.errors import ShmError, SpaceError
 from corun.shm.job import JobStatus
 from corun.shm.segment import Segment
+from support.residue import named_segments
 from support.worker_pool import (
     Driver,
     are_gone,
@@ -61,12 +62,12 @@ def test_how_slow_jobs_are_may_change_between_them() -> None:
 
 
 def test_nothing_is_left_after_close() -> None:
-    before, names, threads = open_descriptors(), os.listdir("/dev/shm"), threading.active_count()
+    before, threads = open_descriptors(), threading.active_count()
     driver = Driver([case()], make_config(2))
     pids = [supervisor().pid, *(worker.pid for worker in workers())]
     assert len(pids) == 3
     assert driver.run(0, 0) is DONE
-    assert not [name for name in set(os.listdir("/dev/shm")) - set(names) if "corun" in name]
+    assert not named_segments(os.getpid(), *pids)
     driver.close()
     driver.pool.close()
     assert not driver.pool.is_available

@@ -16,6 +16,7 @@ from support.architectures import save_model
 from support.fake_engine import save_tokenizer
 from support.model_profiles import save_made_up_profile
 from support.peft_adapters import save_adapter
+from support.residue import named_segments
 from transformers import AttentionInterface
 
 
@@ -152,10 +153,10 @@ def test_adapters_answer_the_same_and_leave_nothing(
     """The other ways than to read them where they lie."""
     if "link_gib_per_s" in way:
         way = {**way, "profile": profile_of({**options, **way}, tmp_path)}
-    before = held(), mapped_segments(), os.listdir("/dev/shm")
+    before = held(), mapped_segments(), named_segments(os.getpid())
     assert before[1] == 0
     assert adapted_answers({**options, **way}, adapters) == expected
-    assert (held(), mapped_segments(), os.listdir("/dev/shm")) == before
+    assert (held(), mapped_segments(), named_segments(os.getpid())) == before
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
