@@ -9,26 +9,17 @@ both measured in the same process. Prints one JSON line last.
     python bench/gpu_kernels.py --device cpu      # the control flow only, tiny, torch's back ends
 """
 
-import argparse
 import sys
-from pathlib import Path
 
+from gpu_checks.asking import choose, make_parser
 from gpu_checks.importable import make_importable
 
 
 def main() -> None:
     """Run all groups, or, for the process of one group, that group."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
-    parser.add_argument("--groups", default="", help="names by commas, such as 'LoRA decode'")
-    parser.add_argument("--total-s", type=float, default=420.0, help="limit for all together")
-    parser.add_argument("--commit", help="for the report, where the tree has no git")
-    hidden = argparse.SUPPRESS
-    parser.add_argument("--run", help=hidden)
-    parser.add_argument("--kind", help=hidden)
-    parser.add_argument("--limit-s", type=float, help=hidden)
-    parser.add_argument("--figures", type=Path, help=hidden)
+    parser = make_parser(
+        __doc__ or "", "groups", "names by commas, such as 'LoRA decode'", total_s=420.0
+    )
     options = parser.parse_args()
     importable = make_importable()
     if options.run:
@@ -37,11 +28,10 @@ def main() -> None:
 
         run_group(options.run, options.kind, options.limit_s, Figures(options.figures))
         return
-    from gpu_checks.asking import choose
     from gpu_checks.kernel_session import GROUPS, KernelSession
 
     session = KernelSession(options.device, total_s=options.total_s, commit=options.commit)
-    wanted = choose(parser, options.groups, GROUPS)
+    wanted = choose(parser, options.wanted, GROUPS)
     sys.exit(not session.run(wanted, out=options.out, importable=importable))
 
 

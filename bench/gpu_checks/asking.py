@@ -49,6 +49,26 @@ class Answer:
         return made if self.error is None else {**made, "error": self.error}
 
 
+def make_parser(
+    description: str, parts: str, parts_help: str, total_s: float
+) -> argparse.ArgumentParser:
+    """The options of a script that asks part by part, and those that ``ask`` calls it with.
+
+    ``parts`` is what its parts are called; which ones are wanted is the option of that name.
+    """
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="file for the JSON line")
+    parser.add_argument(f"--{parts}", default="", dest="wanted", help=parts_help)
+    parser.add_argument("--total-s", type=float, default=total_s, help="limit for all together")
+    parser.add_argument("--commit", help="for the report, where the tree has no git")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--limit-s", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
 def choose(parser: argparse.ArgumentParser, text: str, known: Sequence[str]) -> list[str]:
     """The names in ``text``, by commas; all that are known if there are none. Ends for others."""
     wanted = [name.strip() for name in text.split(",") if name.strip()]

@@ -189,10 +189,6 @@ class Registrations:
         if errors:
             raise errors[0]
 
-    def remove_all(self) -> None:
-        """Unregister everything; raises like ``remove``."""
-        self.remove(tuple(self._pieces))
-
 
 def register_memory(
     runtime: Runtime,

@@ -39,7 +39,7 @@ class CountingRegistrar:
 def test_large_ranges_are_registered_in_pieces() -> None:
     registrar = CountingRegistrar()
     registrations = Registrations(registrar)
-    registrations.add(PAGE, 5 * PAGE, max_piece_bytes=2 * PAGE)
+    pieces = registrations.add(PAGE, 5 * PAGE, max_piece_bytes=2 * PAGE)
     assert [(p.address, p.num_bytes) for p in registrar.pieces] == [
         (PAGE, 2 * PAGE),
         (3 * PAGE, 2 * PAGE),
@@ -50,7 +50,7 @@ def test_large_ranges_are_registered_in_pieces() -> None:
     for address, num_bytes in ((3 * PAGE - 4, 8), (5 * PAGE, 2 * PAGE), (0, 2 * PAGE)):
         with pytest.raises(DeviceError, match="one registration"):
             registrations.find(address, num_bytes)
-    registrations.remove_all()
+    registrations.remove(pieces)
     assert not registrar.pieces
     assert registrations.find(PAGE, 4) is None
 
