@@ -198,10 +198,15 @@ def test_an_interrupt_withdraws_the_batch_and_leaves_the_engine_sound(engine: En
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     killer = threading.Thread(target=interrupt)
-    killer.start()
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(["fine", fake_engine.SILENT], params())
-    killer.join()
+    # What a shell starts in the background ignores interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        killer.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["fine", fake_engine.SILENT], params())
+        killer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert texts(engine.generate("next", params())) == ["next"]
     assert engine.get_stats().num_running == 0
 
