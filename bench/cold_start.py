@@ -10,7 +10,7 @@ where it spreads over 5 % the cell is inconclusive.
 The times that the planner predicts with are measured once at the start, by what ``corun profile``
 measures; links and worker speeds of cells are put into them by arithmetic. The last line is JSON.
 
-    python bench/cold_start.py [--full | --quick] [--picture cold_start.png] [--ablations]
+    python bench/cold_start.py [--full | --quick] [--only gaps] [--picture cold_start.png]
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 
 from cold import ablations
 from cold.cells import CellResult, Clock, describe_waits, measure_cell
-from cold.gaps import GapResult, measure_gaps
+from cold.gaps import measure_gaps
 from cold.picture import draw
 from cold.rig import Rig, make_config, start_rig
 from cold.verdicts import judge_cells, judge_gaps
@@ -43,6 +43,7 @@ from corun.runtime.engine.profiling import HowMuch, Listener, run_profile
 from paired import report
 from transformers.utils import logging as transformers_logging
 
+_PARTS = ("cells", "gaps", "ablations")
 _GAP_LOAD_RATIO = 1.0
 _ABLATION_CELL = Cell(128, 64, "qkvo", 1.0, 0.1)
 _ABLATION_PAIRS = 9
@@ -67,20 +68,38 @@ def main() -> None:
             config = _with_measured_profile(config, directory, options.profile_s)
         with start_rig(config, SIZES[options.size].vocab, _say) as rig:
             print("\n".join(rig.summary), flush=True)
-            results, left_out = _run_cells(rig, cells, options)
-            gaps = measure_gaps(rig, options.gap_pairs, options.arrivals, _GAP_LOAD_RATIO)
-            figures = _figures(rig, results, left_out, gaps)
-            figures["ablations"] = _short_ablations(rig, options)
             profile = rig.profile
+            figures, bounds = _measure(rig, cells, options)
         if options.ablations:
-            figures["ablations"] |= _long_ablations(profile, config, options, directory)
-        if options.picture:
-            draw(results, options.picture)
+            figures.setdefault("ablations", {}).update(
+                _long_ablations(profile, config, options, directory)
+            )
     workload = {
         "size": asdict(SIZES[options.size]), "rounds": options.rounds, "cpus": engine_and_worker,
         "gap_pairs": options.gap_pairs, "arrivals": options.arrivals,
     }  # fmt: skip
-    report("cold_start", workload, figures, judge_cells(results) | judge_gaps(gaps))
+    report("cold_start", workload, figures, bounds)
+
+
+def _measure(
+    rig: Rig, cells: Sequence[Cell], options: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, bool | None]]:
+    """The parts that are wanted: figures, and what they say of the bounds."""
+    figures = _figures_of(rig.profile)
+    bounds: dict[str, bool | None] = {}
+    if "cells" in options.only:
+        results, left_out = _run_cells(rig, cells, options)
+        figures |= _figures_of_cells(results, left_out)
+        bounds |= judge_cells(results)
+        if options.picture:
+            draw(results, options.picture)
+    if "gaps" in options.only:
+        gaps = measure_gaps(rig, options.gap_pairs, options.arrivals, _GAP_LOAD_RATIO)
+        figures["gaps"] = gaps.to_json()
+        bounds |= judge_gaps(gaps)
+    if "ablations" in options.only:
+        figures["ablations"] = _short_ablations(rig, options)
+    return figures, bounds
 
 
 def _options() -> argparse.Namespace:
@@ -88,6 +107,7 @@ def _options() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="all cells: hours")
     which.add_argument("--quick", action="store_true", help="two cells, to try the script")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
     parser.add_argument("--ablations", action="store_true", help="all of them: minutes more")
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
     parser.add_argument("--rounds", type=int, help="of a cell; default: 9, quick 3")
@@ -170,10 +190,9 @@ def _describe(result: CellResult) -> str:
     )
 
 
-def _figures(
-    rig: Rig, results: Sequence[CellResult], left_out: Sequence[str], gaps: GapResult
-) -> dict[str, Any]:
-    model, quality = rig.profile.model, rig.profile.quality
+def _figures_of(profile: Profile) -> dict[str, Any]:
+    """Of what was measured first."""
+    model, quality = profile.model, profile.quality
     return {
         "profile": {
             "tokens_per_worker": model.tokens_per_worker,
@@ -181,10 +200,14 @@ def _figures(
             "invocation_us_per_token": round(model.invocation_s_per_token * 1e6, 3),
             "busy_reasons": quality.busy_reasons,
         },
+    }
+
+
+def _figures_of_cells(results: Sequence[CellResult], left_out: Sequence[str]) -> dict[str, Any]:
+    return {
         "cells": [result.to_json() for result in results],
         "left_out": left_out,
         "waits_of_all_cells": describe_waits([w for r in results for w in r.waits]),
-        "gaps": gaps.to_json(),
     }
 
 

@@ -5,12 +5,13 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from ..runtime.plan import (
+    RequestId,
     Result,
     RowResult,
     StepPlan,
@@ -133,8 +134,31 @@ class DeviceExecutor:
             return self._compute(batch)
         except Exception as error:
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
+            parts = self._warm_and_cold(batch)
+            if len(parts) > 1:
+                _LOG.warning("warm rows are computed again without the cold ones, and these alone")
+                return [result for part in parts for result in self._run_batch(part)]
             reason = f"the step failed: {type(error).__name__}: {error}"
             return failures(batch.request_ids, reason)
+
+    def _warm_and_cold(self, batch: SubBatch) -> list[SubBatch]:
+        """The parts of a sub-batch, so that neither has to bear what the other one did.
+
+        To compute a row again is harmless: it writes the same keys and values to the same places.
+        """
+        is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
+        warm_rows = [row for row, cold in enumerate(is_cold) if not cold]
+        if batch.kind is not SubBatchKind.ASSISTED or not any(is_cold) or not warm_rows:
+            return [batch]
+        warm = replace(_rows_of(batch, warm_rows), kind=SubBatchKind.MIXED, split_layers=())
+        return [warm, _rows_of(batch, [row for row, cold in enumerate(is_cold) if cold])]
+
+    def _is_cold(self, request_id: RequestId) -> bool:
+        """Whether the adapter is not, or not wholly, on the device."""
+        state = self._requests.get(request_id)
+        if state is None or state.adapter_id not in self._adapters:
+            return True
+        return self._adapters[state.adapter_id].arriving is not None
 
     def _compute(self, batch: SubBatch) -> list[RowResult]:
         states, inputs = self._lower(batch)
@@ -162,7 +186,7 @@ class DeviceExecutor:
         self, batch: SubBatch, is_retried: Sequence[bool], reason: str
     ) -> list[RowResult]:
         """Compute only the other rows."""
-        _LOG.warning("%d of %d cold rows are retried: %s", sum(is_retried), len(is_retried), reason)
+        _LOG.warning("%d of %d rows are retried: %s", sum(is_retried), len(is_retried), reason)
         retried = [row for row, retry in enumerate(is_retried) if retry]
         others = [row for row, retry in enumerate(is_retried) if not retry]
         results = retries([batch.request_ids[row] for row in retried], reason)

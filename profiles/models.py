@@ -4,6 +4,7 @@ A profile is measured by ``corun profile`` and knows nothing of requests or plan
 long something takes. All times are seconds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .curve import Curve, CurveFamily
@@ -24,6 +25,11 @@ class LoraModel:
     prefill_s_per_token_byte: float
     prefill_fixed_s: float
     prefill_s_per_token: float = 0.0
+
+    def decode_s(self, adapter_bytes: Sequence[int]) -> float:
+        """One decode step over all layers, for rows with adapters of these sizes (0 = base)."""
+        total_bytes = sum(adapter_bytes)
+        return self.decode_fixed_s + self.decode_s_per_byte * total_bytes if total_bytes else 0.0
 
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
         """One prefill chunk over all layers."""

@@ -25,7 +25,7 @@ class SubBatchKind(StrEnum):
 
     DECODE = "decode"  # one token per row; can be captured; never waits for a worker
     MIXED = "mixed"  # prefill chunks of resident adapters, with decode rows where that is faster
-    ASSISTED = "assisted"  # rows whose adapter is partly computed by CPU workers
+    ASSISTED = "assisted"  # as MIXED, with rows among them whose adapter is still being loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SubBatch:
     num_tokens: tuple[int, ...]  # tokens to compute
     samples: tuple[bool, ...]  # whether the row reaches the last known token and draws the next
     # ASSISTED only: the row's deltas come from CPU workers in the layers below this one; from it
-    # on each layer waits until its layer group has been loaded.
+    # on each layer waits until its layer group has been loaded. 0 where the adapter is resident.
     split_layers: tuple[int, ...] = ()
 
 

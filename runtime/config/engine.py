@@ -144,8 +144,8 @@ class EngineConfig:
         0.05,
         minimum=0,
         maximum=10,
-        help="Share of a step by which such a request may hold up those that are running; a chunk "
-        "that would take more is cut, and waits if that does not help.",
+        help="Share of a step by which such requests together may hold it up; a chunk that would "
+        "take more is cut, and waits if that does not help.",
     )
     link_gib_per_s: float | None = option(
         None,

@@ -15,7 +15,7 @@ from ...profiles.profile import Profile
 from ..config.engine import EngineConfig
 from ..plan import AdapterId
 from ..planner.cold import AdapterShape
-from ..planner.cold_start import AdapterLayers, PlannedColdStarts
+from ..planner.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
 from ..planner.link import group_of_layers
 from ..planner.planner import Planner, PlannerConfig
 from ..planner.strategy import LoadStrategy
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Slices of one input group that one worker may have: a ring slot each. With fewer workers than
-# there should be a pass may have more; it is refused, and computed without them.
+# Slices of one input group that one worker may have: a ring slot each.
 _RING_SLOTS = 8
 _MAX_COLD_ROWS = 4  # of a step; each may cut one slice more than the tokens need
 _WORKERS_TIMEOUT_S = 60.0
@@ -91,7 +90,6 @@ def start_coexecution(
         workers = _start_workers(config, loaded, host, placement, profile, on_progress)
         if workers is not None:
             undo.callback(workers.close)
-        limits = _limits(config, profile.model, workers)
         add = (
             AddByCopy(_slice_tokens(profile.model), _widths(loaded)[1], loaded.model.device)
             if is_cuda
@@ -112,12 +110,13 @@ def start_coexecution(
         cold_starts = PlannedColdStarts(
             planner,
             layers_of,
-            num_free_workers=lambda: assistant.num_ready_workers,
-            running_step_s=lambda: profile.model.step_s.at(1),
-            max_chunk_tokens=limits,
+            _worker_facts(assistant, profile.model),
+            profile.decode_step_s.at,
         )
         return Coexecution(
-            assistant, cold_starts, limits, _MAX_COLD_ROWS,
+            assistant, cold_starts,
+            min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens),
+            _MAX_COLD_ROWS,
             CpuWorkerStats if workers is None else workers.stats, profile,
             None if workers is None else workers.pool, layers_of, undo.pop_all().close,
         )  # fmt: skip
@@ -243,20 +242,19 @@ def _slice_tokens(model: MachineModel) -> int:
     return -(-model.tokens_per_worker // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def _limits(config: EngineConfig, model: MachineModel, workers: _Workers | None) -> int:
-    """Cold tokens of a step: what was asked for, cut to what the rings hold."""
+def _worker_facts(assistant: "Assistant", model: MachineModel) -> WorkerFacts:
+    """Who is ready now, and how many cold tokens of a step the rings of so many hold."""
     from ...cpu_workers.slices import max_tokens
 
-    limit = min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens)
-    if workers is None:
-        return limit
-    limit_of_rings = max_tokens(
-        num_cores=workers.pool.num_workers,
-        tokens_per_core=model.tokens_per_worker,
-        max_requests=_MAX_COLD_ROWS,
-        max_slices_per_core=_RING_SLOTS,
-    )
-    return min(limit, limit_of_rings)
+    def max_tokens_of(num_workers: int) -> int:
+        return max_tokens(
+            num_cores=num_workers,
+            tokens_per_core=model.tokens_per_worker,
+            max_requests=_MAX_COLD_ROWS,
+            max_slices_per_core=_RING_SLOTS,
+        )
+
+    return WorkerFacts(lambda: assistant.num_ready_workers, max_tokens_of)
 
 
 def _forced(config: EngineConfig) -> LoadStrategy | None:

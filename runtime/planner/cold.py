@@ -1,7 +1,11 @@
-"""What the planner knows of a cold request, and how long its chunks take. Pure."""
+"""What the planner knows of a cold request, and how long a step with a chunk of it takes. Pure.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+All rows of a step share a forward pass, so a chunk costs what it adds to it: the base products
+are of all tokens together, and so are the products that hide the workers' deltas.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
 from .split import LayerTimes
@@ -16,6 +20,38 @@ class AdapterShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ColdPart:
+    """A cold row that is in the step already."""
+
+    num_tokens: int
+    adapter: AdapterShape
+    split_layer: int
+    ready_s: tuple[float, ...]  # by layer, as in ``ColdRequest``
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What a chunk shares its step with."""
+
+    num_tokens: int = 0  # of warm rows in the same forward
+    warm_s: float = 0.0  # what these rows take beyond the base products of so many tokens
+    apart_s: float = 0.0  # rows that decode in a forward of their own, before
+    cold: tuple[ColdPart, ...] = ()
+
+    @property
+    def num_forward_tokens(self) -> int:
+        """Tokens of that forward."""
+        return self.num_tokens + sum(part.num_tokens for part in self.cold)
+
+    def joined_by(self, part: ColdPart) -> "Company":
+        """With one more cold row."""
+        return replace(self, cold=(*self.cold, part))
+
+
+NOBODY = Company()
+
+
+@dataclass(frozen=True, slots=True)
 class ColdRequest:
     """A request whose adapter is not, or not wholly, on the device."""
 
@@ -23,59 +59,113 @@ class ColdRequest:
     adapter: AdapterShape
     ready_s: tuple[float, ...]  # by layer: when its layer group is there, from now; 0 = is
     max_chunk_tokens: int  # that one step may compute of it
+    max_assisted_tokens: int = 0  # that the workers hold of one step; 0 = there are none
+    num_workers: int = 0  # alive
     num_running: int = 0  # other requests, which wait while it holds a step
-    running_step_s: float = 0.0  # one step of theirs
-    num_workers: int = 0  # alive and free of other work
+    company: Company = NOBODY  # of its first step
+    later_company: Company = NOBODY  # of the steps after that
 
 
 def layer_times(
-    model: MachineModel,
-    adapter: AdapterShape,
-    num_tokens: int,
-    ready_s: Sequence[float],
-    num_workers: int,
+    model: MachineModel, request: ColdRequest, num_tokens: int, company: Company
 ) -> LayerTimes:
-    """How long each layer of one chunk takes with either way of computing the deltas.
+    """How long each layer of a step with one chunk takes with either way of computing its deltas.
 
+    ``request.ready_s`` counts from the step's start, the times from the end of ``apart_s``.
     Without workers the assisted times are infinite.
     """
-    layer_s = model.layer_s(num_tokens)
-    lora_s = model.lora.prefill_s(num_tokens, adapter.num_bytes) / model.num_layers
+    all_tokens = num_tokens + company.num_forward_tokens
+    fixed_s = model.layer_s(all_tokens) + company.warm_s / model.num_layers
+    own_s = _lora_layer_s(model, request.adapter, num_tokens)
+    others_s = [_lora_layer_s(model, part.adapter, part.num_tokens) for part in company.cold]
     # Layers are alike but for a few, and a decision asks several times.
-    exposed_s = {
-        rank_sums: _exposed_s(model, rank_sums, num_tokens, num_workers)
-        for rank_sums in set(adapter.rank_sums)
-    }
-    assisted = tuple(layer_s + exposed_s[rank_sums] for rank_sums in adapter.rank_sums)
-    return LayerTimes(assisted, (layer_s + lora_s,) * model.num_layers, tuple(ready_s))
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
+    assisted, device = [], []
+    for layer in range(model.num_layers):
+        with_workers = tuple(
+            index for index, part in enumerate(company.cold) if part.split_layer > layer
+        )
+        key = with_workers, request.adapter.rank_sums[layer]
+        if key not in known:
+            helped = [
+                (company.cold[index].num_tokens, company.cold[index].adapter.rank_sums[layer])
+                for index in with_workers
+            ]
+            own = (num_tokens, request.adapter.rank_sums[layer])
+            known[key] = (
+                _exposed_s(model, [*helped, own], all_tokens, request.num_workers),
+                _exposed_s(model, helped, all_tokens, request.num_workers),
+            )
+        layer_s = fixed_s + sum(
+            seconds for index, seconds in enumerate(others_s) if index not in with_workers
+        )
+        exposed_s, exposed_without_s = known[key]
+        assisted.append(layer_s + exposed_s)
+        device.append(layer_s + exposed_without_s + own_s)
+    held_s = [
+        max((p.ready_s[layer] for p in company.cold if p.split_layer <= layer), default=0.0)
+        for layer in range(model.num_layers)
+    ]
+    return LayerTimes(
+        tuple(assisted),
+        tuple(device),
+        _from(company.apart_s, request.ready_s),
+        _from(company.apart_s, held_s),
+    )
 
 
-def warm_s(model: MachineModel, adapter: AdapterShape, num_tokens: int) -> float:
-    """The same chunk with the whole adapter on the device."""
-    return model.step_s.at(num_tokens) + model.lora.prefill_s(num_tokens, adapter.num_bytes)
+def warm_step_s(model: MachineModel, company: Company) -> float:
+    """A step of ``company`` alone, with all adapters on the device."""
+    lora_s = sum(
+        model.lora.prefill_s(part.num_tokens, part.adapter.num_bytes) for part in company.cold
+    )
+    base_s = model.step_s.at(company.num_forward_tokens)
+    return company.apart_s + company.warm_s + base_s + lora_s
+
+
+def _lora_layer_s(model: MachineModel, adapter: AdapterShape, num_tokens: int) -> float:
+    return model.lora.prefill_s(num_tokens, adapter.num_bytes) / model.num_layers
+
+
+def _from(start_s: float, times_s: Iterable[float]) -> tuple[float, ...]:
+    return tuple([max(0.0, time_s - start_s) for time_s in times_s])
 
 
 def _exposed_s(
-    model: MachineModel, rank_sums: Sequence[int], num_tokens: int, num_workers: int
+    model: MachineModel,
+    rows: Sequence[tuple[int, Sequence[int]]],
+    all_tokens: int,
+    num_workers: int,
 ) -> float:
-    """What the device waits for the workers in one layer, beyond its own products."""
-    if not any(rank_sums):
-        return 0.0
-    if num_workers < 1:
-        return float("inf")
-    rounds, slice_tokens = _slices(num_tokens, model.tokens_per_worker, num_workers)
+    """What the device waits for the workers in one layer, beyond its own products.
+
+    ``rows``: tokens of each assisted row, and its ranks by input group.
+    """
     total_s = 0.0
-    for group, rank_sum in zip(model.groups, rank_sums, strict=True):
-        if rank_sum:
-            delta_s = rounds * group.delta_s.at(rank_sum, slice_tokens)
-            total_s += model.invoke_s(num_tokens) + max(0.0, delta_s - group.base_s.at(num_tokens))
+    for index, group in enumerate(model.groups):
+        helped = [(number, rank_sums[index]) for number, rank_sums in rows if rank_sums[index]]
+        if not helped:
+            continue
+        if num_workers < 1:
+            return float("inf")
+        num_cores, slice_tokens = _slices(
+            sum(number for number, _ in helped), model.tokens_per_worker, num_workers
+        )
+        delta_s = 0.0
+        for number, rank_sum in helped:
+            num_pieces = -(-number // slice_tokens)
+            delta_s += num_pieces * group.delta_s.at(rank_sum, -(-number // num_pieces))
+            total_s += model.invoke_s(number)
+        total_s += max(0.0, delta_s / num_cores - group.base_s.at(all_tokens))
     return total_s
 
 
 def _slices(num_tokens: int, tokens_per_worker: int, num_workers: int) -> tuple[int, int]:
-    """Slices that one worker computes in a row, and the tokens of the longest one.
+    """Cores that compute a pass, and the tokens of one slice.
 
-    ceil(L / c) slices serve L tokens; more slices than workers queue.
+    ceil(L / c) slices serve L tokens; more slices than workers queue, equally many at each.
     """
     num_slices = -(-num_tokens // tokens_per_worker)
-    return -(-num_slices // num_workers), -(-num_tokens // num_slices)
+    num_cores = min(num_slices, num_workers)
+    num_slices = num_cores * -(-num_slices // num_cores)
+    return num_cores, -(-num_tokens // num_slices)

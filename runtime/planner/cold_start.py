@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from ..engine.request import Request
 from ..plan import AdapterId, RequestId
-from ..scheduler.cold import ColdChunk
+from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
-from .cold import AdapterShape, ColdRequest, warm_s
+from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
+from .company import CompanyModel
+from .first_tokens import FirstTokens
 from .link import LinkLedger, by_layer
 from .planner import Planner
-from .predict import split_chunk
-from .split import Split
+from .predict import plan_step
 from .strategy import Decision, LoadStrategy
 
 _MIN_CHUNK_TOKENS = 16
@@ -33,10 +34,12 @@ class AdapterLayers:
     is_on_host: bool  # its layer groups can move at once; else files must be read first
 
 
-@dataclass(slots=True)
-class _Start:
-    decision: Decision
-    decided_at_s: float
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """The CPU workers as chunks are cut for them."""
+
+    num_ready: Callable[[], int]  # that are alive now
+    max_tokens: Callable[[int], int]  # of one step, that the rings of so many hold
 
 
 class PlannedColdStarts:
@@ -46,28 +49,26 @@ class PlannedColdStarts:
         self,
         planner: Planner,
         layers_of: Callable[[AdapterId], AdapterLayers],
-        *,
-        num_free_workers: Callable[[], int],
-        running_step_s: Callable[[], float],
-        max_chunk_tokens: int,
+        workers: WorkerFacts,
+        decode_step_s: Callable[[int], float],
     ) -> None:
         """Make plans without any load under way.
 
         Args:
             planner: Chooses strategies; its model is what chunks are predicted with.
             layers_of: Looks an adapter version up.
-            num_free_workers: Workers that are alive now.
-            running_step_s: Length of a usual step of the running requests.
-            max_chunk_tokens: Of cold requests, in one step.
+            workers: Asked whenever a chunk is cut, because workers come and go.
+            decode_step_s: One forward of so many rows that decode, without adapters.
         """
         self._planner = planner
         self._layers_of = layers_of
-        self._num_free_workers = num_free_workers
-        self._running_step_s = running_step_s
-        self._max_chunk_tokens = max_chunk_tokens
+        self._workers = workers
+        self._decode_step_s = decode_step_s
         self._ledger = LinkLedger(planner.model.link)
+        self._companies = CompanyModel(planner.model, decode_step_s)
+        self._first_tokens = FirstTokens()
         self._loading: dict[AdapterId, AdapterLayers] = {}
-        self._starts: dict[RequestId, _Start] = {}
+        self._decisions: dict[RequestId, Decision] = {}
         self._blocking: set[AdapterId] = set()
         self._counts: Counter[str] = Counter()
 
@@ -76,6 +77,7 @@ class PlannedColdStarts:
         assert not self._loading, "the link's ledger is of the planner before"
         self._planner = planner
         self._ledger = LinkLedger(planner.model.link)
+        self._companies = CompanyModel(planner.model, self._decode_step_s)
 
     def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
         """A load has been commanded."""
@@ -97,25 +99,26 @@ class PlannedColdStarts:
         self._loading.pop(adapter_id, None)
         self._blocking.discard(adapter_id)
         self._ledger.end(adapter_id, now_s)
+        self._first_tokens.load_ended(adapter_id)
 
-    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
+    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """Decide once for a request whose adapter is loading; then keep to it."""
         layers = self._loading.get(request.adapter_id)
         if layers is None or request.retried_positions:
             return False
-        start = self._starts.get(request.request_id)
-        if start is None:
-            start = _Start(self._decide(request, layers, num_running, now_s), now_s)
-            self._starts[request.request_id] = start
-            self._counts[start.decision.strategy.value] += 1
-            if start.decision.strategy is LoadStrategy.BLOCKING:
+        decision = self._decisions.get(request.request_id)
+        if decision is None:
+            decision = self._decide(request, layers, num_others, rows, now_s)
+            self._decisions[request.request_id] = decision
+            self._counts[decision.strategy.value] += 1
+            if decision.strategy is LoadStrategy.BLOCKING:
                 self._blocking.add(request.adapter_id)
-        return start.decision.strategy in _AT_ONCE
+        return decision.strategy in _AT_ONCE
 
     def next_chunk(
-        self, request: Request, max_tokens: int, num_others: int, now_s: float
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
-        """As many tokens as hold the others up no longer than the configured share.
+        """As many tokens as leave the step, with all that is in it, within the configured share.
 
         None while the request would only wait for its load: the next layer group, or the end of
         the load, lets the scheduler ask again.
@@ -125,16 +128,28 @@ class PlannedColdStarts:
             return None  # the load has failed, and the request is about to be told
         if request.retried_positions[request.num_computed_tokens] > 1:
             return None  # not even what has arrived was of use, so it needs the whole adapter
-        strategy = self._strategy_of(request)
-        cold = self._cold_request(request, layers, num_others, now_s)
-        num_tokens = min(request.num_pending_tokens, max_tokens, self._max_chunk_tokens)
-        while True:
-            split = split_chunk(self._planner.model, cold, num_tokens, strategy)
-            if not num_others or self._is_bearable(cold, num_tokens, split):
-                return ColdChunk(num_tokens, split.layer)
-            if num_tokens <= _MIN_CHUNK_TOKENS:
-                return None
-            num_tokens = max(_MIN_CHUNK_TOKENS, num_tokens // 2)
+        cold = self._cold_request(request, layers, num_others, rows, now_s)
+        chunk = self._cut(request, cold, max_tokens)
+        if chunk is None:
+            self._first_tokens.declined(request.request_id)
+            return None
+        company = cold.company
+        if self._first_tokens.has_begun(request.request_id):
+            company = cold.later_company  # that was reckoned with
+        part = ColdPart(chunk.num_tokens, layers.shape, chunk.split_layer, cold.ready_s)
+        self._first_tokens.planned(
+            request.request_id,
+            warm_step_s(self._planner.model, company.joined_by(part)),
+            is_last=chunk.num_tokens == request.num_pending_tokens,
+        )
+        return chunk
+
+    def step_closed(self, rows: StepRows) -> None:
+        """Note by how much others have made the steps of cold requests longer."""
+        step_s = 0.0
+        if self._first_tokens.are_in_step:
+            step_s = warm_step_s(self._planner.model, self._company(rows, None))
+        self._first_tokens.step_closed(step_s)
 
     def stops_everybody(self) -> bool:
         """Whether a blocking load is under way."""
@@ -142,19 +157,16 @@ class PlannedColdStarts:
 
     def decision(self, request_id: RequestId) -> Decision | None:
         """What was decided for a request that has not ended, if it came cold."""
-        start = self._starts.get(request_id)
-        return None if start is None else start.decision
+        return self._decisions.get(request_id)
 
     def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
         """Compare with what was predicted."""
-        start = self._starts.get(request_id)
-        if start is None:
+        decision = self._decisions.get(request_id)
+        if decision is None:
             return None
-        decision = start.decision
-        if decision.predictions:
-            predicted = decision.predictions[0]
-            measured_s = now_s - start.decided_at_s
-            self._planner.observe(predicted.strategy, predicted.first_token_s, measured_s)
+        lesson = self._first_tokens.came(request_id, now_s)
+        if lesson is not None:
+            self._planner.observe(lesson.strategy, lesson.predicted_s, lesson.measured_s)
         return ColdStart(decision.strategy.value, decision.reason)
 
     def counts(self) -> Mapping[str, int]:
@@ -163,40 +175,86 @@ class PlannedColdStarts:
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended."""
-        self._starts.pop(request_id, None)
+        self._decisions.pop(request_id, None)
+        self._first_tokens.forget(request_id)
 
     def _decide(
-        self, request: Request, layers: AdapterLayers, num_others: int, now_s: float
-    ) -> Decision:
+        self, request: Request, layers: AdapterLayers, num_others: int, rows: StepRows,
+        now_s: float,
+    ) -> Decision:  # fmt: skip
         """Ask the planner, whose predictions hold for adapters in the host's memory only."""
-        decision = self._planner.decide(self._cold_request(request, layers, num_others, now_s))
-        if layers.is_on_host or decision.strategy not in _AT_ONCE:
-            return decision
-        reason = f"its files must be read first; otherwise {decision.reason}"
-        return Decision(LoadStrategy.ASYNC_LOAD, reason)
+        cold = self._cold_request(request, layers, num_others, rows, now_s)
+        decision = self._planner.decide(cold)
+        if not layers.is_on_host and decision.strategy in _AT_ONCE:
+            reason = f"its files must be read first; otherwise {decision.reason}"
+            return Decision(LoadStrategy.ASYNC_LOAD, reason)
+        if decision.predictions:
+            self._first_tokens.expect(
+                request.request_id, request.adapter_id, decision.predictions[0], now_s,
+                is_at_once=decision.strategy in _AT_ONCE,
+            )  # fmt: skip
+        return decision
+
+    def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
+        """The next chunk, if there is one that the step can bear."""
+        strategy = self._strategy_of(request)
+        num_tokens = min(request.num_pending_tokens, max_tokens)
+        if strategy is LoadStrategy.ASSISTED:
+            if cold.max_assisted_tokens:
+                num_tokens = min(num_tokens, cold.max_assisted_tokens)
+            else:
+                strategy = LoadStrategy.PIPELINED
+        while True:
+            step = plan_step(self._planner.model, cold, num_tokens, cold.company, strategy)
+            max_wait_s = self._planner.config.max_stall_share * step.warm_s
+            if not cold.num_running or step.wait_s <= max_wait_s:
+                return ColdChunk(num_tokens, step.split_layer)
+            if num_tokens <= _MIN_CHUNK_TOKENS:
+                return None
+            num_tokens = max(_MIN_CHUNK_TOKENS, num_tokens // 2)
 
     def _strategy_of(self, request: Request) -> LoadStrategy:
         """A row that failed once is computed without workers."""
         if request.retried_positions:
             return LoadStrategy.PIPELINED
-        return self._starts[request.request_id].decision.strategy
+        return self._decisions[request.request_id].strategy
 
     def _cold_request(
-        self, request: Request, layers: AdapterLayers, num_others: int, now_s: float
-    ) -> ColdRequest:
-        by_group = self._ledger.ready_s(request.adapter_id, now_s)
+        self, request: Request, layers: AdapterLayers, num_others: int, rows: StepRows,
+        now_s: float,
+    ) -> ColdRequest:  # fmt: skip
+        company = self._company(rows, now_s)
+        num_workers = self._workers.num_ready()
+        num_assisted_tokens = sum(part.num_tokens for part in company.cold if part.split_layer)
+        max_assisted_tokens = self._workers.max_tokens(num_workers) if num_workers else 0
         return ColdRequest(
             num_tokens=max(1, request.num_pending_tokens),
             adapter=layers.shape,
-            ready_s=by_layer(layers.group_of_layer, by_group),
-            max_chunk_tokens=self._max_chunk_tokens,
+            ready_s=self._ready_s(request.adapter_id, now_s),
+            max_chunk_tokens=rows.max_cold_tokens,
+            max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
+            num_workers=num_workers,
             num_running=num_others,
-            running_step_s=self._running_step_s() if num_others else 0.0,
-            num_workers=self._num_free_workers(),
+            company=company,
+            later_company=self._companies.of_decodes(rows),
         )
 
-    def _is_bearable(self, cold: ColdRequest, num_tokens: int, split: Split) -> bool:
-        """Whether the others wait no longer than their share of what they wait for anyway."""
-        chunk_s = warm_s(self._planner.model, cold.adapter, num_tokens)
-        step_s = chunk_s + cold.running_step_s
-        return split.end_s - chunk_s <= self._planner.config.max_stall_share * step_s
+    def _company(self, rows: StepRows, now_s: float | None) -> Company:
+        """All rows so far; ``now_s`` None = when layers are there does not matter."""
+        return self._companies.of_step(
+            rows,
+            [
+                ColdPart(
+                    chunk.num_tokens,
+                    self._loading[request.adapter_id].shape,
+                    chunk.split_layer,
+                    () if now_s is None else self._ready_s(request.adapter_id, now_s),
+                )
+                for request, chunk in rows.cold_chunks
+            ],
+        )
+
+    def _ready_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...]:
+        """By layer."""
+        by_group = self._ledger.ready_s(adapter_id, now_s)
+        return by_layer(self._loading[adapter_id].group_of_layer, by_group)

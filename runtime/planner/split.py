@@ -18,6 +18,8 @@ class LayerTimes:
     assisted_s: tuple[float, ...]  # with the delta from the workers, exposed waiting included
     device_s: tuple[float, ...]  # with the delta from the device, once the layer group is there
     ready_s: tuple[float, ...]  # when the layer's group is there, from the chunk's start; 0 = is
+    # Until when other rows of the step hold the layer, whoever computes this row's deltas.
+    held_s: tuple[float, ...]
 
     @property
     def num_layers(self) -> int:
@@ -37,7 +39,7 @@ def choose_split(times: LayerTimes) -> Split:
     """The split that ends first; among equals the one with the fewest layers for the workers.
 
     O(layers). A chunk that starts at 0 and splits at S computes layers below S one after the
-    other, and each layer from S on no sooner than its group is there.
+    other, and each layer from S on no sooner than its group is there; no layer before its time.
     """
     return min(_ends(times), key=lambda split: (split.end_s, split.layer))
 
@@ -51,14 +53,15 @@ def _ends(times: LayerTimes) -> Sequence[Split]:
     """All splits, the last layer first."""
     num_layers = times.num_layers
     assisted_before = [0.0]
-    for seconds in times.assisted_s:
-        assisted_before.append(assisted_before[-1] + seconds)
+    for seconds, held_s in zip(times.assisted_s, times.held_s, strict=True):
+        assisted_before.append(max(assisted_before[-1], held_s) + seconds)
     splits = []
     behind_s = 0.0  # device time of layers from S on
     held_until_s = 0.0  # what their groups' arrival leaves possible at best
     for layer in range(num_layers, -1, -1):
         if layer < num_layers:
             behind_s += times.device_s[layer]
-            held_until_s = max(held_until_s, times.ready_s[layer] + behind_s)
+            ready_s = max(times.ready_s[layer], times.held_s[layer])
+            held_until_s = max(held_until_s, ready_s + behind_s)
         splits.append(Split(layer, max(assisted_before[layer] + behind_s, held_until_s)))
     return splits

@@ -61,9 +61,7 @@ class Admission:
         """
         if request.num_in_flight_steps:
             return Verdict.NO_MEMORY  # preempted just now, and what it held is still in use
-        verdict = self._ready_adapter(
-            request, now_s, is_first=is_first, has_cold_seat=draft.max_cold_tokens > 0
-        )
+        verdict = self._ready_adapter(request, draft, now_s, is_first=is_first)
         if verdict is not None:
             return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
@@ -75,7 +73,7 @@ class Admission:
         return Verdict.ADMITTED
 
     def _ready_adapter(
-        self, request: Request, now_s: float, *, is_first: bool, has_cold_seat: bool
+        self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool
     ) -> Verdict | None:
         """Return None if the request can run now; otherwise see to its adapter being loaded."""
         state = self._memory.cache.state(request.adapter_id)
@@ -91,9 +89,10 @@ class Admission:
                 0, request.adapter_bytes, include_waiting=is_first, keep=BASE_ADAPTER
             )
             return Verdict.NO_MEMORY
-        if has_cold_seat and self._cold_starts.may_start(request, len(self._running), now_s):
-            return None
-        return Verdict.LOADING
+        may_start = draft.max_cold_tokens > 0 and self._cold_starts.may_start(
+            request, len(self._running), draft.rows, now_s
+        )
+        return None if may_start else Verdict.LOADING
 
     def _load(self, request: Request, now_s: float, *, is_demand: bool) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
@@ -118,7 +117,7 @@ class Admission:
             draft.add_chunk(request)
             return
         chunk = self._cold_starts.next_chunk(
-            request, draft.max_cold_tokens, len(self._running) - 1, now_s
+            request, draft.max_cold_tokens, len(self._running) - 1, draft.rows, now_s
         )
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)

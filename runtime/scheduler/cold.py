@@ -5,7 +5,7 @@ every request waits for its adapter: ``WarmStarts``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..engine.request import Request
@@ -19,6 +19,17 @@ class ColdChunk:
 
     num_tokens: int
     split_layer: int  # workers compute the deltas of the layers below
+
+
+@dataclass(slots=True, eq=False)
+class StepRows:
+    """The rows of a step, as far as it is put together. Changed by its draft alone."""
+
+    max_cold_tokens: int  # that a step may have of all its cold requests
+    is_decode_apart: bool  # rows that decode have a forward of their own, before the others
+    decodes: list[Request] = field(default_factory=list)  # warm, with one token to compute
+    chunks: list[tuple[Request, int]] = field(default_factory=list)  # warm; and how many tokens
+    cold_chunks: list[tuple[Request, ColdChunk]] = field(default_factory=list)
 
 
 class ColdStarts(Protocol):
@@ -40,14 +51,18 @@ class ColdStarts(Protocol):
         """The load has ended, well or badly."""
         ...
 
-    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
-        """Whether ``request``, whose adapter is loading, runs from now on."""
+    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
+        """Whether ``request``, whose adapter is loading, runs from now on beside the others."""
         ...
 
     def next_chunk(
-        self, request: Request, max_tokens: int, num_others: int, now_s: float
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
         """What to compute next of a cold running request; None = it skips this step."""
+        ...
+
+    def step_closed(self, rows: StepRows) -> None:
+        """A step has these rows, and no more."""
         ...
 
     def stops_everybody(self) -> bool:
@@ -82,15 +97,18 @@ class WarmStarts:
     def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
         """Nothing is kept."""
 
-    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
+    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """It may not."""
         return False
 
     def next_chunk(
-        self, request: Request, max_tokens: int, num_others: int, now_s: float
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
         """No request is cold."""
         raise AssertionError("no request may start cold")
+
+    def step_closed(self, rows: StepRows) -> None:
+        """Nothing is kept."""
 
     def stops_everybody(self) -> bool:
         """Loads disturb nobody."""

@@ -135,9 +135,9 @@ class Scheduler:
         self._continuation.reset_outgrown()
         if not self._cold_starts.stops_everybody() and self._continuation.go_on(draft, now_s):
             self._admission.admit(draft, now_s)
+        self._cold_starts.step_closed(draft.rows)
         step = draft.build(
             StepId(self._next_step_id),
-            mix_decode_with_prefill=self.config.mix_decode_with_prefill,
             transfers=self.memory.take_commands(),
             promoted_transfers=self.memory.take_promoted(),
             forget_requests=tuple(self._forget),

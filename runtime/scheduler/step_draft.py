@@ -15,13 +15,12 @@ from ..plan import (
     Transfer,
     TransferId,
 )
-from .cold import ColdChunk
+from .cold import ColdChunk, StepRows
 from .config import SchedulerConfig
 
-_Chunk = tuple[Request, int]  # and how many of its tokens to compute
-_ColdChunk = tuple[Request, int, int]  # and the split layer
+_Row = tuple[Request, int, int]  # how many of its tokens to compute, and the split layer
 
-_adapter_of = attrgetter("adapter_id")
+_adapter_id = attrgetter("adapter_id")
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +36,8 @@ class StepDraft:
     """Rows, block updates and new requests of the next step."""
 
     __slots__ = (
-        "_block_updates", "_chunks", "_cold_chunks", "_decodes", "_new_requests",
-        "_num_free_cold_rows", "_num_free_cold_tokens", "num_free_tokens",
+        "_block_updates", "_new_requests", "_num_free_cold_rows", "_num_free_cold_tokens",
+        "num_free_tokens", "rows",
     )  # fmt: skip
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -46,16 +45,18 @@ class StepDraft:
         self.num_free_tokens = config.max_num_batched_tokens
         self._num_free_cold_tokens = config.max_assisted_tokens_per_step
         self._num_free_cold_rows = config.max_assisted_rows_per_step
-        self._decodes: list[Request] = []
-        self._chunks: list[_Chunk] = []
-        self._cold_chunks: list[_ColdChunk] = []
+        self.rows = StepRows(
+            config.max_assisted_tokens_per_step,
+            is_decode_apart=not config.mix_decode_with_prefill,
+        )
         self._new_requests: list[NewRequest] = []
         self._block_updates: dict[RequestId, BlockUpdate] = {}
 
     def add_decodes(self, requests: list[Request]) -> None:
         """Compute the one pending token of each request, as far as the step has room."""
-        self._decodes = requests[: self.num_free_tokens]
-        self.num_free_tokens -= len(self._decodes)
+        decodes = requests[: self.num_free_tokens]
+        self.num_free_tokens -= len(decodes)
+        self.rows.decodes += decodes
 
     def add_chunk(self, request: Request) -> None:
         """Compute as many pending tokens of ``request`` as the step has room for."""
@@ -63,9 +64,9 @@ class StepDraft:
         assert num_tokens > 0, request.request_id
         self.num_free_tokens -= num_tokens
         if num_tokens == request.num_pending_tokens == 1:
-            self._decodes.append(request)
+            self.rows.decodes.append(request)
         else:
-            self._chunks.append((request, num_tokens))
+            self.rows.chunks.append((request, num_tokens))
 
     @property
     def max_cold_tokens(self) -> int:
@@ -80,7 +81,7 @@ class StepDraft:
         self.num_free_tokens -= chunk.num_tokens
         self._num_free_cold_tokens -= chunk.num_tokens
         self._num_free_cold_rows -= 1
-        self._cold_chunks.append((request, chunk.num_tokens, chunk.split_layer))
+        self.rows.cold_chunks.append((request, chunk))
 
     def announce(self, request: Request) -> None:
         """Tell the executor of ``request``, once."""
@@ -107,32 +108,24 @@ class StepDraft:
         self,
         step_id: StepId,
         *,
-        mix_decode_with_prefill: bool,
         transfers: tuple[Transfer, ...],
         promoted_transfers: tuple[TransferId, ...],
         forget_requests: tuple[RequestId, ...],
     ) -> InFlightStep | None:
         """Close the draft and note in the requests what the step computes; None if it is idle."""
-        has_rows = bool(self._decodes or self._chunks or self._cold_chunks)
-        if not (has_rows or transfers or promoted_transfers or self._block_updates):
+        decodes, others = self._lay_out()
+        if not (decodes or others or transfers or promoted_transfers or self._block_updates):
             return None
         sub_batches: list[SubBatch] = []
         rows: list[list[Request]] = []
-        chunks = self._chunks
-        if self._decodes and chunks and mix_decode_with_prefill:
-            chunks = [(request, 1) for request in self._decodes] + chunks
-        elif self._decodes:
-            self._decodes.sort(key=_adapter_of)
-            sub_batches.append(_decode_batch(self._decodes))
-            rows.append(self._decodes)
-        if chunks:
-            chunks.sort(key=lambda chunk: chunk[0].adapter_id)
-            sub_batches.append(_batch_of_chunks(SubBatchKind.MIXED, chunks))
-            rows.append([request for request, _ in chunks])
-        if self._cold_chunks:
-            self._cold_chunks.sort(key=lambda chunk: chunk[0].adapter_id)
-            sub_batches.append(_assisted_batch(self._cold_chunks))
-            rows.append([request for request, _, _ in self._cold_chunks])
+        if decodes:
+            sub_batches.append(_decode_batch(decodes))
+            rows.append(decodes)
+        if others:
+            has_cold = bool(self.rows.cold_chunks)
+            kind = SubBatchKind.ASSISTED if has_cold else SubBatchKind.MIXED
+            sub_batches.append(_batch_of(kind, others))
+            rows.append([request for request, _, _ in others])
         plan = StepPlan(
             step_id,
             tuple(sub_batches),
@@ -143,6 +136,26 @@ class StepDraft:
             promoted_transfers,
         )
         return InFlightStep(plan, rows)
+
+    def _lay_out(self) -> tuple[list[Request], list[_Row]]:
+        """Rows that decode in a forward of their own, and those of the other forward.
+
+        Rows of one adapter are side by side. Results come at the end of the step, so a forward of
+        their own gains nobody anything, and each reads all weights again. Only rows that decode
+        may have one, which can be captured.
+        """
+        decodes = self.rows.decodes
+        others: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]
+        others += [
+            (request, chunk.num_tokens, chunk.split_layer)
+            for request, chunk in self.rows.cold_chunks
+        ]
+        if others and not self.rows.is_decode_apart:
+            others = [(request, 1, 0) for request in decodes] + others
+            decodes = []
+        decodes.sort(key=_adapter_id)
+        others.sort(key=lambda row: row[0].adapter_id)
+        return decodes, others
 
 
 def _decode_batch(requests: list[Request]) -> SubBatch:
@@ -163,31 +176,21 @@ def _decode_batch(requests: list[Request]) -> SubBatch:
     return batch
 
 
-def _assisted_batch(chunks: list[_ColdChunk]) -> SubBatch:
-    """Lay out rows of cold requests and advance them."""
-    return _batch_of_chunks(
-        SubBatchKind.ASSISTED,
-        [(request, num_tokens) for request, num_tokens, _ in chunks],
-        tuple([split_layer for _, _, split_layer in chunks]),
-    )
-
-
-def _batch_of_chunks(
-    kind: SubBatchKind, chunks: list[_Chunk], split_layers: tuple[int, ...] = ()
-) -> SubBatch:
+def _batch_of(kind: SubBatchKind, rows: list[_Row]) -> SubBatch:
     """Lay out rows of any length and advance their requests."""
-    starts = [request.num_computed_tokens for request, _ in chunks]
-    samples = [num_tokens == request.num_pending_tokens for request, num_tokens in chunks]
-    for (request, num_tokens), has_sample in zip(chunks, samples, strict=True):
-        request.num_computed_tokens += num_tokens
+    starts = [request.num_computed_tokens for request, _, _ in rows]
+    samples = [number == request.num_pending_tokens for request, number, _ in rows]
+    for (request, number, _), has_sample in zip(rows, samples, strict=True):
+        request.num_computed_tokens += number
         request.num_known_tokens += has_sample
         request.num_in_flight_samples += has_sample
         request.num_in_flight_steps += 1
+    is_assisted = kind is SubBatchKind.ASSISTED
     return SubBatch(
         kind,
-        tuple([request.request_id for request, _ in chunks]),
+        tuple([request.request_id for request, _, _ in rows]),
         tuple(starts),
-        tuple([num_tokens for _, num_tokens in chunks]),
+        tuple([number for _, number, _ in rows]),
         tuple(samples),
-        split_layers,
+        tuple([split_layer for _, _, split_layer in rows]) if is_assisted else (),
     )

@@ -6,114 +6,30 @@ import resource
 import select
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from corun.gpu import assemble
-from corun.gpu.coexec.assistant import ColdRow
-from corun.gpu.executor import AdapterFetch, DeviceExecutor
-from corun.gpu.lora.table import DeviceAdapter
-from corun.gpu.model.load import ModelSource
-from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import AdapterError
 from corun.runtime.plan import (
-    BASE_ADAPTER,
-    AdapterId,
-    BlockId,
-    BlockUpdate,
-    NewRequest,
     Outcome,
     RequestId,
     StepId,
-    StepPlan,
     StepResult,
-    SubBatch,
-    SubBatchKind,
     Transfer,
     TransferId,
     TransferKind,
     TransferResult,
 )
-from corun.runtime.sampling import SamplingParams
-from corun.shm.errors import RingFullError
 from support.architectures import save_model
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
-ADAPTER = AdapterId(5)
-
-
-class Ready:
-    """An adapter that is on the device as soon as it is fetched."""
-
-    def __init__(self, adapter: DeviceAdapter) -> None:
-        self._adapter = adapter
-
-    def start(self, *, is_gradual: bool) -> None:
-        """Nothing is copied."""
-
-    def advance(self) -> None:
-        """Nothing is left."""
-
-    def num_arrived(self) -> int:
-        return 1
-
-    def is_done(self) -> bool:
-        return True
-
-    def finish(self) -> DeviceAdapter:
-        return self._adapter
-
-    def cancel(self) -> None:
-        """Nothing is borrowed."""
-
-
-class Device:
-    """An executor over a tiny model, and what its loads bring."""
-
-    def __init__(self, directory: Path) -> None:
-        config = EngineConfig(
-            model=str(directory), device="cpu", dtype="float32", block_size=4,
-            linear_backend="plain", attention_backend="torch", lora_backend="torch",
-        )  # fmt: skip
-        self.loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
-        self.runner = assemble.make_runner(self.loaded, 32)
-        self.adapter: DeviceAdapter | Exception = AdapterError("its files have changed")
-        self.executor: DeviceExecutor = assemble.make_executor(
-            self.loaded,
-            self.runner,
-            AdapterFetch(self._fetch, lambda _: None),
-            eos_token_ids=(2,),
-            max_model_len=64,
-        )
-        self._num_steps = 0
-
-    def _fetch(self, adapter_id: AdapterId) -> "Ready":
-        if isinstance(self.adapter, Exception):
-            raise self.adapter
-        return Ready(self.adapter)
-
-    def submit(self, *batches: SubBatch, **fields: Any) -> None:
-        self._num_steps += 1
-        self.executor.submit(StepPlan(StepId(self._num_steps), batches, **fields))
-
-    def run(self, *batches: SubBatch, **fields: Any) -> list[Any]:
-        self.submit(*batches, **fields)
-        return self.executor.poll()
-
-    def make_adapter(self, rank: int = 2) -> DeviceAdapter:
-        generator = torch.Generator().manual_seed(rank)
-        return DeviceAdapter(
-            {
-                target.index: self.loaded.lora_backend.pack(
-                    torch.randn(rank, target.in_features, generator=generator),
-                    torch.randn(target.out_features, rank, generator=generator),
-                    1.0,
-                )
-                for target in self.loaded.target_map.targets
-            }
-        )
+from support.executor_device import (
+    ADAPTER,
+    ExecutorDevice,
+    blocks,
+    load,
+    new,
+    rows,
+    wait_transfer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,41 +38,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device(directory: Path) -> Iterator[Device]:
-    device = Device(directory)
+def device(directory: Path) -> Iterator[ExecutorDevice]:
+    device = ExecutorDevice(directory)
     yield device
     device.executor.close()
 
 
-def new(request_id: int, prompt: tuple[int, ...], adapter: AdapterId = BASE_ADAPTER) -> NewRequest:
-    return NewRequest(RequestId(request_id), prompt, GREEDY, adapter)
-
-
-def blocks(request_id: int, *ids: int, first: int = 0) -> BlockUpdate:
-    return BlockUpdate(RequestId(request_id), first, tuple(BlockId(i) for i in ids))
-
-
-def rows(*columns: tuple[int, int, int, bool]) -> SubBatch:
-    ids, starts, counts, samples = zip(*columns, strict=True)
-    kind = SubBatchKind.DECODE if set(counts) == {1} else SubBatchKind.MIXED
-    return SubBatch(kind, tuple(RequestId(i) for i in ids), starts, counts, samples)
-
-
-def load(transfer_id: int, adapter_id: AdapterId = ADAPTER) -> Transfer:
-    return Transfer(TransferId(transfer_id), TransferKind.LOAD_ADAPTER, adapter_id, 100)
-
-
-def wait_transfer(device: Device) -> TransferResult:
-    """Poll until a transfer has ended; steps without rows end on the way."""
-    for _ in range(3):
-        for result in device.executor.poll(timeout_s=10):
-            if isinstance(result, TransferResult):
-                return result
-            assert not isinstance(result, StepResult) or result.rows == ()
-    raise AssertionError("no transfer ended")
-
-
-def test_rows_that_do_not_sample_have_no_result(device: Device) -> None:
+def test_rows_that_do_not_sample_have_no_result(device: ExecutorDevice) -> None:
     (result,) = device.run(
         rows((1, 0, 3, False), (2, 0, 2, True)),
         new_requests=(new(1, (5, 6, 7, 8, 9)), new(2, (5, 6))),
@@ -168,7 +56,7 @@ def test_rows_that_do_not_sample_have_no_result(device: Device) -> None:
     assert result.rows == ()
 
 
-def test_chunks_and_other_blocks_do_not_change_the_tokens(device: Device) -> None:
+def test_chunks_and_other_blocks_do_not_change_the_tokens(device: ExecutorDevice) -> None:
     prompt = (5, 6, 7, 8, 9, 10)
     (whole,) = device.run(
         rows((1, 0, 6, True)), new_requests=(new(1, prompt),), block_updates=(blocks(1, 0, 1),)
@@ -184,7 +72,7 @@ def test_chunks_and_other_blocks_do_not_change_the_tokens(device: Device) -> Non
     assert again.rows[0].token_ids == straight.rows[0].token_ids
 
 
-def test_a_row_computed_again_replaces_its_token(device: Device) -> None:
+def test_a_row_computed_again_replaces_its_token(device: ExecutorDevice) -> None:
     (first,) = device.run(
         rows((1, 0, 2, True)), new_requests=(new(1, (5, 6)),), block_updates=(blocks(1, 0),)
     )
@@ -194,7 +82,7 @@ def test_a_row_computed_again_replaces_its_token(device: Device) -> None:
     assert device.run(rows((1, 2, 1, True)))[0].rows == second.rows
 
 
-def test_is_readable_while_there_are_results(device: Device) -> None:
+def test_is_readable_while_there_are_results(device: ExecutorDevice) -> None:
     assert not select.select([device.executor], [], [], 0)[0]
     device.submit(forget_requests=(RequestId(9),))
     assert select.select([device.executor], [], [], 0)[0]
@@ -210,7 +98,7 @@ def test_waits_on_a_descriptor_with_a_large_number(directory: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        device = Device(directory)
+        device = ExecutorDevice(directory)
         assert device.executor.fileno() > 1023
         device.submit(transfers=(load(1),))
         assert wait_transfer(device).error is not None
@@ -221,12 +109,12 @@ def test_waits_on_a_descriptor_with_a_large_number(directory: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_plan_without_rows_has_a_result(device: Device) -> None:
+def test_a_plan_without_rows_has_a_result(device: ExecutorDevice) -> None:
     assert device.run(forget_requests=(RequestId(9),)) == [StepResult(StepId(1), ())]
 
 
 def test_an_exception_fails_its_sub_batch_alone(
-    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     forward = device.runner.forward
 
@@ -252,7 +140,7 @@ def test_an_exception_fails_its_sub_batch_alone(
     assert device.run(rows((1, 1, 1, True)))[0].rows[0].outcome is Outcome.TOKENS
 
 
-def test_logits_that_are_not_finite_fail_their_row_alone(device: Device) -> None:
+def test_logits_that_are_not_finite_fail_their_row_alone(device: ExecutorDevice) -> None:
     device.adapter = device.make_adapter()
     next(iter(device.adapter.targets.values())).b.fill_(float("inf"))
     device.submit(transfers=(load(1),))
@@ -266,7 +154,9 @@ def test_logits_that_are_not_finite_fail_their_row_alone(device: Device) -> None
     assert "not finite" in (result.rows[1].error or "")
 
 
-def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(device: Device) -> None:
+def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
+    device: ExecutorDevice,
+) -> None:
     device.adapter = device.make_adapter()
     device.submit(transfers=(load(1),))
     assert select.select([device.executor], [], [], 10)[0]
@@ -287,7 +177,7 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(device: Dev
 
 
 @pytest.mark.parametrize("error", [AdapterError("its files have changed"), ZeroDivisionError("x")])
-def test_a_load_that_fails_says_why(device: Device, error: Exception) -> None:
+def test_a_load_that_fails_says_why(device: ExecutorDevice, error: Exception) -> None:
     device.adapter = error
     device.submit(transfers=(load(1),))
     result = wait_transfer(device)
@@ -297,46 +187,7 @@ def test_a_load_that_fails_says_why(device: Device, error: Exception) -> None:
     assert wait_transfer(device) == TransferResult(TransferId(2))
 
 
-def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
-    ids, starts, counts, samples, splits = zip(*columns, strict=True)
-    request_ids = tuple(RequestId(i) for i in ids)
-    return SubBatch(SubBatchKind.ASSISTED, request_ids, starts, counts, samples, splits)
-
-
-def test_rows_that_need_no_worker_are_computed_without_them(device: Device) -> None:
-    """They may have been retried before; only the others are."""
-
-    class NoWorkers:
-        def begin(self, rows: list[ColdRow], where: torch.device) -> Any:
-            if any(row.split_layer for row in rows):
-                raise RingFullError("too many slices")
-            return SimpleNamespace(deltas=None, settle=frozenset)
-
-    device.executor._assistant = NoWorkers()  # type: ignore[assignment]
-    device.adapter = device.make_adapter()
-    device.submit(transfers=(load(1),))
-    wait_transfer(device)
-    requests = (new(1, (5, 6), ADAPTER), new(2, (5, 6), ADAPTER))
-    (result,) = device.run(
-        cold_rows((1, 0, 2, True, 0), (2, 0, 2, True, 1)),
-        new_requests=requests, block_updates=(blocks(1, 0), blocks(2, 1)),
-    )  # fmt: skip
-    by_request = {row.request_id: row for row in result.rows}
-    assert by_request[RequestId(1)].outcome is Outcome.TOKENS
-    assert by_request[RequestId(2)].outcome is Outcome.RETRY
-    assert "too many slices" in (by_request[RequestId(2)].error or "")
-
-
-def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: Device) -> None:
-    (result,) = device.run(
-        cold_rows((1, 0, 2, True, 0)),
-        new_requests=(new(1, (5, 6), ADAPTER),), block_updates=(blocks(1, 0),),
-    )  # fmt: skip
-    assert [row.outcome for row in result.rows] == [Outcome.RETRY]
-    assert "not on its way" in (result.rows[0].error or "")
-
-
-def test_requests_are_forgotten_and_slots_reused(device: Device) -> None:
+def test_requests_are_forgotten_and_slots_reused(device: ExecutorDevice) -> None:
     for request_id in range(1, 60):
         (result,) = device.run(
             rows((request_id, 0, 2, True)),
@@ -349,7 +200,7 @@ def test_requests_are_forgotten_and_slots_reused(device: Device) -> None:
 
 
 def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.run(
         rows((1, 0, 8, True), (2, 0, 4, True)),
@@ -365,6 +216,6 @@ def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(
     wait_transfer(device)
 
 
-def test_close_twice(device: Device) -> None:
+def test_close_twice(device: ExecutorDevice) -> None:
     device.executor.close()
     device.executor.close()

@@ -36,6 +36,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def engine(running: ColdEngine) -> Iterator[ColdEngine]:
     """With nothing on the device; afterwards everything is given back."""
     running.plans.clear()
+    running.max_cold_rows = 0
     num_retried = running.core.stats().num_retried_rows
     yield running
     running.check_nothing_is_held()
@@ -77,8 +78,35 @@ def test_every_split(
         for name, prompt in zip(names, prompts(len(names)), strict=True):
             engine.ask(name, prompt)
         answers = engine.run()
-    assert max(len(batch.request_ids) for batch in engine.assisted) == 4
+    assert engine.max_cold_rows == 4
     assert (engine.num_assisted_rows > 0) == (split_layer > 0)
+    check(case, answers)
+
+
+@pytest.mark.parametrize("split_layer", [0, 2, NUM_LAYERS])
+def test_cold_rows_share_a_forward_with_warm_ones(
+    engine: ColdEngine, case: ParityCase, split_layer: int
+) -> None:
+    """With rows that decode and with chunks of prompts, of the base and of a resident adapter."""
+    engine.warm("rs")
+    engine.plans.clear()
+    texts = prompts(6, seed=21)
+    running = [engine.ask(name, texts.pop(), max_tokens=16) for name in ("rs", None)]
+    engine.run_until(lambda: all(answer.token_ids for answer in running))
+    with engine.chunks(split_at(split_layer, 9)):
+        for name in ("patterns", "rs", "attention", None):
+            engine.ask(name, texts.pop())
+        answers = engine.run()
+    assert all(len(plan.sub_batches) <= 1 for plan in engine.plans)
+    warm = {engine.adapter_id("rs"), 0}
+    adapter_of = {new.request_id: new.adapter_id for p in engine.plans for new in p.new_requests}
+    seen = {
+        (adapter_of[request_id] in warm, num_tokens > 1)
+        for batch in engine.assisted
+        if len({adapter_of[request_id] in warm for request_id in batch.request_ids}) == 2
+        for request_id, num_tokens in zip(batch.request_ids, batch.num_tokens, strict=True)
+    }
+    assert seen >= {(True, False), (True, True), (False, True)}
     check(case, answers)
 
 

@@ -4,7 +4,7 @@ import random
 
 from corun.runtime.engine.request import Request
 from corun.runtime.plan import AdapterId, RequestId
-from corun.runtime.scheduler.cold import ColdChunk
+from corun.runtime.scheduler.cold import ColdChunk, StepRows
 
 NUM_LAYERS = 4
 
@@ -36,19 +36,22 @@ class RandomColdStarts:
         self._loading.remove(adapter_id)
         self._blocking.discard(adapter_id)
 
-    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
+    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         may = request.adapter_id in self._loading and self._rng.random() < self._start_share
         self.num_started += may
         return may
 
     def next_chunk(
-        self, request: Request, max_tokens: int, num_others: int, now_s: float
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
         assert request.is_cold
         if request.adapter_id not in self._loading or self._rng.random() < 0.2:
             return None
         num_tokens = self._rng.randint(1, min(max_tokens, request.num_pending_tokens))
         return ColdChunk(num_tokens, self._rng.randint(0, NUM_LAYERS))
+
+    def step_closed(self, rows: StepRows) -> None:
+        assert sum(chunk.num_tokens for _, chunk in rows.cold_chunks) <= rows.max_cold_tokens
 
     def stops_everybody(self) -> bool:
         return bool(self._blocking)

@@ -28,7 +28,7 @@ from corun.runtime.plan import AdapterId, StepPlan, SubBatchKind
 from corun.runtime.planner.planner import Planner, PlannerConfig
 from corun.runtime.planner.strategy import LoadStrategy
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.cold import ColdChunk
+from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from support.model_profiles import Figures, save_made_up_profile
 from support.pool_options import pool_with
 from support.worker_pool import supervisor, workers
@@ -73,6 +73,7 @@ class ColdEngine:
         self._before = torch.get_num_threads(), os.sched_getaffinity(0)
         self._ids = itertools.count(1)
         self.plans: list[StepPlan] = []
+        self.max_cold_rows = 0  # in any of these plans
         self.answers: dict[int, Answer] = {}
         self._gate = threading.Event()
         self._gate.set()
@@ -282,13 +283,24 @@ class ColdEngine:
             real = type(self._cold_starts).next_chunk
             chunk: ColdChunk | None = real(self._cold_starts, request, max_tokens, *others)
             return chunk
-        return chunks(request, min(max_tokens, request.num_pending_tokens))
+        limit = min(max_tokens, request.num_pending_tokens, self._room_of_workers(others[1]))
+        return chunks(request, limit) if limit else None
+
+    def _room_of_workers(self, rows: StepRows) -> int:
+        """Tokens that their rings hold beside what the step has."""
+        facts = self._cold_starts._workers
+        num_taken = sum(chunk.num_tokens for _, chunk in rows.cold_chunks)
+        return max(0, facts.max_tokens(max(1, facts.num_ready())) - num_taken)
 
     def _watch_plans(self) -> None:
         submit = self.executor.submit
 
         def note(plan: StepPlan) -> None:
             self.plans.append(plan)
+            open_requests = self.scheduler._requests
+            rows = [row for batch in plan.sub_batches for row in batch.request_ids]
+            num_cold = sum(row in open_requests and open_requests[row].is_cold for row in rows)
+            self.max_cold_rows = max(self.max_cold_rows, num_cold)
             submit(plan)
 
         self.executor.submit = note

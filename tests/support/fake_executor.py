@@ -100,6 +100,7 @@ class FakeExecutor:
         capacity_bytes: int,
         max_num_tokens: int,
         recompute_at_tokens: int | None = None,
+        is_decode_apart: bool = True,
         is_automatic: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
@@ -108,6 +109,7 @@ class FakeExecutor:
         self.capacity_bytes = capacity_bytes
         self.max_num_tokens = max_num_tokens
         self.recompute_at_tokens = recompute_at_tokens
+        self.is_decode_apart = is_decode_apart
         self.is_automatic = is_automatic
         self.outcome_of: OutcomeOf = lambda request_id, start: Outcome.TOKENS
         self.transfer_errors: dict[AdapterId, str] = {}  # loads that fail, in automatic mode
@@ -142,6 +144,10 @@ class FakeExecutor:
         for update in plan.block_updates:
             self._update_blocks(update.request_id, update.first_index, update.block_ids)
         rows = [row for batch in plan.sub_batches for row in self._accept(batch)]
+        num_decode = sum(batch.kind is SubBatchKind.DECODE for batch in plan.sub_batches)
+        num_others = len(plan.sub_batches) - num_decode
+        assert num_decode <= 1 and num_others <= 1, "all weights are read more often than needed"
+        assert self.is_decode_apart or len(plan.sub_batches) <= 1
         assert len({row.request_id for row in rows}) == len(rows), "two rows of one request"
         self.steps.append((plan, rows))
         self._check_ownership()
@@ -241,11 +247,14 @@ class FakeExecutor:
         adapters = []
         is_assisted = batch.kind is SubBatchKind.ASSISTED
         assert len(batch.split_layers) == (len(batch.request_ids) if is_assisted else 0)
-        for request_id, start, num_tokens, has_sample in zip(
-            batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, strict=True
-        ):
+        splits = batch.split_layers or (0,) * len(batch.request_ids)
+        for request_id, start, num_tokens, has_sample, split_layer in zip(
+            batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, splits,
+            strict=True,
+        ):  # fmt: skip
             known = self._known[request_id]
             adapter_id = known.new.adapter_id
+            assert split_layer == 0 or adapter_id != BASE_ADAPTER, "workers for the base model"
             adapters.append(adapter_id)
             assert num_tokens > 0
             assert num_tokens == 1 or batch.kind is not SubBatchKind.DECODE

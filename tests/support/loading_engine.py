@@ -34,7 +34,7 @@ from corun.gpu.step import DeltaPass
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.engine.request import Request
 from corun.runtime.plan import AdapterId, RequestId, RowResult, StepPlan, SubBatch, SubBatchKind
-from corun.runtime.scheduler.cold import ColdChunk
+from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestEvent
 from support.architectures import make_model
 from support.cold import RandomColdStarts
@@ -99,11 +99,11 @@ class _ColdStarts(RandomColdStarts):
     """Counts on workers now and then, though there are none; not again for a row retried."""
 
     def next_chunk(
-        self, request: Request, max_tokens: int, num_others: int, now_s: float
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
         if request.retried_positions[request.num_computed_tokens] > 1:
             return None  # it waits for the whole adapter
-        chunk = super().next_chunk(request, max_tokens, num_others, now_s)
+        chunk = super().next_chunk(request, max_tokens, num_others, rows, now_s)
         if chunk is None or (chunk.split_layer < 3 and not request.retried_positions):
             return chunk
         return ColdChunk(chunk.num_tokens, 0)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
-from corun.runtime.planner.cold import AdapterShape, ColdRequest
+from corun.runtime.planner.cold import AdapterShape, ColdPart, ColdRequest, Company
 from corun.runtime.planner.planner import Planner, PlannerConfig
-from corun.runtime.planner.predict import predict
+from corun.runtime.planner.predict import plan_step, predict
 from corun.runtime.planner.strategy import LoadStrategy
 
 _LAYERS = 4
@@ -37,9 +37,9 @@ def _cold(*, load_s: float, num_running: int = 0, num_workers: int = 1) -> ColdR
         adapter=AdapterShape(1000, ((16, 16),) * _LAYERS),
         ready_s=tuple(load_s * (layer + 1) / _LAYERS for layer in range(_LAYERS)),
         max_chunk_tokens=512,
-        num_running=num_running,
-        running_step_s=0.016,
+        max_assisted_tokens=512,
         num_workers=num_workers,
+        num_running=num_running,
     )
 
 
@@ -88,11 +88,59 @@ def test_the_second_token_need_not_wait_for_the_load() -> None:
     assert pipelined.second_token_s > 10.0
 
 
-def test_chunks_let_the_running_requests_in_between() -> None:
+def test_chunks_share_their_steps_with_those_that_decode() -> None:
     alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
-    chunked = replace(_cold(load_s=0.0, num_running=1), max_chunk_tokens=8)
+    # Two of them, for half a millisecond more than their tokens, in each of four steps.
+    company = Company(num_tokens=2, warm_s=0.0005)
+    chunked = replace(
+        _cold(load_s=0.0, num_running=2), max_chunk_tokens=8, company=company, later_company=company
+    )
     beside = predict(_model(), chunked, LoadStrategy.PIPELINED)
-    assert beside.first_token_s == pytest.approx(alone.first_token_s + 3 * 0.016)
+    assert beside.first_token_s == pytest.approx(alone.first_token_s + 4 * (2 * 0.016 + 0.0005))
+    assert beside.stall_s == pytest.approx(0.0)
+    # Or before each of them, in a forward of their own.
+    company = Company(apart_s=0.02)
+    apart = predict(
+        _model(), replace(chunked, company=company, later_company=company), LoadStrategy.PIPELINED
+    )
+    assert apart.first_token_s == pytest.approx(alone.first_token_s + 4 * 0.02)
+
+
+def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
+    company = Company(num_tokens=100)
+    request = replace(_cold(load_s=0.0, num_running=1), max_chunk_tokens=16, company=company)
+    alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
+    beside = predict(_model(), request, LoadStrategy.PIPELINED)
+    assert beside.first_token_s == pytest.approx(alone.first_token_s + 100 * 0.016)
+
+
+def test_the_load_goes_on_while_others_have_their_forward() -> None:
+    request = _cold(load_s=0.4)
+    step = plan_step(_model(), request, 32, Company(apart_s=0.4), LoadStrategy.PIPELINED)
+    assert step.wait_s == pytest.approx(0.0)
+
+
+def test_products_of_all_rows_hide_the_deltas_of_some() -> None:
+    model = _model(delta_s_per_token=0.004)  # four times the base product of the same tokens
+    alone = plan_step(model, _cold(load_s=9.0), 8, Company(), LoadStrategy.ASSISTED)
+    assert alone.wait_s == pytest.approx(_LAYERS * 2 * (0.0001 + 8 * 0.003), rel=1e-3)
+    beside = plan_step(model, _cold(load_s=9.0), 8, Company(num_tokens=32), LoadStrategy.ASSISTED)
+    assert beside.wait_s == pytest.approx(_LAYERS * 2 * 0.0001, rel=0.02)
+
+
+def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
+    model = _model(delta_s_per_token=0.001)
+    request = _cold(load_s=9.0)
+    other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
+    wait_s = [
+        plan_step(model, request, 8, Company(cold=cold), LoadStrategy.ASSISTED).wait_s
+        for cold in ((), (other,), (other, other))
+    ]
+    in_turn_s = [number * _LAYERS * 2 * 0.0001 for number in (1, 2, 3)]
+    assert wait_s == pytest.approx(in_turn_s, rel=0.02)
+    slow = replace(model, groups=_model(delta_s_per_token=0.002).groups)
+    step = plan_step(slow, request, 8, Company(cold=(other,)), LoadStrategy.ASSISTED)
+    assert step.wait_s == pytest.approx(_LAYERS * 2 * (2 * 0.0001 + 16 * 0.001), rel=1e-3)
 
 
 def test_more_slices_than_workers_queue() -> None:

@@ -2,8 +2,8 @@
 
 from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
-from corun.runtime.plan import AdapterId, RequestId, SubBatchKind
-from corun.runtime.scheduler.cold import ColdChunk
+from corun.runtime.plan import AdapterId, RequestId, StepPlan, SubBatchKind
+from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import ColdStart
 from support.scheduling import make_executor, make_memory, make_request, make_scheduler
 
@@ -17,6 +17,7 @@ class FixedColdStarts:
         self.log: list[str] = []
         self.chunk: ColdChunk | None = ColdChunk(4, 2)
         self.is_blocking = False
+        self.closed: StepRows | None = None
 
     def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
         self.log.append(f"{'load' if is_demand else 'prefetch'} {adapter_id}")
@@ -30,15 +31,18 @@ class FixedColdStarts:
     def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
         self.log.append(f"ended {adapter_id}")
 
-    def may_start(self, request: Request, num_running: int, now_s: float) -> bool:
+    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         return not self.is_blocking
 
     def next_chunk(
-        self, request: Request, max_tokens: int, num_others: int, now_s: float
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
         if self.chunk is None:
             return None
         return ColdChunk(min(self.chunk.num_tokens, request.num_pending_tokens, max_tokens), 2)
+
+    def step_closed(self, rows: StepRows) -> None:
+        self.closed = rows
 
     def stops_everybody(self) -> bool:
         return self.is_blocking
@@ -85,6 +89,51 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
     assert cold_starts.log == [
         "load 7", "first token of 1", "1 groups of 7", "ended 7", "forgot 1",
     ]  # fmt: skip
+
+
+def step_beside_a_cold_request(*, mix: bool, second_prompt: int) -> tuple[StepPlan, StepRows]:
+    """The step in which a cold request comes to one that decodes, and perhaps to a warm prompt."""
+    cold_starts = FixedColdStarts()
+    scheduler = make_scheduler(cold_starts=cold_starts, mix_decode_with_prefill=mix)
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(make_request(1), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    executor.submit(plan)
+    executor.finish_step()
+    for result in executor.poll():
+        scheduler.update(result, 0.0)
+    scheduler.add_request(make_request(2, adapter_id=ADAPTER, adapter_bytes=100), 0.0)
+    if second_prompt:
+        scheduler.add_request(make_request(3, prompt=second_prompt), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    executor.submit(plan)
+    assert cold_starts.closed is not None
+    return plan, cold_starts.closed
+
+
+def test_cold_rows_share_a_forward_with_all_others() -> None:
+    plan, rows = step_beside_a_cold_request(mix=True, second_prompt=6)
+    (batch,) = plan.sub_batches
+    assert batch.kind is SubBatchKind.ASSISTED
+    assert (batch.request_ids, batch.num_tokens) == ((1, 3, 2), (1, 6, 4))  # by adapter
+    assert batch.split_layers == (0, 0, 2)
+    assert batch.samples == (True, True, False)
+    assert [request.request_id for request in rows.decodes] == [1]
+    assert [(request.request_id, number) for request, number in rows.chunks] == [(3, 6)]
+    assert [(request.request_id, chunk) for request, chunk in rows.cold_chunks] == [
+        (2, ColdChunk(4, 2))
+    ]
+
+
+def test_rows_that_decode_may_have_a_forward_of_their_own() -> None:
+    plan, rows = step_beside_a_cold_request(mix=False, second_prompt=6)
+    decode, assisted = plan.sub_batches
+    assert (decode.kind, decode.request_ids) == (SubBatchKind.DECODE, (1,))
+    assert (assisted.kind, assisted.request_ids) == (SubBatchKind.ASSISTED, (3, 2))
+    assert assisted.split_layers == (0, 2)
+    assert rows.is_decode_apart
 
 
 def test_others_go_on_while_a_cold_request_skips_steps() -> None:

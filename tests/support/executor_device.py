@@ -1,0 +1,133 @@
+"""An executor over a tiny model in the calling thread, and short forms of a plan's parts."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from corun.gpu import assemble
+from corun.gpu.executor import AdapterFetch, DeviceExecutor
+from corun.gpu.lora.table import DeviceAdapter
+from corun.gpu.model.load import ModelSource
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.errors import AdapterError
+from corun.runtime.plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    BlockId,
+    BlockUpdate,
+    NewRequest,
+    RequestId,
+    StepId,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    SubBatchKind,
+    Transfer,
+    TransferId,
+    TransferKind,
+    TransferResult,
+)
+from corun.runtime.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+ADAPTER = AdapterId(5)
+
+
+class Ready:
+    """An adapter that is on the device as soon as it is fetched."""
+
+    def __init__(self, adapter: DeviceAdapter) -> None:
+        self._adapter = adapter
+
+    def start(self, *, is_gradual: bool) -> None:
+        """Nothing is copied."""
+
+    def advance(self) -> None:
+        """Nothing is left."""
+
+    def num_arrived(self) -> int:
+        return 1
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self) -> DeviceAdapter:
+        return self._adapter
+
+    def cancel(self) -> None:
+        """Nothing is borrowed."""
+
+
+class ExecutorDevice:
+    """An executor over a tiny model, and what its loads bring."""
+
+    def __init__(self, directory: Path) -> None:
+        config = EngineConfig(
+            model=str(directory), device="cpu", dtype="float32", block_size=4,
+            linear_backend="plain", attention_backend="torch", lora_backend="torch",
+        )  # fmt: skip
+        self.loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
+        self.runner = assemble.make_runner(self.loaded, 32)
+        self.adapter: DeviceAdapter | Exception = AdapterError("its files have changed")
+        self.executor: DeviceExecutor = assemble.make_executor(
+            self.loaded,
+            self.runner,
+            AdapterFetch(self._fetch, lambda _: None),
+            eos_token_ids=(2,),
+            max_model_len=64,
+        )
+        self._num_steps = 0
+
+    def _fetch(self, adapter_id: AdapterId) -> "Ready":
+        if isinstance(self.adapter, Exception):
+            raise self.adapter
+        return Ready(self.adapter)
+
+    def submit(self, *batches: SubBatch, **fields: Any) -> None:
+        self._num_steps += 1
+        self.executor.submit(StepPlan(StepId(self._num_steps), batches, **fields))
+
+    def run(self, *batches: SubBatch, **fields: Any) -> list[Any]:
+        self.submit(*batches, **fields)
+        return self.executor.poll()
+
+    def make_adapter(self, rank: int = 2) -> DeviceAdapter:
+        generator = torch.Generator().manual_seed(rank)
+        return DeviceAdapter(
+            {
+                target.index: self.loaded.lora_backend.pack(
+                    torch.randn(rank, target.in_features, generator=generator),
+                    torch.randn(target.out_features, rank, generator=generator),
+                    1.0,
+                )
+                for target in self.loaded.target_map.targets
+            }
+        )
+
+
+def new(request_id: int, prompt: tuple[int, ...], adapter: AdapterId = BASE_ADAPTER) -> NewRequest:
+    return NewRequest(RequestId(request_id), prompt, GREEDY, adapter)
+
+
+def blocks(request_id: int, *ids: int, first: int = 0) -> BlockUpdate:
+    return BlockUpdate(RequestId(request_id), first, tuple(BlockId(i) for i in ids))
+
+
+def rows(*columns: tuple[int, int, int, bool]) -> SubBatch:
+    ids, starts, counts, samples = zip(*columns, strict=True)
+    kind = SubBatchKind.DECODE if set(counts) == {1} else SubBatchKind.MIXED
+    return SubBatch(kind, tuple(RequestId(i) for i in ids), starts, counts, samples)
+
+
+def load(transfer_id: int, adapter_id: AdapterId = ADAPTER) -> Transfer:
+    return Transfer(TransferId(transfer_id), TransferKind.LOAD_ADAPTER, adapter_id, 100)
+
+
+def wait_transfer(device: ExecutorDevice) -> TransferResult:
+    """Poll until a transfer has ended; steps without rows end on the way."""
+    for _ in range(3):
+        for result in device.executor.poll(timeout_s=10):
+            if isinstance(result, TransferResult):
+                return result
+            assert not isinstance(result, StepResult) or result.rows == ()
+    raise AssertionError("no transfer ended")
