@@ -21,6 +21,7 @@ from .device.host_memory import TorchDevice
 from .device.select import DeviceOptions, make_device
 from .executor import AdapterFetch, DeviceExecutor
 from .host_adapters import ArenaSize, GroupLayers, HostAdapters, one_group
+from .leaf.install import select_leaf_kernels
 from .linear.select import select_linear_backend
 from .linear.wrapper import wrap_linears
 from .lora.base import LoraBackend
@@ -63,6 +64,7 @@ class LoadedModel:
     lora_backend: LoraBackend
     attention_backend: AttentionBackend
     linear_backend_name: str
+    leaf_kernels_name: str
     weight_bytes: int  # of the model as it was loaded
     rope_max_len: int | None
     recompute_at_tokens: int | None
@@ -74,6 +76,7 @@ class LoadedModel:
             "linear": self.linear_backend_name,
             "attention": self.attention_backend.name,
             "LoRA": self.lora_backend.name,
+            "leaf kernels": self.leaf_kernels_name,
         }
 
     @property
@@ -137,6 +140,9 @@ def _equip(
     target_of = {target.physical_path: target.index for target in target_map.targets}
     group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
     wrap_linears(model, context, make_linear, target_of, group_of)
+    leaf_kernels_name = select_leaf_kernels(
+        config.leaf_kernels, model, lambda: record_attention(model, hook)
+    )
     return LoadedModel(
         config=model.config.get_text_config(),
         model=model,
@@ -151,6 +157,7 @@ def _equip(
             config.attention_backend, device=where, dtype=dtype
         ),
         linear_backend_name=make_linear.name,
+        leaf_kernels_name=leaf_kernels_name,
         weight_bytes=weight_bytes,
         rope_max_len=rope_max_length(model),
         recompute_at_tokens=rope_recompute_length(model),

@@ -14,6 +14,7 @@ POLICIES = ("fcfs",)
 LINEAR_BACKENDS = ("auto", "vnni", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
+LEAF_KERNELS = ("auto", "off")
 LOAD_STRATEGIES = ("auto", "blocking", "async_load", "pipelined", "assisted")
 DEVICE_REGISTRATIONS = ("auto", "driver", "runtime", "bounce")
 DEVICE_SIGNALS = ("auto", "stream-op", "triton", "host")
@@ -91,6 +92,12 @@ class EngineConfig:
     linear_backend: str = option("auto", choices=LINEAR_BACKENDS, help="Matrix products.")
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS, help="Paged attention.")
     lora_backend: str = option("auto", choices=LORA_BACKENDS, help="LoRA products.")
+    leaf_kernels: str = option(
+        "auto",
+        choices=LEAF_KERNELS,
+        help="Norms, rotary embeddings and gated activations in one pass, for bfloat16 on the CPU; "
+        "auto = where a check at start finds them equal to the model's own.",
+    )
     cpu_threads: int | None = option(
         None,
         minimum=1,

@@ -22,6 +22,7 @@ def test_error_is_that_of_the_dtype(architecture: str, backends: str, tmp_path: 
     loras = [n and LoRARequest(n, 1, str(case.adapters[n])) for n in names]
     forced: dict[str, Any] = {} if backends == "auto" else {
         "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
+        "leaf_kernels": "off",
     }  # fmt: skip
     with Engine(
         model=str(case.directory), device="cpu", dtype="bfloat16", max_num_batched_tokens=32,

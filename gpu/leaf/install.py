@@ -1,0 +1,200 @@
+"""Puts one-pass kernels into a model's modules, where they compute what the modules compute.
+
+No list of architectures: every module that looks like a norm, a gated feed-forward or an attention
+with rotary embeddings is asked on random and on extreme inputs, of one token and of many, and is
+left alone unless the kernel gives the same bits but for the last place of a few.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .activation import ActivationTables, mlp_candidates
+from .norm import norm_candidates
+from .rope import Rotate, is_servable, rotate, rotation_of, with_rotation
+
+_LOG = logging.getLogger(__name__)
+
+_NUM_TOKENS = (1, 41)
+# Another order of the sums in a norm moves a value over the boundary between two bfloat16 now and
+# then; where the result is rounded twice, that may be two of them.
+_MAX_STEPS_APART = 2
+_MIN_EQUAL_SHARE = 0.99
+# Magnitudes of inputs: squares that overflow float32, squares that underflow, and what is usual.
+_SCALES = (1.0, 30.0, 1e-3, 1e25, 1e-30, 0.0)
+# Of gated feed-forwards only the structure is in question; their activations are tables.
+_MLP_SCALES = (1.0, 30.0)
+
+Forward = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class LeafCounts:
+    """How many modules of a kind were found, and how many compute with a kernel of ours."""
+
+    found: int = 0
+    replaced: int = 0
+
+
+def select_leaf_kernels(name: str, model: PreTrainedModel, run: Callable[[], object]) -> str:
+    """Install what can be installed, unless told not to; returns what computes, for people.
+
+    ``run``: see ``install_leaf_kernels``.
+    """
+    if name == "off":
+        reason = "as asked"
+    elif model.device.type != "cpu":
+        reason = f"they are for the CPU, the model runs on {model.device.type}"
+    elif model.dtype != torch.bfloat16:
+        reason = f"they compute bfloat16, the model is {model.dtype}"
+    else:
+        counts = install_leaf_kernels(model, run)
+        return "numba" if any(kind.replaced for kind in counts.values()) else "off"
+    _LOG.info("leaf kernels: off (%s)", reason)
+    return "off"
+
+
+def install_leaf_kernels(model: nn.Module, run: Callable[[], object]) -> dict[str, LeafCounts]:
+    """Replace ``forward`` of modules of a bfloat16 model on the CPU; returns counts by kind.
+
+    ``run`` does a short pass through the model's attention: which rotary embeddings it applies to
+    what is seen there. The first call compiles kernels.
+    """
+    with torch.inference_mode():
+        counts = {
+            "norms": _install_norms(model),
+            "gated activations": _install_mlps(model),
+            "rotary embeddings": _install_rotations(model, run),
+        }
+    described = ", ".join(f"{n.replaced} of {n.found} {kind}" for kind, n in counts.items())
+    _LOG.info("leaf kernels: %s", described)
+    return counts
+
+
+def _install_norms(model: nn.Module) -> LeafCounts:
+    counts = LeafCounts()
+    for module in model.modules():
+        candidates = list(norm_candidates(module))
+        if candidates:
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            inputs = _inputs(len(weight), _SCALES)
+            _install_first_equal(module, candidates, inputs, counts)
+    return counts
+
+
+def _install_mlps(model: nn.Module) -> LeafCounts:
+    counts = LeafCounts()
+    tables = ActivationTables()
+    for module in list(model.modules()):
+        candidates = list(mlp_candidates(module, tables))
+        if candidates:
+            first: Any = next(module.children())
+            inputs = _inputs(first.in_features, _MLP_SCALES)
+            _install_first_equal(module, candidates, inputs, counts)
+    return counts
+
+
+def _inputs(features: int, scales: Iterable[float]) -> list[torch.Tensor]:
+    return [_draw((1, num, features), scale) for num in _NUM_TOKENS for scale in scales]
+
+
+def _install_first_equal(
+    module: nn.Module, candidates: Iterable[Forward], inputs: list[torch.Tensor],
+    counts: LeafCounts,
+) -> None:  # fmt: skip
+    counts.found += 1
+    forward: Forward = module.forward
+    expected = [forward(x) for x in inputs]
+    for candidate in candidates:
+        if all(_agree(candidate(x), y) for x, y in zip(inputs, expected, strict=True)):
+            module.forward = candidate
+            counts.replaced += 1
+            return
+    _LOG.info("leaf kernels: none for %s", type(module).__name__)
+
+
+def _install_rotations(model: nn.Module, run: Callable[[], object]) -> LeafCounts:
+    counts = LeafCounts()
+    watched: list[tuple[nn.Module, _WatchedRotation]] = []
+    for module in model.modules():
+        rotation = rotation_of(module)
+        if rotation is not None:
+            watch = _WatchedRotation(rotation)
+            module.forward = with_rotation(module, watch)
+            watched.append((module, watch))
+    run()
+    for module, watch in watched:
+        counts.found += 1
+        del module.forward
+        if watch.is_equal:
+            module.forward = with_rotation(module, rotate)
+            counts.replaced += 1
+        else:
+            _LOG.info("leaf kernels: no rotary embedding for %s", type(module).__name__)
+    return counts
+
+
+class _WatchedRotation:
+    """Applies the model's own function, and compares ours on inputs like those that come."""
+
+    def __init__(self, rotation: Rotate) -> None:
+        self._rotation = rotation
+        self._verdicts: list[bool] = []
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it was called, and ours gave the same each time."""
+        return bool(self._verdicts) and all(self._verdicts)
+
+    def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        can_compare = len(arguments) == 4 and not named and is_servable(*arguments)
+        self._verdicts.append(can_compare and self._compare(*arguments))
+        return self._rotation(*arguments, **named)
+
+    def _compare(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> bool:
+        for num_tokens in _NUM_TOKENS:
+            for scale in _SCALES:
+                # Heads and tokens lie in memory as they do in the model: tokens first.
+                q_new, k_new = (
+                    _draw((1, num_tokens, t.shape[1], t.shape[3]), scale).transpose(1, 2)
+                    for t in (q, k)
+                )
+                # Not pairs of equal cosines: a wrong pairing would go unseen.
+                angles = _draw((1, num_tokens, cos.shape[2]), 1.0)
+                tables = (angles.cos(), angles.sin())
+                expected = self._rotation(q_new, k_new, *tables)
+                actual = rotate(q_new, k_new, *tables)
+                if not all(map(_agree, actual, expected)):
+                    return False
+        return True
+
+
+def _draw(shape: tuple[int, ...], scale: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+
+def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the same numbers are NaN, and the others equal or next to each other."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    is_nan = expected.isnan()
+    if not torch.equal(actual.isnan(), is_nan):
+        return False
+    apart = (_place(actual) - _place(expected)).masked_fill(is_nan, 0).abs()
+    is_equal_enough = float((apart == 0).float().mean()) >= _MIN_EQUAL_SHARE
+    return is_equal_enough and int(apart.max()) <= _MAX_STEPS_APART
+
+
+def _place(values: torch.Tensor) -> torch.Tensor:
+    """Position of each bfloat16 among all, in order; both zeros have one."""
+    bits = values.contiguous().view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)

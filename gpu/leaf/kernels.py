@@ -1,0 +1,221 @@
+"""What a decoder computes between its products, in bfloat16: norms, rotations, gated activations.
+
+Rows in, rows out, in one pass over memory, rounded where transformers' modules round. The kernels
+know nothing of modules or torch: they are handed raw addresses; strides are in values. Each thread
+takes one contiguous share of the rows; few rows are left to the caller's thread, because a second
+one would wake up for less than it costs.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic
+
+# Values of a call below which one thread computes them all: about 10 us.
+_SERIAL_VALUES = 32 * 1024
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: types.Type, like: types.Type) -> tuple[Any, Any]:
+    """A pointer to values of ``like``'s type at ``address``."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
+        kind = context.get_value_type(signature.return_type)
+        return builder.inttoptr(args[0], kind)
+
+    return types.CPointer(like)(types.int64, like), codegen
+
+
+@intrinsic
+def _widened(typingctx: Any, bits: types.Type) -> tuple[Any, Any]:
+    """The float32 of a bfloat16."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), word(16)), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def _rounded(typingctx: Any, value: types.Type) -> tuple[Any, Any]:
+    """The bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+        rounded = builder.add(bits, builder.add(odd, word(0x7FFF)))
+        # Compared as integers: what may be assumed of the arithmetic around does not reach here.
+        is_nan = builder.icmp_unsigned(">", builder.and_(bits, word(0x7FFFFFFF)), word(0x7F800000))
+        chosen = builder.select(is_nan, word(0x7FC00000), rounded)
+        return builder.trunc(builder.lshr(chosen, word(16)), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+_BITS = np.uint16(0)
+_FLOAT = np.float32(0)
+
+
+# Only sums may be taken in another order; NaN and infinities are as they are.
+@njit(error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"})
+def _inverse_rms(x: np.ndarray, epsilon: np.float32) -> Any:
+    total = np.float32(0)
+    for i in range(len(x)):
+        value = _widened(x[i])
+        total += value * value
+    return np.float32(1) / np.sqrt(total / np.float32(len(x)) + epsilon)
+
+
+@njit(error_model="numpy", nogil=True)
+def _norm_share(
+    x: int, x_stride: int, scale: int, y: int, features: int, epsilon: np.float32,
+    rounds_twice: bool, first: int, last: int,
+) -> None:  # fmt: skip
+    factors = carray(_pointer(scale, _FLOAT), (features,))
+    for row in range(first, last):
+        values = carray(_pointer(x + 2 * row * x_stride, _BITS), (features,))
+        results = carray(_pointer(y + 2 * row * features, _BITS), (features,))
+        inverse = _inverse_rms(values, epsilon)
+        if rounds_twice:
+            for i in range(features):
+                normed = _widened(_rounded(_widened(values[i]) * inverse))
+                results[i] = _rounded(normed * factors[i])
+        else:
+            for i in range(features):
+                results[i] = _rounded((_widened(values[i]) * inverse) * factors[i])
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def norm(
+    x: int, x_stride: int, scale: int, y: int, num_rows: int, features: int, epsilon: np.float32,
+    rounds_twice: bool, num_threads: int,
+) -> None:  # fmt: skip
+    """Write scale * x / sqrt(mean(x^2) + epsilon) of each row.
+
+    x: bfloat16 [num_rows, features], ``x_stride`` values from one row to the next; y: the same
+        without gaps; scale: float32 [features].
+    rounds_twice: the normed row is rounded before it is scaled, too.
+    num_threads: at most as many as numba has started.
+    """
+    if num_threads == 1 or num_rows * features <= _SERIAL_VALUES:
+        _norm_share(x, x_stride, scale, y, features, epsilon, rounds_twice, 0, num_rows)
+        return
+    for worker in prange(num_threads):
+        first = num_rows * worker // num_threads
+        last = num_rows * (worker + 1) // num_threads
+        _norm_share(x, x_stride, scale, y, features, epsilon, rounds_twice, first, last)
+
+
+@njit(error_model="numpy", nogil=True)
+def _gated_share(
+    gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, features: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    activated = carray(_pointer(table, _BITS), (65536,))
+    for row in range(first, last):
+        gates = carray(_pointer(gate + 2 * row * gate_stride, _BITS), (features,))
+        ups = carray(_pointer(up + 2 * row * up_stride, _BITS), (features,))
+        results = carray(_pointer(y + 2 * row * features, _BITS), (features,))
+        # Two loops: the first cannot use vectors, the second can.
+        for i in range(features):
+            results[i] = activated[gates[i]]
+        for i in range(features):
+            results[i] = _rounded(_widened(results[i]) * _widened(ups[i]))
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def gated(
+    gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, num_rows: int,
+    features: int, num_threads: int,
+) -> None:  # fmt: skip
+    """Write activation(gate) * up of each row.
+
+    gate, up: bfloat16 [num_rows, features], strides in values from one row to the next; y: the
+        same without gaps.
+    table: bfloat16 [65536], the activation of every bfloat16, by its bits.
+    num_threads: at most as many as numba has started.
+    """
+    if num_threads == 1 or num_rows * features <= _SERIAL_VALUES:
+        _gated_share(gate, gate_stride, up, up_stride, table, y, features, 0, num_rows)
+        return
+    for worker in prange(num_threads):
+        first = num_rows * worker // num_threads
+        last = num_rows * (worker + 1) // num_threads
+        _gated_share(gate, gate_stride, up, up_stride, table, y, features, first, last)
+
+
+@njit(error_model="numpy", nogil=True)
+def _rotate_heads(
+    x: int, head_stride: int, num_heads: int, dim: int, cos: np.ndarray, sin: np.ndarray, y: int
+) -> None:
+    """All heads of one token."""
+    half = len(cos) // 2
+    for head in range(num_heads):
+        values = carray(_pointer(x + 2 * head * head_stride, _BITS), (dim,))
+        results = carray(_pointer(y + 2 * head * dim, _BITS), (dim,))
+        for i in range(half):
+            a, b = _widened(values[i]), _widened(values[half + i])
+            near = _widened(_rounded(a * _widened(cos[i])))
+            far = _widened(_rounded(-b * _widened(sin[i])))
+            results[i] = _rounded(near + far)
+            near = _widened(_rounded(b * _widened(cos[half + i])))
+            far = _widened(_rounded(a * _widened(sin[half + i])))
+            results[half + i] = _rounded(near + far)
+        for i in range(2 * half, dim):
+            results[i] = values[i]
+
+
+@njit(error_model="numpy", nogil=True)
+def _rotate_share(
+    x: int, token_stride: int, head_stride: int, num_heads: int, y: int, dim: int,
+    cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
+) -> None:  # fmt: skip
+    for token in range(first, last):
+        cosines = carray(_pointer(cos + 2 * token * table_stride, _BITS), (rotary_dim,))
+        sines = carray(_pointer(sin + 2 * token * table_stride, _BITS), (rotary_dim,))
+        _rotate_heads(
+            x + 2 * token * token_stride, head_stride, num_heads, dim, cosines, sines,
+            y + 2 * token * num_heads * dim,
+        )  # fmt: skip
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def rotate(
+    q: int, q_token_stride: int, q_head_stride: int, q_heads: int, q_out: int,
+    k: int, k_token_stride: int, k_head_stride: int, k_heads: int, k_out: int,
+    dim: int, cos: int, sin: int, table_stride: int, rotary_dim: int, num_tokens: int,
+    num_threads: int,
+) -> None:  # fmt: skip
+    """Rotate pairs (i, i + rotary_dim / 2) of the first ``rotary_dim`` values of each head.
+
+    q, k: bfloat16, a value per (token, head, dim) at the given strides, dim without gaps; q_out,
+        k_out: bfloat16 [num_tokens, heads, dim].
+    cos, sin: bfloat16 [num_tokens, rotary_dim], ``table_stride`` values from one token to the
+        next. Both products are rounded before they are added.
+    num_threads: at most as many as numba has started.
+    """
+    if num_threads == 1 or num_tokens * (q_heads + k_heads) * dim <= _SERIAL_VALUES:
+        _rotate_share(
+            q, q_token_stride, q_head_stride, q_heads, q_out, dim,
+            cos, sin, table_stride, rotary_dim, 0, num_tokens,
+        )  # fmt: skip
+        _rotate_share(
+            k, k_token_stride, k_head_stride, k_heads, k_out, dim,
+            cos, sin, table_stride, rotary_dim, 0, num_tokens,
+        )  # fmt: skip
+        return
+    for worker in prange(num_threads):
+        first = num_tokens * worker // num_threads
+        last = num_tokens * (worker + 1) // num_threads
+        _rotate_share(
+            q, q_token_stride, q_head_stride, q_heads, q_out, dim,
+            cos, sin, table_stride, rotary_dim, first, last,
+        )  # fmt: skip
+        _rotate_share(
+            k, k_token_stride, k_head_stride, k_heads, k_out, dim,
+            cos, sin, table_stride, rotary_dim, first, last,
+        )  # fmt: skip
