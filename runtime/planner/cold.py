@@ -64,6 +64,22 @@ class ColdRequest:
     num_running: int = 0  # other requests, which wait while it holds a step
     company: Company = NOBODY  # of its first step
     later_company: Company = NOBODY  # of the steps after that
+    # By layer, if its files are being read: when it will be on the host; 0 = it is.
+    read_s: tuple[float, ...] | None = None
+
+    @property
+    def num_layers_on_host(self) -> int:
+        """Layers, from the first on, that workers can compute."""
+        times_s = self.read_s or ()
+        unread = (layer for layer, time_s in enumerate(times_s) if time_s > 0.0)
+        return next(unread, len(self.ready_s))
+
+    def after(self, time_s: float) -> "ColdRequest":
+        """The same, but for that so much time has gone by."""
+        if not time_s:
+            return self
+        read_s = None if self.read_s is None else _from(time_s, self.read_s)
+        return replace(self, ready_s=_from(time_s, self.ready_s), read_s=read_s)
 
 
 def layer_times(

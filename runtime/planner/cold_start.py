@@ -6,7 +6,7 @@ Pure: times come in as arguments.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..engine.request import Request
 from ..plan import AdapterId, RequestId
@@ -14,10 +14,11 @@ from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
 from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
 from .company import CompanyModel
+from .files import FileLedger, ready_s
 from .first_tokens import FirstTokens
 from .link import LinkLedger, by_layer
 from .planner import Planner
-from .predict import plan_step
+from .predict import gains_by_waiting, plan_step
 from .strategy import Decision, LoadStrategy
 
 _MIN_CHUNK_TOKENS = 16
@@ -65,6 +66,7 @@ class PlannedColdStarts:
         self._workers = workers
         self._decode_step_s = decode_step_s
         self._ledger = LinkLedger(planner.model.link)
+        self._files = FileLedger()
         self._companies = CompanyModel(planner.model, decode_step_s)
         self._first_tokens = FirstTokens()
         self._loading: dict[AdapterId, AdapterLayers] = {}
@@ -84,21 +86,32 @@ class PlannedColdStarts:
         layers = self._layers_of(adapter_id)
         self._loading[adapter_id] = layers
         self._ledger.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
+        if not layers.is_on_host:
+            self._files.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
 
     def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
         """A request waits for what was a prefetch."""
         if adapter_id in self._loading:
             self._ledger.promote(adapter_id, now_s)
+            self._files.promote(adapter_id)
 
     def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
         """So many layer groups have arrived."""
         self._ledger.report(adapter_id, num_groups, now_s)
+        self._files.arrived(adapter_id, num_groups, now_s)
+
+    def load_read(
+        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
+    ) -> None:
+        """So many layer groups have been read from files, which took so long."""
+        self._files.report(adapter_id, num_groups, duration_s, now_s)
 
     def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
         """The load has ended, well or badly."""
         self._loading.pop(adapter_id, None)
         self._blocking.discard(adapter_id)
         self._ledger.end(adapter_id, now_s)
+        self._files.end(adapter_id, now_s)
         self._first_tokens.load_ended(adapter_id)
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
@@ -128,6 +141,8 @@ class PlannedColdStarts:
             return None  # the load has failed, and the request is about to be told
         if request.retried_positions[request.num_computed_tokens] > 1:
             return None  # not even what has arrived was of use, so it needs the whole adapter
+        if self._files.num_on_host(request.adapter_id) == 0:
+            return None  # it has no place on the device yet
         cold = self._cold_request(request, layers, num_others, rows, now_s)
         chunk = self._cut(request, cold, max_tokens)
         if chunk is None:
@@ -182,12 +197,11 @@ class PlannedColdStarts:
         self, request: Request, layers: AdapterLayers, num_others: int, rows: StepRows,
         now_s: float,
     ) -> Decision:  # fmt: skip
-        """Ask the planner, whose predictions hold for adapters in the host's memory only."""
+        """Ask the planner. How fast files are read, is no lesson for it."""
         cold = self._cold_request(request, layers, num_others, rows, now_s)
         decision = self._planner.decide(cold)
-        if not layers.is_on_host and decision.strategy in _AT_ONCE:
-            reason = f"its files must be read first; otherwise {decision.reason}"
-            return Decision(LoadStrategy.ASYNC_LOAD, reason)
+        if not layers.is_on_host:
+            return replace(decision, reason=f"{decision.reason}; its files must be read first")
         if decision.predictions:
             self._first_tokens.expect(
                 request.request_id, request.adapter_id, decision.predictions[0], now_s,
@@ -208,6 +222,8 @@ class PlannedColdStarts:
             step = plan_step(self._planner.model, cold, num_tokens, cold.company, strategy)
             max_wait_s = self._planner.config.max_stall_share * step.warm_s
             if not cold.num_running or step.wait_s <= max_wait_s:
+                if gains_by_waiting(self._planner.model, cold, num_tokens, cold.company, strategy):
+                    return None
                 return ColdChunk(num_tokens, step.split_layer)
             if num_tokens <= _MIN_CHUNK_TOKENS:
                 return None
@@ -231,6 +247,7 @@ class PlannedColdStarts:
             num_tokens=max(1, request.num_pending_tokens),
             adapter=layers.shape,
             ready_s=self._ready_s(request.adapter_id, now_s),
+            read_s=self._read_s(request.adapter_id, now_s),
             max_chunk_tokens=rows.max_cold_tokens,
             max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
             num_workers=num_workers,
@@ -255,6 +272,18 @@ class PlannedColdStarts:
         )
 
     def _ready_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...]:
-        """By layer."""
+        """By layer: when it is on the device."""
+        layers = self._loading[adapter_id]
         by_group = self._ledger.ready_s(adapter_id, now_s)
+        if self._files.num_on_host(adapter_id) is not None:
+            link = self._planner.model.link
+            copy_s = [link.latency_s + size / link.bytes_per_s for size in layers.group_bytes]
+            by_group = ready_s(by_group, self._files.read_s(adapter_id, now_s), copy_s)
+        return by_layer(layers.group_of_layer, by_group)
+
+    def _read_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...] | None:
+        """By layer: when it is on the host; None if its files need not be read."""
+        if self._files.num_on_host(adapter_id) is None:
+            return None
+        by_group = self._files.read_s(adapter_id, now_s)
         return by_layer(self._loading[adapter_id].group_of_layer, by_group)

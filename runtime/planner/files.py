@@ -18,11 +18,11 @@ _SMOOTHING = 0.5  # weight of the newest measurement: files are in the system's 
 class _Load:
     group_bytes: tuple[int, ...]
     is_demand: bool
-    num_read: int = 0  # groups
-    read_s: float = 0.0  # that it took to read them
-    since_s: float | None = (
-        None  # when the last of them was told of; None = it has its turn to come
-    )
+    num_on_host: int = 0  # groups
+    num_read: int = 0  # groups that it is known of how long it took to read them
+    read_s: float = 0.0
+    # When the newest group was told of, or the reading began; None = others have their turn.
+    since_s: float | None = None
 
 
 class FileLedger:
@@ -51,14 +51,22 @@ class FileLedger:
         load = self._loads.get(adapter_id)
         if load is None or num_read <= load.num_read:
             return
-        for other in self._loads.values():
-            other.since_s = None  # whatever the order was thought to be, this is the one
         new_bytes = sum(load.group_bytes[load.num_read : num_read])
         if read_s > load.read_s and new_bytes:
             measured = new_bytes / (read_s - load.read_s)
             self._bytes_per_s += _SMOOTHING * (measured - self._bytes_per_s)
-        load.num_read, load.read_s, load.since_s = num_read, read_s, now_s
-        if num_read == len(load.group_bytes):
+        load.num_read, load.read_s = num_read, read_s
+        self.arrived(adapter_id, num_read, now_s)
+
+    def arrived(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
+        """``num_groups`` groups are on the device, and so on the host, however they came there."""
+        load = self._loads.get(adapter_id)
+        if load is None or num_groups <= load.num_on_host:
+            return
+        for other in self._loads.values():
+            other.since_s = None  # whatever the order was thought to be, this is the one
+        load.num_on_host, load.since_s = num_groups, now_s
+        if num_groups == len(load.group_bytes):
             load.since_s = None
             self._take_turn(now_s)
 
@@ -67,10 +75,10 @@ class FileLedger:
         if self._loads.pop(adapter_id, None) is not None:
             self._take_turn(now_s)
 
-    def num_read(self, adapter_id: AdapterId) -> int | None:
+    def num_on_host(self, adapter_id: AdapterId) -> int | None:
         """Groups that are on the host; None if the adapter is not read from files."""
         load = self._loads.get(adapter_id)
-        return None if load is None else load.num_read
+        return None if load is None else load.num_on_host
 
     def read_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...]:
         """By group: seconds until it is expected on the host; 0 if it is there.
@@ -81,8 +89,8 @@ class FileLedger:
         begin_s = now_s
         for number, load in self._in_order():
             at_s = begin_s if load.since_s is None else load.since_s
-            expected_s = [0.0] * load.num_read
-            for num_bytes in load.group_bytes[load.num_read :]:
+            expected_s = [0.0] * load.num_on_host
+            for num_bytes in load.group_bytes[load.num_on_host :]:
                 at_s += num_bytes / self._bytes_per_s
                 at_s = max(at_s, 2 * now_s - at_s)
                 expected_s.append(at_s - now_s)
@@ -99,7 +107,7 @@ class FileLedger:
 
     def _take_turn(self, now_s: float) -> None:
         """Begin with the next one if nothing is being read."""
-        waiting = [load for _, load in self._in_order() if load.num_read < len(load.group_bytes)]
+        waiting = [load for _, load in self._in_order() if load.num_on_host < len(load.group_bytes)]
         if waiting and all(load.since_s is None for load in waiting):
             waiting[0].since_s = now_s
 

@@ -1,12 +1,14 @@
 """Predicts what each strategy comes to, by running the chunks of one request in thought. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...profiles.models import MachineModel
 from .cold import ColdPart, ColdRequest, Company, layer_times, warm_step_s
-from .split import LayerTimes, Split, choose_split, end_of
+from .split import Split, choose_split, end_of
 from .strategy import LoadStrategy, Prediction
+
+_SAME_SHARE = 0.01  # by which the ends of two ways may differ that are as good
 
 
 def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
@@ -49,10 +51,32 @@ def plan_step(
     strategy: LoadStrategy,
 ) -> PlannedStep:  # fmt: skip
     """The step that computes ``num_tokens`` of ``request`` next, beside ``company``."""
-    split = _split(layer_times(model, request, num_tokens, company), strategy)
+    times = layer_times(model, request, num_tokens, company)
+    if strategy is LoadStrategy.ASSISTED:
+        split = choose_split(times, request.num_layers_on_host)
+    else:
+        split = Split(0, end_of(times, 0))
     part = ColdPart(num_tokens, request.adapter, split.layer, request.ready_s)
     warm_s = warm_step_s(model, company.joined_by(part))
     return PlannedStep(split.layer, company.apart_s + split.end_s, warm_s)
+
+
+def gains_by_waiting(
+    model: MachineModel, request: ColdRequest, num_tokens: int, company: Company,
+    strategy: LoadStrategy,
+) -> bool:  # fmt: skip
+    """Whether a step that waits for files ends as soon if it begins when the next layers come.
+
+    Until then it would only hold up whoever comes meanwhile, and know less of how fast the files
+    are read.
+    """
+    times_s = [time_s for time_s in (*request.ready_s, *(request.read_s or ())) if time_s > 0.0]
+    if request.read_s is None or not times_s:
+        return False
+    next_s = min(times_s)
+    now = plan_step(model, request, num_tokens, company, strategy)
+    later = plan_step(model, request.after(next_s), num_tokens, company, strategy)
+    return next_s + later.end_s <= now.end_s * (1.0 + _SAME_SHARE)
 
 
 @dataclass(slots=True)
@@ -68,20 +92,28 @@ class _Run:
 
     def chunk(self, num_tokens: int, company: Company) -> None:
         """Compute one chunk."""
-        ready_s = tuple([max(0.0, ready - self.now_s) for ready in self.request.ready_s])
-        request = replace(self.request, ready_s=ready_s)
+        if self.request.read_s is not None:
+            self.now_s += self._delay_s(num_tokens, company)
+        request = self.request.after(self.now_s)
         step = plan_step(self.model, request, num_tokens, company, self.strategy)
         if self.first_split_layer is None:
             self.first_split_layer = step.split_layer
         self.now_s += step.end_s
         self.stall_s += step.wait_s
 
+    def _delay_s(self, num_tokens: int, company: Company) -> float:
+        """How much later a chunk begins that waits for files; see ``gains_by_waiting``.
 
-def _split(times: LayerTimes, strategy: LoadStrategy) -> Split:
-    """Only the assisted strategy gives layers to the workers."""
-    if strategy is LoadStrategy.ASSISTED:
-        return choose_split(times)
-    return Split(0, end_of(times, 0))
+        With workers when they can have all layers, if that is best; without them so late that it
+        ends no later and holds nobody up.
+        """
+        request = self.request.after(self.now_s)
+        step = plan_step(self.model, request, num_tokens, company, self.strategy)
+        if self.strategy is not LoadStrategy.ASSISTED:
+            return max(0.0, step.wait_s)
+        read_s = max(request.read_s or (0.0,))
+        later = plan_step(self.model, request.after(read_s), num_tokens, company, self.strategy)
+        return read_s if read_s + later.end_s < step.end_s else 0.0
 
 
 def _chunks(request: ColdRequest, strategy: LoadStrategy) -> Iterator[int]:

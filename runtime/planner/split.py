@@ -35,13 +35,17 @@ class Split:
     end_s: float  # when the chunk's last layer is done
 
 
-def choose_split(times: LayerTimes) -> Split:
+def choose_split(times: LayerTimes, max_layer: int | None = None) -> Split:
     """The split that ends first; among equals the one with the fewest layers for the workers.
+
+    ``max_layer``: the highest split, if the workers have no matrices from there on.
 
     O(layers). A chunk that starts at 0 and splits at S computes layers below S one after the
     other, and each layer from S on no sooner than its group is there; no layer before its time.
     """
-    return min(_ends(times), key=lambda split: (split.end_s, split.layer))
+    highest = times.num_layers if max_layer is None else max_layer
+    possible = [split for split in _ends(times) if split.layer <= highest]
+    return min(possible, key=lambda split: (split.end_s, split.layer))
 
 
 def end_of(times: LayerTimes, split_layer: int) -> float:

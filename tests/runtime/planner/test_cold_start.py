@@ -38,7 +38,6 @@ def _cold_starts(
     *,
     link_bytes_per_s: float = 1000.0,
     num_workers: int = 1,
-    is_on_host: bool = True,
     forced: LoadStrategy | None = None,
     max_worker_tokens: int = 512,
     invocation_s: float = 0.00002,
@@ -47,7 +46,7 @@ def _cold_starts(
         shape=AdapterShape(400, ((8,),) * _LAYERS),
         group_bytes=(200, 200),
         group_of_layer=(0, 0, 1, 1),
-        is_on_host=is_on_host,
+        is_on_host=True,
     )
     return PlannedColdStarts(
         Planner(_model(link_bytes_per_s, invocation_s), PlannerConfig(forced=forced)),
@@ -98,18 +97,6 @@ def test_the_split_follows_what_has_arrived() -> None:
     chunk = cold_starts.next_chunk(request, 8, 0, _rows(), 0.06)
     assert chunk is not None
     assert chunk.split_layer == 0
-
-
-def test_files_must_have_been_read_first() -> None:
-    cold_starts = _cold_starts(is_on_host=False)
-    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
-    assert not cold_starts.may_start(request, 0, _rows(), 0.0)
-    told = cold_starts.first_token(RequestId(1), 9.0)  # late, and no fault of the workers
-    assert told is not None
-    assert told.strategy == "async_load"
-    assert "files must be read first" in told.reason
-    assert cold_starts.counts() == {"async_load": 1}
 
 
 def test_a_row_that_failed_runs_without_workers() -> None:

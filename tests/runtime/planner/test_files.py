@@ -23,7 +23,7 @@ def test_the_first_guess_is_low_and_the_first_group_corrects_it() -> None:
     (first_s, second_s) = files.read_s(A, 0.05)
     assert first_s == 0.0
     assert second_s == pytest.approx(100 * MB / (100e6 + (2e9 - 100e6) / 2))
-    assert files.num_read(A) == 1
+    assert files.num_on_host(A) == 1
 
 
 def test_a_report_that_is_heard_late_teaches_the_speed_of_reading() -> None:
@@ -64,10 +64,22 @@ def test_what_is_late_is_not_taken_for_done() -> None:
     assert files.read_s(A, 60.0)[0] == 59.0
 
 
+def test_what_is_on_the_device_needs_no_reading_and_teaches_nothing() -> None:
+    files = ledger(a=True, b=True)
+    files.arrived(A, 1, 0.0)
+    assert files.num_on_host(A) == 1
+    assert files.read_s(A, 0.0) == (0.0, 1.0)
+    files.report(A, 1, 1.0, 1.0)
+    files.arrived(A, 2, 2.0)
+    assert files.read_s(A, 2.0) == (0.0, 0.0)
+    assert files.read_s(B, 2.0) == (1.0, 2.0)
+
+
 def test_others_are_not_known() -> None:
     files = ledger(a=True)
-    assert files.num_read(B) is None
+    assert files.num_on_host(B) is None
     files.report(B, 1, 1.0, 1.0)
+    files.arrived(B, 1, 1.0)
     files.promote(B)
     files.end(B, 1.0)
     with pytest.raises(KeyError):
