@@ -1,16 +1,19 @@
-"""How an adapter gets from the arena to where the kernels read it: in place, or by copies.
+"""How an adapter gets from the arena to the device: its regions are copied one by one.
 
-On a CPU without a link the kernels read the arena itself. Otherwise its regions are copied one by
-one, first layer first, on a stream of their own; layers form groups with an event each, so that
-the first layers can be used before the last are there. Workers on the host compute from the same
+First layer first, on a stream of their own; layers form groups with an event each, so that the
+first layers can be used before the last are there. Workers on the host compute from the same
 regions, so these are always packed for them; where the device's kernels want plain rows, each
 region goes through one buffer on the device and is unpacked from there, which costs some of the
 device's bandwidth and neither the link's nor a second copy on the host.
+
+An adapter whose files are being read arrives as they are: a layer group is copied once its regions
+are whole, and whoever needs it before waits for the file first, for a while.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -21,7 +24,7 @@ from .adapter_store import HostAdapter
 from .coexec.cold_deltas import Arrival, GroupKey
 from .coexec.gateway import PlacedRegion
 from .device.base import DeviceError, DeviceTimeoutError, Event
-from .lora.adapter_layout import AdapterLayout, TargetMatrices
+from .lora.adapter_layout import TargetMatrices
 from .lora.base import PackedLora
 from .lora.matrix_layout import PACKED, unpack_a, unpack_b
 from .lora.table import DeviceAdapter
@@ -32,41 +35,17 @@ _CANCEL_TIMEOUT_S = 5.0
 # Behind a failure a stream leaves all out, so it is at its end at once; if it is not, the failure
 # was told of before, and others' copies are under way.
 _FAILURE_TIMEOUT_S = 0.05
+# A pass is begun when its layer groups are expected in time; one that is later than this by far
+# must not hold up whoever else is in the pass.
+_READ_TIMEOUT_S = 0.25
 
 
-class InPlace:
-    """An adapter that is where it is needed; see ``adapter_loader.Arrival``."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """So many layer groups of an adapter are on the host, and how long it took to read them."""
 
-    def __init__(self, host: HostAdapter, layout: AdapterLayout) -> None:
-        """The kernels read ``host`` until the adapter is evicted."""
-        self._host = host
-        self._layout = layout
-
-    def start(self, *, is_gradual: bool) -> None:
-        """Nothing is copied."""
-
-    def is_done(self) -> bool:
-        """From the start."""
-        return True
-
-    def num_arrived(self) -> int:
-        """One group, of all layers."""
-        return 1
-
-    def advance(self) -> None:
-        """Nothing is left to enqueue."""
-
-    def finish(self) -> DeviceAdapter:
-        """Views of the arena, which keep the reference until the adapter is released."""
-        host, targets = self._host, {}
-        for place, part in zip(host.places, host.parts, strict=True):
-            for found in self._layout.matrices_in(place, part):
-                targets[found.target.index] = self._layout.views(found, part)
-        return DeviceAdapter(targets, release=host.release)
-
-    def cancel(self) -> None:
-        """Give the reference back."""
-        self._host.release()
+    num_groups: int
+    duration_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +54,18 @@ class _LayerGroup:
 
     parts: list[int] = field(default_factory=list)
     memory: torch.Tensor | None = None  # on the device
-    event: Event | None = None  # None = not enqueued yet
+    event: Event | None = None  # behind its copies; None = nothing was placed yet
+    is_enqueued: bool = False
     has_arrived: bool = False  # all copies were made; False behind the event = one has failed
 
 
+def _num_regions(group: _LayerGroup) -> int:
+    """How many of an adapter's regions there are up to the group's last one."""
+    return group.parts[-1] + 1 if group.parts else 0
+
+
 class Copied:
-    """An adapter that is copied; see ``adapter_loader.Arrival`` and ``coexec.ArrivingAdapter``."""
+    """An adapter that is copied; see ``adapter_fetcher.Arrival`` and ``coexec.ArrivingAdapter``."""
 
     def __init__(
         self, host: HostAdapter, copier: AdapterCopier, group_of_layer: Sequence[int]
@@ -99,6 +84,7 @@ class Copied:
         self._adapter = DeviceAdapter({})
         self._regions: dict[GroupKey, PlacedRegion] = {}
         self._error: Exception | None = None
+        self._is_late = False  # a pass has gone on without a layer group
 
     @property
     def adapter(self) -> DeviceAdapter:
@@ -106,7 +92,7 @@ class Copied:
         return self._adapter
 
     def start(self, *, is_gradual: bool) -> None:
-        """Take memory and enqueue the copies of all layer groups, or of the first.
+        """Take memory and enqueue the copies of what is on the host, or of the first layer group.
 
         Raises what a full device raises, with nothing enqueued; ``finish`` tells of copies that
         cannot be enqueued.
@@ -114,66 +100,98 @@ class Copied:
         self._lane = self._copier.take_lane(is_prefetch=is_gradual)
         self._copier.await_readers(self._lane)
         self._place()
+        for group in self._groups:
+            group.event = self._copier.device.event()
         if is_gradual:
             self.advance()
         else:
             self.enqueue_all()
 
     def advance(self) -> None:
-        """Enqueue the next layer group, if the last one has arrived and one is left."""
-        waiting = [group for group in self._groups if group.event is None]
-        is_busy = any(
-            group.event is not None and not self._copier.device.is_done(group.event)
-            for group in self._groups
-        )
-        if waiting and not is_busy:
-            self._enqueue(waiting[0])
+        """Enqueue the next layer group, if it is on the host and the last one has arrived."""
+        for group in self._groups:
+            if not group.is_enqueued:
+                if self._may_enqueue(group):
+                    self._enqueue(group)
+                return
+            if not self._is_there(group):
+                return
 
     def enqueue_all(self) -> None:
-        """Enqueue every layer group that is not yet."""
+        """Enqueue every layer group that is on the host and not enqueued yet."""
         for group in self._groups:
-            if group.event is None:
+            if not group.is_enqueued:
+                if not self._may_enqueue(group):
+                    return
                 self._enqueue(group)
 
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Read its files, if they must be; by the fetching thread."""
+        self._host.read(on_progress, is_wanted)
+
+    def reading(self) -> Reading | None:
+        """How far its files have been read; None if they need not be."""
+        if self._host.read_s is None:
+            return None
+        num_groups = sum(self._is_on_host(group) for group in self._groups)
+        return Reading(num_groups, self._host.read_s)
+
     def is_done(self) -> bool:
-        """Whether the stream has come past the last copy."""
-        last = self._groups[-1].event
-        return last is not None and self._copier.device.is_done(last)
+        """Whether all that will be copied has been."""
+        if not self._host.is_read:
+            return False
+        if self._host.error is None:
+            return self._is_there(self._groups[-1])
+        return all(self._is_there(group) for group in self._groups if group.is_enqueued)
 
     def num_arrived(self) -> int:
         """Layer groups, from the first on, that have been copied."""
         for number, group in enumerate(self._groups):
-            if group.event is None or not self._copier.device.is_done(group.event):
+            if not self._is_there(group):
                 return number
         return len(self._groups)
 
+    def begin_pass(self) -> int:
+        """A pass is about to use it; how many layers, from the first on, workers may read."""
+        self._is_late = False
+        if self._host.read_s is None:
+            return len(self._group_of_layer)
+        self.enqueue_all()
+        num_whole = self._host.num_whole
+        if num_whole == len(self._host.places):
+            return len(self._group_of_layer)
+        return self._host.places[num_whole].layer
+
     def has_failed(self) -> bool:
-        """Whether a copy is known to have failed: what was computed with it is void."""
-        return any(
-            group.event is not None
-            and self._copier.device.is_done(group.event)
-            and not group.has_arrived
-            for group in self._groups
+        """Whether a layer group is known to have failed: what was computed with it is void."""
+        return self._is_late or any(
+            self._is_there(group) and not group.has_arrived for group in self._groups
         )
 
     def arrival(self, layer: int) -> Arrival | None:
-        """See ``coexec.ArrivingAdapter``. All layer groups must be enqueued."""
-        group = self._groups[self._group_of_layer[layer]]
-        assert group.event is not None and group.memory is not None, "not enqueued"
-        if self._copier.device.is_done(group.event):
+        """See ``coexec.ArrivingAdapter``."""
+        number = self._group_of_layer[layer]
+        group = self._groups[number]
+        assert group.event is not None and group.memory is not None, "not started"
+        if self._is_there(group):
             return None
-        return Arrival(group.event, group.memory)
+        return Arrival(group.event, group.memory, partial(self._bring, number))
 
     def region(self, key: GroupKey) -> PlacedRegion | None:
         """See ``coexec.ColdAdapter``."""
         return self._regions.get(key)
 
     def finish(self) -> DeviceAdapter:
-        """Give the host's reference back. Raises ``AdapterError`` if a copy has failed."""
+        """Give the host's reference back.
+
+        Raises ``AdapterError`` if a copy has failed, and what reading its files has raised.
+        """
         is_whole = all(group.has_arrived for group in self._groups)
         self._let_go()
         if is_whole:
             return self._adapter
+        if self._host.error is not None:
+            raise self._host.error
         if self._error is not None:
             raise AdapterError(f"copying it to the device failed: {self._error}") from self._error
         assert self._lane is not None
@@ -190,8 +208,7 @@ class Copied:
 
         It is kept if the copies do not come to their end: they read what it protects.
         """
-        enqueued = [group.event for group in self._groups if group.event is not None]
-        if enqueued and not self._copier.device.is_done(enqueued[-1]):
+        if any(group.is_enqueued and not self._is_there(group) for group in self._groups):
             assert self._lane is not None
             try:
                 self._copier.device.synchronize(self._lane.stream, timeout_s=_CANCEL_TIMEOUT_S)
@@ -265,9 +282,8 @@ class Copied:
 
     def _enqueue(self, group: _LayerGroup) -> None:
         """Copy the regions of a layer group and record its event, whatever comes of it."""
-        device, lane = self._copier.device, self._lane
-        assert lane is not None
-        event = device.event()
+        device, lane, event = self._copier.device, self._lane, group.event
+        assert lane is not None and event is not None
 
         def arrive() -> None:
             group.has_arrived = True
@@ -284,7 +300,28 @@ class Copied:
             _LOG.exception("layers of an adapter cannot be copied")
             self._error = error
         device.record(lane.stream, event)
-        group.event = event
+        group.is_enqueued = True
+
+    def _bring(self, number: int) -> bool:
+        """Let a layer group be enqueued, when its files have been read; False if they are late."""
+        group = self._groups[number]
+        if not group.is_enqueued:
+            self._host.wait_whole(_num_regions(group), _READ_TIMEOUT_S)
+            self.enqueue_all()
+        self._is_late |= not group.is_enqueued
+        return group.is_enqueued
+
+    def _is_there(self, group: _LayerGroup) -> bool:
+        """Whether the stream has come past its copies."""
+        return group.event is not None and self._copier.device.is_done(group.event)
+
+    def _may_enqueue(self, group: _LayerGroup) -> bool:
+        """Not when the rest will never come: who hears of that looks for the end of the copies."""
+        return self._is_on_host(group) and self._host.error is None
+
+    def _is_on_host(self, group: _LayerGroup) -> bool:
+        """Whether its regions hold what was registered."""
+        return self._host.num_whole >= _num_regions(group)
 
     def _copy_as_rows(self, index: int, group: _LayerGroup) -> None:
         """One region into the lane's buffer, and from there to rows."""

@@ -1,70 +1,33 @@
 """Brings adapters to the device off the step.
 
-One thread fetches them from the host's arena, or from files; the engine's thread, the only one that
-enqueues operations on the device, starts the copies and later takes what has arrived. Nobody waits
-for a copy: while any is under way a second thread looks now and then whether its event is done, so
-that reading one adapter's files does not delay the end of another's copy.
+What is not in the host's arena is fetched by a thread; the engine's thread, the only one that
+enqueues operations on the device, starts the copies and later takes what has arrived. What is read
+from files is copied while the rest is being read. Nobody waits for a copy: while any is under way a
+second thread looks now and then whether its event is done, so that reading one adapter's files does
+not delay the end of another's copy.
 """
 
 import logging
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from ..runtime.errors import CorunError
 from ..runtime.plan import AdapterId, Transfer, TransferId
-from .adapter_arrival import Copied
-from .adapter_store import StoreBusyError
+from .adapter_arrival import Copied, Reading
+from .adapter_fetcher import AdapterFetcher, Arrival, FetchAdapter, Fetched
 from .lora.table import DeviceAdapter
 
 _LOG = logging.getLogger(__name__)
 
 # Small against any copy worth the name, large against what a look costs.
 _LOOK_EVERY_S = 0.0005
-_RETRY_EVERY_S = 0.005
-# References that fill the arena are those of copies under way; longer than this nothing copies.
-_BUSY_TIMEOUT_S = 30.0
 
 
-class Arrival(Protocol):
-    """An adapter on its way from the host to the device."""
-
-    def start(self, *, is_gradual: bool) -> None:
-        """Enqueue what brings it there, or only the first layers. Called once.
-
-        Like all but ``is_done`` and ``num_arrived`` by the engine's thread.
-        """
-        ...
-
-    def advance(self) -> None:
-        """Enqueue the next layers if those before have arrived."""
-        ...
-
-    def num_arrived(self) -> int:
-        """Layer groups, from the first on, that are on the device. As ``is_done``."""
-        ...
-
-    def is_done(self) -> bool:
-        """Whether it has arrived, or failed to. Called between ``start`` and ``finish``."""
-        ...
-
-    def finish(self) -> DeviceAdapter:
-        """Return it. Called once, when it is done; raises ``CorunError`` if it has failed."""
-        ...
-
-    def cancel(self) -> None:
-        """Give the host's copy back; instead of ``finish``, with no copy under way."""
-        ...
-
-
-# Fetches one adapter version on the host; raises ``CorunError`` with the reason.
-FetchAdapter = Callable[[AdapterId], Arrival]
-# The same without reading any file: None if it is not in the arena.
+# Fetches one without reading any file: None if it is not in the arena.
 FetchPresent = Callable[[AdapterId], Arrival | None]
 
 
@@ -94,14 +57,15 @@ class LoadProgress:
     num_groups: int
 
 
-LoadEvent: TypeAlias = StartedLoad | LoadProgress | LoadedAdapter
-
-
 @dataclass(frozen=True, slots=True)
-class _Fetched:
-    transfer: Transfer
-    arrival: Arrival | None
-    error: str = ""  # why there is none
+class ReadProgress:
+    """More of a load's files has been read."""
+
+    transfer_id: TransferId
+    reading: Reading
+
+
+LoadEvent: TypeAlias = StartedLoad | LoadProgress | ReadProgress | LoadedAdapter
 
 
 @dataclass(slots=True, eq=False)
@@ -110,12 +74,7 @@ class _Started:
     arrival: Arrival
     is_gradual: bool  # a prefetch, which moves only while no demand load does
     num_seen: int = 0  # layer groups that were told of; of the watching thread
-
-
-@dataclass(slots=True)
-class _Deferred:
-    transfer: Transfer
-    since_s: float
+    num_read: int = 0  # likewise on the host; of the engine's thread
 
 
 class AdapterLoader:
@@ -125,28 +84,21 @@ class AdapterLoader:
         self, fetch: FetchAdapter, fetch_present: FetchPresent, notify: Callable[[], None]
     ) -> None:
         """``notify`` is called by any thread when ``take_done`` has something to do."""
-        self._fetch = fetch
         self._fetch_present = fetch_present
         self._notify = notify
-        self._jobs: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
-        self._fetched: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Started] = queue.SimpleQueue()
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
         self._under_way: list[_Started] = []  # of the engine's thread
-        # Loads whose files are being read, and whether they are prefetches; likewise.
-        self._fetching: dict[TransferId, bool] = {}
-        self._deferred: deque[_Deferred] = deque()  # of the fetching thread
         self._may_look = threading.Event()
         self._may_look.set()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True),
-            threading.Thread(target=self._watch, name="corun-adapter-copies", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._fetcher = AdapterFetcher(fetch, notify)
+        self._thread = threading.Thread(
+            target=self._watch, name="corun-adapter-copies", daemon=True
+        )
+        self._thread.start()
 
     def start(self, transfer: Transfer) -> None:
         """Begin a load: at once if it is in the arena, else when its files have been read.
@@ -155,22 +107,19 @@ class AdapterLoader:
         """
         arrival = self._fetch_present(transfer.adapter_id)
         if arrival is None:
-            self._fetching[transfer.transfer_id] = not transfer.is_demand
-            self._jobs.put(transfer)
+            self._fetcher.ask(transfer)
             return
-        self._start(_Fetched(transfer, arrival))
+        self._start(Fetched(transfer, arrival), is_prefetch=not transfer.is_demand)
         self._notify()
 
     def promote(self, transfer_id: TransferId) -> None:
         """A request waits for what was a prefetch; unknown loads have ended."""
-        if transfer_id in self._fetching:
-            self._fetching[transfer_id] = False
+        if self._fetcher.promote(transfer_id):
             return
         for started in self._under_way:
             if started.transfer.transfer_id == transfer_id and started.is_gradual:
                 started.is_gradual = False
-                if isinstance(started.arrival, Copied):
-                    started.arrival.enqueue_all()
+                started.arrival.enqueue_all()
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -191,16 +140,20 @@ class AdapterLoader:
             self._events.append(self._progress.get())
         while not self._arrived.empty():
             started = self._arrived.get()
+            if not started.arrival.is_done():
+                self._started.put(started)  # reading failed just when more was enqueued
+                continue
             self._under_way.remove(started)
             self._events.append(_finished(started))
-        while not self._fetched.empty():
-            self._start(self._fetched.get())
-        self._advance_prefetches()
+        while (taken := self._fetcher.take()) is not None:
+            fetched, is_prefetch = taken
+            self._start(fetched, is_prefetch=is_prefetch)
+        self._advance()
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
-        """Finish the load that is running, drop the others, stop the threads. Idempotent.
+        """Drop all loads and stop the threads. Idempotent.
 
         The device must have come to its end: nothing is copied any more.
         """
@@ -208,26 +161,23 @@ class AdapterLoader:
             return
         self._closed = True
         self._may_look.set()
-        self._jobs.put(None)
         self._started.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
+        self._fetcher.close()
         for started in self._under_way:
             started.arrival.cancel()
         self._under_way.clear()
-        while not self._fetched.empty():
-            fetched = self._fetched.get()
-            if fetched.arrival is not None:
-                fetched.arrival.cancel()
+        while (taken := self._fetcher.take()) is not None:
+            if taken[0].arrival is not None:
+                taken[0].arrival.cancel()
 
-    def _start(self, fetched: _Fetched) -> None:
+    def _start(self, fetched: Fetched, *, is_prefetch: bool) -> None:
         """Start the copies of one adapter."""
         transfer, arrival = fetched.transfer, fetched.arrival
-        is_gradual = self._fetching.pop(transfer.transfer_id, not transfer.is_demand)
         if arrival is None:
             self._events.append(_failed(transfer, fetched.error))
             return
-        started = _Started(transfer, arrival, is_gradual)
+        started = _Started(transfer, arrival, is_prefetch)
         try:
             arrival.start(is_gradual=started.is_gradual)
         except Exception as error:  # a full device must fail one adapter, not the engine
@@ -243,24 +193,18 @@ class AdapterLoader:
         self._under_way.append(started)
         self._started.put(started)
 
-    def _advance_prefetches(self) -> None:
-        """Let prefetches have the link while no request waits for a load."""
-        if any(not started.is_gradual for started in self._under_way):
-            return
+    def _advance(self) -> None:
+        """Enqueue what was read; prefetches have the link while no request waits for a load."""
+        has_demand = any(not started.is_gradual for started in self._under_way)
         for started in self._under_way:
-            started.arrival.advance()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=_RETRY_EVERY_S if self._deferred else None)
-            except queue.Empty:
-                pass
-            else:
-                if job is None:
-                    return
-                self._deferred.append(_Deferred(job, time.monotonic()))
-            self._fetch_deferred()
+            reading = started.arrival.reading()
+            if reading is not None and reading.num_groups > started.num_read:
+                started.num_read = reading.num_groups
+                self._events.append(ReadProgress(started.transfer.transfer_id, reading))
+            if not started.is_gradual and reading is not None:
+                started.arrival.enqueue_all()
+            elif started.is_gradual and not has_demand:
+                started.arrival.advance()
 
     def _watch(self) -> None:
         """Tell of copies that have ended; no other thread asks a load whether it is done."""
@@ -293,32 +237,6 @@ class AdapterLoader:
                 self._progress.put(LoadProgress(started.transfer.transfer_id, num_groups))
                 has_news = True
         return has_news
-
-    def _fetch_deferred(self) -> None:
-        """Fetch what waits, in order, until the arena has no room for the next."""
-        while self._deferred and not self._closed:
-            deferred = self._deferred[0]
-            fetched = self._fetch_one(deferred)
-            if fetched is None:
-                return
-            self._deferred.popleft()
-            self._fetched.put(fetched)
-            self._notify()
-
-    def _fetch_one(self, deferred: _Deferred) -> _Fetched | None:
-        """None if it must wait until somebody else is done with the arena."""
-        transfer = deferred.transfer
-        try:
-            return _Fetched(transfer, self._fetch(transfer.adapter_id))
-        except StoreBusyError as error:
-            if time.monotonic() - deferred.since_s < _BUSY_TIMEOUT_S:
-                return None
-            return _Fetched(transfer, None, str(error))
-        except CorunError as error:
-            return _Fetched(transfer, None, str(error))
-        except Exception as error:  # a bug must fail one adapter, not the thread
-            _LOG.exception("loading adapter %d failed", transfer.adapter_id)
-            return _Fetched(transfer, None, f"{type(error).__name__}: {error}")
 
 
 def _failed(transfer: Transfer, error: str) -> LoadedAdapter:

@@ -6,6 +6,7 @@ they hold what was registered. The arena keeps the memory until both sides have 
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from ..runtime.adapters.resolved import AdapterReader, RawTensor
@@ -31,6 +32,7 @@ class AdapterReading:
         self._region_ends = _region_ends([region.layer for region in entry.regions])
         self._is_wanted = True
         self._num_regions = 0
+        self._read_s = 0.0
         self._error: CorunError | None = None
         self._is_over = False
         self._changed = threading.Condition()
@@ -39,6 +41,11 @@ class AdapterReading:
     def num_regions(self) -> int:
         """Regions, from the first on, that are whole and may be used; never fewer than before."""
         return self._num_regions
+
+    @property
+    def read_s(self) -> float:
+        """How long it took to read what is whole."""
+        return self._read_s
 
     @property
     def error(self) -> CorunError | None:
@@ -50,15 +57,23 @@ class AdapterReading:
         """Whether nothing more will come."""
         return self._is_over
 
-    def run(self, on_layer: Callable[[], None]) -> None:
+    def run(self, on_layer: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """Read to the end. By one thread, once; what fails is told by ``error``.
 
-        ``on_layer`` is called whenever there is more to use, and at the end.
+        ``on_layer`` is called whenever there is more to use, and at the end. ``is_wanted`` is
+        asked before each tensor whether to go on.
         """
+
+        def take(raw: RawTensor, data: memoryview) -> None:
+            if not (self._is_wanted and is_wanted()):
+                raise AdapterError("nobody waits for its files any more")
+            self._writer.write(raw, data)
+
+        begin_s = time.monotonic()
         try:
             with self._source:
-                for layer in self._source.read_layers(self._write):
-                    self._advance(self._region_ends[layer])
+                for layer in self._source.read_layers(take):
+                    self._advance(self._region_ends[layer], time.monotonic() - begin_s)
                     on_layer()
                 assert not self._writer.missing, self._writer.missing
         except CorunError as error:
@@ -82,13 +97,9 @@ class AdapterReading:
             )
             return self._num_regions >= num_regions
 
-    def _write(self, raw: RawTensor, data: memoryview) -> None:
-        if not self._is_wanted:
-            raise AdapterError("nobody waits for its files any more")
-        self._writer.write(raw, data)
-
-    def _advance(self, num_regions: int) -> None:
+    def _advance(self, num_regions: int, read_s: float) -> None:
         with self._changed:
+            self._read_s = read_s
             self._num_regions = num_regions
             self._changed.notify_all()
 

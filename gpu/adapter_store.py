@@ -63,6 +63,11 @@ class HostAdapter:
         return len(self.places) if self._reading is None else self._reading.num_regions
 
     @property
+    def read_s(self) -> float | None:
+        """How long it took to read what is whole; None if it was in the arena."""
+        return None if self._reading is None else self._reading.read_s
+
+    @property
     def error(self) -> CorunError | None:
         """Why the other regions will never be whole, once that is known."""
         return None if self._reading is None else self._reading.error
@@ -72,10 +77,10 @@ class HostAdapter:
         """Whether no more regions will become whole."""
         return self._reading is None or self._reading.is_over
 
-    def read(self, on_layer: Callable[[], None]) -> None:
+    def read(self, on_layer: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """Read the files, if there is anything to read; see ``AdapterReading.run``."""
         if self._reading is not None:
-            self._reading.run(on_layer)
+            self._reading.run(on_layer, is_wanted)
 
     def wait_whole(self, num_regions: int, timeout_s: float) -> bool:
         """Wait until so many regions are whole; False if they will not be, or not in time."""

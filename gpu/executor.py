@@ -22,7 +22,8 @@ from ..runtime.plan import (
     TransferKind,
 )
 from ..shm.errors import ShmError
-from .adapter_loader import AdapterLoader, FetchAdapter, FetchPresent
+from .adapter_fetcher import FetchAdapter
+from .adapter_loader import AdapterLoader, FetchPresent
 from .coexec.assistant import Assistant, ColdRow
 from .lora.table import LoraTable
 from .model.lower import ForwardInputs, PackedRows, lower

@@ -7,9 +7,10 @@ import torch
 
 from ..runtime.adapters.target_map import TargetMap
 from ..shm.arena import HostArena
-from .adapter_arrival import Copied, InPlace
+from .adapter_arrival import Copied
 from .adapter_copier import AdapterCopier
-from .adapter_loader import Arrival
+from .adapter_fetcher import Arrival
+from .adapter_in_place import InPlace
 from .adapter_store import AdapterStore, HostAdapter, OpenSource
 from .device.base import Stream
 from .device.host_memory import TorchDevice
@@ -131,13 +132,11 @@ class HostAdapters:
         return self._store.is_present(digest)
 
     def fetch(self, digest: str, path: str) -> Arrival:
-        """Begin to bring an adapter to the device by its content; see ``AdapterStore.fetch``."""
-        host = self._store.fetch(digest, path)
-        host.read(lambda: None)
-        if host.error is not None:
-            host.release()
-            raise host.error
-        return self._arrival(digest, host)
+        """Begin to bring an adapter to the device by its content; see ``AdapterStore.fetch``.
+
+        ``Arrival.read`` must be called for it.
+        """
+        return self._arrival(digest, self._store.fetch(digest, path))
 
     def fetch_present(self, digest: str) -> Arrival | None:
         """``fetch`` if no file must be read for it; else None."""

@@ -13,10 +13,11 @@ from ..runtime.plan import (
     Transfer,
     TransferId,
     TransferProgress,
+    TransferRead,
     TransferResult,
 )
 from .adapter_arrival import Copied
-from .adapter_loader import AdapterLoader, LoadedAdapter, LoadProgress, StartedLoad
+from .adapter_loader import AdapterLoader, LoadedAdapter, LoadProgress, ReadProgress, StartedLoad
 from .lora.table import DeviceAdapter, LoraTable
 
 _LOG = logging.getLogger(__name__)
@@ -82,6 +83,11 @@ class ResidentAdapters:
                 self._enter(event.adapter_id, event.arrival.adapter, event.arrival)
             elif isinstance(event, LoadProgress):
                 self._results.append(TransferProgress(event.transfer_id, event.num_groups))
+            elif isinstance(event, ReadProgress):
+                reading = event.reading
+                self._results.append(
+                    TransferRead(event.transfer_id, reading.num_groups, reading.duration_s)
+                )
             else:
                 self._end_load(event)
 

@@ -147,6 +147,15 @@ class TransferProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferRead:
+    """So many layer groups of a load have been read from its files, which took so long."""
+
+    transfer_id: TransferId
+    num_groups: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class TransferResult:
     """A transfer has ended; ``error`` is None if it succeeded."""
 
@@ -154,7 +163,7 @@ class TransferResult:
     error: str | None = None
 
 
-Result: TypeAlias = StepResult | TransferProgress | TransferResult
+Result: TypeAlias = StepResult | TransferProgress | TransferRead | TransferResult
 
 
 class Executor(Protocol):

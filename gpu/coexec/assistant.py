@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -32,12 +32,16 @@ _SETTLE_TIMEOUT_S = 10.0  # the waits have ended, so the results are there
 class ArrivingAdapter(ColdAdapter, Protocol):
     """An adapter on its way to the device."""
 
+    def begin_pass(self) -> int:
+        """A pass is about to use it; how many layers, from the first on, workers may read."""
+        ...
+
     def arrival(self, layer: int) -> Arrival | None:
         """What the layer's deltas on the device wait for; None if it is there."""
         ...
 
     def has_failed(self) -> bool:
-        """Whether a copy is known to have failed: what was computed with it is void."""
+        """Whether a layer group has failed, or was late: what was computed with it is void."""
         ...
 
 
@@ -108,8 +112,10 @@ class Assistant:
         """Publish the workers' jobs and plan the device's part.
 
         Raises ``ShmError`` if the workers that the plan counts on are not there; nothing of the
-        pass may be computed then.
+        pass may be computed then. Layers whose files have not been read yet are the device's,
+        whatever the plan says.
         """
+        rows = [_within_reach(row) for row in rows]
         plan = ColdPlan(
             invocations=self._invoke(rows),
             batches=self._batches(rows, device),
@@ -147,6 +153,14 @@ class Assistant:
                 made[table_rows] = lora_batch(table_rows, ranks, starts, device)
             batches.append(made[table_rows])
         return tuple(batches)
+
+
+def _within_reach(row: ColdRow) -> ColdRow:
+    """Nothing is computed from a region that is not whole."""
+    if row.arriving is None:
+        return row
+    num_layers = row.arriving.begin_pass()
+    return row if row.split_layer <= num_layers else replace(row, split_layer=num_layers)
 
 
 def _arrivals(rows: Sequence[ColdRow], layer: int) -> tuple[Arrival, ...]:

@@ -9,7 +9,7 @@ Source: Toppings, section 4.2 (invocation without synchronisation), with stream 
 of a fused kernel.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -30,6 +30,9 @@ class Arrival:
 
     event: Event  # recorded behind its copies
     memory: torch.Tensor  # where it comes to lie on the device
+    # Sees to the copies being enqueued, and tells of files that are late: what is computed without
+    # them is void.
+    bring: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +180,15 @@ class ColdDeltas:
                     exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
 
     def _await_layer(self, layer: int) -> None:
-        """Hold the compute stream until the adapters' layer groups are there."""
+        """Hold the compute stream until the adapters' layer groups are there.
+
+        The host waits only for files that are still being read.
+        """
         if self._has_arrived[layer]:
             return
         for arrival in self._plan.arrivals[layer]:
-            self._exchange.device.wait_event(self._exchange.compute, arrival.event)
+            if arrival.bring():
+                self._exchange.device.wait_event(self._exchange.compute, arrival.event)
         self._has_arrived[layer] = True
 
     def _take_in(self, key: GroupKey, ys: Sequence[torch.Tensor]) -> None:

@@ -49,7 +49,7 @@ from .resources import (
 from .summary import summary_lines
 
 if TYPE_CHECKING:
-    from ...gpu.adapter_loader import Arrival
+    from ...gpu.adapter_fetcher import Arrival
     from ...gpu.assemble import LoadedModel
     from ...gpu.device.host_memory import TorchDevice
     from ...gpu.executor import AdapterFetch

@@ -47,6 +47,12 @@ class ColdStarts(Protocol):
         """So many layer groups have arrived."""
         ...
 
+    def load_read(
+        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
+    ) -> None:
+        """So many layer groups have been read from files, which took so long."""
+        ...
+
     def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
         """The load has ended, well or badly."""
         ...
@@ -92,6 +98,11 @@ class WarmStarts:
         """Nothing is kept."""
 
     def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
+        """Nothing is kept."""
+
+    def load_read(
+        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
+    ) -> None:
         """Nothing is kept."""
 
     def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:

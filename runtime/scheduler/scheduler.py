@@ -18,6 +18,7 @@ from ..plan import (
     StepPlan,
     TransferKind,
     TransferProgress,
+    TransferRead,
     TransferResult,
 )
 from .admission import Admission
@@ -153,7 +154,7 @@ class Scheduler:
         """Take in a result; return the new tokens and ends that come of it."""
         if isinstance(result, TransferResult):
             return self._end_transfer(result, now_s)
-        if isinstance(result, TransferProgress):
+        if isinstance(result, TransferProgress | TransferRead):
             self._note_progress(result, now_s)
             return []
         step = self._in_flight.pop(result.step_id, None)
@@ -227,11 +228,16 @@ class Scheduler:
             return event
         return event._replace(cold_start=self._cold_starts.first_token(event.request_id, now_s))
 
-    def _note_progress(self, progress: TransferProgress, now_s: float) -> None:
-        """Layer groups of a load have arrived."""
+    def _note_progress(self, progress: TransferProgress | TransferRead, now_s: float) -> None:
+        """Layer groups of a load have arrived, or have been read."""
         transfer = self.memory.open_transfer(progress.transfer_id)
-        if transfer is not None:
-            self._cold_starts.load_progressed(transfer.adapter_id, progress.num_groups, now_s)
+        if transfer is None:
+            return
+        adapter_id, num_groups = transfer.adapter_id, progress.num_groups
+        if isinstance(progress, TransferRead):
+            self._cold_starts.load_read(adapter_id, num_groups, progress.duration_s, now_s)
+        else:
+            self._cold_starts.load_progressed(adapter_id, num_groups, now_s)
 
     def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:
         """Note a transfer's end; a failed load fails the requests that wait for it."""

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from corun.gpu import adapter_loader
-from corun.gpu.adapter_loader import AdapterLoader, LoadedAdapter
+from corun.gpu import adapter_fetcher
+from corun.gpu.adapter_arrival import Reading
+from corun.gpu.adapter_loader import AdapterLoader, LoadedAdapter, ReadProgress
 from corun.gpu.adapter_store import StoreBusyError
 from corun.gpu.lora.table import DeviceAdapter
 from corun.runtime.errors import AdapterError
@@ -24,6 +25,10 @@ class Arrival:
         self.ends: list[str] = []
         self.looked_late = False
         self.num_looks = 0
+        self.to_read: tuple[Reading, ...] = ()
+        self.num_read: Reading | None = None
+        self.may_read = threading.Event()
+        self.num_enqueued = 0
         self.is_gradual: bool | None = None
         self._fails_to_start = fails_to_start
         self._error = error
@@ -34,8 +39,23 @@ class Arrival:
         if self._fails_to_start:
             raise RuntimeError("the device is full")
 
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        for reading in self.to_read:
+            self.num_read = reading
+            on_progress()
+            while is_wanted() and not self.may_read.is_set():
+                time.sleep(0.001)
+            if not is_wanted():
+                return
+
+    def reading(self) -> Reading | None:
+        return self.num_read
+
     def advance(self) -> None:
         pass
+
+    def enqueue_all(self) -> None:
+        self.num_enqueued += 1
 
     def num_arrived(self) -> int:
         return int(self.arrived.is_set())
@@ -61,6 +81,7 @@ class Loading:
 
     def __init__(self) -> None:
         self.fetched: list[AdapterId] = []
+        self.readings: list[Reading] = []
         self.results: dict[AdapterId, Arrival | Callable[[], Arrival]] = {}
         self._told = threading.Semaphore(0)
         self.loader = AdapterLoader(self._fetch, lambda _: None, self._told.release)
@@ -79,6 +100,7 @@ class Loading:
 
     def ended(self) -> list[LoadedAdapter]:
         events = self.loader.take_events()
+        self.readings += [event.reading for event in events if isinstance(event, ReadProgress)]
         return [event for event in events if isinstance(event, LoadedAdapter)]
 
     def _fetch(self, adapter_id: AdapterId) -> Arrival:
@@ -240,8 +262,58 @@ def test_a_busy_arena_is_asked_again_and_the_order_kept(loading: Loading) -> Non
     assert loading.fetched == [1, 1, 1, 1, 2]
 
 
+def test_what_requests_wait_for_is_fetched_before_prefetches(loading: Loading) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def read() -> Arrival:
+        begun.set()
+        assert gate.wait(TIMEOUT_S)
+        return arrival
+
+    arrival = Arrival()
+    arrival.arrived.set()
+    loading.results = dict.fromkeys(map(AdapterId, range(2, 6)), arrival) | {AdapterId(1): read}
+    loading.load(1, is_demand=False)
+    assert begun.wait(TIMEOUT_S)
+    loading.load(2, 3, is_demand=False)
+    loading.load(4)
+    loading.load(5, is_demand=False)
+    loading.loader.promote(TransferId(103))
+    gate.set()
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while len(loading.fetched) < 5:
+        assert time.monotonic() < deadline_s
+    assert loading.fetched == [1, 3, 4, 2, 5]
+
+
+def test_files_are_read_after_their_adapter_was_handed_over(loading: Loading) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival()
+    arrival.to_read = Reading(2, 0.5), Reading(3, 0.7)
+    loading.load(1)
+    assert loading.wait() == []
+    assert arrival.starter is threading.current_thread()
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while len(loading.readings) < 2:
+        assert time.monotonic() < deadline_s
+        loading.ended()
+        if loading.readings:
+            arrival.may_read.set()
+    assert loading.readings == [Reading(2, 0.5), Reading(3, 0.7)]
+    assert arrival.num_enqueued >= 2
+
+
+def test_closing_reads_no_further(loading: Loading) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival()
+    arrival.to_read = (Reading(2, 0.5), Reading(3, 0.7))
+    loading.load(1)
+    assert loading.wait() == []
+    loading.loader.close()
+    assert arrival.reading() == Reading(2, 0.5)
+    assert arrival.ends == ["cancel"]
+
+
 def test_an_arena_that_stays_busy(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_loader, "_BUSY_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(adapter_fetcher, "_BUSY_TIMEOUT_S", 0.02)
     loading.results = {AdapterId(1): refuse(StoreBusyError("in use now"))}
     loading.load(1)
     assert [done.error for done in loading.wait()] == ["in use now"]

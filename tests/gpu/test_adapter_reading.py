@@ -36,6 +36,7 @@ class Reading:
         self.digest = self.host.adapters.register(str(path)).digest
         self.thread: threading.Thread | None = None
         self.num_told = 0
+        self.is_wanted = True
 
     def evict(self) -> None:
         self.host.arena.keep_within(0)
@@ -47,7 +48,7 @@ class Reading:
         self.evict()
         self.gate.close()
         host = self.store.fetch(self.digest, str(self.path))
-        self.thread = threading.Thread(target=host.read, args=(self._note,))
+        self.thread = threading.Thread(target=host.read, args=(self._note, lambda: self.is_wanted))
         self.thread.start()
         return host
 
@@ -129,12 +130,16 @@ def test_a_file_that_is_cut_while_it_is_read(reading: Reading) -> None:
     assert reading.host.arena.taken_bytes == 0
 
 
-def test_what_nobody_waits_for_is_not_read_to_its_end(reading: Reading) -> None:
+@pytest.mark.parametrize("is_released", [False, True])
+def test_what_nobody_waits_for_is_not_read_to_its_end(reading: Reading, is_released: bool) -> None:
     host = reading.begin()
     reading.gate.let(7)
     assert host.wait_whole(1, TIMEOUT_S)
-    host.release()
+    if is_released:
+        host.release()
+    reading.is_wanted = is_released
     reading.end()
+    host.release()
     assert reading.gate.num_taken <= 8
     assert "nobody waits" in str(host.error)
     assert reading.host.arena.taken_bytes == 0

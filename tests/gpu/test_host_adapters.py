@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.adapter_copier import AdapterCopier
-from corun.gpu.adapter_loader import Arrival
+from corun.gpu.adapter_fetcher import Arrival
 from corun.gpu.adapter_store import StoreBusyError
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink
@@ -42,6 +42,7 @@ def device() -> Iterator[CpuDevice]:
 
 def take(host: Host, arrival: Arrival) -> DeviceAdapter:
     """Do what the loader does, but wait."""
+    arrival.read(lambda: None, lambda: True)
     arrival.start(is_gradual=False)
     host.device.synchronize(timeout_s=30)
     assert arrival.is_done()
@@ -161,7 +162,7 @@ def test_files_that_changed_after_an_eviction(
     assert host.arena.taken_bytes == 0
     edit_tensors(path, lora_A=lambda tensor: tensor + 1)
     with pytest.raises(AdapterError, match="have changed since the adapter was registered"):
-        host.adapters.fetch(facts.digest, str(path))
+        load(host, facts, path)
     (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-9])
     with pytest.raises(AdapterError, match="truncated or damaged"):
         host.adapters.fetch(facts.digest, str(path))

@@ -32,6 +32,11 @@ class RandomColdStarts:
     def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
         assert adapter_id in self._loading
 
+    def load_read(
+        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
+    ) -> None:
+        assert adapter_id in self._loading
+
     def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
         self._loading.remove(adapter_id)
         self._blocking.discard(adapter_id)

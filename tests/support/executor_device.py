@@ -1,5 +1,6 @@
 """An executor over a tiny model in the calling thread, and short forms of a plan's parts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ class Ready:
 
     def start(self, *, is_gradual: bool) -> None:
         """Nothing is copied."""
+
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Nothing is read."""
+
+    def reading(self) -> None:
+        """Nothing is read."""
+
+    def enqueue_all(self) -> None:
+        """Nothing is left."""
 
     def advance(self) -> None:
         """Nothing is left."""

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 from corun.runtime.adapters.digest import ContentDigest
 from corun.runtime.adapters.resolved import AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
@@ -73,3 +73,16 @@ class _GatedReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def gate_files(engine: Any) -> tuple[FileGate, Any]:
+    """A gate before the files of an engine's adapters, and the engine's ``HostAdapters``."""
+    fetch = engine.executor._adapters._loader._fetch_present
+    host = next(
+        cell.cell_contents
+        for cell in fetch.__closure__
+        if type(cell.cell_contents).__name__ == "HostAdapters"
+    )
+    gate, opened = FileGate(), host._store._open
+    host._store._open = lambda path: gate.wrap(opened(path))
+    return gate, host

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from corun.gpu.adapter_loader import Arrival
+from corun.gpu.adapter_fetcher import Arrival
 from corun.gpu.coexec.adders import add_from_host
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.cold_deltas import Exchange
@@ -285,7 +285,7 @@ class LoadingEngine:
         memory = self.scheduler.memory
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
         loader = self.executor._adapters._loader
-        assert not (loader._under_way or loader._fetching or loader._deferred)
+        assert not (loader._under_way) and loader._fetcher.is_idle
         assert not self.contents and not self.executor._adapters._resident
 
     def close(self) -> None:

@@ -51,7 +51,9 @@ class Shape:
 class _HostAdapter:
     """An adapter in the arena: its last reference is this one, so its room goes with it."""
 
-    def __init__(self, device: SymbolicDevice, name: str, shape: Shape) -> None:
+    def __init__(
+        self, device: SymbolicDevice, name: str, shape: Shape, num_whole: int | None = None
+    ) -> None:
         self._device = device
         region = plan_region(_WIDTH, 2, [TargetSize(_RANK, _WIDTH, 1.0, 256, 256)])
         keys = [(layer, g) for layer in range(shape.num_layers) for g in range(shape.num_groups)]
@@ -59,7 +61,10 @@ class _HostAdapter:
             Place(*key, offset, region.num_bytes) for offset, key in enumerate(keys)
         )
         self.regions = [device.lease(f"arena {name}{number}") for number in range(len(keys))]
-        device.host.compute(writes=self.regions)
+        self.num_whole = 0
+        self.error = None
+        self.read_s = None if num_whole is None else 0.0
+        self.read(len(keys) if num_whole is None else num_whole)
         header = bytearray(region.num_bytes)
         write_header(region, memoryview(header))
         self.parts: Sequence[SymbolicTensor] = ()
@@ -67,6 +72,21 @@ class _HostAdapter:
         for part in parts:
             part.header = torch.frombuffer(header, dtype=torch.uint8).numpy()
         self.parts = tuple(parts)
+
+    @property
+    def is_read(self) -> bool:
+        return self.num_whole == len(self.regions)
+
+    def read(self, num_whole: int) -> None:
+        """As many regions as that are read from files, by another thread of the host."""
+        new = self.regions[self.num_whole : num_whole]
+        if new:
+            self._device.host.compute(writes=new)
+            self.num_whole = num_whole
+
+    def wait_whole(self, num_regions: int, timeout_s: float) -> bool:
+        self.read(num_regions)
+        return True
 
     def release(self) -> None:
         if self.parts:
@@ -174,9 +194,9 @@ class ColdEngine:
         self.memory: dict[int, SymbolicTensor] = {}  # by table row
         self.key: GroupKey = (0, 0)
 
-    def fetch(self, name: str) -> Copied:
-        """Refer to an adapter in the arena."""
-        host = _HostAdapter(self.device.symbolic, name, self.shape)
+    def fetch(self, name: str, num_whole: int | None = None) -> Copied:
+        """Refer to an adapter in the arena, or one of which only so many regions are there yet."""
+        host = _HostAdapter(self.device.symbolic, name, self.shape, num_whole)
         self.pool.regions = dict(enumerate(host.regions))
         return Copied(as_torch(host), self.copier, self.shape.group_of_layer)
 

@@ -13,6 +13,7 @@ from corun.gpu.device.symbolic_explore import explore
 from corun.gpu.device.symbolic_findings import (
     Finding,
     MissingRelease,
+    ReadBeforeWrite,
     SlotInUse,
     UseAfterHandOn,
 )
@@ -20,6 +21,7 @@ from corun.gpu.device.symbolic_run import Chooser, run
 from hypothesis import given, settings
 from support.symbolic_coexec import ColdEngine, Shape, recording
 from support.symbolic_programs import choosers
+from support.symbolic_tensors import as_torch
 
 SMALL = Shape()
 Life = Callable[[ColdEngine], None]
@@ -105,8 +107,32 @@ def unloaded_while_loading(engine: ColdEngine) -> None:
     engine.evict()
 
 
+def read_in_a_pass(engine: ColdEngine) -> None:
+    """Workers have the layer that is there, whatever was planned; the device waits for the rest."""
+    copied = engine.fetch("a", num_whole=engine.shape.num_groups)
+    engine.start(copied)
+    engine.run(engine.shape.num_layers, copied)
+    assert not copied.has_failed()
+    engine.finish(copied)
+    engine.evict()
+
+
+def read_before_a_pass(engine: ColdEngine) -> None:
+    """Nobody is there when it starts; what comes is copied as somebody looks."""
+    copied = engine.fetch("a", num_whole=0)
+    engine.start(copied)
+    host = as_torch(copied)._host
+    for num_whole in range(1, len(host.regions) + 1):
+        host.read(num_whole)
+        copied.enqueue_all()
+    engine.run(1, copied)
+    engine.finish(copied)
+    engine.evict()
+
+
 LIVES: tuple[Life, ...] = (
     gradual, promoted_midway, cancelled, aborted, replaced_after_a_chunk, unloaded_while_loading,
+    read_in_a_pass, read_before_a_pass,
 )  # fmt: skip
 
 
@@ -142,11 +168,15 @@ def _nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _enqueue_without_event(self: Any, group: Any) -> None:
+def _enqueue_without_record(self: Any, group: Any) -> None:
     for index in group.parts:
         self._copier.copy(self._lane, self._spans[index], self._host.parts[index])
     group.has_arrived = True
-    group.event = self._copier.device.event()
+    group.is_enqueued = True
+
+
+def _does_not_look(self: Any, group: object) -> bool:
+    return True
 
 
 def _give_only_events_back(self: Copied) -> None:
@@ -193,6 +223,12 @@ MISTAKES: dict[str, tuple[type | None, str, object, Life, set[type[Finding]]]] =
     "memory is written while an earlier pass reads it": (
         AdapterCopier, "await_readers", _nothing, replaced_after_a_chunk, {UseAfterHandOn},
     ),
+    "regions are copied that are not whole": (
+        Copied, "_may_enqueue", _does_not_look, read_in_a_pass, {ReadBeforeWrite},
+    ),
+    "workers read regions that are not whole": (
+        Copied, "begin_pass", lambda self: 99, read_in_a_pass, {ReadBeforeWrite},
+    ),
     "the reference is kept": (
         Copied, "_let_go", _give_only_events_back, gradual, {MissingRelease},
     ),
@@ -211,6 +247,6 @@ def test_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_group_that_nothing_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Copied, "_enqueue", _enqueue_without_event)
+    monkeypatch.setattr(Copied, "_enqueue", _enqueue_without_record)
     with pytest.raises(UnrecordedEventError):
         explore(recording(SMALL, promoted_midway))

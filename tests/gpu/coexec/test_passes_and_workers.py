@@ -41,6 +41,9 @@ class Cold:
         place = self.places[key[0]]
         return PlacedRegion(self.driver.offsets[place], self.driver.places[place].region)
 
+    def begin_pass(self) -> int:
+        return len(self.places)
+
     def arrival(self, layer: int) -> Arrival | None:
         raise AssertionError("all layers are the worker's")
 

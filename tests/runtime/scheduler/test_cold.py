@@ -28,6 +28,11 @@ class FixedColdStarts:
     def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
         self.log.append(f"{num_groups} groups of {adapter_id}")
 
+    def load_read(
+        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
+    ) -> None:
+        pass
+
     def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
         self.log.append(f"ended {adapter_id}")
 

@@ -1,0 +1,218 @@
+"""Cold requests whose adapters are read from files first, layer by layer."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun.runtime.engine.request import Request
+from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.plan import StepPlan, SubBatchKind
+from corun.runtime.planner.strategy import LoadStrategy
+from corun.runtime.scheduler.cold import ColdChunk
+from support.cold_engine import Answer, ColdEngine
+from support.cold_parity import NUM_LAYERS, check, make_case, prompts
+from support.gated_files import FileGate, gate_files
+from support.parity import ParityCase
+from support.peft_adapters import WEIGHTS, edit_tensors
+
+NAME = "attention"  # q, k, v, o of every layer
+TENSORS_OF_A_LAYER = 8
+GROUPS_OF_A_LAYER = 2  # q, k, v and o
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    return make_case(tmp_path_factory.mktemp("deep"))
+
+
+class Files:
+    """An engine, and the files of one of its adapters."""
+
+    def __init__(self, engine: ColdEngine, path: Path, original: Path) -> None:
+        self.engine = engine
+        self.path = path
+        self.original = original
+        self.gate: FileGate
+        self.gate, self._host = gate_files(engine)
+        self.store: Any = self._host._store
+
+    def forget(self) -> None:
+        """Neither on the device nor in the arena."""
+        self.engine.cool(NAME)
+        self.engine.arena.keep_within(0)
+        self.engine.arena.keep_within(None)
+        assert self.engine.arena.taken_bytes == 0
+
+    @property
+    def arriving(self) -> Any:
+        adapters = self.engine.executor._adapters
+        adapter_id = self.engine.adapter_id(NAME)
+        return adapters[adapter_id].arriving if adapter_id in adapters else None
+
+    def first_layer_is_there(self) -> bool:
+        return self.arriving is not None and self.arriving.num_arrived() >= 1
+
+
+@pytest.fixture(scope="module")
+def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    path = tmp_path_factory.mktemp("files") / NAME
+    shutil.copytree(case.adapters[NAME], path)
+    with ColdEngine(
+        case.directory, {NAME: path}, tmp_path_factory.mktemp("engine"), delta_backend="numpy"
+    ) as engine:
+        yield Files(engine, path, case.adapters[NAME])
+
+
+@pytest.fixture
+def files(running: Files, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+    """Nothing is in memory; afterwards everything is given back."""
+    monkeypatch.setattr("corun.gpu.adapter_arrival._READ_TIMEOUT_S", 30.0)
+    running.forget()
+    running.engine.plans.clear()
+    yield running
+    running.gate.open()
+    shutil.copy(running.original / WEIGHTS, running.path / WEIGHTS)
+    running.engine.check_nothing_is_held()
+    running.forget()
+
+
+def start_early(files: Files, split_layer: int) -> Any:
+    """Start when the first layer is on the device, with as many as possible for the workers."""
+
+    def chunk(request: Request, max_tokens: int) -> ColdChunk | None:
+        if not files.first_layer_is_there():
+            return None
+        return ColdChunk(max_tokens, 0 if request.retried_positions else split_layer)
+
+    return files.engine.chunks(chunk)
+
+
+@pytest.mark.parametrize("split_layer", [0, NUM_LAYERS])
+def test_a_prefill_begins_before_the_second_layer_is_read(
+    files: Files, case: ParityCase, split_layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, whole_at_start = files.engine, []
+    submit = engine.executor.submit
+
+    def let_the_rest(plan: StepPlan) -> None:
+        if any(batch.kind is SubBatchKind.ASSISTED for batch in plan.sub_batches):
+            whole_at_start.append(files.arriving._host.num_whole)
+            files.gate.open()
+        submit(plan)
+
+    monkeypatch.setattr(engine.executor, "submit", let_the_rest)
+    num_retried = engine.core.stats().num_retried_rows
+    files.gate.close()
+    files.gate.let(TENSORS_OF_A_LAYER)
+    with start_early(files, split_layer):
+        engine.ask(NAME, prompts(1, seed=20)[0])
+        answers = engine.run()
+    assert whole_at_start[0] == GROUPS_OF_A_LAYER
+    assert engine.core.stats().num_retried_rows == num_retried
+    check(case, answers)
+
+
+def test_a_late_layer_that_has_changed_fails_the_request_and_nothing_else(
+    files: Files, case: ParityCase
+) -> None:
+    engine = files.engine
+    last = f"layers__{NUM_LAYERS - 1}__self_attn__o_proj__lora_B"
+    edit_tensors(files.path, **{last: lambda tensor: tensor + 1})
+    prompt = prompts(1, seed=21)[0]
+    with start_early(files, 0):
+        other = engine.ask(None, prompt)
+        asked = engine.ask(NAME, prompt)
+        engine.run_until(lambda: bool(asked.finish_reason and other.finish_reason))
+    assert asked.error is not None
+    assert "have changed since the adapter was registered" in asked.error
+    engine.run()
+    check(case, [other])
+    assert engine.arena.taken_bytes == 0
+    shutil.copy(files.original / WEIGHTS, files.path / WEIGHTS)
+    engine.ask(NAME, prompt)
+    check(case, engine.run())
+
+
+def test_a_layer_that_is_late_costs_a_retry_and_not_the_request(
+    files: Files, case: ParityCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody in the pass waits for a disk that hangs."""
+    engine = files.engine
+    monkeypatch.setattr("corun.gpu.adapter_arrival._READ_TIMEOUT_S", 0.001)
+    prompt = prompts(1, seed=22)[0]
+    files.gate.close()
+    files.gate.let(TENSORS_OF_A_LAYER)
+    with start_early(files, NUM_LAYERS):
+        asked = engine.ask(NAME, prompt)
+        engine.run_until(lambda: engine.core.stats().num_retried_rows >= 2)
+        assert not asked.token_ids
+        other = engine.ask(None, prompt)
+        engine.run_until(lambda: other.finish_reason is not None)
+        assert not asked.token_ids
+        files.gate.open()
+        answers = engine.run()
+    check(case, answers)
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True])
+def test_nobody_waits_any_more_while_it_is_read(
+    files: Files, case: ParityCase, is_unloaded: bool
+) -> None:
+    engine = files.engine
+    files.gate.close()
+    files.gate.let(TENSORS_OF_A_LAYER)
+    prompt = prompts(1, seed=23)[0]
+    with engine.chunks(lambda request, max_tokens: None):
+        asked = engine.ask(NAME, prompt)
+        engine.run_until(files.first_layer_is_there)
+        if is_unloaded:
+            engine.unregister(NAME)
+        engine.abort(asked)
+        engine.run_until(lambda: asked.finish_reason == "abort")
+        files.gate.open()
+        engine.run()
+    if is_unloaded:
+        assert engine.arena.taken_bytes == 0
+        engine.register(NAME, files.path)
+    engine.ask(NAME, prompt)
+    check(case, engine.run())
+
+
+@pytest.mark.parametrize("strategy", [LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, None])
+def test_the_planner_starts_it_as_it_is_read(
+    files: Files, case: ParityCase, strategy: LoadStrategy | None
+) -> None:
+    engine = files.engine
+    engine.use_strategy(strategy)
+    answers: list[Answer] = []
+    for seed in range(2):
+        files.forget()
+        engine.ask(NAME, prompts(1, seed=30 + seed)[0])
+        answers += engine.run()
+    assert engine.assisted, "every request waited for the whole adapter"
+    assert all(answer.finish_reason == "length" for answer in answers)
+    check(case, answers)
+
+
+def test_bytes_are_those_that_were_registered(files: Files) -> None:
+    """As they come to the device, they are what they were in the arena at registration."""
+    engine = files.engine
+    engine.ask(NAME, prompts(1, seed=40)[0])
+    engine.run()
+    assert engine.state(NAME) is AdapterState.RESIDENT
+    first = _matrices(engine)
+    files.forget()
+    engine.ask(NAME, prompts(1, seed=40)[0])
+    engine.run()
+    for index, (a, b) in _matrices(engine).items():
+        assert torch.equal(a, first[index][0]) and torch.equal(b, first[index][1])
+
+
+def _matrices(engine: ColdEngine) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    adapters = engine.executor._adapters
+    row = adapters[engine.adapter_id(NAME)].table_row
+    adapter = adapters._table._adapters[row]
+    return {index: (lora.a.clone(), lora.b.clone()) for index, lora in adapter.targets.items()}
