@@ -1,0 +1,161 @@
+"""How soon does a request answer whose adapter is in files only?
+
+One engine in this process behind an emulated link and a throttled disk. The host's arena holds one
+adapter; before each run another one takes its place there, off the clock. Compared are, in turn,
+the planner, which starts the request while its adapter is being read and copied, and
+``async_load``, where it waits for all of it; planner against planner is the control. The last line
+is JSON.
+
+    python bench/cold_files.py [--disk-mb-per-s 100] [--profile PROFILE]
+"""
+
+import argparse
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from cold.rig import PLANNER, Rig, make_config, start_rig
+from cold.workload import SIZES, adapter_name, make_adapters, make_model
+from corun.profiles.profile import save_profile
+from corun.runtime.adapters.checkpoint import Checkpoint
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.profiling import HowMuch, Listener, run_profile
+from paired import compare, report
+from transformers.utils import logging as transformers_logging
+
+_RANK, _OTHER_RANK, _TARGETS = 64, 63, "all"
+_MAX_RATIO = 0.8  # of first tokens, where disk, link and prefill take about as long
+_MIB = 1 << 20
+_PROFILE_S = 30.0
+
+
+def main() -> None:
+    """Measure and print."""
+    options = _options()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(level=options.log_level.upper())
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise SystemExit("this needs two CPUs: one for the engine, one for the worker")
+    size = SIZES[options.size]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        model = make_model(directory / "model", size)
+        make_adapters(directory / "adapters", size, [(r, _TARGETS) for r in (_RANK, _OTHER_RANK)])
+        weights = directory / "adapters" / adapter_name(_RANK, _TARGETS)
+        num_bytes = (weights / "adapter_model.safetensors").stat().st_size
+        config = make_config(model, directory / "adapters", options.profile, (cpus[0], cpus[-1]))
+        config = replace(config, host_adapter_bytes=f"{3 * num_bytes // 2 // _MIB}MiB")
+        if options.profile is None:
+            config = _with_measured_profile(config, options.keep_profile or directory / "p.json")
+        with start_rig(config, size.vocab, lambda line: print(line, flush=True)) as rig:
+            figures = _measure(rig, options, num_bytes)
+    ratio = figures["planner_over_async_load"]["median"]
+    workload = {"size": asdict(size), "rank": _RANK, "targets": _TARGETS, **vars(options)}
+    report(
+        "cold_files",
+        {key: str(value) for key, value in workload.items()},
+        figures,
+        {f"first token at most {_MAX_RATIO:g} of async_load's": ratio <= _MAX_RATIO},
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
+    parser.add_argument("--disk-mb-per-s", type=float, default=100.0)
+    parser.add_argument("--link-mb-per-s", type=float, default=100.0)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--profile", type=Path, help="saved by corun profile for this very model")
+    parser.add_argument("--keep-profile", type=Path, help="where to save the one measured")
+    parser.add_argument("--log-level", default="warning")
+    return parser.parse_args()
+
+
+def _with_measured_profile(config: EngineConfig, path: Path) -> EngineConfig:
+    """Measure one as ``corun profile`` does; the engine computes with what was measured."""
+    listener = Listener(lambda line: print(line, flush=True), lambda _: None, lambda _: None)
+    allowed = os.sched_getaffinity(0)
+    profile = run_profile(config, HowMuch("quick", _PROFILE_S), listener).profile
+    os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
+    save_profile(profile, path)
+    linear, attention, lora = profile.subject.settings.backends
+    return replace(
+        config,
+        profile=str(path),
+        linear_backend=linear,
+        attention_backend=attention,
+        lora_backend=lora,
+    )
+
+
+def _measure(rig: Rig, options: argparse.Namespace, num_bytes: int) -> dict[str, Any]:
+    rig.set_up(options.link_mb_per_s * 1e6, 1.0)
+    name, other = adapter_name(_RANK, _TARGETS), adapter_name(_OTHER_RANK, _TARGETS)
+    decided: dict[str, set[str]] = {}
+
+    def first_s(strategy: str) -> float:
+        rig.prepare(name, is_cold=True)
+        rig.prepare(other, is_cold=True)
+        rig.serve(rig.prompt(1), other, 1)
+        rig.prepare(other, is_cold=True)
+        rig.use(strategy)
+        with _throttled(options.disk_mb_per_s * 1e6):
+            timing = rig.serve(rig.prompt(options.prompt_tokens), name, 2)
+        decided.setdefault(strategy, set()).add(timing.decided)
+        return timing.first_s
+
+    def cached_s() -> float:
+        rig.prepare(name, is_cold=False)
+        return rig.serve(rig.prompt(options.prompt_tokens), name, 2).first_s
+
+    for strategy in (PLANNER, "async_load", PLANNER):
+        first_s(strategy)
+    ratio, planner, waiting = compare(
+        lambda: first_s(PLANNER), lambda: first_s("async_load"), options.pairs
+    )
+    control, _, _ = compare(lambda: first_s(PLANNER), lambda: first_s(PLANNER), options.pairs)
+    return {
+        "cached_ms": _ms([cached_s() for _ in range(options.pairs)]),
+        "read_ms": round(num_bytes / options.disk_mb_per_s / 1e3, 1),
+        "copy_ms": round(rig.adapter_bytes(name) / options.link_mb_per_s / 1e3, 1),
+        "planner_ms": _ms(planner),
+        "async_load_ms": _ms(waiting),
+        "decided": {strategy: sorted(found) for strategy, found in decided.items()},
+        "layer_groups": rig.num_layer_groups(name),
+        "planner_over_async_load": ratio.to_json(),
+        "control": control.to_json(),
+    }
+
+
+def _ms(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 1)
+
+
+@contextmanager
+def _throttled(bytes_per_s: float) -> Iterator[None]:
+    """Let files be read no faster."""
+    read = Checkpoint._read_into
+
+    def read_slowly(self: Checkpoint, part: memoryview, position: int) -> None:
+        begin_s = time.perf_counter()
+        read(self, part, position)
+        time.sleep(max(0.0, part.nbytes / bytes_per_s - (time.perf_counter() - begin_s)))
+
+    Checkpoint._read_into = read_slowly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Checkpoint._read_into = read  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
