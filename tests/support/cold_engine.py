@@ -290,7 +290,8 @@ class ColdEngine:
         """Tokens that their rings hold beside what the step has."""
         facts = self._cold_starts._workers
         num_taken = sum(chunk.num_tokens for _, chunk in rows.cold_chunks)
-        return max(0, facts.max_tokens(max(1, facts.num_ready())) - num_taken)
+        num_tokens: int = facts.max_tokens(max(1, facts.num_ready())) - num_taken
+        return max(0, num_tokens)
 
     def _watch_plans(self) -> None:
         submit = self.executor.submit
