@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
 
+from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..engine.client import EngineClient, ProcessClient, ThreadClient
 from ..engine.messages import (
@@ -54,22 +55,34 @@ class AsyncEngine:
     def __init__(
         self, config: EngineConfig | None = None, *, own_process: bool = False, **options: Any
     ) -> None:
-        config = make_config(config, options)
+        config = with_demo(make_config(config, options))
         client: EngineClient = ProcessClient(config) if own_process else ThreadClient(config)
-        self._set_up(client, chat_template=None)
+        self._set_up(client, None, config.model if own_process else None)
 
     @classmethod
     def from_client(
-        cls, client: EngineClient, *, chat_template: str | None = None
+        cls,
+        client: EngineClient,
+        *,
+        chat_template: str | None = None,
+        tokenizer_path: str | None = None,
     ) -> "AsyncEngine":
-        """Use ``client``, not yet started; ``chat_template`` replaces the model's own."""
+        """Use ``client``, not yet started; ``chat_template`` replaces the model's own.
+
+        ``tokenizer_path`` is the model that the engine will have: the tokenizer is loaded while
+        the engine starts. Only for an engine in another process, because transformers does not
+        bear two threads that import it at once.
+        """
         engine = cls.__new__(cls)
-        engine._set_up(client, chat_template=chat_template)
+        engine._set_up(client, chat_template, tokenizer_path)
         return engine
 
-    def _set_up(self, client: EngineClient, *, chat_template: str | None) -> None:
+    def _set_up(
+        self, client: EngineClient, chat_template: str | None, tokenizer_path: str | None
+    ) -> None:
         self._client = client
         self._chat_template = chat_template
+        self._tokenizer_path = tokenizer_path
         self._rng = random.Random(client.config.seed)  # noqa: S311 -- seeds of samplers
         self._engine_ids = itertools.count(1)
         self._open = RequestTable()
@@ -95,17 +108,31 @@ class AsyncEngine:
         self._check_alive()
 
     async def _start(self) -> None:
-        ready = await self._client.start(self._receive, self._die)
-        config = self._client.config
+        early = None
+        if self._tokenizer_path is not None:
+            early = asyncio.ensure_future(self._load_tokenizer(self._tokenizer_path))
+        try:
+            ready = await self._client.start(self._receive, self._die)
+        except BaseException:
+            if early is not None:  # whatever became of it, the engine's reason is the one to tell
+                early.cancel()
+                await asyncio.gather(early, return_exceptions=True)
+            raise
         self._loras.directory.replace(ready.adapters)
-        self._tokenizer = await asyncio.to_thread(
+        path = ready.model.model_path
+        assert self._tokenizer_path in {None, path}, (self._tokenizer_path, path)
+        self._tokenizer = await (early or self._load_tokenizer(path))
+        self._model = ready.model
+
+    async def _load_tokenizer(self, path: str) -> Tokenizer:
+        config = self._client.config
+        return await asyncio.to_thread(
             Tokenizer.load,
-            ready.model.model_path,
+            path,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             chat_template=self._chat_template,
         )
-        self._model = ready.model
 
     async def shutdown(self) -> None:
         """End the engine; open requests fail with ``EngineDeadError``. Idempotent."""

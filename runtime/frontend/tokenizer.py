@@ -36,11 +36,6 @@ class Tokenizer:
         self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
         self._anchor_ids: list[int] | None = None
 
-    @staticmethod
-    def preload() -> None:
-        """Import what ``load`` needs: seconds that can pass while an engine process starts."""
-        _import_auto_tokenizer()
-
     @classmethod
     def load(
         cls,

@@ -1,6 +1,11 @@
-"""``corun serve``: from configuration to a running server and its exit code."""
+"""``corun serve``: from configuration to a running server and its exit code.
+
+Time counts until the engine process has been started: what only serving needs is imported after,
+while the engine starts.
+"""
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -8,18 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ... import __version__
+from ..collector import collection_paused
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.client import EngineClient, ProcessClient
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
-from ..frontend.tokenizer import Tokenizer
 from .listening import bind
-from .lora_routes import ALLOW_VARIABLE
-from .state import AppSettings, make_state
-from .supervise import EXIT_OK, StopSignals, supervise
+from .stop import EXIT_OK, StopSignals
+
+if TYPE_CHECKING:
+    from .state import AppSettings
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -42,15 +49,22 @@ async def serve(
     chat_template = _read_template(serve_config.chat_template)
     stop = StopSignals()
     with bind(serve_config.host, serve_config.port) as sock, _handled_signals(stop):
+        tokenizer_path = None
         if make_client is None:
             client: EngineClient = ProcessClient(engine_config, log_level=serve_config.log_level)
+            tokenizer_path = engine_config.model
         else:
             client = make_client(engine_config)
-        engine = AsyncEngine.from_client(client, chat_template=chat_template)
+        engine = AsyncEngine.from_client(
+            client, chat_template=chat_template, tokenizer_path=tokenizer_path
+        )
         try:
             if not await _start(engine, stop):
                 _logger.info("stopped before the engine was ready")
                 return EXIT_OK
+            from .state import make_state
+            from .supervise import supervise
+
             settings = _settings(engine_config, serve_config, environment)
             state = make_state(engine, settings, now_s=int(time.time()))
             return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
@@ -82,10 +96,12 @@ def _handled_signals(stop: StopSignals) -> Iterator[None]:
 async def _start(engine: AsyncEngine, stop: StopSignals) -> bool:
     """Start the engine; return False if a signal came first."""
     starting = asyncio.ensure_future(engine.start())
-    asyncio.get_running_loop().run_in_executor(None, Tokenizer.preload)
     stopped = asyncio.ensure_future(stop.first.wait())
-    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    with collection_paused():
+        importing = asyncio.ensure_future(asyncio.to_thread(_import_server))
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
+    await importing
     if starting.done():
         starting.result()
         return True
@@ -94,9 +110,16 @@ async def _start(engine: AsyncEngine, stop: StopSignals) -> bool:
     return False
 
 
+def _import_server() -> None:
+    importlib.import_module(".supervise", __package__)
+
+
 def _settings(
     engine_config: EngineConfig, serve_config: ServeConfig, environment: Mapping[str, str]
-) -> AppSettings:
+) -> "AppSettings":
+    from .lora_routes import ALLOW_VARIABLE
+    from .state import AppSettings
+
     return AppSettings(
         served_names=serve_config.served_model_name,
         api_key=serve_config.api_key,

@@ -17,29 +17,13 @@ from .app import build_app
 from .errors import SHUTTING_DOWN, HttpError
 from .listening import listen, url_of
 from .state import ServerState
-
-EXIT_OK = 0
-EXIT_ENGINE_DEAD = 1
+from .stop import EXIT_ENGINE_DEAD, EXIT_OK, StopSignals
 
 _DEATH_GRACE_S = 1.0  # for the engine's own errors to reach their clients
 _CUT_GRACE_S = 1.0  # for the errors of requests that were cut
 _CLOSE_TIMEOUT_S = 2  # whole seconds; for connections whose client does not read
 
 _logger = logging.getLogger(__name__)
-
-
-class StopSignals:
-    """How often somebody asked the server to stop."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-
-    def receive(self) -> None:
-        """Take one request to stop: the second means at once."""
-        if self.first.is_set():
-            self.second.set()
-        self.first.set()
 
 
 class _Server(uvicorn.Server):

@@ -31,7 +31,8 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.server.app import build_app
 from corun.runtime.server.listening import bind
 from corun.runtime.server.state import AppSettings, ServerState, make_state
-from corun.runtime.server.supervise import StopSignals, supervise
+from corun.runtime.server.stop import StopSignals
+from corun.runtime.server.supervise import supervise
 
 BASE_NAME = "tiny"
 MAX_MODEL_LEN = 4096
