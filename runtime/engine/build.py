@@ -19,6 +19,7 @@ from ...profiles.profile import Profile
 from ..adapters.load import OpenAdapter, open_adapter
 from ..adapters.registry import AdapterFacts
 from ..adapters.sources import AdapterSource, collect_sources, parse_lora_module
+from ..collector import collection_paused, keep_imported, keep_living
 from ..config.demo import model_name, with_demo
 from ..config.engine import EngineConfig
 from ..errors import AdapterError
@@ -87,16 +88,20 @@ def build_engine(
     Args:
         config: The options.
         on_progress: Told what is being done, for people.
-        own_process: Whether settings of the whole process (threads, progress bars) may be made.
+        own_process: Whether what is the whole process's (threads, collector) may be set.
 
     Raises:
         CorunError: With the reason why the engine cannot start.
     """
     config = with_demo(config)
     assert config.model is not None
-    from ...gpu import assemble
-    from ...gpu.model.load import ModelSource, load_config
-    from ...gpu.model.threads import set_threads
+    on_progress("importing torch, transformers and numba")
+    with collection_paused() if own_process else contextlib.nullcontext():
+        from ...gpu import assemble
+        from ...gpu.model.load import ModelSource, load_config
+        from ...gpu.model.threads import set_threads
+    if own_process:
+        keep_imported()
 
     facts = read_machine_facts()
     placement = place_engine(config, facts)
@@ -122,10 +127,13 @@ def build_engine(
         profile = None
         if _copies_adapters(config, loaded):
             profile = profile_for(config, loaded, placement, facts)
-        return _connect(config, source, loaded, adapters, on_progress, placement, profile)
+        built = _connect(config, source, loaded, adapters, on_progress, placement, profile)
     except BaseException:
         loaded.close()
         raise
+    if own_process:
+        keep_living()
+    return built
 
 
 def _connect(
