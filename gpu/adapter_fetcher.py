@@ -1,7 +1,8 @@
 """Fetches adapters on the host, one after the other: from the arena, or from files into it.
 
-Prefetches come after all that requests wait for. An adapter is handed over as soon as it has its
-place in the arena; its files are read after that, while others use what is there already.
+Prefetches come after all that requests wait for, and let them go first between two layers. An
+adapter is handed over as soon as it has its place in the arena; its files are read after that,
+while others use what is there already.
 """
 
 import logging
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ..runtime.errors import CorunError
@@ -141,7 +143,7 @@ class AdapterFetcher:
 
     def _run(self) -> None:
         timeout_s: float | None = None
-        while self._take_asked(timeout_s):
+        while not self._is_closed and self._take_asked(timeout_s):
             has_fetched = self._fetch_next()
             timeout_s = (0.0 if has_fetched else _RETRY_EVERY_S) if self._waiting else None
 
@@ -167,8 +169,16 @@ class AdapterFetcher:
         self._fetched.put(fetched)
         self._notify()
         if fetched.arrival is not None:
-            fetched.arrival.read(self._notify, lambda: not self._is_closed)
+            fetched.arrival.read(partial(self._told_of_layer, waiting), lambda: not self._is_closed)
         return True
+
+    def _told_of_layer(self, waiting: _Waiting) -> None:
+        """More has been read; what requests wait for goes before the rest of a prefetch."""
+        self._notify()
+        while waiting.is_prefetch and not self._is_closed:
+            self._take_asked(0.0)
+            if all(one.is_prefetch for one in self._waiting) or not self._fetch_next():
+                return
 
     def _fetch_one(self, waiting: _Waiting) -> Fetched | None:
         """None if it must wait until somebody else is done with the arena."""

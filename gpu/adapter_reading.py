@@ -74,7 +74,8 @@ class AdapterReading:
             with self._source:
                 for layer in self._source.read_layers(take):
                     self._advance(self._region_ends[layer], time.monotonic() - begin_s)
-                    on_layer()
+                    on_layer()  # which may read others' files
+                    begin_s = time.monotonic()
                 assert not self._writer.missing, self._writer.missing
         except CorunError as error:
             self._end(error)
@@ -97,9 +98,9 @@ class AdapterReading:
             )
             return self._num_regions >= num_regions
 
-    def _advance(self, num_regions: int, read_s: float) -> None:
+    def _advance(self, num_regions: int, duration_s: float) -> None:
         with self._changed:
-            self._read_s = read_s
+            self._read_s += duration_s
             self._num_regions = num_regions
             self._changed.notify_all()
 

@@ -93,7 +93,7 @@ class PlannedColdStarts:
         """A request waits for what was a prefetch."""
         if adapter_id in self._loading:
             self._ledger.promote(adapter_id, now_s)
-            self._files.promote(adapter_id)
+            self._files.promote(adapter_id, now_s)
 
     def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
         """So many layer groups have arrived."""

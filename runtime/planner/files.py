@@ -1,8 +1,8 @@
 """When the layer groups of adapters that are read from files will be on the host. Pure.
 
-One adapter is read after the other, those that requests wait for before prefetches, and each in the
-order of its layers. How fast, is learned from what has been read; the first guess is low, because
-the first layer group that was read corrects it.
+One adapter is read after the other, each in the order of its layers; those that requests wait for
+before prefetches, which give way between two layers. How fast, is learned from what has been read;
+the first guess is low, because the first layer group that was read corrects it.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,12 @@ class FileLedger:
         self._loads[adapter_id] = _Load(tuple(group_bytes), is_demand)
         self._take_turn(now_s)
 
-    def promote(self, adapter_id: AdapterId) -> None:
+    def promote(self, adapter_id: AdapterId, now_s: float) -> None:
         """A request waits for this adapter now."""
         load = self._loads.get(adapter_id)
         if load is not None:
             load.is_demand = True
+            self._take_turn(now_s)
 
     def report(self, adapter_id: AdapterId, num_read: int, read_s: float, now_s: float) -> None:
         """``num_read`` groups are on the host, and it has taken ``read_s`` to read them."""
@@ -106,10 +107,17 @@ class FileLedger:
         )
 
     def _take_turn(self, now_s: float) -> None:
-        """Begin with the next one if nothing is being read."""
+        """Begin with the next one if nothing is being read, or a prefetch that gives way."""
         waiting = [load for _, load in self._in_order() if load.num_on_host < len(load.group_bytes)]
-        if waiting and all(load.since_s is None for load in waiting):
-            waiting[0].since_s = now_s
+        if not waiting:
+            return
+        first = waiting[0]
+        if first.since_s is None:
+            first.since_s = now_s
+        elif not first.is_demand:
+            demanded = next((load for load in waiting if load.is_demand), None)
+            if demanded is not None:
+                first.since_s, demanded.since_s = None, now_s
 
 
 def ready_s(

@@ -286,6 +286,26 @@ def test_what_requests_wait_for_is_fetched_before_prefetches(loading: Loading) -
     assert loading.fetched == [1, 3, 4, 2, 5]
 
 
+def test_a_prefetch_gives_way_between_two_layers(loading: Loading) -> None:
+    prefetch, demanded = Arrival(), Arrival()
+    prefetch.to_read = tuple(Reading(number, 0.1) for number in range(1, 9))
+    read_before: list[Reading | None] = []
+
+    def fetch() -> Arrival:
+        read_before.append(prefetch.num_read)
+        return demanded
+
+    loading.results = {AdapterId(1): prefetch, AdapterId(2): fetch}
+    loading.load(1, is_demand=False)
+    assert loading.wait() == []
+    loading.load(2)
+    prefetch.may_read.set()
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while prefetch.num_read != Reading(8, 0.1):
+        assert time.monotonic() < deadline_s
+    assert read_before == [Reading(2, 0.1)]
+
+
 def test_files_are_read_after_their_adapter_was_handed_over(loading: Loading) -> None:
     arrival = loading.results[AdapterId(1)] = Arrival()
     arrival.to_read = Reading(2, 0.5), Reading(3, 0.7)

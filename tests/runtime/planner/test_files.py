@@ -37,14 +37,16 @@ def test_a_report_that_is_heard_late_teaches_the_speed_of_reading() -> None:
 
 def test_one_is_read_after_the_other_demand_first() -> None:
     files = ledger(a=False, b=False, c=True)
-    assert files.read_s(A, 0.0) == (1.0, 2.0), "it has begun"
-    assert files.read_s(C, 0.0) == (3.0, 4.0)
+    assert files.read_s(C, 0.0) == (1.0, 2.0), "prefetches give way"
+    assert files.read_s(A, 0.0) == (3.0, 4.0)
     assert files.read_s(B, 0.0) == (5.0, 6.0)
-    files.promote(B)
-    assert files.read_s(B, 0.0) == (3.0, 4.0), "as it came before the other one"
-    files.end(A, 2.0)
+    files.promote(B, 0.0)
+    assert files.read_s(C, 0.0) == (1.0, 2.0), "it has begun"
+    assert files.read_s(B, 0.0) == (3.0, 4.0)
+    assert files.read_s(A, 0.0) == (5.0, 6.0)
+    files.end(C, 2.0)
     assert files.read_s(B, 2.0) == (1.0, 2.0)
-    assert files.read_s(C, 2.0) == (3.0, 4.0)
+    assert files.read_s(A, 2.0) == (3.0, 4.0)
 
 
 def test_what_is_read_says_who_has_its_turn() -> None:
@@ -80,7 +82,7 @@ def test_others_are_not_known() -> None:
     assert files.num_on_host(B) is None
     files.report(B, 1, 1.0, 1.0)
     files.arrived(B, 1, 1.0)
-    files.promote(B)
+    files.promote(B, 1.0)
     files.end(B, 1.0)
     with pytest.raises(KeyError):
         files.read_s(B, 1.0)
