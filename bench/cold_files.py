@@ -87,7 +87,7 @@ def _with_measured_profile(config: EngineConfig, path: Path) -> EngineConfig:
     profile = run_profile(config, HowMuch("quick", _PROFILE_S), listener).profile
     os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
     save_profile(profile, path)
-    linear, attention, lora = profile.subject.settings.backends
+    linear, attention, lora, *_ = profile.subject.settings.backends
     return replace(
         config,
         profile=str(path),
