@@ -23,7 +23,8 @@ class PlannerConfig:
 
     forced: LoadStrategy | None = None
     margin: float = 0.05  # gain, as a share of the alternative's time, that pays for workers
-    max_stall_share: float = 0.05  # of a chunk's own time, by which it may hold up running requests
+    # Of a step's time without waits, by which its cold rows together may hold it up.
+    max_stall_share: float = 0.05
     smoothing: float = 0.2  # weight of the newest measurement in the running ratio
     bad_ratio: float = 1.25  # measured over predicted, from which an assisted start was bad
     streak_limit: int = 3  # bad ones in a row until workers are left alone
