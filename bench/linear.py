@@ -10,7 +10,8 @@ rate that any backend reaches on a matrix that stays in a cache.
 With one thread the clock is the thread's own, which stands still while others use the core. The
 last line is JSON.
 
-    taskset -c 0 python bench/linear.py --threads 1 [--tokens 1 2 4 8 16 32 64 128] [--rounds 15]
+    python bench/linear.py [--table] [--tokens 1 2 4 8 16 32 64 128] [--rounds 15]
+    taskset -c 0 python bench/linear.py --threads 1
 """
 
 import argparse
@@ -113,12 +114,24 @@ def _measure_ms(
     return {name: sum(times) * 1e3 for name, times in least.items()}
 
 
+def _table(figures: dict[str, dict[str, float]], names: list[str]) -> str:
+    """Markdown: milliseconds of every batch size, and the first backend's share of its floor."""
+    head = ["tokens", *names, "memory floor", "arithmetic floor", f"{names[0]}: share of the floor"]
+    lines = [head, ["---"] * len(head)]
+    for tokens, row in figures.items():
+        floor = max(row["memory floor"], row["arithmetic floor"])
+        values = [f"{row[name]:.1f}" for name in head[1:-1]]
+        lines.append([tokens, *values, f"{floor / row[names[0]]:.2f}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
+    parser.add_argument("--table", action="store_true", help="print the times as Markdown, too")
     arguments = parser.parse_args()
     numba.set_num_threads(arguments.threads)
     torch.set_num_threads(arguments.threads)
@@ -149,6 +162,8 @@ def main() -> None:
             figures[str(tokens)] = {name: round(value, 3) for name, value in row.items()}
             described = ", ".join(f"{name} {value:.2f}" for name, value in row.items())
             print(f"{tokens:4} tokens, ms: {described}", flush=True)
+    if arguments.table:
+        print(_table(figures, list(backends)))
     figures["memory_gb_per_s"] = round(bytes_per_s / 1e9, 2)
     figures["gflop_per_s"] = round(flops_per_s / 1e9, 1)
     report("linear", {**asdict(workload), **vars(arguments)}, figures, {})

@@ -1,6 +1,7 @@
 """The model and the adapters of the benchmarks: random weights, real shapes."""
 
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -11,28 +12,40 @@ VOCAB_SIZE = 8000
 RANKS = (8, 16, 32, 64, 128) * 2
 
 
-def make_model(directory: Path) -> Path:
-    """Save a Llama of about 150 million parameters in bfloat16 with a word tokenizer."""
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
+def llama_config(**options: Any) -> LlamaConfig:
+    """The configuration of a Llama of about 150 million parameters, but for ``options``."""
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**(values | options))
+
+
+def save_model(config: LlamaConfig, directory: Path) -> int:
+    """Save a model of random weights in bfloat16 with a word tokenizer; how many weights it has."""
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    vocab = {f"t{i}": i for i in range(VOCAB_SIZE)}
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    vocab = {f"t{i}": i for i in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2")  # noqa: S106
     fast.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_model(directory: Path) -> Path:
+    """Save a Llama of about 150 million parameters in bfloat16 with a word tokenizer."""
+    save_model(llama_config(), directory)
     return directory
 
 

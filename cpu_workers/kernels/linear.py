@@ -21,7 +21,7 @@ TILES_DIGEST = "207e0bb74276c0f4"  # sha256 of its sources, first 16 digits: see
 
 # What the caller says of each matrix: see ``multiply``.
 MATRIX_FIELDS = 5
-_WEIGHTS, _BIAS, _Y, _Y_STRIDE, _NUM_UNITS = range(MATRIX_FIELDS)
+_WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS = range(MATRIX_FIELDS)
 
 _BLOCK_TOKENS = 8
 _FEW_TOKENS = 4
@@ -93,7 +93,7 @@ def _multiply_share(
                 x_stride,
                 steps,
                 int64_at(matrix, _BIAS) + column_group * VECTOR_BYTES,
-                int64_at(matrix, _Y) + column_group * COLUMNS_PER_GROUP * 2,
+                int64_at(matrix, Y_FIELD) + column_group * COLUMNS_PER_GROUP * 2,
                 int64_at(matrix, _Y_STRIDE),
                 num_tokens,
             )

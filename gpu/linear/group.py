@@ -10,7 +10,7 @@ import torch
 
 from ..step import DeltaPass, StepContext
 from .base import LinearBackend
-from .vnni import VnniLinear, multiply_all
+from .vnni import FusedProduct, VnniLinear
 
 
 class InputGroup:
@@ -25,6 +25,7 @@ class InputGroup:
         self._context = context
         self._key = key
         self._backends: list[LinearBackend] = []
+        self._fused: FusedProduct | None = None  # of all members, if they can be
         self._targets: list[tuple[int, int]] = []  # member, its target index
         self._waiting: dict[int, torch.Tensor] = {}
         self._x: torch.Tensor | None = None  # what the waiting results are of
@@ -34,6 +35,8 @@ class InputGroup:
         """Take in a member and return its number; it is a target if it has an index."""
         member = len(self._backends)
         self._backends.append(backend)
+        fusible = [b for b in self._backends if isinstance(b, VnniLinear)]
+        self._fused = FusedProduct(fusible) if len(fusible) == len(self._backends) else None
         if target_index is not None:
             self._targets.append((member, target_index))
         return member
@@ -69,7 +72,6 @@ class InputGroup:
         return results
 
     def _base_products(self, x: torch.Tensor) -> list[torch.Tensor]:
-        fused = [backend for backend in self._backends if isinstance(backend, VnniLinear)]
-        if len(fused) == len(self._backends):
-            return multiply_all(fused, x)
+        if self._fused is not None:
+            return self._fused(x)
         return [backend(x) for backend in self._backends]

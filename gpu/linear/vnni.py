@@ -4,12 +4,12 @@ from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numba
 import torch
 import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
-from ...cpu_workers.kernels.linear import multiply
+from ...cpu_workers.kernels.linear import MATRIX_FIELDS, Y_FIELD, multiply
+from ..kernel_threads import num_kernel_threads
 
 _ITEM_BYTES = torch.bfloat16.itemsize
 
@@ -23,79 +23,102 @@ class VnniLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Pack ``weight`` [out_features, in_features], bfloat16."""
         assert weight.dtype == torch.bfloat16, weight.dtype
-        self._out_features, self._in_features = weight.shape
-        self._padded_in, padded_out = layout.padded_linear_features(
-            self._in_features, self._out_features
+        self.out_features, self.in_features = weight.shape
+        self.padded_in, self.padded_out = layout.padded_linear_features(
+            self.in_features, self.out_features
         )
-        groups = padded_out // layout.COLUMNS_PER_GROUP
+        groups = self.padded_out // layout.COLUMNS_PER_GROUP
         # Memory of torch, because it is aligned to the 64 bytes of a vector load.
-        self._packed = torch.zeros(
-            (groups, self._padded_in // 2, layout.COLUMNS_PER_GROUP, 2), dtype=torch.uint16
+        self.packed = torch.zeros(
+            (groups, self.padded_in // 2, layout.COLUMNS_PER_GROUP, 2), dtype=torch.uint16
         )
         bits = weight.detach().contiguous().view(torch.uint16)
-        layout.pack_linear(bits.numpy(), self._packed.numpy())
+        layout.pack_linear(bits.numpy(), self.packed.numpy())
         self._num_units = groups // layout.GROUPS_PER_LINEAR_UNIT
         self.bias = None if bias is None else bias.detach()
-        self._padded_bias = torch.zeros(padded_out, dtype=torch.float32)
+        self.padded_bias = torch.zeros(self.padded_out, dtype=torch.float32)
         if bias is not None:
-            self._padded_bias[: self._out_features] = bias.detach()
+            self.padded_bias[: self.out_features] = bias.detach()
+        self._alone = FusedProduct((self,))
 
     @property
     def weight(self) -> torch.Tensor:
         """The matrix, unpacked at each access: a copy."""
-        dense = layout.unpack_linear(self._packed.numpy(), self._out_features, self._in_features)
+        dense = layout.unpack_linear(self.packed.numpy(), self.out_features, self.in_features)
         return torch.from_numpy(dense).view(torch.bfloat16)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias; see ``LinearBackend``."""
-        return multiply_all((self,), x)[0]
+        return self._alone(x)[0]
 
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x as [tokens, padded in_features]: a view where that can be."""
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix: int64 [...] -> bfloat16 [..., in_features]. A copy."""
+        pairs = self.packed.view(torch.int32)[..., 0]
+        group, column = indices // layout.COLUMNS_PER_GROUP, indices % layout.COLUMNS_PER_GROUP
+        rows = pairs[group, :, column].view(torch.bfloat16)
+        if self.padded_in == self.in_features:
+            return rows
+        return rows[..., : self.in_features].contiguous()
+
+    def describe(self) -> tuple[int, ...]:
+        """What the kernel is told of this matrix; the address of y is filled in later."""
+        return (
+            self.packed.data_ptr(),
+            self.padded_bias.data_ptr(),
+            0,
+            self.padded_out * _ITEM_BYTES,
+            self._num_units,
+        )
+
+
+class FusedProduct:
+    """Products of matrices of one width with the same x, computed in one kernel.
+
+    Not to be called from two threads at once: what the kernel is told lies in one place.
+    """
+
+    def __init__(self, backends: Sequence[VnniLinear]) -> None:
+        self._in_features, self._padded_in = backends[0].in_features, backends[0].padded_in
+        # Not the backends, one of which owns this; their memory is read through addresses.
+        self._alive = [(backend.packed, backend.padded_bias) for backend in backends]
+        self._matrices = array("q", [field for backend in backends for field in backend.describe()])
+        self._address = self._matrices.buffer_info()[0]
+        self._num_matrices = len(backends)
+        self._widths = [(backend.padded_out, backend.out_features) for backend in backends]
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """[..., in_features] -> one [..., out_features] per matrix, new and contiguous."""
         assert x.dtype == torch.bfloat16, x.dtype
-        assert x.shape[-1] == self._in_features, (x.shape, self._in_features)
+        *leading, in_features = x.shape
+        assert in_features == self._in_features, (x.shape, self._in_features)
+        rows, stride = x, self._padded_in
+        if in_features != stride or not x.is_contiguous():
+            rows = self._padded_rows(x)
+            stride = rows.stride(0)
+        results = [
+            torch.empty((*leading, padded), dtype=torch.bfloat16) for padded, _ in self._widths
+        ]
+        for matrix, y in enumerate(results):
+            self._matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()
+        num_tokens = x.numel() // in_features
+        if num_tokens:
+            multiply(
+                self._address,
+                self._num_matrices,
+                rows.data_ptr(),
+                stride * _ITEM_BYTES,
+                self._padded_in // 2,
+                num_tokens,
+                num_kernel_threads(),
+            )
+        return [
+            y if padded == out_features else y[..., :out_features].contiguous()
+            for y, (padded, out_features) in zip(results, self._widths, strict=True)
+        ]
+
+    def _padded_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x as [tokens, padded in_features]: a view where that can be."""
         rows = x.reshape(-1, self._in_features)
         if self._padded_in != self._in_features:
             return F.pad(rows, (0, self._padded_in - self._in_features))
         return rows if rows.stride(1) == 1 else rows.contiguous()
-
-    def new_result(self, num_tokens: int) -> torch.Tensor:
-        """Memory for a product: [tokens, padded out_features]."""
-        return torch.empty((num_tokens, self._padded_bias.shape[0]), dtype=torch.bfloat16)
-
-    def describe(self, y: torch.Tensor) -> tuple[int, ...]:
-        """What the kernel is told of this matrix and its result."""
-        return (
-            self._packed.data_ptr(),
-            self._padded_bias.data_ptr(),
-            y.data_ptr(),
-            y.stride(0) * _ITEM_BYTES,
-            self._num_units,
-        )
-
-    def shaped(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """A product without its padding, in the shape that belongs to x."""
-        if y.shape[1] != self._out_features:
-            y = y[:, : self._out_features].contiguous()
-        return y.view(*x.shape[:-1], self._out_features)
-
-
-def multiply_all(backends: Sequence[VnniLinear], x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the products of matrices of one width with the same x, computed in one kernel."""
-    rows = backends[0].rows_of(x)
-    num_tokens = rows.shape[0]
-    results = [backend.new_result(num_tokens) for backend in backends]
-    pairs = list(zip(backends, results, strict=True))
-    # Its memory is read by the kernel through an address.
-    matrices = array("q", [field for backend, y in pairs for field in backend.describe(y)])
-    if num_tokens:
-        multiply(
-            matrices.buffer_info()[0],
-            len(backends),
-            rows.data_ptr(),
-            rows.stride(0) * _ITEM_BYTES,
-            rows.shape[1] // 2,
-            num_tokens,
-            numba.get_num_threads(),
-        )
-    return [backend.shaped(y, x) for backend, y in pairs]

@@ -10,8 +10,10 @@ from torch import nn
 
 from ..step import StepContext
 from .base import LinearBackend, MakeLinear
+from .embedding import TiedEmbedding, plain_embeddings
 from .group import InputGroup
 from .plain import PlainLinear
+from .vnni import VnniLinear
 
 
 class CorunLinear(nn.Module):
@@ -32,6 +34,11 @@ class CorunLinear(nn.Module):
         self._target_index = target_index
         self._group = group
         self._member = group.join(self._backend, target_index)
+
+    @property
+    def backend(self) -> LinearBackend:
+        """What computes the base product."""
+        return self._backend
 
     @property
     def weight(self) -> torch.Tensor:
@@ -73,11 +80,13 @@ def wrap_linears(
     Subclasses of nn.Linear are left alone. A linear reachable by several paths stays one module.
     ``target_of`` maps module paths to target indices; all of them must be replaced. Linears with
     the same value in ``group_of`` read the same x and are computed together. Weights are
-    taken over one by one, so that a packed copy and its original coexist for one linear only; a
-    weight tied to an embedding stays alive through it.
+    taken over one by one, so that a packed copy and its original coexist for one linear only. An
+    embedding that is tied to a linear reads its rows from the packed copy, where it can; elsewhere
+    the weight stays alive through it.
     """
     missing = set(target_of)
     groups: dict[Hashable, InputGroup] = {}
+    embeddings = plain_embeddings(model)
     num_wrapped = 0
     for paths in _linear_paths(model):
         index = next((target_of[path] for path in paths if path in target_of), None)
@@ -87,15 +96,23 @@ def wrap_linears(
             group = groups.setdefault(key, group)
         linear = model.get_submodule(paths[0])
         assert isinstance(linear, nn.Linear)
+        tied = embeddings.get(id(linear.weight), [])
         wrapper = CorunLinear(linear, make_backend, group, index)
         del linear
         for path in paths:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, wrapper)
+            _put(model, path, wrapper)
+        if isinstance(wrapper.backend, VnniLinear):
+            for path in tied:
+                _put(model, path, TiedEmbedding(wrapper.backend))
         missing.difference_update(paths)
         num_wrapped += 1
     assert not missing, f"no nn.Linear at {sorted(missing)[:3]}"
     return num_wrapped
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
 
 
 def _linear_paths(model: nn.Module) -> list[list[str]]:

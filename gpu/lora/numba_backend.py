@@ -3,13 +3,13 @@
 from array import array
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
 from ...cpu_workers.kernels.lora import add_deltas
+from ..kernel_threads import num_kernel_threads
 from ..step import LoraBatch
 from .base import PackedLora
 from .matrix_layout import PACKED, MatrixLayout
@@ -44,6 +44,8 @@ class NumbaLora:
         else:
             self._tag = layout.BFLOAT16
         self._hidden = torch.empty(0, dtype=torch.float32)
+        self._seen: LoraBatch | None = None  # what ``_has_rank`` is of
+        self._has_rank: list[bool] = []  # by target: whether an adapter of the batch has it
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """Lay out A and B as ``cpu_workers.kernels.layout`` says; the rank is padded to 8 and 2."""
@@ -73,6 +75,8 @@ class NumbaLora:
         """Add the deltas of targets that read the same x, in one kernel; see ``LoraBackend``."""
         assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())
         assert batch.segment_ends_host[-1] <= x.shape[0]
+        if not self._has_any(target_indices, batch):
+            return
         itemsize = x.element_size()
         in_features, _ = layout.padded_features(x.shape[1], 0, itemsize)
         if in_features != x.shape[1]:
@@ -108,11 +112,19 @@ class NumbaLora:
             batch.table_rows.data_ptr(),
             batch.num_segments,
             hidden.data_ptr(),
-            numba.get_num_threads(),
+            num_kernel_threads(),
         )
         for y, result in zip(padded, ys, strict=True):
             if y is not result:
                 result.copy_(y[:, : result.shape[1]])
+
+    def _has_any(self, target_indices: Sequence[int], batch: LoraBatch) -> bool:
+        """Whether there is anything to add; a call for nothing costs as much as a small one."""
+        if batch is not self._seen:
+            ranks = self._table.host_ranks[list(batch.table_rows_host)].max(axis=0)
+            self._has_rank = [rank > 0 for rank in ranks.tolist()]
+            self._seen = batch
+        return any(self._has_rank[index] for index in target_indices)
 
     def _padded(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Y, or a copy that is as wide as kernels write."""

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from corun.cpu_workers.kernels.layout import has_bfloat16_dot
 from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
@@ -20,6 +21,9 @@ from torch import nn
 
 class SpecialLinear(nn.Linear):
     """Not exactly nn.Linear: it may compute something else."""
+
+
+needs_dot = pytest.mark.skipif(not has_bfloat16_dot(), reason="needs AVX512_BF16")
 
 
 class Tiny(nn.Module):
@@ -58,21 +62,31 @@ def test_wrapped_model_computes_the_same(make: MakeLinear) -> None:
     assert wrap_linears(model, StepContext(), make, {}, {}) == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "dtype"), [(OnednnLinear, torch.float32), (VnniLinear, torch.bfloat16)]
-)
 @torch.inference_mode()
-def test_packing_releases_the_weight_but_not_a_tied_one(
-    make: MakeLinear, dtype: torch.dtype
-) -> None:
-    model = Tiny().eval().to(dtype)
+def test_packing_releases_the_weight_but_not_a_tied_one() -> None:
+    model = Tiny().eval()
     alive = weakref.ref(model.block.get_parameter("down.weight"))
     tied = model.embed.weight
-    wrap_linears(model, StepContext(), make, {}, {})
+    wrap_linears(model, StepContext(), OnednnLinear, {}, {})
     gc.collect()
     assert alive() is None
     assert model.embed.weight is tied
     assert torch.equal(model.lm_head.weight, tied)
+
+
+@needs_dot
+@torch.inference_mode()
+def test_a_tied_embedding_reads_the_packed_weight_and_releases_its_own() -> None:
+    model = Tiny().eval().to(torch.bfloat16)
+    weight = model.embed.weight.detach().clone()
+    alive = weakref.ref(model.embed.weight)
+    wrap_linears(model, StepContext(), VnniLinear, {}, {})
+    gc.collect()
+    assert alive() is None
+    assert torch.equal(model.embed.weight, weight)
+    ids = torch.tensor([[10, 0, 3], [7, 7, 1]])
+    assert torch.equal(model.embed(ids), weight[ids])
+    assert torch.equal(model.embed(ids[:, :0]), weight[ids[:, :0]])
 
 
 def test_a_linear_of_another_dtype_is_computed_by_torch() -> None:

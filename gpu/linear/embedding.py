@@ -1,0 +1,48 @@
+"""An embedding whose rows are read from the packed weight of the output head it is tied to."""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class RowSource(Protocol):
+    """Holds one weight matrix and can give single rows of it."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix [num_embeddings, features], unpacked at each access."""
+        ...
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix: int64 [...] -> [..., features]."""
+        ...
+
+
+class TiedEmbedding(nn.Module):
+    """Stands for an ``nn.Embedding``, so that the matrix is in memory once."""
+
+    def __init__(self, source: RowSource) -> None:
+        super().__init__()
+        self._source = source
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix [num_embeddings, features]; unpacked at each access."""
+        return self._source.weight
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """Look up: int64 [...] -> [..., features]."""
+        return self._source.rows(indices)
+
+
+def plain_embeddings(model: nn.Module) -> dict[int, list[str]]:
+    """Paths of embeddings by the identity of their weight, which a linear may share.
+
+    Subclasses do more than look up and are not among them.
+    """
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Embedding and module.max_norm is None:
+            paths.setdefault(id(module.weight), []).append(path)
+    return paths
