@@ -24,11 +24,11 @@ _MIB = 2**20
 
 
 def resident_bytes() -> int:
-    """Anonymous memory of this process that is in the machine's memory."""
+    """Memory of this process that is in the machine's memory, of files too."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("the kernel does not tell RssAnon")
+    raise RuntimeError("the kernel does not tell VmRSS")
 
 
 def serve_and_print(model: str) -> None:
@@ -36,13 +36,15 @@ def serve_and_print(model: str) -> None:
     with Engine(model=model, dtype="bfloat16", memory_gib=0.25, max_model_len=256) as engine:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         engine.generate([list(range(3, 35))], params)
+        print(engine.get_model_info().summary[0])
         print(resident_bytes())
 
 
 def measured_bytes(model: Path) -> int:
     """Resident memory of an engine that serves ``model``."""
     command = [sys.executable, __file__, "--serve", str(model)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(output, end="", flush=True)
     return int(output.split()[-1])
 
 

@@ -14,10 +14,17 @@ from numba import njit, prange
 
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT
-from .linear_tiles import product_1x4, product_2x4, product_4x4, product_8x2
+from .linear_tiles import (
+    product_1x4,
+    product_2x4,
+    product_4x4,
+    product_8x2,
+    product_8x2_ahead_in_1,
+    product_8x2_ahead_in_2,
+)
 from .tiles import int64_at
 
-TILES_DIGEST = "207e0bb74276c0f4"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "8e890e09c8f145cf"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What the caller says of each matrix: see ``multiply``.
 MATRIX_FIELDS = 5
@@ -46,30 +53,42 @@ def _multiply_unit(
     many = num_tokens
     if 0 < num_tokens % _BLOCK_TOKENS <= _FEW_TOKENS:
         many -= num_tokens % _BLOCK_TOKENS
-    # 32 columns for all tokens before the next: their weights stay in the second-level cache.
+    # 32 columns for all tokens before the next: their weights stay in the second-level cache, where
+    # those of the next 32 columns come to meanwhile. Two streams alone do not keep memory busy.
+    half_bytes = 2 * group_bytes
     for half in range(2):
         first = 2 * half
+        columns = weights + half * half_bytes
+        ahead = columns + half_bytes
+        added = bias + first * VECTOR_BYTES
+        target = y + first * COLUMNS_PER_GROUP * 2
         for token in range(0, many, _BLOCK_TOKENS):
-            product_8x2(
-                weights + first * group_bytes,
-                group_bytes,
-                x + token * x_stride,
-                x_stride,
-                steps,
-                bias + first * VECTOR_BYTES,
-                y + token * y_stride + first * COLUMNS_PER_GROUP * 2,
-                y_stride,
-                min(many - token, _BLOCK_TOKENS) - 1,
-            )
+            values = x + token * x_stride
+            block = target + token * y_stride
+            last = min(many - token, _BLOCK_TOKENS) - 1
+            if many <= _BLOCK_TOKENS:
+                product_8x2_ahead_in_1(
+                    columns, group_bytes, values, x_stride, steps, added, block, y_stride, last,
+                    ahead,
+                )  # fmt: skip
+            elif token < 2 * _BLOCK_TOKENS:
+                product_8x2_ahead_in_2(
+                    columns, group_bytes, values, x_stride, steps, added, block, y_stride, last,
+                    ahead + (half_bytes // 2 if token else 0),
+                )  # fmt: skip
+            else:
+                product_8x2(
+                    columns, group_bytes, values, x_stride, steps, added, block, y_stride, last, 0
+                )
     few = num_tokens - many
     x += many * x_stride
     y += many * y_stride
     if few == 1:
-        product_1x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, 0)
+        product_1x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, 0, 0)
     elif few == 2:
-        product_2x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, 1)
+        product_2x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, 1, 0)
     elif few:
-        product_4x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, few - 1)
+        product_4x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, few - 1, 0)
 
 
 @njit(error_model="numpy", nogil=True)

@@ -16,12 +16,15 @@ from .layout import COLUMNS_PER_GROUP, LINEAR_STEPS_UNROLLED
 _PAIR_BYTES = 4  # two bfloat16 of x, which one instruction multiplies by those of 16 columns
 
 
-def _make_product(num_tokens: int, num_groups: int) -> Any:
+def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> Any:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], one register tile.
 
     Tokens behind ``last_token`` are computed and written as that one once more, so that few shapes
     serve any number of tokens. All shapes add in the same order: a token's result does not depend
     on how many are computed with it.
+
+    ``lines_ahead``: for every LINEAR_STEPS_UNROLLED steps, ask for so many cache lines from
+    ``ahead`` on, an address that need not be valid.
     """
 
     @intrinsic
@@ -36,14 +39,15 @@ def _make_product(num_tokens: int, num_groups: int) -> Any:
         y: types.Type,
         y_stride: types.Type,
         last_token: types.Type,
+        ahead: types.Type,
     ) -> tuple[Any, Any]:
-        signature = types.void(*[types.int64] * 9)
+        signature = types.void(*[types.int64] * 10)
 
         def codegen(
             context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]
         ) -> Any:
             emit = Emitter(builder, types.int16)
-            weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token = args
+            weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token, ahead = args
             groups = [
                 emit.offset(weights, builder.mul(group_bytes, I64(g))) for g in range(num_groups)
             ]
@@ -55,6 +59,9 @@ def _make_product(num_tokens: int, num_groups: int) -> Any:
 
             def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
                 results = totals
+                asked = emit.offset(ahead, index, lines_ahead * VECTOR_BYTES)
+                for line in range(lines_ahead):
+                    emit.prefetch(emit.offset(asked, line * VECTOR_BYTES))
                 for u in range(LINEAR_STEPS_UNROLLED):
                     step = builder.add(builder.mul(index, I64(LINEAR_STEPS_UNROLLED)), I64(u))
                     columns = [
@@ -88,3 +95,6 @@ product_1x4 = _make_product(1, 4)
 product_2x4 = _make_product(2, 4)
 product_4x4 = _make_product(4, 4)
 product_8x2 = _make_product(8, 2)
+# All weights of the next 32 columns are asked for during one block of tokens, or during two.
+product_8x2_ahead_in_1 = _make_product(8, 2, lines_ahead=2 * LINEAR_STEPS_UNROLLED)
+product_8x2_ahead_in_2 = _make_product(8, 2, lines_ahead=LINEAR_STEPS_UNROLLED)
