@@ -150,7 +150,7 @@ def _with_measured_profile(config: EngineConfig, directory: Path, budget_s: floa
     os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
     path = directory / "profile.json"
     save_profile(profile, path)
-    linear, attention, lora = profile.subject.settings.backends
+    linear, attention, lora, *_ = profile.subject.settings.backends
     return replace(
         config,
         profile=str(path),

@@ -6,9 +6,10 @@ nothing of models or requests: a job is a number of tokens and places in shared 
 
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from ..shm.backing import Backing
 from ..shm.control import Control
@@ -16,6 +17,7 @@ from ..shm.job import Job, WorkerStatus
 from ..shm.mailbox import ProducerEnd
 from ..shm.rings import ITEM_BYTES, Rings, RingShape
 from ..shm.segment import Segment
+from ..shm.words import wrap
 from .deltas.table import DeltaTable
 from .errors import WorkerPoolError
 from .keeper import SupervisorKeeper, WorkerCounts
@@ -42,8 +44,7 @@ class PoolConfig:
     first_sequence: int = 1  # number of the first job; numbers wrap around
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceJob:
+class SliceJob(NamedTuple):
     """Tokens of one (layer, input group) of one adapter, for one worker."""
 
     arena_offset: int  # of the region
@@ -86,6 +87,7 @@ class WorkerPool:
             self._ends = [
                 ProducerEnd(self.control.mailbox(0, worker)) for worker in range(num_workers)
             ]
+            self._slots = [self._slots_of(worker) for worker in range(num_workers)]
             descriptors = Descriptors(self.control.fd, self.rings.fd, arena.fd)
             table = config.delta_table
             settings = WorkerSettings(
@@ -156,31 +158,30 @@ class WorkerPool:
         """A worker's mailbox: the words that the accelerator signals and waits on, results."""
         return self._ends[worker]
 
-    def submit(self, worker: int, task: SliceJob) -> Job:
-        """Publish a job; returns it with its number and its places in the rings.
+    def submit(self, worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
+        """Publish jobs, all or none; returns them with numbers and places in the rings.
 
-        Raises ``WorkerUnavailableError`` if the worker takes none, ``MailboxFullError`` if it has
-        ``num_job_slots`` jobs whose results are not taken. A worker that dies afterwards makes the
-        job's result FAILED.
+        Raises ``WorkerUnavailableError`` if the worker takes none, ``MailboxFullError`` if it would
+        have more than ``num_job_slots`` jobs whose results are not taken. A worker that dies
+        afterwards makes the jobs' results FAILED.
         """
-        end = self._ends[worker]
-        self._check(task)
-        sequence = end.next_sequence
-        shape = self.rings.shape
-        job = Job(
-            sequence=sequence,
-            generation=end.generation(),
-            arena_offset=task.arena_offset,
-            x_offset=shape.x_offset(0, worker, sequence),
-            y_offset=shape.y_offset(0, worker, sequence),
-            num_tokens=task.num_tokens,
-            x_stride_bytes=task.in_columns * ITEM_BYTES,
-            y_stride_bytes=task.out_columns * ITEM_BYTES,
-            predicted_us=task.predicted_us,
-            slowdown_permille=round(self.slowdown * 1000),
-        )
-        end.publish(job)
-        return job
+        end, slots = self._ends[worker], self._slots[worker]
+        sequence, generation = end.next_sequence, end.generation()
+        slowdown_permille = round(self.slowdown * 1000)
+        jobs = []
+        for task in tasks:
+            self._check(task)
+            x_offset, y_offset = slots[sequence % len(slots)]
+            jobs.append(
+                Job(
+                    sequence, generation, task.arena_offset, x_offset, y_offset, task.num_tokens,
+                    task.in_columns * ITEM_BYTES, task.out_columns * ITEM_BYTES, task.predicted_us,
+                    slowdown_permille,
+                )
+            )  # fmt: skip
+            sequence = wrap(sequence + 1)
+        end.publish_all(jobs)
+        return jobs
 
     def wait_done(self, worker: int, sequence: int, *, timeout_s: float) -> None:
         """Wait on the host for a job's end. Raises ``WaitTimeoutError``."""
@@ -210,6 +211,14 @@ class WorkerPool:
         self._ends.clear()
         self.control.__exit__(kind, error, traceback)
         self.rings.__exit__(kind, error, traceback)
+
+    def _slots_of(self, worker: int) -> list[tuple[int, int]]:
+        """Places of x and y in the rings, by job number modulo their number."""
+        shape = self.rings.shape
+        return [
+            (shape.x_offset(0, worker, slot), shape.y_offset(0, worker, slot))
+            for slot in range(shape.num_slots)
+        ]
 
     def _check(self, task: SliceJob) -> None:
         limit = self.config

@@ -11,22 +11,21 @@ are whole, and whoever needs it before waits for the file first, for a while.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ..runtime.errors import AdapterError
-from ..shm.region import read_header
-from .adapter_copier import AdapterCopier, Lane, row_bytes
+from .adapter_copier import AdapterCopier, Lane
+from .adapter_placement import LayerSpan, PlacedMatrices, Placement
 from .adapter_store import HostAdapter
-from .coexec.cold_deltas import Arrival, GroupKey
-from .coexec.gateway import PlacedRegion
+from .coexec.cold_deltas import Arrival
+from .coexec.gateway import PlacedGroup
 from .device.base import DeviceError, DeviceTimeoutError, Event
-from .lora.adapter_layout import TargetMatrices
 from .lora.base import PackedLora
-from .lora.matrix_layout import PACKED, unpack_a, unpack_b
+from .lora.matrix_layout import unpack_a, unpack_b
 from .lora.table import DeviceAdapter
 
 _LOG = logging.getLogger(__name__)
@@ -50,41 +49,31 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class _LayerGroup:
-    """Regions of neighbouring layers, by their place in the host's list."""
+    """Regions of neighbouring layers, which are copied together."""
 
-    parts: list[int] = field(default_factory=list)
-    memory: torch.Tensor | None = None  # on the device
+    span: LayerSpan
     event: Event | None = None  # behind its copies; None = nothing was placed yet
     is_enqueued: bool = False
     has_arrived: bool = False  # all copies were made; False behind the event = one has failed
 
 
-def _num_regions(group: _LayerGroup) -> int:
-    """How many of an adapter's regions there are up to the group's last one."""
-    return group.parts[-1] + 1 if group.parts else 0
-
-
 class Copied:
     """An adapter that is copied; see ``adapter_fetcher.Arrival`` and ``coexec.ArrivingAdapter``."""
 
-    def __init__(
-        self, host: HostAdapter, copier: AdapterCopier, group_of_layer: Sequence[int]
-    ) -> None:
-        """Reads ``host`` until the copies are done. ``group_of_layer``: ascending, by layer."""
+    def __init__(self, host: HostAdapter, copier: AdapterCopier, placement: Placement) -> None:
+        """Reads ``host`` until the copies are done."""
         self._host = host
         self._copier = copier
-        self._group_of_layer = group_of_layer
-        self._groups = [_LayerGroup() for _ in range(max(group_of_layer) + 1)]
-        for index, place in enumerate(host.places):
-            self._groups[group_of_layer[place.layer]].parts.append(index)
+        self._placement = placement
+        self._groups = [_LayerGroup(span) for span in placement.layer_spans]
         self._lane: Lane | None = None
         self._memory: torch.Tensor | None = None
-        self._copies: list[list[tuple[TargetMatrices, PackedLora]]] = []  # by region
-        self._spans: list[torch.Tensor] = []  # by region, where packed ones are wanted
         self._adapter = DeviceAdapter({})
-        self._regions: dict[GroupKey, PlacedRegion] = {}
         self._error: Exception | None = None
         self._is_late = False  # a pass has gone on without a layer group
+        offsets = (place.offset for place in host.places)
+        self.groups = tuple(map(PlacedGroup, placement.keys, offsets, placement.shapes))
+        """Where its matrices are in the arena; see ``coexec.ColdAdapter``."""
 
     @property
     def adapter(self) -> DeviceAdapter:
@@ -99,7 +88,11 @@ class Copied:
         """
         self._lane = self._copier.take_lane(is_prefetch=is_gradual)
         self._copier.await_readers(self._lane)
-        self._place()
+        self._memory = self._copier.empty(self._lane, self._placement.num_bytes)
+        self._adapter = DeviceAdapter(
+            PlacedMatrices(self._placement, self._memory),
+            known_entries=self._placement.entries(self._memory),
+        )
         for group in self._groups:
             group.event = self._copier.device.event()
         if is_gradual:
@@ -155,11 +148,11 @@ class Copied:
         """A pass is about to use it; how many layers, from the first on, workers may read."""
         self._is_late = False
         if self._host.read_s is None:
-            return len(self._group_of_layer)
+            return len(self._placement.group_of_layer)
         self.enqueue_all()
         num_whole = self._host.num_whole
         if num_whole == len(self._host.places):
-            return len(self._group_of_layer)
+            return len(self._placement.group_of_layer)
         return self._host.places[num_whole].layer
 
     def has_failed(self) -> bool:
@@ -170,16 +163,11 @@ class Copied:
 
     def arrival(self, layer: int) -> Arrival | None:
         """See ``coexec.ArrivingAdapter``."""
-        number = self._group_of_layer[layer]
-        group = self._groups[number]
-        assert group.event is not None and group.memory is not None, "not started"
+        group = self._groups[self._placement.group_of_layer[layer]]
+        assert group.event is not None, "not started"
         if self._is_there(group):
             return None
-        return Arrival(group.event, group.memory, partial(self._bring, number))
-
-    def region(self, key: GroupKey) -> PlacedRegion | None:
-        """See ``coexec.ColdAdapter``."""
-        return self._regions.get(key)
+        return Arrival(group.event, self._memory_of(group), partial(self._bring, group))
 
     def finish(self) -> DeviceAdapter:
         """Give the host's reference back.
@@ -219,67 +207,6 @@ class Copied:
                 _LOG.debug("a copy that nobody waits for has failed: %s", error)
         self._let_go()
 
-    def _place(self) -> None:
-        """Decide where every matrix goes."""
-        copier = self._copier
-        assert self._lane is not None
-        found = [
-            copier.layout.matrices_in(place, part)
-            for place, part in zip(self._host.places, self._host.parts, strict=True)
-        ]
-        for place, part in zip(self._host.places, self._host.parts, strict=True):
-            region = read_header(part.numpy().data)
-            key = (place.layer, place.input_group)
-            self._regions[key] = PlacedRegion(place.offset, region)
-        if copier.wanted is PACKED:
-            self._memory = copier.empty(self._lane, sum(p.numel() for p in self._host.parts))
-            self._place_packed(found)
-        else:
-            num_bytes = sum(self._rows_bytes(one) for group in found for one in group)
-            self._memory = copier.empty(self._lane, num_bytes)
-            self._place_rows(found)
-        self._adapter = DeviceAdapter(
-            {one.target.index: packed for copies in self._copies for one, packed in copies}
-        )
-
-    def _place_packed(self, found: Sequence[Sequence[TargetMatrices]]) -> None:
-        """The regions as they are."""
-        assert self._memory is not None
-        position = 0
-        ends = []
-        for part, matrices in zip(self._host.parts, found, strict=True):
-            span = self._memory[position : position + part.numel()]
-            position += part.numel()
-            ends.append(position)
-            self._spans.append(span)
-            self._copies.append([(one, self._copier.layout.views(one, span)) for one in matrices])
-        self._share_memory(ends)
-
-    def _place_rows(self, found: Sequence[Sequence[TargetMatrices]]) -> None:
-        """Plain rows, matrix after matrix."""
-        assert self._memory is not None
-        position = 0
-        ends = []
-        for matrices in found:
-            copies = []
-            for one in matrices:
-                num_bytes = self._rows_bytes(one)
-                rows = self._rows(one, self._memory[position : position + num_bytes])
-                position += num_bytes
-                copies.append((one, rows))
-            ends.append(position)
-            self._copies.append(copies)
-        self._share_memory(ends)
-
-    def _share_memory(self, ends: Sequence[int]) -> None:
-        """Name each layer group's part; ``ends``: where each region's ends. They are in order."""
-        assert self._memory is not None
-        start = 0
-        for group in self._groups:
-            end = ends[group.parts[-1]] if group.parts else start
-            group.memory = self._memory[start:end]
-            start = end
-
     def _enqueue(self, group: _LayerGroup) -> None:
         """Copy the regions of a layer group and record its event, whatever comes of it."""
         device, lane, event = self._copier.device, self._lane, group.event
@@ -289,11 +216,11 @@ class Copied:
             group.has_arrived = True
 
         try:
-            for index in group.parts:
-                if self._copier.wanted is PACKED:
-                    self._copier.copy(lane, self._spans[index], self._host.parts[index])
-                else:
-                    self._copy_as_rows(index, group)
+            if self._placement.is_packed:
+                self._copy_regions(group)
+            else:
+                for region in range(group.span.first, group.span.end):
+                    self._copy_as_rows(region, group)
             # Left out if anything before it has failed.
             device.launch(lane.stream, arrive)
         except Exception as error:  # fails this adapter, when those before it are copied
@@ -302,11 +229,10 @@ class Copied:
         device.record(lane.stream, event)
         group.is_enqueued = True
 
-    def _bring(self, number: int) -> bool:
+    def _bring(self, group: _LayerGroup) -> bool:
         """Let a layer group be enqueued, when its files have been read; False if they are late."""
-        group = self._groups[number]
         if not group.is_enqueued:
-            self._host.wait_whole(_num_regions(group), _READ_TIMEOUT_S)
+            self._host.wait_whole(group.span.end, _READ_TIMEOUT_S)
             self.enqueue_all()
         self._is_late |= not group.is_enqueued
         return group.is_enqueued
@@ -321,45 +247,50 @@ class Copied:
 
     def _is_on_host(self, group: _LayerGroup) -> bool:
         """Whether its regions hold what was registered."""
-        return self._host.num_whole >= _num_regions(group)
+        return self._host.num_whole >= group.span.end
 
-    def _copy_as_rows(self, index: int, group: _LayerGroup) -> None:
+    def _copy_regions(self, group: _LayerGroup) -> None:
+        """As they are; those that follow each other in the arena in one copy."""
+        assert self._lane is not None and self._memory is not None
+        places, first = self._host.places, group.span.first
+        for region in range(first + 1, group.span.end + 1):
+            before = places[region - 1]
+            follows = (
+                region < group.span.end
+                and places[region].offset == before.offset + before.num_bytes
+            )
+            if not follows:
+                start = self._placement.start_bytes(first)
+                source = self._host.bytes_of(first, region)
+                self._copier.copy(self._lane, self._memory[start : start + source.numel()], source)
+                first = region
+
+    def _copy_as_rows(self, region: int, group: _LayerGroup) -> None:
         """One region into the lane's buffer, and from there to rows."""
-        copier, lane, memory = self._copier, self._lane, group.memory
+        copier, lane, placement, memory = self._copier, self._lane, self._placement, self._memory
         assert lane is not None and memory is not None
-        part = self._host.parts[index]
-        buffer = copier.staging(lane, max(part.numel() for part in self._host.parts))
+        part = self._host.bytes_of(region, region + 1)
+        buffer = copier.staging(lane, placement.max_region_bytes)
         packed = buffer[: part.numel()]
         copier.copy(lane, packed, part)
-        for one, rows in self._copies[index]:
+        written = (self._memory_of(group),)
+        for one in placement.matrices[region]:
             views = copier.layout.views(one, packed)
+            rows = placement.views(one.target.index, memory)
 
             def unpack(views: PackedLora = views, rows: PackedLora = rows) -> None:
                 rows.a.copy_(unpack_a(views.a, *rows.a.shape))
                 rows.b.copy_(unpack_b(views.b, *rows.b.shape))
 
-            copier.device.launch(lane.stream, unpack, reads=(buffer,), writes=(memory,))
+            copier.device.launch(lane.stream, unpack, reads=(buffer,), writes=written)
+
+    def _memory_of(self, group: _LayerGroup) -> torch.Tensor:
+        """Where a layer group comes to lie on the device."""
+        assert self._memory is not None, "not started"
+        return self._memory[group.span.start_bytes : group.span.end_bytes]
 
     def _let_go(self) -> None:
         for group in self._groups:
             if group.event is not None:
                 self._copier.device.release_event(group.event)
         self._host.release()
-
-    def _rows_bytes(self, one: TargetMatrices) -> int:
-        dtype = self._copier.layout.dtype
-        widths = (one.target.in_features, one.target.out_features)
-        return sum(row_bytes(one.rank, width, dtype) for width in widths)
-
-    def _rows(self, one: TargetMatrices, memory: torch.Tensor) -> PackedLora:
-        """Room for A and B as rows in ``memory``."""
-        dtype, target = self._copier.layout.dtype, one.target
-        b_offset = row_bytes(one.rank, target.in_features, dtype)
-        a_bytes = one.rank * target.in_features * dtype.itemsize
-        b_bytes = one.rank * target.out_features * dtype.itemsize
-        return PackedLora(
-            a=memory[:a_bytes].view(dtype).view(one.rank, target.in_features),
-            b=memory[b_offset : b_offset + b_bytes].view(dtype).view(target.out_features, one.rank),
-            rank=one.rank,
-            scaling=one.scaling,
-        )

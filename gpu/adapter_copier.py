@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..shm.region import ALIGNMENT_BYTES
+from .adapter_placement import Placement, row_bytes
 from .device.base import Stream
 from .device.host_memory import TorchDevice
 from .lora.adapter_layout import AdapterLayout, GroupPlan
@@ -76,6 +76,11 @@ class AdapterCopier:
             for width in (lora.target.in_features, lora.target.out_features)
         )
 
+    def place(self, plans: Sequence[GroupPlan], group_of_layer: Sequence[int]) -> Placement:
+        """Where an adapter goes at every load."""
+        is_packed = self.wanted is PACKED
+        return Placement(self.layout, plans, group_of_layer, is_packed=is_packed)
+
     def empty(self, lane: Lane, num_bytes: int) -> torch.Tensor:
         """Memory of the device, uint8, that the lane's stream may write at once.
 
@@ -102,13 +107,7 @@ class AdapterCopier:
         return lane.staging
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the bytes of one region, in chunks."""
+        """Copy bytes, in chunks."""
         for start in range(0, source.numel(), _CHUNK_BYTES):
             end = start + _CHUNK_BYTES
             self.device.copy(lane.stream, destination[start:end], source[start:end])
-
-
-def row_bytes(rank: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes of one matrix as rows, rounded up so that the next one is aligned."""
-    num_bytes = rank * width * dtype.itemsize
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -50,7 +50,8 @@ class InPlace:
             self._host.release()
             raise self._host.error
         host, targets = self._host, {}
-        for place, part in zip(host.places, host.parts, strict=True):
+        for region, place in enumerate(host.places):
+            part = host.bytes_of(region, region + 1)
             for found in self._layout.matrices_in(place, part):
                 targets[found.target.index] = self._layout.views(found, part)
         return DeviceAdapter(targets, release=host.release)

@@ -46,16 +46,22 @@ class HostAdapter:
     """One adapter in the arena, or on its way there; referenced until ``release``."""
 
     def __init__(
-        self, arena: HostArena, entry: ArenaEntry, parts: Sequence[torch.Tensor],
+        self, arena: HostArena, entry: ArenaEntry, memory: torch.Tensor,
         reading: AdapterReading | None = None,
     ) -> None:  # fmt: skip
-        """``parts``: the bytes of each region, uint8. ``reading``: what fills them, if anything."""
+        """``memory``: the arena's bytes, uint8. ``reading``: what fills the entry, if anything."""
         self._arena = arena
         self._entry = entry
         self.places = entry.regions
-        self.parts = tuple(parts)
+        self._memory: torch.Tensor | None = memory
         self._reading = reading
         self._is_released = False
+
+    def bytes_of(self, first: int, end: int) -> torch.Tensor:
+        """Regions [first, end), which follow each other in the arena, uint8; before ``release``."""
+        assert self._memory is not None, "released"
+        last = self.places[end - 1]
+        return self._memory[self.places[first].offset : last.offset + last.num_bytes]
 
     @property
     def num_whole(self) -> int:
@@ -90,7 +96,7 @@ class HostAdapter:
         """End the reference: nobody reads the regions on its account any more. Idempotent."""
         if not self._is_released:
             self._is_released = True
-            self.parts = ()
+            self._memory = None
             if self._reading is not None:
                 self._reading.stop()
             self._arena.release(self._entry)
@@ -153,7 +159,7 @@ class AdapterStore:
     def fetch_present(self, digest: str) -> HostAdapter | None:
         """Refer to the adapter with this content if it is in the arena."""
         entry = self._arena.acquire(digest)
-        return None if entry is None else HostAdapter(self._arena, entry, self._parts(entry))
+        return None if entry is None else HostAdapter(self._arena, entry, self._whole)
 
     def is_present(self, digest: str) -> bool:
         """Whether the adapter with this content is in the arena now."""
@@ -191,10 +197,10 @@ class AdapterStore:
         except BaseException:
             source.close()
             raise
-        parts = self._parts(entry)
-        reading = AdapterReading(source, self.layout.writer(plans, parts), self._arena, entry)
+        writer = self.layout.writer(plans, self._parts(entry))
+        reading = AdapterReading(source, writer, self._arena, entry)
         self._arena.share(entry)
-        return HostAdapter(self._arena, entry, parts, reading)
+        return HostAdapter(self._arena, entry, self._whole, reading)
 
     def _reserve(self, plans: Sequence[GroupPlan], path: str) -> ArenaEntry:
         try:
@@ -214,9 +220,14 @@ class AdapterStore:
             raise
         self._arena.release(self._arena.publish(entry, source.digest.hexadecimal))
 
-    def _parts(self, entry: ArenaEntry) -> list[torch.Tensor]:
+    @property
+    def _whole(self) -> torch.Tensor:
+        """The arena's bytes."""
         assert self._bytes is not None, "the store is closed"
-        return [self._bytes[r.offset : r.offset + r.num_bytes] for r in entry.regions]
+        return self._bytes
+
+    def _parts(self, entry: ArenaEntry) -> list[torch.Tensor]:
+        return [self._whole[r.offset : r.offset + r.num_bytes] for r in entry.regions]
 
 
 def _read_all(source: AdapterReader, take: TakeTensor) -> None:

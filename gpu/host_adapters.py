@@ -11,6 +11,7 @@ from .adapter_arrival import Copied
 from .adapter_copier import AdapterCopier
 from .adapter_fetcher import Arrival
 from .adapter_in_place import InPlace
+from .adapter_placement import Placement
 from .adapter_store import AdapterStore, HostAdapter, OpenSource
 from .device.base import Stream
 from .device.host_memory import TorchDevice
@@ -86,6 +87,7 @@ class HostAdapters:
         self._num_layers = 1 + max(target.layer for target in target_map.targets)
         self._num_groups = 1 + max(target.input_group for target in target_map.targets)
         self._extents: dict[str, AdapterExtent] = {}  # by digest
+        self._placements: dict[str, Placement] = {}  # by digest, of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
             self._copier = AdapterCopier(device, where, layout, backend.layout)
@@ -120,7 +122,10 @@ class HostAdapters:
         num_bytes = facts.host_bytes
         if self._copier is not None:
             num_bytes = self._copier.device_bytes(facts.plans)
-        self._extents[facts.digest] = self._extent(facts.plans, num_bytes)
+        extent = self._extents[facts.digest] = self._extent(facts.plans, num_bytes)
+        if self._copier is not None:
+            placement = self._copier.place(facts.plans, extent.group_of_layer)
+            self._placements[facts.digest] = placement
         return RegisteredAdapter(facts.digest, facts.rank, num_bytes)
 
     def extent(self, digest: str) -> AdapterExtent:
@@ -146,6 +151,7 @@ class HostAdapters:
     def forget(self, digest: str) -> None:
         """No version has this content any more."""
         self._extents.pop(digest, None)
+        self._placements.pop(digest, None)
         self._store.forget(digest)
 
     def close(self) -> None:
@@ -155,7 +161,7 @@ class HostAdapters:
     def _arrival(self, digest: str, host: HostAdapter) -> Arrival:
         if self._copier is None:
             return InPlace(host, self._layout)
-        return Copied(host, self._copier, self._extents[digest].group_of_layer)
+        return Copied(host, self._copier, self._placements[digest])
 
     def _extent(self, plans: Sequence[GroupPlan], num_bytes: int) -> AdapterExtent:
         layer_bytes = [0] * self._num_layers

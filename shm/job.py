@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 from .layout import JOB_BYTES, JOB_FIELDS, RESULT_BYTES, RESULT_FIELDS, structure
 from .words import wrap
@@ -11,12 +11,11 @@ _JOB = structure(JOB_FIELDS, JOB_BYTES)
 _RESULT = structure(RESULT_FIELDS, RESULT_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """A slice of tokens of one (layer, input group) of one adapter. The fields of ``JOB_FIELDS``.
 
     x is bf16 [num_tokens, in features] and y bf16 [num_tokens, padded out columns of all targets],
-    in rows of the strides given.
+    in rows of the strides given. A tuple, because a pass makes one per layer and input group.
     """
 
     sequence: int  # int32, the one after the last job's
@@ -32,11 +31,7 @@ class Job:
 
     def write(self, buffer: memoryview, offset: int) -> None:
         """Encode to 64 bytes."""
-        _JOB.pack_into(
-            buffer, offset, self.sequence, self.generation, self.arena_offset, self.x_offset,
-            self.y_offset, self.num_tokens, self.x_stride_bytes, self.y_stride_bytes,
-            self.predicted_us, self.slowdown_permille,
-        )  # fmt: skip
+        _JOB.pack_into(buffer, offset, *self)
 
     @classmethod
     def read(cls, buffer: memoryview, offset: int) -> Self:
@@ -51,8 +46,7 @@ class JobStatus(IntEnum):
     FAILED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """How a job ended; ``duration_us`` is 0 for a job that was not computed."""
 
     sequence: int
@@ -62,9 +56,7 @@ class Result:
 
     def write(self, buffer: memoryview, offset: int) -> None:
         """Encode to 16 bytes."""
-        _RESULT.pack_into(
-            buffer, offset, self.sequence, self.generation, self.status, self.duration_us
-        )
+        _RESULT.pack_into(buffer, offset, *self)
 
     @classmethod
     def read(cls, buffer: memoryview, offset: int) -> Self:

@@ -11,7 +11,7 @@ took the result, so a result is there until it is taken.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import loop
@@ -51,7 +51,7 @@ class ProducerEnd:
         """For ``park.wait_until`` on ``done_address``, which then sleeps until it is woken."""
         self._published_address = mailbox.word("published")
         self._worker_sleeps_address = mailbox.word("worker_sleeps")
-        self._published = load_acquire(self._published_address)
+        self._published: int = load_acquire(self._published_address)
         self._taken = self._published
 
     @property
@@ -63,6 +63,11 @@ class ProducerEnd:
     def oldest_sequence(self) -> int:
         """The job whose result ``take_result`` takes next."""
         return wrap(self._taken + 1)
+
+    @property
+    def newest_sequence(self) -> int:
+        """The job that was published last."""
+        return self._published
 
     @property
     def num_outstanding(self) -> int:
@@ -87,21 +92,29 @@ class ProducerEnd:
         return state.generation
 
     def publish(self, job: Job) -> None:
-        """Hand a job to the worker, and wake it if it sleeps.
+        """Hand a job to the worker; see ``publish_all``."""
+        self.publish_all((job,))
 
-        Its signal and wait on the accelerator are enqueued afterwards. If the worker has died
-        meanwhile, or has another generation than the job, the job is failed, not lost.
-        Raises ``MailboxFullError`` if no slot is free; nothing is published then.
+    def publish_all(self, jobs: Sequence[Job]) -> None:
+        """Hand jobs to the worker, all of them at once, and wake it if it sleeps.
+
+        Their signals and waits on the accelerator are enqueued afterwards. If the worker has died
+        meanwhile, or has another generation than a job, the job is failed, not lost.
+        Raises ``MailboxFullError`` if there are too few free slots; nothing is published then.
         """
-        assert job.sequence == self.next_sequence, (job.sequence, self.next_sequence)
-        if not self.can_publish():
+        assert jobs and jobs[0].sequence == self.next_sequence, (jobs[:1], self.next_sequence)
+        if not self.can_publish(len(jobs)):
+            mailbox = self.mailbox
             raise MailboxFullError(
-                f"all {self.mailbox.num_slots} slots of worker {self.mailbox.worker} hold jobs "
-                "whose results are not taken; take results first, or make it with more slots"
+                f"{self.num_outstanding} of {mailbox.num_slots} slots of worker {mailbox.worker} "
+                f"hold jobs whose results are not taken, so {len(jobs)} more find no room; take "
+                "results first, or make it with more slots"
             )
-        job.write(self.mailbox.buffer, self.mailbox.job_offset(job.sequence))
-        self._published = job.sequence
-        publish(self._published_address, job.sequence, self._worker_sleeps_address)
+        buffer, job_offset = self.mailbox.buffer, self.mailbox.job_offset
+        for job in jobs:
+            job.write(buffer, job_offset(job.sequence))
+        self._published = jobs[-1].sequence
+        publish(self._published_address, self._published, self._worker_sleeps_address)
 
     def is_done(self, sequence: int) -> bool:
         """Whether the result of a job is written."""
@@ -125,16 +138,38 @@ class ProducerEnd:
         Raises ``ShmError`` if its job is not done, or if what is written is not its result.
         """
         sequence = self.oldest_sequence
-        mailbox = self.mailbox
         if self.num_outstanding == 0 or not self.is_done(sequence):
-            raise ShmError(f"job {sequence} of worker {mailbox.worker} is not done")
+            raise ShmError(f"job {sequence} of worker {self.mailbox.worker} is not done")
+        result = self._read_result(sequence)
+        self._taken = sequence
+        return result
+
+    def take_failed(self) -> tuple[int, ...]:
+        """Take the results of all jobs; return the numbers of those that have failed.
+
+        Raises ``ShmError`` as ``take_result`` does; nothing is taken then.
+        """
+        if self.num_outstanding and not self.is_done(self._published):
+            raise ShmError(f"job {self._published} of worker {self.mailbox.worker} is not done")
+        first = self._taken + 1
+        sequences = [wrap(first + number) for number in range(self.num_outstanding)]
+        failed = tuple(
+            sequence
+            for sequence in sequences
+            if self._read_result(sequence).status is not JobStatus.DONE
+        )
+        self._taken = self._published
+        return failed
+
+    def _read_result(self, sequence: int) -> Result:
+        """Of a job that is done. Raises ``ShmError`` if it is not its own."""
+        mailbox = self.mailbox
         try:
             result = Result.read(mailbox.buffer, mailbox.result_offset(sequence))
         except ValueError as error:
             raise ShmError(f"the result of job {sequence} is none: {error}") from error
         if result.sequence != sequence:
             raise ShmError(f"the result of job {sequence} is that of job {result.sequence}")
-        self._taken = sequence
         return result
 
 

@@ -11,17 +11,9 @@ from ...shm.errors import ShmError
 from ..lora.base import LoraBackend
 from ..model.lower import lora_batch
 from ..step import LoraBatch
-from .cold_deltas import (
-    AddDeltas,
-    Arrival,
-    ColdDeltas,
-    ColdPlan,
-    Exchange,
-    GroupKey,
-    NoObserver,
-    WaitObserver,
-)
+from .cold_deltas import Arrival, ColdDeltas, ColdPlan, GroupKey, NoObserver, WaitObserver
 from .gateway import AssistedRow, ColdAdapter, WorkerGateway
+from .handover import Handover
 from .invocation import Invocation
 
 _LOG = logging.getLogger(__name__)
@@ -55,6 +47,11 @@ class ColdRow:
     table_row: int  # of the LoRA table
     max_rank: int
     arriving: ArrivingAdapter | None  # None = it is on the device
+
+    @property
+    def first_layer(self) -> int:
+        """From which on the device computes its deltas: with all of it there, that is all."""
+        return 0 if self.arriving is None else self.split_layer
 
 
 @dataclass(slots=True)
@@ -90,16 +87,14 @@ class Assistant:
 
     def __init__(
         self,
-        exchange: Exchange,
+        handover: Handover,
         backend: LoraBackend,
-        add_deltas: AddDeltas,
         gateway: WorkerGateway | None,
         num_layers: int,
     ) -> None:
         self.observer: WaitObserver = NoObserver()
-        self._exchange = exchange
+        self._handover = handover
         self._backend = backend
-        self._add_deltas = add_deltas
         self._gateway = gateway
         self._num_layers = num_layers
 
@@ -116,13 +111,18 @@ class Assistant:
         whatever the plan says.
         """
         rows = [_within_reach(row) for row in rows]
-        plan = ColdPlan(
-            invocations=self._invoke(rows),
-            batches=self._batches(rows, device),
-            arrivals=tuple(_arrivals(rows, layer) for layer in range(self._num_layers)),
-        )
-        deltas = ColdDeltas(self._exchange, self._backend, self._add_deltas, plan, self.observer)
-        return AssistedPass(deltas, self._gateway, dict(plan.invocations))
+        invocations = self._invoke(rows)
+        batches: list[LoraBatch | None] = []
+        arrivals: list[tuple[Arrival, ...]] = []
+        # Between two splits all layers have the same rows on the device.
+        first_layer = 0
+        for end_layer in sorted({row.first_layer for row in rows} - {0} | {self._num_layers}):
+            batches += [_batch(rows, first_layer, device)] * (end_layer - first_layer)
+            arrivals += [_arrivals(rows, layer) for layer in range(first_layer, end_layer)]
+            first_layer = end_layer
+        plan = ColdPlan(invocations, tuple(batches), tuple(arrivals))
+        deltas = ColdDeltas(self._handover, self._backend, plan, self.observer)
+        return AssistedPass(deltas, self._gateway, invocations)
 
     def _invoke(self, rows: Sequence[ColdRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
         assisted = [
@@ -136,23 +136,12 @@ class Assistant:
             raise ShmError("the plan counts on CPU workers, and there are none")
         return self._gateway.invoke(assisted)
 
-    def _batches(
-        self, rows: Sequence[ColdRow], device: torch.device
-    ) -> tuple[LoraBatch | None, ...]:
-        """By layer: the rows whose deltas the device computes; few of them differ."""
-        made: dict[tuple[int, ...], LoraBatch | None] = {}
-        batches = []
-        for layer in range(self._num_layers):
-            table_rows = tuple(
-                -1 if row.arriving is not None and row.split_layer > layer else row.table_row
-                for row in rows
-            )
-            if table_rows not in made:
-                starts = [row.start for row in rows] + [rows[-1].end]
-                ranks = [row.max_rank for row in rows]
-                made[table_rows] = lora_batch(table_rows, ranks, starts, device)
-            batches.append(made[table_rows])
-        return tuple(batches)
+
+def _batch(rows: Sequence[ColdRow], layer: int, device: torch.device) -> LoraBatch | None:
+    """The rows whose deltas the device computes in a layer."""
+    table_rows = [row.table_row if row.first_layer <= layer else -1 for row in rows]
+    starts = [row.start for row in rows] + [rows[-1].end]
+    return lora_batch(table_rows, [row.max_rank for row in rows], starts, device)
 
 
 def _within_reach(row: ColdRow) -> ColdRow:

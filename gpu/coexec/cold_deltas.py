@@ -2,8 +2,8 @@
 
 Per (layer, input group): copy x out and signal before the base products, wait and add after them.
 Nothing here waits for the host: the order is made by streams, events and words, so on CUDA all of
-it is enqueued ahead. On the CPU, where the compute stream is the caller's own thread, the same
-calls take effect one after the other.
+it is enqueued ahead (``handover``). On the CPU, where the compute stream is the thread that calls,
+the same calls take effect one after the other (``host_handover``).
 
 Source: Toppings, section 4.2 (invocation without synchronisation), with stream operations in place
 of a fused kernel.
@@ -16,9 +16,10 @@ from typing import Protocol
 
 import torch
 
-from ..device.base import Device, Event, Stream
+from ..device.base import Event
 from ..lora.base import LoraBackend
 from ..step import LoraBatch
+from .handover import Handover
 from .invocation import Invocation
 
 GroupKey = tuple[int, int]  # layer, input group within it
@@ -46,40 +47,6 @@ class ColdPlan:
     invocations: Mapping[GroupKey, tuple[Invocation, ...]]
     batches: tuple[LoraBatch | None, ...]
     arrivals: tuple[tuple[Arrival, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """The device, and the streams on which deltas are exchanged.
-
-    ``transfer`` is ``compute`` itself where a wait on a stream of its own gains nothing: the CPU.
-    """
-
-    device: Device[torch.Tensor]
-    compute: Stream
-    transfer: Stream
-
-    def order(self, first: Stream, then: Stream) -> None:
-        """Hold ``then`` until ``first`` has come to where it is now."""
-        if first == then:
-            return
-        event = self.device.event()
-        self.device.record(first, event)
-        self.device.wait_event(then, event)
-        self.device.release_event(event)
-
-
-class AddDeltas(Protocol):
-    """Enqueues the sum of what workers computed and the base products."""
-
-    def __call__(
-        self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
-    ) -> None:
-        """Add ``invocation.y`` to the invocation's tokens of ys, one per target of the group.
-
-        On ``exchange.compute``, which sees y already.
-        """
-        ...
 
 
 class WaitObserver(Protocol):
@@ -115,35 +82,27 @@ class ColdDeltas:
     """See ``step.DeltaPass``; for one pass."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        backend: LoraBackend,
-        add_deltas: AddDeltas,
-        plan: ColdPlan,
-        observer: WaitObserver,
+        self, handover: Handover, backend: LoraBackend, plan: ColdPlan, observer: WaitObserver
     ) -> None:
-        """``backend`` computes on ``exchange.compute``."""
-        self._exchange = exchange
+        """``backend`` computes on ``handover.exchange.compute``."""
+        self._handover = handover
+        self._exchange = handover.exchange
         self._backend = backend
-        self._add_deltas = add_deltas
         self._plan = plan
         self._observer = observer
         self._has_arrived = [not arrivals for arrivals in plan.arrivals]
-        self._signalled: set[int] = set()  # ids of invocations, which the plan keeps alive
+        self._sent: set[int] = set()  # ids of invocations, which the plan keeps alive
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Send x to the workers of this group."""
         key = _key(group)
-        invocations = self._plan.invocations.get(key, ())
-        if not invocations:
+        invocations = self._plan.invocations.get(key)
+        if invocations is None:
             return
-        exchange = self._exchange
-        exchange.order(exchange.compute, exchange.transfer)
+        self._handover.begin()
         for invocation in invocations:
-            rows = x[invocation.start : invocation.end]
-            exchange.device.copy(exchange.transfer, invocation.x, rows)
-            exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
-            self._signalled.add(id(invocation))
+            self._handover.send(invocation, x)
+            self._sent.add(id(invocation))
             self._observer.signalled(key, invocation)
 
     def add(
@@ -165,7 +124,9 @@ class ColdDeltas:
                 reads=(x, *[arrival.memory for arrival in self._plan.arrivals[layer]]),
                 writes=ys,
             )
-        self._take_in(key, ys)
+        invocations = self._plan.invocations.get(key)
+        if invocations is not None:
+            self._take_in(key, invocations, ys)
 
     def release_workers(self) -> None:
         """Let the workers go on that still wait for x: the pass has failed, and all is void.
@@ -176,7 +137,7 @@ class ColdDeltas:
         exchange.order(exchange.compute, exchange.transfer)
         for invocations in self._plan.invocations.values():
             for invocation in invocations:
-                if id(invocation) not in self._signalled:
+                if id(invocation) not in self._sent:
                     exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
 
     def _await_layer(self, layer: int) -> None:
@@ -191,18 +152,16 @@ class ColdDeltas:
                 self._exchange.device.wait_event(self._exchange.compute, arrival.event)
         self._has_arrived[layer] = True
 
-    def _take_in(self, key: GroupKey, ys: Sequence[torch.Tensor]) -> None:
-        invocations = self._plan.invocations.get(key, ())
-        if not invocations:
-            return
-        exchange = self._exchange
+    def _take_in(
+        self, key: GroupKey, invocations: Sequence[Invocation], ys: Sequence[torch.Tensor]
+    ) -> None:
         for invocation in invocations:
             self._observer.wait_begins(key, invocation)
-            exchange.device.wait(exchange.transfer, invocation.done, invocation.sequence)
+            self._handover.wait(invocation)
             self._observer.wait_ends(key, invocation)
-        exchange.order(exchange.transfer, exchange.compute)
+        self._handover.end()
         for invocation in invocations:
-            self._add_deltas(exchange, invocation, ys)
+            self._handover.add(invocation, ys)
 
 
 def _key(group: Hashable) -> GroupKey:

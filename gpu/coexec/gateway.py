@@ -4,50 +4,40 @@ Owns what the device knows of the workers' shared memory. It knows nothing of re
 spans of packed tokens with an adapter.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ...cpu_workers.pool import SliceJob, WorkerPool
 from ...cpu_workers.slices import split_tokens
-from ...shm.atomics import store_release
 from ...shm.errors import MailboxFullError, RingFullError, WorkerUnavailableError
-from ...shm.job import Job, JobStatus
 from ...shm.region import Region
-from ...shm.words import wrap
 from ..device.base import Word
 from ..device.host_memory import HostMemory
 from .cold_deltas import GroupKey
-from .invocation import Invocation
+from .handover import Exchange
+from .invocation import Invocation, JobShape
 
 _DROP_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedRegion:
-    """A region of the host arena."""
+class PlacedGroup(NamedTuple):
+    """An adapter's matrices of one input group, in the host arena."""
 
+    key: GroupKey
     arena_offset: int
-    region: Region
-
-    @property
-    def columns(self) -> tuple[tuple[int, int], ...]:
-        """First column and width in y of each target of the group."""
-        spans, first = [], 0
-        for target in self.region.targets:
-            spans.append((first, target.padded_columns))
-            first += target.padded_columns
-        return tuple(spans)
+    shape: JobShape
 
 
 class ColdAdapter(Protocol):
     """An adapter in the host arena."""
 
-    def region(self, key: GroupKey) -> PlacedRegion | None:
-        """Its matrices of an input group; None if it does not change the group."""
+    @property
+    def groups(self) -> Sequence[PlacedGroup]:
+        """The input groups that it changes, layers ascending."""
         ...
 
 
@@ -61,8 +51,7 @@ class AssistedRow:
     adapter: ColdAdapter
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """One slice of one row, on one worker."""
 
     row: int
@@ -71,26 +60,45 @@ class _Place:
     worker: int
 
 
-# A slice, and its adapter's region of the input group.
-_Task = tuple[_Place, PlacedRegion]
-_Views = dict[tuple[int, int, int], torch.Tensor]
-
+_Task = tuple[_Place, PlacedGroup]
+_Tasks = Mapping[GroupKey, Sequence[_Task]]
 
 # Seconds that a worker needs: (region, tokens).
 PredictDelta = Callable[[Region, int], float]
 
 
+class _PassViews:
+    """The rings, with each slot viewed once: slots come again and again within a pass.
+
+    Not beyond it: what is held keeps the rings open.
+    """
+
+    def __init__(self, rings: HostMemory) -> None:
+        self._rings = rings
+        self._views: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.address = rings.address
+
+    def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
+        """See ``RingViews``."""
+        where = offset, num_rows, num_columns
+        found = self._views.get(where)
+        if found is None:
+            found = self._rings.tensor(offset, (num_rows, num_columns), torch.bfloat16)
+            self._views[where] = found
+        return found
+
+
 class WorkerGateway:
-    """Publishes the jobs of passes. Used by one thread."""
+    """Publishes the jobs of passes. Used by one thread, the one that enqueues the passes."""
 
     def __init__(
         self,
         pool: WorkerPool,
         rings: HostMemory,
         control: HostMemory,
+        exchange: Exchange,
         predict_s: PredictDelta,
         *,
-        num_input_groups: int,
         tokens_per_worker: int,
     ) -> None:
         """Use ``pool``.
@@ -99,18 +107,17 @@ class WorkerGateway:
             pool: The workers.
             rings: Registration of ``pool.rings.segment``; closed by the device.
             control: Registration of ``pool.control.segment``, likewise.
+            exchange: Who writes the words that workers wait for.
             predict_s: How long a worker takes for a slice.
-            num_input_groups: In a layer.
             tokens_per_worker: The per-core token budget c.
         """
         self._pool = pool
         self._rings = rings
-        self._control = control
+        self._exchange = exchange
         self._predict_s = predict_s
-        self._num_input_groups = num_input_groups
         self._tokens_per_worker = tokens_per_worker
         self._num_ring_slots = pool.config.num_ring_slots
-        self._words = [self._words_of(worker) for worker in range(pool.num_workers)]
+        self._words = [self._words_of(control, worker) for worker in range(pool.num_workers)]
 
     @property
     def num_ready_workers(self) -> int:
@@ -131,87 +138,46 @@ class WorkerGateway:
             raise WorkerUnavailableError("no CPU worker is ready")
         tasks = self._tasks(rows, workers)
         self._check_room(tasks)
-        # Slots of the rings come again and again within a pass. Not beyond it: what is held keeps
-        # the rings open.
-        views: _Views = {}
         try:
-            return {
-                key: tuple(self._invoke_one(task, views) for task in found)
-                for key, found in tasks.items()
-            }
+            return self._publish(tasks)
         except BaseException:
             self._drop_published()
             raise
 
-    def _tasks(
-        self, rows: Sequence[AssistedRow], workers: Sequence[int]
-    ) -> dict[GroupKey, tuple[_Task, ...]]:
-        """All jobs of a pass, layers ascending; groups that no adapter changes are left out."""
-        tasks: dict[GroupKey, tuple[_Task, ...]] = {}
-        splits = {row.split_layer for row in rows}
-        places: tuple[_Place, ...] = ()
-        for layer in range(max(splits)):
-            if layer == 0 or layer in splits:
-                places = self._places(rows, layer, workers)
-            for group in range(self._num_input_groups):
-                key = (layer, group)
-                regions = [row.adapter.region(key) for row in rows]
-                found = tuple(
-                    (place, region)
-                    for place in places
-                    if (region := regions[place.row]) is not None
-                )
-                if found:
-                    tasks[key] = found
-        return tasks
-
-    def _check_room(self, tasks: Mapping[GroupKey, Sequence[_Task]]) -> None:
-        """Refuse a pass that would write over what is still in use, before any of it is published.
-
-        The slots of a ring are used again from one input group to the next, so they must hold all
-        slices of a group: x of all of them is sent before y of the first is read.
-        """
-        num_jobs: Counter[int] = Counter()
-        for (layer, group), found in tasks.items():
-            num_slices = Counter(place.worker for place, _ in found)
-            num_jobs.update(num_slices)
-            worker, most = num_slices.most_common(1)[0]
-            if most > self._num_ring_slots:
-                raise RingFullError(
-                    f"{most} slices of layer {layer}, input group {group} are for worker {worker}, "
-                    f"whose rings have {self._num_ring_slots} slots; let a step have fewer cold "
-                    "tokens (--max-assisted-tokens-per-step), or give it more workers"
-                )
-        for worker, number in num_jobs.items():
-            if not self._pool.end(worker).can_publish(number):
-                raise MailboxFullError(
-                    f"a pass has {number} jobs for worker {worker}, which takes "
-                    f"{self._pool.config.num_job_slots} at once; let a step have fewer cold tokens "
-                    "(--max-assisted-tokens-per-step), or give it more workers"
-                )
-
     def settle(
-        self, invocations: dict[GroupKey, tuple[Invocation, ...]], *, timeout_s: float
+        self, invocations: Mapping[GroupKey, Sequence[Invocation]], *, timeout_s: float
     ) -> frozenset[tuple[int, int]]:
         """Take the results of all jobs; return the token spans whose deltas are void.
 
         All waits of the pass have ended, so all results are there.
         """
-        spans = {
-            (job.worker, job.sequence): (job.start, job.end)
-            for jobs in invocations.values()
-            for job in jobs
-        }
         failed: set[tuple[int, int]] = set()
         for worker in range(self._pool.num_workers):
             end = self._pool.end(worker)
-            while end.num_outstanding:
-                self._pool.wait_done(worker, end.oldest_sequence, timeout_s=timeout_s)
-                result = end.take_result()
-                span = spans.get((worker, result.sequence))
-                if span is not None and result.status is not JobStatus.DONE:
-                    failed.add(span)
-        return frozenset(failed)
+            if end.num_outstanding:
+                # Jobs are done in order.
+                self._pool.wait_done(worker, end.newest_sequence, timeout_s=timeout_s)
+                failed.update((worker, sequence) for sequence in end.take_failed())
+        if not failed:
+            return frozenset()
+        return frozenset(
+            (job.start, job.end)
+            for jobs in invocations.values()
+            for job in jobs
+            if (job.worker, job.sequence) in failed
+        )
+
+    def _tasks(self, rows: Sequence[AssistedRow], workers: Sequence[int]) -> _Tasks:
+        """All jobs of a pass, layers ascending; groups that no adapter changes are left out."""
+        tasks: dict[GroupKey, list[_Task]] = defaultdict(list)
+        first_layer = 0
+        for end_layer in sorted({row.split_layer for row in rows}):
+            for place in self._places(rows, first_layer, workers):
+                for group in rows[place.row].adapter.groups:
+                    if first_layer <= group.key[0] < end_layer:
+                        tasks[group.key].append((place, group))
+            first_layer = end_layer
+        return {key: tasks[key] for key in sorted(tasks)}
 
     def _places(
         self, rows: Sequence[AssistedRow], layer: int, workers: Sequence[int]
@@ -231,61 +197,87 @@ class WorkerGateway:
             for part in slices
         )
 
-    def _drop_published(self) -> None:
-        """Let the workers go through the jobs of a pass that will not run; nothing else is out.
+    def _check_room(self, tasks: _Tasks) -> None:
+        """Refuse a pass that would write over what is still in use, before any of it is published.
 
-        Raises ``WaitTimeoutError`` if they do not.
+        The slots of a ring are used again from one input group to the next, so they must hold all
+        slices of a group: x of all of them is sent before y of the first is read.
         """
-        for worker in range(self._pool.num_workers):
+        num_jobs: Counter[int] = Counter()
+        for (layer, group), found in tasks.items():
+            for place, _ in found:
+                num_jobs[place.worker] += 1
+            # Only then can one worker have too many.
+            if len(found) <= self._num_ring_slots:
+                continue
+            worker, most = Counter(place.worker for place, _ in found).most_common(1)[0]
+            if most > self._num_ring_slots:
+                raise RingFullError(
+                    f"{most} slices of layer {layer}, input group {group} are for worker {worker}, "
+                    f"whose rings have {self._num_ring_slots} slots; let a step have fewer cold "
+                    "tokens (--max-assisted-tokens-per-step), or give it more workers"
+                )
+        for worker, number in num_jobs.items():
+            if not self._pool.end(worker).can_publish(number):
+                raise MailboxFullError(
+                    f"a pass has {number} jobs for worker {worker}, which takes "
+                    f"{self._pool.config.num_job_slots} at once; let a step have fewer cold tokens "
+                    "(--max-assisted-tokens-per-step), or give it more workers"
+                )
+
+    def _publish(self, tasks: _Tasks) -> dict[GroupKey, tuple[Invocation, ...]]:
+        """Each worker's jobs at once, and what the device knows of them."""
+        slices: dict[int, list[SliceJob]] = defaultdict(list)
+        predicted_us: dict[tuple[JobShape, int], int] = {}  # the layers of a pass are alike
+        for found in tasks.values():
+            for place, group in found:
+                shape, num_tokens = group.shape, place.end - place.start
+                duration_us = predicted_us.get((shape, num_tokens))
+                if duration_us is None:
+                    duration_us = max(1, round(self._predict_s(shape.region, num_tokens) * 1e6))
+                    predicted_us[shape, num_tokens] = duration_us
+                slices[place.worker].append(
+                    SliceJob(
+                        group.arena_offset, num_tokens, shape.in_features, shape.y_columns,
+                        duration_us,
+                    )
+                )  # fmt: skip
+        jobs = {
+            worker: iter(self._pool.submit(worker, wanted)) for worker, wanted in slices.items()
+        }
+        views = _PassViews(self._rings)
+        invocations = {}
+        for key, found in tasks.items():
+            made = []
+            for place, group in found:
+                job = next(jobs[place.worker])
+                made.append(
+                    Invocation(
+                        place.worker, job.sequence, place.start, place.end, group.shape, views,
+                        job.x_offset, job.y_offset, *self._words[place.worker],
+                    )
+                )  # fmt: skip
+            invocations[key] = tuple(made)
+        return invocations
+
+    def _drop_published(self) -> None:
+        """Let the workers go through the jobs of a pass that will not run.
+
+        It is the accelerator that says so: signals of earlier passes may not have been made yet,
+        and would take back what anybody else stores. Raises ``WaitTimeoutError`` if the workers do
+        not come to the end.
+        """
+        exchange = self._exchange
+        exchange.order(exchange.compute, exchange.transfer)
+        for worker, (ready, _) in enumerate(self._words):
             end = self._pool.end(worker)
             if end.num_outstanding:
-                store_release(end.ready_address, wrap(end.next_sequence - 1))
+                exchange.device.signal(exchange.transfer, ready, end.newest_sequence)
         self.settle({}, timeout_s=_DROP_TIMEOUT_S)
 
-    def _invoke_one(self, task: _Task, views: _Views) -> Invocation:
-        place, placed = task
-        region = placed.region
-        num_tokens = place.end - place.start
-        job = self._pool.submit(
-            place.worker,
-            SliceJob(
-                arena_offset=placed.arena_offset,
-                num_tokens=num_tokens,
-                in_columns=region.in_features,
-                out_columns=region.y_columns,
-                predicted_us=max(1, round(self._predict_s(region, num_tokens) * 1e6)),
-            ),
-        )
-        return self._invocation(job, place, placed, views)
-
-    def _invocation(
-        self, job: Job, place: _Place, placed: PlacedRegion, views: _Views
-    ) -> Invocation:
-        ready, done = self._words[place.worker]
-        return Invocation(
-            worker=place.worker,
-            sequence=job.sequence,
-            generation=job.generation,
-            start=place.start,
-            end=place.end,
-            x=self._rows((job.x_offset, job.num_tokens, placed.region.in_features), views),
-            y=self._rows((job.y_offset, job.num_tokens, placed.region.y_columns), views),
-            columns=placed.columns,
-            ready=ready,
-            done=done,
-        )
-
-    def _rows(self, where: tuple[int, int, int], views: _Views) -> torch.Tensor:
-        """Offset in the rings, rows, columns."""
-        found = views.get(where)
-        if found is None:
-            found = views[where] = self._rings.tensor(where[0], where[1:], torch.bfloat16)
-        return found
-
-    def _words_of(self, worker: int) -> tuple[Word, Word]:
+    def _words_of(self, control: HostMemory, worker: int) -> tuple[Word, Word]:
         end = self._pool.end(worker)
-        start = self._control.address
         return (
-            self._control.word(end.ready_address - start, f"ready of worker {worker}"),
-            self._control.word(end.done_address - start, f"done of worker {worker}"),
+            control.word(end.ready_address - control.address, f"ready of worker {worker}"),
+            control.word(end.done_address - control.address, f"done of worker {worker}"),
         )

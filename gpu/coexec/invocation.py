@@ -4,24 +4,71 @@ Plain data. The descriptor of the job has been published before; the device only
 waits and adds.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from ...shm.region import Region
 from ..device.base import Word
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class JobShape:
+    """What all jobs on regions that look alike have in common; compared by identity."""
+
+    region: Region
+    in_features: int
+    y_columns: int  # padded, of all targets together
+    # By target of the group: first column and width in y; width 0 = nothing is added.
+    columns: tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def job_shape(region: Region) -> JobShape:
+    """The shape of the region's jobs: one object for equal regions, as long as they are in use."""
+    columns, first = [], 0
+    for target in region.targets:
+        columns.append((first, target.padded_columns if target.rank else 0))
+        first += target.padded_columns
+    return JobShape(region, region.in_features, first, tuple(columns))
+
+
+class RingViews(Protocol):
+    """The rings as the device knows them."""
+
+    @property
+    def address(self) -> int:
+        """What offsets are added to, on the host."""
+        ...
+
+    def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
+        """A slot as contiguous bf16 rows."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
 class Invocation:
     """A slice of packed tokens of one input group, computed by one worker."""
 
     worker: int
     sequence: int  # of the job, in the worker's mailbox
-    generation: int  # of the worker that it was published for
     start: int  # first packed token
     end: int  # one past the last
-    x: torch.Tensor  # [end - start, in_features], in registered host memory
-    y: torch.Tensor  # [end - start, padded columns of all targets], in registered host memory
-    columns: tuple[tuple[int, int], ...]  # first column and width in y, one per target of the group
+    shape: JobShape
+    rings: RingViews
+    x_offset: int
+    y_offset: int
     ready: Word  # reaches ``sequence`` when x is there
     done: Word  # reaches it when y is
+
+    @property
+    def x(self) -> torch.Tensor:
+        """[end - start, in_features], in registered host memory."""
+        return self.rings.rows(self.x_offset, self.end - self.start, self.shape.in_features)
+
+    @property
+    def y(self) -> torch.Tensor:
+        """[end - start, padded columns of all targets], likewise."""
+        return self.rings.rows(self.y_offset, self.end - self.start, self.shape.y_columns)

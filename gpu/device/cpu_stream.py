@@ -58,11 +58,15 @@ class StreamThread:
     def enqueue(self, operation: Operation, *, always: bool = False) -> int:
         """Run ``operation`` after all earlier ones; at once if the caller is one of them.
 
-        After a failure only operations marked ``always`` are run. Returns how many have been
-        enqueued so far.
+        After a failure only operations marked ``always`` are run; an adopted stream has none,
+        because what its operations raise is raised here. Returns how many have been enqueued so
+        far.
         """
         if threading.get_ident() == self._ident:
             self.ready_s = None
+            if self.is_adopted:
+                operation()
+                return self.num_enqueued
             self._run(operation, always)
             return self.num_enqueued
         if self.is_adopted:

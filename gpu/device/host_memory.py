@@ -136,7 +136,8 @@ class TorchDevice(Device[torch.Tensor], Protocol):
         """Let the calling thread be ``stream``: what it computes from now on is in its order.
 
         On CUDA the stream becomes the thread's current one. On the CPU its operations take effect
-        at once, in this thread, which alone may enqueue them. Before the stream's first operation.
+        at once, in this thread, which alone may enqueue them, and what they raise is raised to it.
+        Before the stream's first operation.
         """
         ...
 

@@ -89,8 +89,11 @@ class AdapterLayout:
 
     def matrices_in(self, place: Place, part: torch.Tensor) -> tuple[TargetMatrices, ...]:
         """What a filled region holds (``part``: its bytes on the CPU), by its own header."""
-        region = read_header(part.numpy().data)
-        targets = self._groups[place.layer, place.input_group]
+        return self.matrices_of((place.layer, place.input_group), read_header(part.numpy().data))
+
+    def matrices_of(self, key: GroupKey, region: Region) -> tuple[TargetMatrices, ...]:
+        """What a region of an input group holds."""
+        targets = self._groups[key]
         return tuple(
             TargetMatrices(target, at.rank, at.scaling, at.a_offset, at.b_offset)
             for target, at in zip(targets, region.targets, strict=True)

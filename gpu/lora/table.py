@@ -6,12 +6,36 @@ budget. A row that a step in flight refers to must not be removed: that is the c
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 
 from ...runtime.errors import ResourceError
 from .base import PackedLora
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableEntries:
+    """The values of one row of a ``LoraTable``, of some targets: arrays of their number."""
+
+    target_indices: np.ndarray  # int64
+    a_pointers: np.ndarray  # int64
+    b_pointers: np.ndarray  # int64
+    ranks: np.ndarray  # int32
+    scalings: np.ndarray  # float32
+
+    @classmethod
+    def of(cls, targets: Mapping[int, PackedLora]) -> Self:
+        """Those of matrices by target index."""
+        matrices = targets.values()
+        return cls(
+            np.array(list(targets), np.int64),
+            np.array([packed.a.data_ptr() for packed in matrices], np.int64),
+            np.array([packed.b.data_ptr() for packed in matrices], np.int64),
+            np.array([packed.rank for packed in matrices], np.int32),
+            np.array([packed.scaling for packed in matrices], np.float32),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +45,19 @@ class DeviceAdapter:
     targets: Mapping[int, PackedLora]
     # Called when no kernel reads the matrices any more, if they are somebody else's memory.
     release: Callable[[], None] | None = None
+    # What the table is told of the targets, where that is known without viewing the matrices.
+    known_entries: TableEntries | None = None
+
+    @property
+    def entries(self) -> TableEntries:
+        """What the table is told of the targets."""
+        return self.known_entries or TableEntries.of(self.targets)
 
     @property
     def max_rank(self) -> int:
         """Highest rank over the targets; 0 if there are none."""
+        if self.known_entries is not None:
+            return int(self.known_entries.ranks.max(initial=0))
         return max((packed.rank for packed in self.targets.values()), default=0)
 
 
@@ -73,11 +106,11 @@ class LoraTable:
             )
         row = self._free_rows.pop()
         self._adapters[row] = adapter
-        for target_index, packed in adapter.targets.items():
-            self.host_a_pointers[row, target_index] = packed.a.data_ptr()
-            self.host_b_pointers[row, target_index] = packed.b.data_ptr()
-            self.host_ranks[row, target_index] = packed.rank
-            self.host_scalings[row, target_index] = packed.scaling
+        entries = adapter.entries
+        self.host_a_pointers[row, entries.target_indices] = entries.a_pointers
+        self.host_b_pointers[row, entries.target_indices] = entries.b_pointers
+        self.host_ranks[row, entries.target_indices] = entries.ranks
+        self.host_scalings[row, entries.target_indices] = entries.scalings
         self._upload(row)
         return row
 

@@ -12,16 +12,11 @@ from ...cpu_workers.deltas.base import ITEM_BYTES
 from ...cpu_workers.deltas.table import DeltaTable
 from ...cpu_workers.kernels.regions import Matrices, TargetShape, plan_packed, write_region
 from ...cpu_workers.pool import PoolConfig, WorkerPool
-from ...gpu.coexec.adders import AddByCopy, add_from_host
-from ...gpu.coexec.cold_deltas import (
-    AddDeltas,
-    ColdDeltas,
-    ColdPlan,
-    Exchange,
-    GroupKey,
-    NoObserver,
-)
-from ...gpu.coexec.gateway import AssistedRow, PlacedRegion, WorkerGateway
+from ...gpu.coexec.cold_deltas import ColdDeltas, ColdPlan, NoObserver
+from ...gpu.coexec.gateway import AssistedRow, PlacedGroup, WorkerGateway
+from ...gpu.coexec.handover import Exchange
+from ...gpu.coexec.invocation import job_shape
+from ...gpu.coexec.select import make_handover
 from ...gpu.device.host_memory import HostMemory, TorchDevice
 from ...shm.region import Region
 from ...shm.segment import Segment
@@ -70,7 +65,7 @@ class _ArenaAdapter:
     def __init__(self, groups: ModelGroups) -> None:
         rng = np.random.default_rng(0)
         self.regions: tuple[Region, ...] = tuple(_plan(shape) for shape in groups.shapes)
-        self._places: dict[GroupKey, PlacedRegion] = {}
+        self.groups: list[PlacedGroup] = []
         num_bytes = sum(self.regions[group].num_bytes for _, group in groups.keys)
         self.segment = Segment.create(num_bytes, kind="adapters")
         offset = 0
@@ -81,12 +76,8 @@ class _ArenaAdapter:
                 for n in shape.columns
             ]
             write_region(region, matrices, self.segment.buffer[offset:])
-            self._places[key] = PlacedRegion(offset, region)
+            self.groups.append(PlacedGroup(key, offset, job_shape(region)))
             offset += region.num_bytes
-
-    def region(self, key: GroupKey) -> PlacedRegion | None:
-        """See ``ColdAdapter``."""
-        return self._places.get(key)
 
 
 def _plan(shape: GroupShape) -> Region:
@@ -109,6 +100,7 @@ class InvocationBench:
         self._device = device
         self._exchange = exchange
         self._num_layers = groups.num_layers
+        self._keys = frozenset(groups.keys)
         self._num_workers = len(options.cpus)
         # One slice for each worker and input group, whatever the number of tokens.
         slice_tokens = -(-max_tokens // (self._num_workers * _BLOCK_TOKENS)) * _BLOCK_TOKENS
@@ -117,7 +109,9 @@ class InvocationBench:
             undo.enter_context(self._adapter.segment)
             regions = self._adapter.regions
             columns = max(region.y_columns for region in regions)
-            self._add = self._adder(slice_tokens, columns)
+            self._handover = make_handover(
+                exchange, passes.where, max_slice_tokens=slice_tokens, max_columns=columns
+            )
             self._pool = undo.enter_context(
                 WorkerPool(
                     PoolConfig(
@@ -137,9 +131,8 @@ class InvocationBench:
             rings = self._register(self._pool.rings.segment, "rings", undo)
             control = self._register(self._pool.control.segment, "control words", undo)
             self._gateway = WorkerGateway(
-                self._pool, rings, control, _unhurried,
-                num_input_groups=len(groups.shapes), tokens_per_worker=slice_tokens,
-            )  # fmt: skip
+                self._pool, rings, control, exchange, _unhurried, tokens_per_worker=slice_tokens
+            )
             self._pool.wait_ready(_READY_TIMEOUT_S)
             self._undo = undo.pop_all()
 
@@ -177,7 +170,7 @@ class InvocationBench:
         slice_tokens = -(-num_tokens // self._num_workers)
         costs = []
         for span in self._run(num_tokens):
-            if self._adapter.region((span.layer, span.group)) is None:
+            if (span.layer, span.group) not in self._keys:
                 continue
             rank_sum = self._adapter.regions[span.group].rank_sum
             delta_s = deltas[span.group].at(rank_sum, slice_tokens)
@@ -191,7 +184,7 @@ class InvocationBench:
         row = AssistedRow(0, num_tokens, self._num_layers, self._adapter)
         invocations = self._gateway.invoke([row])
         plan = ColdPlan(invocations, (None,) * self._num_layers, ((),) * self._num_layers)
-        deltas = ColdDeltas(self._exchange, self._passes.backend, self._add, plan, NoObserver())
+        deltas = ColdDeltas(self._handover, self._passes.backend, plan, NoObserver())
         timer = GroupTimer(self._passes.stopwatch, deltas)
         try:
             self._passes.forward(rows, lambda _: timer)
@@ -202,10 +195,6 @@ class InvocationBench:
         if self._gateway.settle(invocations, timeout_s=_TIMEOUT_S):
             raise ProfileError(f"a CPU worker failed: {self._pool.trouble or 'it says nothing'}")
         return timer.spans()
-
-    def _adder(self, slice_tokens: int, columns: int) -> AddDeltas:
-        where = self._passes.where
-        return AddByCopy(slice_tokens, columns, where) if where.type == "cuda" else add_from_host
 
     def _register(self, segment: Segment, name: str, undo: contextlib.ExitStack) -> HostMemory:
         name = f"{name} of the profile"

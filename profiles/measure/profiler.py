@@ -11,7 +11,7 @@ import torch
 
 from ...cpu_workers.errors import WorkerPoolError
 from ...gpu.assemble import LoadedModel, make_runner
-from ...gpu.coexec.cold_deltas import Exchange
+from ...gpu.coexec.handover import Exchange
 from ...gpu.device.host_memory import TorchDevice
 from ...shm.errors import ShmError
 from ..busy import CpuUse

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ...gpu.assemble import LoadedModel
     from ...gpu.coexec.assistant import Assistant
     from ...gpu.coexec.gateway import PredictDelta, WorkerGateway
+    from ...gpu.coexec.handover import Exchange
     from ...gpu.host_adapters import GroupLayers, HostAdapters
 
 _LOG = logging.getLogger(__name__)
@@ -76,29 +77,30 @@ def start_coexecution(
 
     Called by the thread that will run the steps: it becomes the device's compute stream.
     """
-    from ...gpu.coexec.adders import AddByCopy, add_from_host
     from ...gpu.coexec.assistant import Assistant
-    from ...gpu.coexec.cold_deltas import Exchange
+    from ...gpu.coexec.handover import Exchange
+    from ...gpu.coexec.select import make_handover
 
     device = loaded.device
     is_cuda = loaded.model.device.type == "cuda"
     compute = device.stream("compute", is_urgent=True)
     transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute
     device.adopt(compute)
-    host.read_by(compute)
+    if is_cuda:  # on the CPU the kernels have read what they read when a step is over
+        host.read_by(compute)
+    exchange = Exchange(device, compute, transfer)
     with contextlib.ExitStack() as undo:
-        workers = _start_workers(config, loaded, host, placement, profile, on_progress)
+        workers = _start_workers(config, loaded, host, exchange, placement, profile, on_progress)
         if workers is not None:
             undo.callback(workers.close)
-        add = (
-            AddByCopy(_slice_tokens(profile.model), _widths(loaded)[1], loaded.model.device)
-            if is_cuda
-            else add_from_host
-        )
         assistant = Assistant(
-            Exchange(device, compute, transfer),
+            make_handover(
+                exchange,
+                loaded.model.device,
+                max_slice_tokens=_slice_tokens(profile.model),
+                max_columns=_widths(loaded)[1],
+            ),
             loaded.lora_backend,
-            add,
             None if workers is None else workers.gateway,
             profile.model.num_layers,
         )
@@ -140,8 +142,8 @@ class _Workers:
 
 
 def _start_workers(
-    config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", placement: Placement,
-    profile: Profile, on_progress: Callable[[str], None],
+    config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", exchange: "Exchange",
+    placement: Placement, profile: Profile, on_progress: Callable[[str], None],
 ) -> _Workers | None:  # fmt: skip
     """Start the pool and register its memory; None where there are to be no workers."""
     import torch
@@ -169,8 +171,7 @@ def _start_workers(
         except WorkerPoolError as error:
             _LOG.warning("going on without them for now: %s", error)
         gateway = WorkerGateway(
-            pool, rings, control, _predictor(pool),
-            num_input_groups=len(profile.model.groups),
+            pool, rings, control, exchange, _predictor(pool),
             tokens_per_worker=profile.model.tokens_per_worker,
         )  # fmt: skip
         return _Workers(pool, gateway, undo.pop_all().close)

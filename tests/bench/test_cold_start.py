@@ -136,7 +136,7 @@ class _Pool:
 
 def _invocation(sequence: int) -> Invocation:
     unused = cast(Any, None)
-    return Invocation(0, sequence, 1, 0, 8, unused, unused, ((0, 8),), unused, unused)
+    return Invocation(0, sequence, 0, 8, unused, unused, 0, 0, unused, unused)
 
 
 def test_a_wait_counts_from_when_the_workers_could_have_been_done(

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +198,7 @@ def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
         assert not driver.pool.is_available
         with pytest.raises(WorkerUnavailableError, match="worker 0 is dead"):
             driver.publish(0, 0)
-        late = replace(job, sequence=end.next_sequence)  # of an engine that looked too early
+        late = job._replace(sequence=end.next_sequence)  # of an engine that looked too early
         end.publish(late)
         assert driver.finish(0, 0, late) is FAILED
         assert not driver.pool.is_available

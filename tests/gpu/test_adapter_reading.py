@@ -73,7 +73,8 @@ def reading(files: Path, tmp_path: Path) -> Iterator[Reading]:
 
 
 def parts_of(host: HostAdapter) -> list[bytes]:
-    return [part.numpy().tobytes() for part in host.parts]
+    numbers = range(len(host.places))
+    return [host.bytes_of(number, number + 1).numpy().tobytes() for number in numbers]
 
 
 def test_the_first_layer_can_be_used_before_the_second_is_read(reading: Reading) -> None:

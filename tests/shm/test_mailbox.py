@@ -71,7 +71,7 @@ def test_a_full_mailbox_says_so_and_loses_nothing(ends: Ends) -> None:
         assert not end.can_publish(_NUM_SLOTS - number + 1)
         jobs.append(_job(end))
         end.publish(jobs[-1])
-    with pytest.raises(MailboxFullError, match=f"all {_NUM_SLOTS} slots of worker 0"):
+    with pytest.raises(MailboxFullError, match=f"{_NUM_SLOTS} of {_NUM_SLOTS} slots of worker 0"):
         end.publish(_job(end))
     for job in jobs:
         assert ends.take() == job
@@ -80,6 +80,27 @@ def test_a_full_mailbox_says_so_and_loses_nothing(ends: Ends) -> None:
     assert end.take_result().sequence == jobs[0].sequence
     assert end.can_publish()
     end.publish(_job(end))
+
+
+def test_jobs_are_published_and_taken_all_at_once(ends: Ends) -> None:
+    """In their order, across the wrap of numbers and slots; all of them or none."""
+    end = ends.producer
+    for num_jobs in (3, _NUM_SLOTS, 1):
+        first = _job(end)
+        jobs = [first._replace(sequence=wrap(first.sequence + n)) for n in range(num_jobs)]
+        end.publish_all(jobs)
+        assert end.newest_sequence == jobs[-1].sequence
+        more = [_job(end)] * (_NUM_SLOTS - num_jobs + 1)
+        with pytest.raises(MailboxFullError):
+            end.publish_all(more)
+        assert end.num_outstanding == num_jobs
+        for number, job in enumerate(jobs):
+            with pytest.raises(ShmError, match="is not done"):
+                end.take_failed()
+            assert ends.take() == job
+            ends.worker.finish(job, JobStatus.FAILED if number == 1 else JobStatus.DONE)
+        assert end.take_failed() == tuple(job.sequence for job in jobs[1:2])
+        assert end.num_outstanding == 0 and end.take_failed() == ()
 
 
 def test_results_are_taken_once_and_only_when_they_are_there(ends: Ends) -> None:

@@ -307,7 +307,7 @@ class ColdEngine:
         self.executor.submit = note
 
     def _gate_loads(self) -> None:
-        device: Any = self.assistant._exchange.device
+        device: Any = self.assistant._handover.exchange.device
         link = device.link
         begin = link.begin
 

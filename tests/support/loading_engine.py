@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from corun.gpu.adapter_fetcher import Arrival
-from corun.gpu.coexec.adders import add_from_host
 from corun.gpu.coexec.assistant import Assistant
-from corun.gpu.coexec.cold_deltas import Exchange
+from corun.gpu.coexec.handover import Exchange
+from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink, Transfer
 from corun.gpu.executor import AdapterFetch, DeviceExecutor
@@ -197,7 +197,7 @@ class LoadingEngine:
         self.host.read_by(compute)
         exchange = Exchange(self.device, compute, compute)
         num_layers = 1 + max(target.layer for target in _target_map().targets)
-        assistant = Assistant(exchange, self.backend, add_from_host, None, num_layers)
+        assistant = Assistant(HostHandover(exchange), self.backend, None, num_layers)
         runner = _Runner(self)
         self.executor = DeviceExecutor(
             runner, _Sampler(), self.table,  # type: ignore[arg-type]

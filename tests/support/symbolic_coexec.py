@@ -1,6 +1,6 @@
 """Cold starts on the symbolic device: loads, passes and workers, by the code that serves.
 
-Real are ``Copied``, ``AdapterCopier``, ``Assistant``, ``ColdDeltas``, the adders and
+Real are ``Copied``, ``AdapterCopier``, ``Assistant``, ``ColdDeltas``, ``StreamHandover`` and
 ``WorkerGateway``. The model is launches that say what they touch; the arena's references and the
 device's memory are leases, handed on as soon as they may be.
 """
@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from corun.gpu.adapter_arrival import Copied
 from corun.gpu.adapter_copier import AdapterCopier, Lane
-from corun.gpu.coexec.adders import AddByCopy, add_from_host
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
-from corun.gpu.coexec.cold_deltas import ColdDeltas, Exchange, GroupKey
+from corun.gpu.coexec.cold_deltas import ColdDeltas, GroupKey
 from corun.gpu.coexec.gateway import WorkerGateway
+from corun.gpu.coexec.handover import AddByCopy, Exchange, StreamHandover
+from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.symbolic import Recording, SymbolicDevice
 from corun.gpu.device.symbolic_program import Buffer
-from corun.gpu.lora.adapter_layout import TargetMatrices
+from corun.gpu.lora.adapter_layout import GroupPlan, TargetMatrices
 from corun.gpu.lora.base import PackedLora
 from corun.gpu.lora.matrix_layout import PACKED, ROWS
 from corun.gpu.step import LoraBatch
 from corun.runtime.adapters.target_map import Target
 from corun.shm.arena_entry import Region as Place
-from corun.shm.region import TargetSize, plan_region, write_header
+from corun.shm.region import Region, TargetSize, plan_region
 from support.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch, one
 from support.symbolic_workers import SymbolicPool
 
@@ -65,13 +66,12 @@ class _HostAdapter:
         self.error = None
         self.read_s = None if num_whole is None else 0.0
         self.read(len(keys) if num_whole is None else num_whole)
-        header = bytearray(region.num_bytes)
-        write_header(region, memoryview(header))
-        self.parts: Sequence[SymbolicTensor] = ()
-        parts = [SymbolicTensor([buffer], region.num_bytes) for buffer in self.regions]
-        for part in parts:
-            part.header = torch.frombuffer(header, dtype=torch.uint8).numpy()
-        self.parts = tuple(parts)
+        self.plans = [GroupPlan(key, region, (None,)) for key in keys]
+        self._is_released = False
+
+    def bytes_of(self, first: int, end: int) -> SymbolicTensor:
+        assert not self._is_released
+        return SymbolicTensor(self.regions[first:end], self.plans[0].region.num_bytes)
 
     @property
     def is_read(self) -> bool:
@@ -89,8 +89,8 @@ class _HostAdapter:
         return True
 
     def release(self) -> None:
-        if self.parts:
-            self.parts = ()
+        if not self._is_released:
+            self._is_released = True
             for buffer in self.regions:
                 self._device.give_back(buffer)
 
@@ -101,8 +101,7 @@ class _Layout:
     matrices = PACKED
     dtype = torch.bfloat16
 
-    def matrices_in(self, place: Place, part: object) -> tuple[TargetMatrices, ...]:
-        key = (place.layer, place.input_group)
+    def matrices_of(self, key: GroupKey, region: Region) -> tuple[TargetMatrices, ...]:
         target = Target(10 * key[0] + key[1], "", *key, _WIDTH, _WIDTH, "")
         return (TargetMatrices(target, _RANK, 1.0, 0, 0),)
 
@@ -180,17 +179,18 @@ class ColdEngine:
         self.copier = _Copier(device, shape)
         self.copier.read_by(self.compute)
         self.pool = SymbolicPool(symbolic, shape.num_workers, shape.num_slots, shape.dies_in)
-        gateway = WorkerGateway(
-            as_torch(self.pool), as_torch(self.pool), as_torch(self.pool), lambda *_: 0.0,
-            num_input_groups=shape.num_groups, tokens_per_worker=BLOCK,
-        )  # fmt: skip
-        add = add_from_host
-        if shape.copies_y:
-            add = as_torch(AddByCopy(1, 1, torch.device("cpu")))
-            as_torch(add)._flat = one("landed")
         exchange = Exchange(as_torch(device), self.compute, transfer)
+        gateway = WorkerGateway(
+            as_torch(self.pool), as_torch(self.pool), as_torch(self.pool), exchange,
+            lambda *_: 0.0, tokens_per_worker=BLOCK,
+        )  # fmt: skip
+        handover = StreamHandover(exchange, add_in_place)
+        if shape.copies_y:
+            add = AddByCopy(1, 1, torch.device("cpu"))
+            as_torch(add)._flat = one("landed")
+            handover = StreamHandover(exchange, add)
         backend = as_torch(_Backend(self))
-        self.assistant = Assistant(exchange, backend, add, gateway, shape.num_layers)
+        self.assistant = Assistant(handover, backend, gateway, shape.num_layers)
         self.memory: dict[int, SymbolicTensor] = {}  # by table row
         self.key: GroupKey = (0, 0)
 
@@ -198,7 +198,8 @@ class ColdEngine:
         """Refer to an adapter in the arena, or one of which only so many regions are there yet."""
         host = _HostAdapter(self.device.symbolic, name, self.shape, num_whole)
         self.pool.regions = dict(enumerate(host.regions))
-        return Copied(as_torch(host), self.copier, self.shape.group_of_layer)
+        placement = self.copier.place(host.plans, self.shape.group_of_layer)
+        return Copied(as_torch(host), self.copier, placement)
 
     def start(self, copied: Copied, *, is_gradual: bool = False, row: int = 0) -> None:
         """As the loader, and what the executor enters into its table."""
@@ -257,6 +258,11 @@ class ColdEngine:
 
     def _launch(self, reads: list[SymbolicTensor], writes: list[SymbolicTensor]) -> None:
         self.device.launch(self.compute, _nothing, reads=reads, writes=writes)
+
+
+def add_in_place(exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
+    """As on a device that reads the rings itself."""
+    exchange.device.launch(exchange.compute, _nothing, reads=(invocation.y,), writes=ys)
 
 
 def _nothing() -> None:

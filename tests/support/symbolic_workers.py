@@ -1,6 +1,6 @@
 """CPU workers as processes of a symbolic program, behind what ``WorkerGateway`` asks of a pool."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +9,7 @@ from corun.gpu.device.base import Word
 from corun.gpu.device.symbolic import SymbolicDevice
 from corun.gpu.device.symbolic_program import Buffer
 from corun.gpu.device.symbolic_tape import Process
-from corun.shm.job import Job, JobStatus, Result
+from corun.shm.job import Job
 from corun.shm.words import wrap
 from support.symbolic_tensors import SymbolicTensor
 
@@ -39,8 +39,8 @@ class SymbolicWorker:
         return self.num_published - self.num_taken
 
     @property
-    def oldest_sequence(self) -> int:
-        return wrap(_FIRST_SEQUENCE + self.num_taken)
+    def newest_sequence(self) -> int:
+        return wrap(_FIRST_SEQUENCE + self.num_published - 1)
 
     def can_publish(self, num_jobs: int) -> bool:
         return True
@@ -61,10 +61,10 @@ class SymbolicWorker:
         worker.signal(self.done, sequence)
         return number
 
-    def take_result(self) -> Result:
-        number, self.num_taken = self.num_taken, self.num_taken + 1
-        status = JobStatus.FAILED if number in self.failed else JobStatus.DONE
-        return Result(wrap(_FIRST_SEQUENCE + number), 1, status, 0)
+    def take_failed(self) -> tuple[int, ...]:
+        numbers = range(self.num_taken, self.num_published)
+        self.num_taken = self.num_published
+        return tuple(wrap(_FIRST_SEQUENCE + number) for number in numbers if number in self.failed)
 
 
 class SymbolicPool:
@@ -92,7 +92,10 @@ class SymbolicPool:
     def end(self, worker: int) -> SymbolicWorker:
         return self.workers[worker]
 
-    def submit(self, worker: int, task: SliceJob) -> Job:
+    def submit(self, worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
+        return [self._submit_one(worker, task) for task in tasks]
+
+    def _submit_one(self, worker: int, task: SliceJob) -> Job:
         box = self.workers[worker]
         dies = worker == 0 and box.num_published in self._dies_in
         is_alive = worker != 0 or not self._is_dead

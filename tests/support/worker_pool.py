@@ -74,16 +74,15 @@ class Driver:
     def publish(self, worker: int, index: int, predicted_us: int = 100) -> Job:
         """Submit all tokens of a place to a worker; its x is not there yet."""
         place = self.places[index]
-        return self.pool.submit(
-            worker,
-            SliceJob(
-                arena_offset=self.offsets[index],
-                num_tokens=place.case.num_tokens,
-                in_columns=place.case.in_features,
-                out_columns=place.region.y_columns,
-                predicted_us=predicted_us,
-            ),
+        task = SliceJob(
+            arena_offset=self.offsets[index],
+            num_tokens=place.case.num_tokens,
+            in_columns=place.case.in_features,
+            out_columns=place.region.y_columns,
+            predicted_us=predicted_us,
         )
+        (job,) = self.pool.submit(worker, [task])
+        return job
 
     def send_x(self, worker: int, index: int, job: Job) -> None:
         """What the accelerator does: copy x, then signal."""

@@ -169,8 +169,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 def _enqueue_without_record(self: Any, group: Any) -> None:
-    for index in group.parts:
-        self._copier.copy(self._lane, self._spans[index], self._host.parts[index])
+    self._copy_regions(group)
     group.has_arrived = True
     group.is_enqueued = True
 

@@ -1,25 +1,30 @@
-"""Deltas of cold rows: against the plain product, with threads in the place of workers."""
+"""Deltas of cold rows on the CPU: against the plain product, with threads for workers."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from corun.gpu.coexec.adders import add_from_host
-from corun.gpu.coexec.cold_deltas import Arrival, ColdDeltas, ColdPlan, Exchange, NoObserver
-from corun.gpu.coexec.invocation import Invocation
+from corun.gpu.coexec.cold_deltas import Arrival, ColdDeltas, ColdPlan, NoObserver
+from corun.gpu.coexec.handover import Exchange
+from corun.gpu.coexec.host_handover import HostHandover
+from corun.gpu.coexec.invocation import Invocation, job_shape
 from corun.gpu.device.base import Word
 from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.device.cpu_kernels import add_rows
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.shm.atomics import spin_until, store_release
+from corun.shm.region import TargetSize, plan_region
 from support.lora import make_batch
 
 WIDTH, OUT, RANK, TOKENS = 32, (48, 16), 4, 12
 NUM_LAYERS = 3
 DEADLINE_NS = 20_000_000_000
+SHAPE = job_shape(plan_region(WIDTH, 2, [TargetSize(RANK, width, 1.0, 64, 64) for width in OUT]))
 
 
 class ThreadWorker:
@@ -27,11 +32,13 @@ class ThreadWorker:
 
     def __init__(self) -> None:
         self.words = np.zeros(32, np.int32)  # ready and done, a cache line apart
-        self.x = torch.zeros(TOKENS, WIDTH)
-        self.y = torch.zeros(TOKENS, sum(OUT))
-        self.matrix = torch.randn(WIDTH, sum(OUT))
+        self.x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+        self.y = torch.zeros(TOKENS, sum(OUT), dtype=torch.bfloat16)
+        self.matrix = torch.randn(WIDTH, sum(OUT), dtype=torch.bfloat16)
+        self.address = 0  # of the rings: offsets are addresses here
         self.order: list[int] = []
         self.jobs: list[tuple[int, int]] = []  # sequence, tokens
+        self.takes_s = 0.0
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     @property
@@ -45,6 +52,7 @@ class ThreadWorker:
     def run(self) -> None:
         for sequence, num_tokens in self.jobs:
             assert spin_until(self.ready.host_address, sequence, DEADLINE_NS)
+            time.sleep(self.takes_s)
             self.y[:num_tokens] = self.x[:num_tokens] @ self.matrix
             self.order.append(sequence)
             store_release(self.done.host_address, sequence)
@@ -52,10 +60,12 @@ class ThreadWorker:
     def invocation(self, sequence: int, start: int, end: int) -> Invocation:
         self.jobs.append((sequence, end - start))
         return Invocation(
-            worker=0, sequence=sequence, generation=1, start=start, end=end,
-            x=self.x[: end - start], y=self.y[: end - start],
-            columns=((0, OUT[0]), (OUT[0], OUT[1])), ready=self.ready, done=self.done,
+            0, sequence, start, end, SHAPE, self, self.x.data_ptr(), self.y.data_ptr(),
+            self.ready, self.done,
         )  # fmt: skip
+
+    def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
+        raise AssertionError("addresses are enough")
 
 
 @dataclass
@@ -75,7 +85,7 @@ def bench() -> Iterator[Bench]:
     device = CpuDevice()
     compute = device.stream("compute")
     table = LoraTable(2, 2, "cpu")
-    backend = TorchLora(table, dtype=torch.float32)
+    backend = TorchLora(table, dtype=torch.bfloat16)
     torch.manual_seed(0)
     targets = {
         index: backend.pack(torch.randn(RANK, WIDTH), torch.randn(width, RANK), 0.5)
@@ -86,15 +96,19 @@ def bench() -> Iterator[Bench]:
     device.close(timeout_s=1.0)
 
 
+def zeros(num_tokens: int) -> list[torch.Tensor]:
+    return [torch.zeros(num_tokens, width, dtype=torch.bfloat16) for width in OUT]
+
+
 def run_pass(bench: Bench, plan: ColdPlan, x: torch.Tensor) -> list[list[torch.Tensor]]:
     """All layers, base products of zero; on the compute stream, as an executor would."""
-    deltas = ColdDeltas(bench.exchange, bench.backend, add_from_host, plan, NoObserver())
+    deltas = ColdDeltas(HostHandover(bench.exchange), bench.backend, plan, NoObserver())
     results: list[list[torch.Tensor]] = []
 
     def compute() -> None:
         for layer in range(NUM_LAYERS):
             deltas.begin((layer, 0), x)
-            ys = [torch.zeros(len(x), width) for width in OUT]
+            ys = zeros(len(x))
             deltas.add((layer, 0), x, ys, [0, 1])
             results.append(ys)
 
@@ -105,14 +119,14 @@ def run_pass(bench: Bench, plan: ColdPlan, x: torch.Tensor) -> list[list[torch.T
 
 
 def expected_device(bench: Bench, x: torch.Tensor, start: int, end: int) -> list[torch.Tensor]:
-    ys = [torch.zeros(len(x), width) for width in OUT]
+    ys = zeros(len(x))
     batch = make_batch([(start, end, 0)], bench.table, [bench.row])
     bench.backend.add_deltas(x, ys, [0, 1], batch)
     return ys
 
 
 def test_workers_below_the_split_and_the_device_from_it_on(bench: Bench) -> None:
-    x = torch.randn(TOKENS, WIDTH)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
     start, end, split = 3, 9, 2
     worker = bench.worker
     invocations = {
@@ -134,8 +148,17 @@ def test_workers_below_the_split_and_the_device_from_it_on(bench: Bench) -> None
     assert worker.order == [1, 2]
 
 
+def test_a_wait_for_longer_than_one_stays_awake(bench: Bench) -> None:
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    bench.worker.takes_s = 0.03
+    plan = ColdPlan({(1, 0): (bench.worker.invocation(1, 0, TOKENS),)}, (None,) * 3, ((),) * 3)
+    results = run_pass(bench, plan, x)
+    torch.testing.assert_close(torch.cat(results[1], dim=1), x @ bench.worker.matrix)
+    assert not torch.cat(results[0] + results[2], dim=1).any()
+
+
 def test_slices_of_one_request_meet_again(bench: Bench) -> None:
-    x = torch.randn(TOKENS, WIDTH)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
     left, right = bench.worker, ThreadWorker()
     right.matrix = left.matrix
     invocations = {
@@ -149,3 +172,16 @@ def test_slices_of_one_request_meet_again(bench: Bench) -> None:
     right.thread.start()
     for ys in run_pass(bench, plan, x):
         torch.testing.assert_close(torch.cat(ys, dim=1), x @ left.matrix)
+
+
+def test_sums_are_rounded_as_torch_rounds_them() -> None:
+    """Of any two bfloat16, in rows of any width and stride, and no others are touched."""
+    bits = np.random.default_rng(0).integers(0, 2**16, (2, 64, 1003), dtype=np.uint16)
+    sums, terms = (torch.from_numpy(half).view(torch.bfloat16) for half in bits)
+    expected = sums.clone()
+    expected[3:60, 5:990] += terms[3:60, 5:990]
+    stride, first = sums.stride(0) * 2, (3 * sums.stride(0) + 5) * 2
+    add_rows(sums.data_ptr() + first, stride, terms.data_ptr() + first, stride, 57, 985)
+    numbers = ~expected.isnan()
+    assert torch.equal(sums.isnan(), ~numbers)
+    assert torch.equal(sums[numbers].view(torch.int16), expected[numbers].view(torch.int16))

@@ -7,9 +7,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from corun.cpu_workers.pool import SliceJob
 from corun.gpu.coexec.assistant import AssistedPass
-from corun.gpu.coexec.cold_deltas import ColdDeltas, Exchange, GroupKey
+from corun.gpu.coexec.cold_deltas import ColdDeltas, GroupKey
 from corun.gpu.coexec.gateway import WorkerGateway
+from corun.gpu.coexec.handover import Exchange, StreamHandover
+from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import DeviceError, Stream
 from corun.gpu.device.symbolic_explore import explore
 from corun.gpu.device.symbolic_findings import (
@@ -17,10 +20,12 @@ from corun.gpu.device.symbolic_findings import (
     Overlap,
     OverwriteBeforeRead,
     ReadBeforeWrite,
+    TwoWriters,
     UseAfterHandOn,
 )
 from corun.gpu.device.symbolic_run import Chooser, run
-from corun.shm.errors import RingFullError
+from corun.shm.errors import RingFullError, WorkerUnavailableError
+from corun.shm.job import Job
 from hypothesis import given, settings
 from support.symbolic_coexec import ColdEngine, Shape, recording
 from support.symbolic_programs import choosers
@@ -126,6 +131,34 @@ def test_a_worker_that_dies_voids_the_pass_and_holds_nothing(
     explore(recording(shape, failing_worker)).check()
 
 
+def broken_off_publishing(engine: ColdEngine) -> None:
+    """A worker has died in a pass, whose signals the accelerator still has to make when the next
+    one is published and comes to nothing: nobody waits for what those signals would take back.
+    """
+    copied = engine.fetch("a")
+    engine.start(copied)
+    assert not engine.run(2, copied, samples=False)
+    submit = engine.pool.submit
+
+    def broken(worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
+        submit(worker, tasks)
+        raise WorkerUnavailableError("it went just now")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.pool, "submit", broken)
+        with pytest.raises(WorkerUnavailableError):
+            engine.begin(2, copied)
+    assert engine.run(2, copied)
+    engine.finish(copied)
+    engine.evict()
+
+
+@pytest.mark.parametrize("streams", ["apart", "one", "adopted"])
+def test_publishing_that_is_broken_off_lets_workers_go(streams: str) -> None:
+    shape = replace(SMALL, streams=streams, dies_in=(0,), group_of_layer=(0, 0))
+    explore(recording(shape, broken_off_publishing)).check()
+
+
 def failing_pass(layer: int, before: str) -> Callable[[ColdEngine], None]:
     """The model raises while workers wait for x; then another pass, with the same slots."""
 
@@ -195,32 +228,38 @@ def _order_by_released_event(self: Exchange, first: Stream, then: Stream) -> Non
     self.device.wait_event(then, event)
 
 
-def _signal_before_copy(self: ColdDeltas, group: Any, x: Any) -> None:
-    exchange = self._exchange
-    for invocation in self._plan.invocations.get(group, ()):
-        exchange.order(exchange.compute, exchange.transfer)
-        exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
-        exchange.device.copy(exchange.transfer, invocation.x, x)
+def _signal_before_copy(self: StreamHandover, invocation: Invocation, x: Any) -> None:
+    exchange = self.exchange
+    exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
+    exchange.device.copy(exchange.transfer, invocation.x, x)
 
 
-def _add_before_wait(self: ColdDeltas, key: GroupKey, ys: Sequence[Any]) -> None:
-    exchange = self._exchange
-    for invocation in self._plan.invocations.get(key, ()):
-        self._add_deltas(exchange, invocation, ys)
-        exchange.device.wait(exchange.transfer, invocation.done, invocation.sequence)
-        exchange.order(exchange.transfer, exchange.compute)
+def _add_before_wait(
+    self: ColdDeltas, key: GroupKey, invocations: Sequence[Invocation], ys: Sequence[Any]
+) -> None:
+    for invocation in invocations:
+        self._handover.add(invocation, ys)
+        self._handover.wait(invocation)
+        self._handover.end()
 
 
 def _release_out_of_order(self: ColdDeltas) -> None:
     exchange = self._exchange
     for invocations in self._plan.invocations.values():
         for invocation in invocations:
-            if id(invocation) not in self._signalled:
+            if id(invocation) not in self._sent:
                 exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
 
 
 def _nothing(*_: object, **__: object) -> None:
     pass
+
+
+def _drop_by_own_stores(self: Any) -> None:
+    for worker in self._pool.workers:
+        if worker.num_outstanding:
+            self._pool.device.host.signal(worker.ready, worker.newest_sequence)
+    self.settle({}, timeout_s=1.0)
 
 
 _Mistake = tuple[type, str, object, Shape, Callable[[ColdEngine], None], set[type[Finding]]]
@@ -235,7 +274,7 @@ MISTAKES: dict[str, _Mistake] = {
         {ReadBeforeWrite, Overlap},
     ),
     "the worker is told before x is there": (
-        ColdDeltas, "begin", _signal_before_copy, SMALL, assisted_prefill(1),
+        StreamHandover, "send", _signal_before_copy, SMALL, assisted_prefill(1),
         {OverwriteBeforeRead, Overlap},
     ),
     "y is added before the wait": (
@@ -253,6 +292,11 @@ MISTAKES: dict[str, _Mistake] = {
     "workers go on while an earlier y is read": (
         ColdDeltas, "release_workers", _release_out_of_order, THREE_LAYERS,
         failing_pass(1, "begin"), {OverwriteBeforeRead, Overlap},
+    ),
+    "somebody else stores what the accelerator signals": (
+        WorkerGateway, "_drop_published", _drop_by_own_stores,
+        replace(SMALL, dies_in=(0,), group_of_layer=(0, 0)), broken_off_publishing,
+        {TwoWriters},
     ),
 }  # fmt: skip
 

@@ -5,16 +5,19 @@ No pass takes a result, an x or a y of another one for its own.
 
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from corun.gpu.coexec.adders import add_from_host
+from corun.cpu_workers.pool import SliceJob
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
-from corun.gpu.coexec.cold_deltas import Arrival, Exchange, GroupKey
-from corun.gpu.coexec.gateway import PlacedRegion, WorkerGateway
+from corun.gpu.coexec.cold_deltas import Arrival
+from corun.gpu.coexec.gateway import PlacedGroup, WorkerGateway
+from corun.gpu.coexec.handover import Exchange
+from corun.gpu.coexec.host_handover import HostHandover
+from corun.gpu.coexec.invocation import job_shape
 from corun.gpu.device.cpu import CpuDevice
 from corun.shm.errors import RingFullError, WaitTimeoutError, WorkerUnavailableError
 from corun.shm.job import Job
@@ -37,9 +40,13 @@ class Cold:
     driver: Driver
     places: tuple[int, ...]
 
-    def region(self, key: GroupKey) -> PlacedRegion | None:
-        place = self.places[key[0]]
-        return PlacedRegion(self.driver.offsets[place], self.driver.places[place].region)
+    @property
+    def groups(self) -> list[PlacedGroup]:
+        offsets, places = self.driver.offsets, self.driver.places
+        return [
+            PlacedGroup((layer, 0), offsets[place], job_shape(places[place].region))
+            for layer, place in enumerate(self.places)
+        ]
 
     def begin_pass(self) -> int:
         return len(self.places)
@@ -71,12 +78,12 @@ class Passes:
         pool = driver.pool
         self.rings = device.register(pool.rings.segment.buffer, name="rings", is_paced=False)
         self.control = device.register(pool.control.segment.buffer, name="ctl", is_paced=False)
-        gateway = WorkerGateway(
-            pool, self.rings, self.control, lambda region, tokens: 1e-4,
-            num_input_groups=1, tokens_per_worker=BUDGET,
-        )  # fmt: skip
         exchange = Exchange(device, compute, compute)
-        self.assistant = Assistant(exchange, as_torch(None), add_from_host, gateway, NUM_LAYERS)
+        gateway = WorkerGateway(
+            pool, self.rings, self.control, exchange, lambda region, tokens: 1e-4,
+            tokens_per_worker=BUDGET,
+        )  # fmt: skip
+        self.assistant = Assistant(HostHandover(exchange), as_torch(None), gateway, NUM_LAYERS)
         self.adapters = [Cold(driver, (0, 1, 2)), Cold(driver, (3, 4, 5))]
 
     @property
@@ -154,13 +161,11 @@ def break_off_publishing(passes: Passes, rng: random.Random) -> None:
     """The pool raises in the midst: jobs before are published, and nobody will send their x."""
     pool, number = passes.driver.pool, rng.randrange(4)
     submit = pool.submit
-    submitted: list[object] = []
 
-    def broken(worker: int, task: object) -> Job:
-        if len(submitted) == number:
-            raise WorkerUnavailableError("it went just now")
-        submitted.append(task)
-        return submit(worker, task)  # type: ignore[arg-type]
+    def broken(worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
+        if number:
+            submit(worker, tasks[:number])
+        raise WorkerUnavailableError("it went just now")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "submit", broken)

@@ -296,7 +296,11 @@ def test_a_thread_can_be_a_stream_itself(device: CpuDevice) -> None:
 
     with pytest.raises(ZeroDivisionError):
         device.launch(own, fail)
+    with pytest.raises(ZeroDivisionError):  # so are operations that are no computation
+        device._thread(own).enqueue(fail)
     device.synchronize(timeout_s=5.0)  # the caller was told already
+    device.copy(own, landed, source + 1)
+    assert torch.equal(landed, source + 1)  # and nothing after it is left out
 
 
 def test_an_adopted_stream_is_one_threads(device: CpuDevice) -> None:

@@ -1,0 +1,135 @@
+"""How x comes to workers and y back, by streams: on a device of its own, and for order checks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..device.base import Device, Stream
+from .invocation import Invocation
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The device, and the streams on which deltas are exchanged.
+
+    ``transfer`` is ``compute`` itself where a wait on a stream of its own gains nothing: the CPU.
+    """
+
+    device: Device[torch.Tensor]
+    compute: Stream
+    transfer: Stream
+
+    def order(self, first: Stream, then: Stream) -> None:
+        """Hold ``then`` until ``first`` has come to where it is now."""
+        if first == then:
+            return
+        event = self.device.event()
+        self.device.record(first, event)
+        self.device.wait_event(then, event)
+        self.device.release_event(event)
+
+
+class Handover(Protocol):
+    """Moves x and y of an input group: ``begin``, ``send``s; ``wait``s, ``end``, ``add``s."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """Whose ``compute`` is the stream of the pass."""
+        ...
+
+    def begin(self) -> None:
+        """X is computed, and what was read of earlier ys has been read."""
+        ...
+
+    def send(self, invocation: Invocation, x: torch.Tensor) -> None:
+        """Copy the invocation's rows of x out, and signal its worker.
+
+        x: [tokens, in_features], contiguous.
+        """
+        ...
+
+    def wait(self, invocation: Invocation) -> None:
+        """Hold what follows until the invocation's y is there."""
+        ...
+
+    def end(self) -> None:
+        """Let ``add`` see the ys that were waited for."""
+        ...
+
+    def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
+        """Add the invocation's y to its rows of ys, one [tokens, out_features] per target."""
+        ...
+
+
+class AddDeltas(Protocol):
+    """Enqueues the sum of what workers computed and the base products."""
+
+    def __call__(
+        self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
+    ) -> None:
+        """Add ``invocation.y`` to the invocation's tokens of ys, one per target of the group.
+
+        On ``exchange.compute``, which sees y already.
+        """
+        ...
+
+
+class StreamHandover:
+    """By operations of the device alone, so that the host may run ahead of it."""
+
+    def __init__(self, exchange: Exchange, add_deltas: AddDeltas) -> None:
+        self.exchange = exchange
+        self._add_deltas = add_deltas
+
+    def begin(self) -> None:
+        """See ``Handover``."""
+        self.exchange.order(self.exchange.compute, self.exchange.transfer)
+
+    def send(self, invocation: Invocation, x: torch.Tensor) -> None:
+        """See ``Handover``."""
+        device, transfer = self.exchange.device, self.exchange.transfer
+        device.copy(transfer, invocation.x, x[invocation.start : invocation.end])
+        device.signal(transfer, invocation.ready, invocation.sequence)
+
+    def wait(self, invocation: Invocation) -> None:
+        """See ``Handover``."""
+        exchange = self.exchange
+        exchange.device.wait(exchange.transfer, invocation.done, invocation.sequence)
+
+    def end(self) -> None:
+        """See ``Handover``."""
+        self.exchange.order(self.exchange.transfer, self.exchange.compute)
+
+    def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
+        """See ``Handover``."""
+        self._add_deltas(self.exchange, invocation, ys)
+
+
+class AddByCopy:
+    """On CUDA: y is copied to the device first, by the compute stream itself.
+
+    A copy engine that is busy with adapters holds it up by one chunk of theirs at most.
+    """
+
+    def __init__(self, max_slice_tokens: int, max_columns: int, device: torch.device) -> None:
+        """``max_columns``: padded columns of all targets of the widest group together."""
+        self._flat = torch.empty(
+            max_slice_tokens * max_columns, dtype=torch.bfloat16, device=device
+        )
+
+    def __call__(
+        self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
+    ) -> None:
+        """Add one invocation's y; the buffer is the stream's own, so the next one waits."""
+        y = invocation.y
+        landed = self._flat[: y.numel()].view(y.shape)
+        exchange.device.copy(exchange.compute, landed, y)
+
+        def add() -> None:
+            for (first, width), rows_of in zip(invocation.shape.columns, ys, strict=True):
+                rows = rows_of[invocation.start : invocation.end]
+                rows += landed[:, first : first + min(width, rows_of.shape[1])]
+
+        exchange.device.launch(exchange.compute, add, reads=(landed,), writes=ys)

@@ -1,0 +1,68 @@
+"""How x comes to workers and y back where the caller's thread is the compute stream: the CPU.
+
+What operations of the device would do, done at once, by few compiled calls: there is no order to be
+made between streams, and the workers' memory is the caller's own. Only a long wait is the device's,
+which can be released.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..device.cpu_kernels import add_rows, send_bytes
+from ..device.cpu_wait import wait_awake
+from .handover import Exchange
+from .invocation import Invocation
+
+_ITEM_BYTES = 2  # bfloat16: workers compute in nothing else
+
+
+class HostHandover:
+    """See ``Handover``; for bfloat16, called by the thread that runs ``exchange.compute``."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        assert exchange.transfer == exchange.compute, "who waits is who computes"
+        self.exchange = exchange
+
+    def begin(self) -> None:
+        """See ``Handover``: the caller has computed x, and read what it has read."""
+
+    def send(self, invocation: Invocation, x: torch.Tensor) -> None:
+        """See ``Handover``."""
+        width = invocation.shape.in_features
+        assert x.dtype == torch.bfloat16 and x.shape[1] == width and x.is_contiguous(), x.shape
+        row_bytes = width * _ITEM_BYTES
+        send_bytes(
+            invocation.rings.address + invocation.x_offset,
+            x.data_ptr() + invocation.start * row_bytes,
+            (invocation.end - invocation.start) * row_bytes,
+            invocation.ready.host_address,
+            invocation.sequence,
+        )
+
+    def wait(self, invocation: Invocation) -> None:
+        """See ``Handover``."""
+        if not wait_awake(invocation.done.host_address, invocation.sequence):
+            exchange = self.exchange
+            exchange.device.wait(exchange.compute, invocation.done, invocation.sequence)
+
+    def end(self) -> None:
+        """See ``Handover``: who has waited sees y."""
+
+    def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
+        """See ``Handover``; rounded as torch rounds."""
+        terms = invocation.rings.address + invocation.y_offset
+        terms_stride = invocation.shape.y_columns * _ITEM_BYTES
+        for (first, width), y in zip(invocation.shape.columns, ys, strict=True):
+            if width == 0:
+                continue
+            assert y.dtype == torch.bfloat16 and y.stride(1) == 1, (y.dtype, y.stride())
+            stride = y.stride(0) * _ITEM_BYTES
+            add_rows(
+                y.data_ptr() + invocation.start * stride,
+                stride,
+                terms + first * _ITEM_BYTES,
+                terms_stride,
+                invocation.end - invocation.start,
+                min(width, y.shape[1]),
+            )
