@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .path_regex import path_regex
+
 ALL_LINEAR = "all-linear"
+_PLAIN_NAME = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class LoraSpec:
             return False
         if isinstance(self.target_modules, str):
             wants_all = self.target_modules.lower() == ALL_LINEAR
-            return wants_all or re.fullmatch(self.target_modules, path) is not None
+            return wants_all or path_regex(self.target_modules).fullmatch(path)
         if path in self.target_modules:  # a full path is taken whatever its layer
             return True
         return _is_named(self.target_modules, path) and self._takes_layer_of(path)
@@ -79,6 +82,7 @@ class LoraSpec:
 
     def _layer_of(self, path: str) -> int | None:
         """The first index in ``path``, or the one that follows a name of ``layers_pattern``."""
+        # The names have one shape each, so that ``re`` has nothing to try but where they are.
         patterns = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
         for pattern in patterns:
             match = re.match(rf"{pattern}\.(?P<layer>\d+)\.", path)
@@ -87,10 +91,15 @@ class LoraSpec:
         return None
 
 
+def pattern_key_regex(key: str) -> str:
+    """What a key of rank_pattern or alpha_pattern stands for."""
+    return rf"(.*\.)?({key})$"
+
+
 def _is_named(names: tuple[str, ...] | str, path: str) -> bool:
     """Whether a regex matches the whole path, or a name of the list is the path or its end."""
     if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
+        return path_regex(names).fullmatch(path)
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
@@ -100,6 +109,9 @@ def _from_pattern(pattern: Sequence[tuple[str, float]], path: str, default: floa
     A key is a regex; one that matches only as plain text counts last, as in PEFT.
     """
     for key, value in pattern:
-        if re.match(rf"(.*\.)?({key})$", path):
+        if _PLAIN_NAME.fullmatch(key):  # most are, and need no walk
+            if path == key or path.endswith(f".{key}"):
+                return value
+        elif path_regex(pattern_key_regex(key)).match(path):
             return value
     return dict(pattern).get(path, default)

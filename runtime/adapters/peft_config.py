@@ -6,13 +6,13 @@ at a neutral value refuses the adapter: serving it anyway would give wrong answe
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import AdapterError
-from .lora_spec import LoraSpec
+from .lora_spec import LoraSpec, pattern_key_regex
+from .path_regex import PathRegex, path_regex
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -184,7 +184,7 @@ def _as_tuple(names: tuple[str, ...] | str) -> tuple[str, ...]:
 
 
 def _check_combinations(spec: LoraSpec, reader: "_Fields") -> None:
-    """PEFT's own rules, and that every regex compiles."""
+    """PEFT's own rules, and that every regex is one that is served."""
     if not spec.target_modules:
         raise reader.error("target_modules", "no module is targeted")
     if isinstance(spec.target_modules, str):
@@ -196,10 +196,23 @@ def _check_combinations(spec: LoraSpec, reader: "_Fields") -> None:
         reader.regex("exclude_modules", spec.exclude_modules)
     if spec.layers_pattern and spec.layers_to_transform is None:
         raise reader.error("layers_pattern", "needs layers_to_transform")
+    _check_patterns(spec, reader)
+
+
+def _check_patterns(spec: LoraSpec, reader: "_Fields") -> None:
     for name in spec.layers_pattern:
-        reader.regex("layers_pattern", name)
-    for key, _ in (*spec.rank_pattern, *spec.alpha_pattern):
-        reader.regex("rank_pattern or alpha_pattern", key)
+        if not reader.regex("layers_pattern", name).is_fixed:
+            raise reader.error(
+                "layers_pattern",
+                f"{name!r} holds repetitions or alternatives, which are not served",
+            )
+    for field, pairs in (
+        ("rank_pattern", spec.rank_pattern),
+        ("alpha_pattern", spec.alpha_pattern),
+    ):
+        for key, _ in pairs:
+            reader.regex(field, key)
+            reader.regex(field, pattern_key_regex(key))
 
 
 class _Fields:
@@ -275,8 +288,9 @@ class _Fields:
             raise self.error(name, "must be an object of module patterns")
         return tuple((key, check(name, item)) for key, item in value.items())
 
-    def regex(self, name: str, pattern: str) -> None:
+    def regex(self, name: str, pattern: str) -> PathRegex:
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise self.error(name, f"{pattern!r} is not a regular expression: {error}") from error
+            return path_regex(pattern)
+        except ValueError as error:
+            shown = pattern if len(pattern) <= 200 else pattern[:200] + "..."
+            raise self.error(name, f"{shown!r} is refused: {error}") from error
