@@ -1,81 +1,60 @@
-"""Paged attention on the CPU: numba kernels for decode, fused dense attention for long chunks.
+"""Paged attention on the CPU by numba kernels, for decode rows and chunks alike.
 
-Owns scratch memory and the plan of the last metadata it saw (which tokens go to the paged kernel,
-masks of the others), reused by every layer of a pass. One instance serves one thread.
+Owns scratch memory and the plan of the last metadata it saw, which every layer of a pass reuses.
+One instance serves one thread.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numba
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from ...cpu_workers.kernels.layout import (
+    BFLOAT16,
+    BFLOAT16_DOT,
+    FLOAT32,
+    has_bfloat16_dot,
+)
 from ..step import AttentionMetadata
 from . import numba_kernels as kernels
 from .base import AttentionParams
-from .dense import causal_mask
-from .numba_layout import (
-    BFLOAT16,
-    FLOAT32,
-    NO_WINDOW,
-    Packed,
-    Pool,
-    Queries,
-    Rules,
-    Shape,
-    scratch_bytes,
-)
-from .torch_backend import attend_chunk, first_visible_position
+from .numba_layout import NO_WINDOW, Shape, Step, make_shape
+from .numba_plan import make_items
 
-# Rows of up to this many tokens go through the paged kernel, token by token: there it costs less
-# than gathering the context and calling dense attention.
-_MAX_PAGED_QUERY_LEN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A row of several tokens."""
-
-    row: int
-    start: int  # first packed token
-    end: int
-    context_len: int
+_CACHE_LINE_BYTES = 64
 
 
 @dataclass(slots=True)
 class _Plan:
-    """How the rows of one metadata object are computed; masks are made when first asked for."""
+    """What the layers of one pass share, made when a layer first asks for its shape and window."""
 
     metadata: AttentionMetadata  # kept alive: its identity says whether the plan still holds
-    paged: np.ndarray  # int32 [3, queries]: packed token, row, positions seen
-    queries: Queries
-    chunks: tuple[_Chunk, ...]
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
-
-    def mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """An additive mask [tokens, visible positions] of one chunk."""
-        key = (chunk.row, window)
-        if key not in self.masks:
-            num_tokens = chunk.end - chunk.start
-            first = first_visible_position(chunk.context_len, num_tokens, window)
-            visible = causal_mask(
-                num_tokens, chunk.context_len - first, window, torch.device("cpu")
-            )
-            self.masks[key] = torch.zeros(visible.shape, dtype=dtype).masked_fill_(
-                ~visible, float("-inf")
-            )
-        return self.masks[key]
+    # By dtype, query heads, shapes of the blocks, window: the fields of a step and shape, int64.
+    steps: dict[Hashable, int] = field(default_factory=dict)
+    arrays: list[np.ndarray] = field(default_factory=list)  # kept alive for their addresses
 
 
 class NumbaAttention:
-    """The back end for float32 and bfloat16 on the CPU."""
+    """The back end for float32 and bfloat16 on the CPU.
+
+    Args:
+        with_pairs: Multiply pairs of bfloat16 (AVX512_BF16); None = if the machine can.
+    """
 
     name = "numba"
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_pairs: bool | None = None) -> None:
+        can = has_bfloat16_dot() if with_pairs is None else with_pairs
+        self._tags = {
+            torch.float32: FLOAT32,
+            torch.bfloat16: BFLOAT16_DOT if can else BFLOAT16,
+        }
         self._plan: _Plan | None = None
+        self._scratch_bytes: dict[Shape, tuple[int, int]] = {}  # of a thread, of a partial result
         self._scratch = np.empty(0, np.uint8)
+        self._partials = np.empty(0, np.uint8)
 
     @property
     def threading_layer(self) -> str:
@@ -95,166 +74,86 @@ class NumbaAttention:
         """See ``AttentionBackend.forward``; CPU tensors in float32 or bfloat16."""
         plan = self._plan
         if plan is None or plan.metadata is not metadata:
-            plan = self._plan = _make_plan(metadata)
-        shape = _shape(query, key_blocks, value_blocks)
-        keys, values = _pool(key_blocks), _pool(value_blocks)
-        kernels.write_kv(
-            key.shape[0],
-            metadata.slot_mapping.data_ptr(),
-            _packed(key),
-            _packed(value),
-            keys,
-            values,
-            shape,
-        )
-        attended = query.new_empty((query.shape[0], query.shape[1], shape.value_dim))
-        if plan.queries.num_queries:
-            self._attend_paged(query, keys, values, attended, plan, shape, params)
-        for chunk in plan.chunks:
-            part = self._attend_chunk(query, key_blocks, value_blocks, plan, chunk, params)
-            attended[chunk.start : chunk.end] = part
-        return attended
-
-    def _attend_paged(
-        self,
-        query: torch.Tensor,
-        keys: Pool,
-        values: Pool,
-        attended: torch.Tensor,
-        plan: _Plan,
-        shape: Shape,
-        params: AttentionParams,
-    ) -> None:
-        num_shares = numba.get_num_threads()
-        head_bytes = scratch_bytes(shape.group, shape.key_dim, shape.value_dim)
-        needed_bytes = num_shares * shape.kv_heads * head_bytes
-        if self._scratch.size < needed_bytes:
-            self._scratch = np.empty(needed_bytes, np.uint8)
+            plan = self._plan = _Plan(metadata)
+        window = params.sliding_window
+        num_tokens, heads, _ = query.shape
+        layer = (query.dtype, heads, key_blocks.shape, value_blocks.shape, window)
+        fields = plan.steps.get(layer)
+        if fields is None:
+            shape = make_shape(heads, key_blocks, value_blocks)
+            fields = plan.steps[layer] = self._make_step(plan, shape, window or NO_WINDOW)
+        attended = query.new_empty((num_tokens, heads, value_blocks.shape[3]))
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
-        rules = Rules(
+        kernels.attend(
+            self._tags[query.dtype],
+            fields,
+            *_places(query),
+            *_places(key),
+            *_places(value),
+            key_blocks.data_ptr(),
+            value_blocks.data_ptr(),
+            attended.data_ptr(),
             params.scaling,
             params.softcap or 0.0,
-            params.sliding_window or NO_WINDOW,
             0 if sinks is None else sinks.data_ptr(),
         )
-        kernels.attend(
+        return attended
+
+    def _make_step(self, plan: _Plan, shape: Shape, window: int) -> int:
+        """Cut the step into items; returns the address of its fields."""
+        metadata = plan.metadata
+        num_shares = numba.get_num_threads()
+        items, merges, num_partials = make_items(
+            metadata.query_starts.numpy(),
+            metadata.context_lens.numpy(),
+            window,
+            shape.kv_heads,
+            shape.group,
+            shape.block_size,
             num_shares,
-            _packed(query),
-            keys,
-            values,
-            _packed(attended),
-            plan.queries,
-            shape,
-            rules,
-            self._scratch.ctypes.data,
-            head_bytes,
-            FLOAT32 if query.dtype == torch.float32 else BFLOAT16,
         )
-
-    def _attend_chunk(
-        self,
-        query: torch.Tensor,
-        key_blocks: torch.Tensor,
-        value_blocks: torch.Tensor,
-        plan: _Plan,
-        chunk: _Chunk,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        """Attend one row of several tokens: [tokens, heads, value_dim]."""
-        num_tokens = chunk.end - chunk.start
-        window = params.sliding_window
-        if window is not None and window >= chunk.context_len:
-            window = None
-        first = first_visible_position(chunk.context_len, num_tokens, window)
-        keys = _gather(key_blocks, plan.metadata, chunk, first)
-        values = _gather(value_blocks, plan.metadata, chunk, first)
-        queries = query[chunk.start : chunk.end]
-        if params.softcap is not None or params.sinks is not None:
-            return attend_chunk(queries, keys, values, params)
-        causal = num_tokens == chunk.context_len and window is None
-        mask = None if causal else plan.mask(chunk, window, query.dtype)
-        # [tokens, heads, dim] -> [kv_heads, group, tokens, dim]; a group shares its keys.
-        grouped = queries.unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
-        group = grouped.shape[1]
-        attended = F.scaled_dot_product_attention(
-            grouped,
-            keys[:, None].expand(-1, group, -1, -1),
-            values[:, None].expand(-1, group, -1, -1),
-            attn_mask=mask,
-            is_causal=causal,
-            scale=params.scaling,
+        counter = np.zeros(1, np.int64)
+        plan.arrays += [items, merges, counter]
+        if shape not in self._scratch_bytes:
+            self._scratch_bytes[shape] = kernels.scratch_bytes(shape)
+        share_bytes, partial_bytes = self._scratch_bytes[shape]
+        self._scratch = _at_least(self._scratch, num_shares * share_bytes)
+        self._partials = _at_least(self._partials, num_partials * partial_bytes)
+        # The addresses of earlier steps of this plan stay valid.
+        plan.arrays += [self._scratch, self._partials]
+        step = Step(
+            num_shares,
+            len(items),
+            items.ctypes.data,
+            len(merges),
+            merges.ctypes.data,
+            metadata.num_tokens,
+            metadata.slot_mapping.data_ptr(),
+            metadata.block_tables.data_ptr(),
+            metadata.block_tables.stride(0),
+            window,
+            int(metadata.max_query_len > 1),
+            counter.ctypes.data,
+            _aligned(self._scratch),
+            share_bytes,
+            _aligned(self._partials),
         )
-        return attended.permute(2, 0, 1, 3).flatten(1, 2)
+        fields = np.array((*step, *shape), np.int64)
+        plan.arrays.append(fields)
+        return int(fields.ctypes.data)
 
 
-def _make_plan(metadata: AttentionMetadata) -> _Plan:
-    if metadata.max_query_len == 1:
-        rows = np.arange(metadata.num_rows, dtype=np.int32)
-        paged = np.stack((rows, rows, np.asarray(metadata.context_lens_host, np.int32)))
-        return _Plan(metadata, paged, _queries(paged, metadata.block_tables), ())
-    single: list[tuple[int, int, int]] = []
-    chunks = []
-    starts = metadata.query_starts_host
-    for row, context_len in enumerate(metadata.context_lens_host):
-        start, end = starts[row], starts[row + 1]
-        if end - start > _MAX_PAGED_QUERY_LEN:
-            chunks.append(_Chunk(row, start, end, context_len))
-            continue
-        for token in range(start, end):
-            single.append((token, row, context_len - end + token + 1))
-    paged = np.array(single, np.int32).reshape(-1, 3).T.copy()
-    return _Plan(metadata, paged, _queries(paged, metadata.block_tables), tuple(chunks))
+def _places(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Address, and bytes from one token and from one head to the next."""
+    token, head, _ = tensor.stride()
+    item_bytes = tensor.itemsize
+    return tensor.data_ptr(), token * item_bytes, head * item_bytes
 
 
-def _queries(paged: np.ndarray, block_tables: torch.Tensor) -> Queries:
-    """The addresses of int32 [3, queries]: packed token, row, positions seen."""
-    address, stride = paged.ctypes.data, paged.strides[0]
-    return Queries(
-        paged.shape[1],
-        address,
-        address + stride,
-        address + 2 * stride,
-        block_tables.data_ptr(),
-        block_tables.stride(0),
-    )
+def _at_least(memory: np.ndarray, num_bytes: int) -> np.ndarray:
+    needed = num_bytes + _CACHE_LINE_BYTES
+    return memory if memory.size >= needed else np.empty(needed, np.uint8)
 
 
-def _packed(tensor: torch.Tensor) -> Packed:
-    size = tensor.element_size()
-    return Packed(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
-
-
-def _pool(blocks: torch.Tensor) -> Pool:
-    size = blocks.element_size()
-    return Pool(blocks.data_ptr(), blocks.stride(0) * size, blocks.stride(1) * size)
-
-
-def _shape(query: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor) -> Shape:
-    _, kv_heads, block_size, key_dim = key_blocks.shape
-    return Shape(
-        kv_heads,
-        query.shape[1] // kv_heads,
-        key_dim,
-        value_blocks.shape[3],
-        block_size,
-        query.element_size(),
-    )
-
-
-def _gather(
-    blocks: torch.Tensor, metadata: AttentionMetadata, chunk: _Chunk, first: int
-) -> torch.Tensor:
-    """A row's keys or values from position ``first`` on: [kv_heads, positions, dim]."""
-    _, kv_heads, block_size, dim = blocks.shape
-    gathered = blocks.new_empty((kv_heads, chunk.context_len - first, dim))
-    kernels.gather_positions(
-        gathered.data_ptr(),
-        _pool(blocks),
-        metadata.block_tables[chunk.row].data_ptr(),
-        first,
-        chunk.context_len,
-        kv_heads,
-        block_size,
-        dim * blocks.element_size(),
-    )
-    return gathered
+def _aligned(memory: np.ndarray) -> int:
+    return -(-memory.ctypes.data // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES

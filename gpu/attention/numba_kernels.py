@@ -1,170 +1,235 @@
-"""Numba kernels of paged attention on the CPU: one query token at a time, and copies of rows.
+"""The numba kernel of paged attention on the CPU: writes keys and values, then runs items.
 
-Own no memory: tensors come as integer addresses with strides in bytes, and the caller keeps them
-alive for the duration of the call. Elements are named by a tag as in ``simd``; whatever they are,
-arithmetic is float32.
+Owns no memory: tensors come as integer addresses with strides in bytes, and the caller keeps them
+alive for the duration of the call. Arithmetic accumulates in float32 whatever the elements are; a
+format tag of ``cpu_workers.kernels.layout`` says what they are and how they are multiplied.
 
-``attend`` computes tasks of one (query, KV head) each, so that the heads of a group share every
-read of keys and values. A task walks the context block by block; blocks that no query sees and
-slots behind the context are never read.
+Threads take the next item when they are done with one, so that a thread that was held up, or got
+costlier items, does not hold up the others.
 """
 
 import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numba import njit, prange
 
-from . import simd
+from ...cpu_workers.kernels.tiles import int32_at, int64_at
+from .decode_walk import merge_head, state_bytes, walk_segment, work_bytes, write_head
+from .memory_ops import copy_bytes, next_number, store_int64
 from .numba_layout import (
-    CACHE_LINE_BYTES,
-    INT32_BYTES,
-    TILE,
-    Packed,
-    Pool,
-    Queries,
+    ITEM_CONTEXT,
+    ITEM_END,
+    ITEM_END_HEAD,
+    ITEM_FIELDS,
+    ITEM_FIRST,
+    ITEM_HEAD,
+    ITEM_NUM_TOKENS,
+    ITEM_PARTIAL,
+    ITEM_ROW,
+    ITEM_TOKEN,
+    MERGE_FIELDS,
+    MERGE_PARTIAL,
+    MERGE_SEGMENTS,
+    MERGE_TOKEN,
+    Blocks,
+    Rows,
     Rules,
-    Scratch,
     Shape,
+    Step,
 )
-from .numba_tiles import add_values, finish_task, layout_scratch, score_tile, start_task, weigh_tile
+from .prefill_walk import chunk_bytes, walk_chunk
 
-# What starting a task costs, in keys: the query is widened, the result divided and rounded.
-_TASK_COST_KEYS = 16
-_INT64_BYTES = 8
+_STEP_FIELDS = len(Step._fields)
 
 
 @njit(error_model="numpy")
-def _prefetch(address: int, num_bytes: int) -> None:
-    for offset in range(0, num_bytes, CACHE_LINE_BYTES):
-        simd.prefetch(address + offset)
+def _read_step(fields: int) -> Step:
+    return Step(
+        int64_at(fields, 0), int64_at(fields, 1), int64_at(fields, 2), int64_at(fields, 3),
+        int64_at(fields, 4), int64_at(fields, 5), int64_at(fields, 6), int64_at(fields, 7),
+        int64_at(fields, 8), int64_at(fields, 9), int64_at(fields, 10), int64_at(fields, 11),
+        int64_at(fields, 12), int64_at(fields, 13), int64_at(fields, 14),
+    )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _attend_context(
-    table: int,
-    context_len: int,
-    heads: Any,
-    keys: Pool,
-    values: Pool,
-    scratch: Any,
-    shape: Shape,
-    rules: Rules,
-    tag: Any,
+def _read_shape(fields: int) -> Shape:
+    fields += 8 * _STEP_FIELDS
+    return Shape(
+        int64_at(fields, 0), int64_at(fields, 1), int64_at(fields, 2), int64_at(fields, 3),
+        int64_at(fields, 4), int64_at(fields, 5), int64_at(fields, 6), int64_at(fields, 7),
+        int64_at(fields, 8), int64_at(fields, 9), int64_at(fields, 10), int64_at(fields, 11),
+        int64_at(fields, 12), int64_at(fields, 13),
+    )  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _write_slot(
+    token: int, heads: Any, slot: int, source: Rows, target: Blocks, row_bytes: int, shape: Shape
 ) -> None:
-    """Fold the visible context of one query into the scratch of its KV heads.
-
-    ``heads`` is the first KV head and one past the last. All of them read a block before the next
-    block is read: they lie side by side in memory, while every block is a new page to find.
-    """
-    size = shape.block_size
-    key_bytes = shape.key_dim * shape.element_bytes
-    value_bytes = shape.value_dim * shape.element_bytes
-    first = max(0, context_len - rules.window)
-    last_block = (context_len - 1) // size
-    for block in range(first // size, last_block + 1):
-        number = simd.load_int32(table + block * INT32_BYTES)
-        following = simd.load_int32(table + min(block + 1, last_block) * INT32_BYTES)
-        start = max(first - block * size, 0)
-        end = min(context_len - block * size, size)
-        for head in range(heads[0], heads[1]):
-            own = _head_scratch(scratch, head - heads[0], shape)
-            key_base = keys.address + head * keys.head_bytes
-            value_base = values.address + head * values.head_bytes
-            for offset in range(start, end, TILE):
-                count = min(end - offset, TILE)
-                next_keys = key_base + following * keys.block_bytes + offset * key_bytes
-                next_values = value_base + following * values.block_bytes + offset * value_bytes
-                _prefetch(next_keys, count * key_bytes)
-                _prefetch(next_values, count * value_bytes)
-                tile_keys = key_base + number * keys.block_bytes + offset * key_bytes
-                tile_values = value_base + number * values.block_bytes + offset * value_bytes
-                score_tile(tile_keys, count, own, shape, tag)
-                weigh_tile(count, own, shape, rules.softcap)
-                add_values(tile_values, count, own, shape, tag)
-
-
-@njit(error_model="numpy")
-def _head_scratch(scratch: Any, index: int, shape: Shape) -> Scratch:
-    """The scratch of one KV head; ``scratch`` is an address and the bytes of each head."""
-    laid_out: Scratch = layout_scratch(scratch[0] + index * scratch[1], shape)
-    return laid_out
-
-
-@njit(error_model="numpy")
-def _cost(queries: Queries, index: int, rules: Rules) -> int:
-    """What one task of a query costs, in keys."""
-    context_len = simd.load_int32(queries.context_lens + index * INT32_BYTES)
-    visible: int = min(context_len, rules.window)
-    return visible + _TASK_COST_KEYS
-
-
-@njit(error_model="numpy")
-def _run_share(
-    share: int,
-    num_shares: int,
-    query: Packed,
-    keys: Pool,
-    values: Pool,
-    out: Packed,
-    queries: Queries,
-    shape: Shape,
-    rules: Rules,
-    scratch: Any,
-    tag: Any,
-) -> None:
-    """Run the tasks that begin in this share's part of the total cost."""
-    total = 0
-    for index in range(queries.num_queries):
-        total += _cost(queries, index, rules) * shape.kv_heads
-    begin = 0
-    for index in range(queries.num_queries):
-        cost = _cost(queries, index, rules)
-        token = simd.load_int32(queries.tokens + index * INT32_BYTES)
-        row = simd.load_int32(queries.table_rows + index * INT32_BYTES)
-        context_len = simd.load_int32(queries.context_lens + index * INT32_BYTES)
-        table = queries.tables + row * queries.table_stride * INT32_BYTES
-        # The tasks whose cost begins in this share: a run of neighbouring heads.
-        first_head = _heads_before(share * total, begin, cost, num_shares, shape.kv_heads)
-        end_head = _heads_before((share + 1) * total, begin, cost, num_shares, shape.kv_heads)
-        begin += cost * shape.kv_heads
-        if first_head == end_head:
-            continue
-        source = query.address + token * query.token_bytes
-        target = out.address + token * out.token_bytes
-        for kv_head in range(first_head, end_head):
-            own, head = _head_scratch(scratch, kv_head - first_head, shape), kv_head * shape.group
-            address = source + head * query.head_bytes
-            start_task(address, query.head_bytes, head, own, shape, rules, tag)
-        heads = (first_head, end_head)
-        _attend_context(table, context_len, heads, keys, values, scratch, shape, rules, tag)
-        for kv_head in range(first_head, end_head):
-            own, head = _head_scratch(scratch, kv_head - first_head, shape), kv_head * shape.group
-            finish_task(target + head * out.head_bytes, out.head_bytes, own, shape, tag)
-
-
-@njit(error_model="numpy")
-def _heads_before(limit: int, begin: int, cost: int, num_shares: int, kv_heads: int) -> int:
-    """How many of a query's heads begin before ``limit / num_shares`` in the total cost."""
-    behind = limit - begin * num_shares
-    heads = (behind + cost * num_shares - 1) // (cost * num_shares)
-    return max(0, min(heads, kv_heads))
+    """Copy one token's rows of some KV heads to a slot of the pool."""
+    block, offset = slot // shape.block_size, slot % shape.block_size
+    for head in range(heads[0], heads[1]):
+        origin = source.address + token * source.token_bytes + head * source.head_bytes
+        place = target.address + block * target.block_bytes + head * target.head_bytes
+        copy_bytes(place + offset * row_bytes, origin, row_bytes)
 
 
 @njit(error_model="numpy")
 def _write_token(
-    token: int, slot: int, source: Packed, target: Pool, shape: Shape, row_bytes: int
-) -> None:
-    """Copy one token's rows of all KV heads to a slot of the pool."""
-    block, offset = slot // shape.block_size, slot % shape.block_size
+    token: int, heads: Any, key: Rows, value: Rows, keys: Blocks, values: Blocks,
+    step: Step, shape: Shape,
+) -> None:  # fmt: skip
+    slot = int64_at(step.slots, token)
+    key_bytes = shape.key_dim * shape.element_bytes
+    value_bytes = shape.value_dim * shape.element_bytes
+    _write_slot(token, heads, slot, key, keys, key_bytes, shape)
+    _write_slot(token, heads, slot, value, values, value_bytes, shape)
+
+
+@njit(error_model="numpy")
+def _run_items(
+    tag: Any, query: Rows, key: Rows, value: Rows, keys: Blocks, values: Blocks, out: Rows,
+    work: int, step: Step, rules: Rules, shape: Shape,
+) -> None:  # fmt: skip
+    """Run the next item until there is none."""
+    own_bytes = state_bytes(shape)
+    while True:
+        number = next_number(step.counter)
+        if number >= step.num_items:
+            return
+        item = step.items + number * ITEM_FIELDS * 4
+        token = int32_at(item, ITEM_TOKEN)
+        num_tokens = int32_at(item, ITEM_NUM_TOKENS)
+        context_len = int32_at(item, ITEM_CONTEXT)
+        first, end = int32_at(item, ITEM_FIRST), int32_at(item, ITEM_END)
+        first_head, end_head = int32_at(item, ITEM_HEAD), int32_at(item, ITEM_END_HEAD)
+        table = step.tables + int32_at(item, ITEM_ROW) * step.table_stride * 4
+        if num_tokens:
+            chunk = (token, num_tokens, context_len)
+            walk_chunk(
+                tag, table, chunk, (first, end), first_head, query, keys, values, out,
+                step.window, work, rules, shape,
+            )  # fmt: skip
+            continue
+        heads = (first_head, end_head)
+        if not step.has_chunks and end == context_len:
+            _write_token(token, heads, key, value, keys, values, step, shape)
+        partial = int32_at(item, ITEM_PARTIAL)
+        states = work + work_bytes(shape)
+        if partial >= 0:
+            states = step.partials + (partial + first_head) * own_bytes
+        has_sinks = rules.sinks != 0 and first == max(0, context_len - step.window)
+        walk_segment(
+            tag, table, (first, end), heads, query, token, keys, values, states, has_sinks,
+            work, rules, shape,
+        )  # fmt: skip
+        if partial < 0:
+            for head in range(first_head, end_head):
+                target = out.address + token * out.token_bytes
+                target += head * shape.group * out.head_bytes
+                state = states + (head - first_head) * own_bytes
+                write_head(tag, state, target, out.head_bytes, shape)
+
+
+@njit(error_model="numpy")
+def _blocks(key_blocks: int, value_blocks: int, shape: Shape) -> Any:
+    return (
+        Blocks(key_blocks, shape.key_block_bytes, shape.key_head_bytes),
+        Blocks(value_blocks, shape.value_block_bytes, shape.value_head_bytes),
+    )
+
+
+@njit(error_model="numpy")
+def _results(attended: int, shape: Shape) -> Rows:
+    head_bytes = shape.value_dim * shape.element_bytes
+    return Rows(attended, shape.kv_heads * shape.group * head_bytes, head_bytes)
+
+
+@njit(error_model="numpy")
+def start_pass(fields: int) -> int:
+    """Make the first item the next one; returns the number of shares."""
+    step = _read_step(fields)
+    store_int64(step.counter, 0, 0)
+    num_shares: int = step.num_shares
+    return num_shares
+
+
+@njit(error_model="numpy")
+def pass_sizes(fields: int) -> tuple[int, int]:
+    """Whether there are chunks, and how many merges."""
+    step = _read_step(fields)
+    return step.has_chunks, step.num_merges
+
+
+@njit(error_model="numpy")
+def write_share(
+    share: int, num_shares: int, fields: int, key: int, key_token_bytes: int, key_head_bytes: int,
+    value: int, value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
+) -> None:  # fmt: skip
+    """Write one thread's part of the new keys and values into the pool."""
+    step, shape = _read_step(fields), _read_shape(fields)
+    new_keys = Rows(key, key_token_bytes, key_head_bytes)
+    new_values = Rows(value, value_token_bytes, value_head_bytes)
+    keys, values = _blocks(key_blocks, value_blocks, shape)
+    heads = (0, shape.kv_heads)
+    begin = share * step.num_tokens // num_shares
+    for token in range(begin, (share + 1) * step.num_tokens // num_shares):
+        _write_token(token, heads, new_keys, new_values, keys, values, step, shape)
+
+
+@njit(error_model="numpy")
+def run_share(
+    tag: Any, share: int, fields: int, query: int, query_token_bytes: int, query_head_bytes: int,
+    key: int, key_token_bytes: int, key_head_bytes: int, value: int, value_token_bytes: int,
+    value_head_bytes: int, key_blocks: int, value_blocks: int, attended: int,
+    scaling: float, softcap: float, sinks: int,
+) -> None:  # fmt: skip
+    """One thread's work: items until there is none."""
+    step, shape = _read_step(fields), _read_shape(fields)
+    keys, values = _blocks(key_blocks, value_blocks, shape)
+    _run_items(
+        tag,
+        Rows(query, query_token_bytes, query_head_bytes),
+        Rows(key, key_token_bytes, key_head_bytes),
+        Rows(value, value_token_bytes, value_head_bytes),
+        keys,
+        values,
+        _results(attended, shape),
+        step.scratch + share * step.share_bytes,
+        step,
+        Rules(np.float32(scaling), np.float32(softcap), sinks),
+        shape,
+    )
+
+
+@njit(error_model="numpy")
+def merge_query(tag: Any, number: int, fields: int, attended: int) -> None:
+    """Join the segments of one query, from the first to the last, and write its results."""
+    step, shape = _read_step(fields), _read_shape(fields)
+    out = _results(attended, shape)
+    merge = step.merges + number * MERGE_FIELDS * 4
+    own_bytes = state_bytes(shape)
+    states = step.partials + int32_at(merge, MERGE_PARTIAL) * own_bytes
+    target = out.address + int32_at(merge, MERGE_TOKEN) * out.token_bytes
     for head in range(shape.kv_heads):
-        origin = source.address + token * source.token_bytes + head * source.head_bytes
-        place = target.address + block * target.block_bytes + head * target.head_bytes
-        simd.copy_bytes(place + offset * row_bytes, origin, row_bytes)
+        state = states + head * own_bytes
+        for segment in range(1, int32_at(merge, MERGE_SEGMENTS)):
+            merge_head(tag, state, state + segment * shape.kv_heads * own_bytes, shape)
+        write_head(tag, state, target + head * shape.group * out.head_bytes, out.head_bytes, shape)
 
 
-def _compile(sources_digest: int) -> tuple[Any, Any, Any]:
-    """The kernels that Python calls: ``attend``, ``write_kv`` and ``gather_positions``.
+@njit(error_model="numpy", cache=True, nogil=True)
+def scratch_bytes(shape: Shape) -> tuple[int, int]:
+    """Bytes that each thread needs to work in, and those of one partial result."""
+    decode = work_bytes(shape) + shape.kv_heads * state_bytes(shape)
+    return max(decode, chunk_bytes(shape)), state_bytes(shape)
+
+
+def _compile(sources_digest: int) -> Any:
+    """The kernel that Python calls.
 
     numba's cache on disk is bound to this file and to what a function closes over. The digest of
     the other modules that are compiled in is closed over, so that a change in them is not missed;
@@ -173,79 +238,60 @@ def _compile(sources_digest: int) -> tuple[Any, Any, Any]:
 
     @njit(parallel=True, error_model="numpy", cache=True, nogil=True)
     def attend(
-        num_shares: int,
-        query: Packed,
-        keys: Pool,
-        values: Pool,
-        out: Packed,
-        queries: Queries,
-        shape: Shape,
-        rules: Rules,
-        scratch: int,
-        head_bytes: int,
         tag: Any,
+        fields: int,
+        query: int,
+        query_token_bytes: int,
+        query_head_bytes: int,
+        key: int,
+        key_token_bytes: int,
+        key_head_bytes: int,
+        value: int,
+        value_token_bytes: int,
+        value_head_bytes: int,
+        key_blocks: int,
+        value_blocks: int,
+        attended: int,
+        scaling: float,
+        softcap: float,
+        sinks: int,
     ) -> None:
-        """Attend single query tokens over the pool and write the results to ``out``.
+        """Write this step's keys and values into the pool and attend over it.
 
-        ``scratch`` is the address of ``head_bytes`` bytes, as ``numba_layout.scratch_bytes`` says,
-        for every share and KV head.
+        ``fields``: address of a ``Step`` and a ``Shape``, int64. Plain numbers, because numba
+        takes microseconds to tell the type of a named tuple.
         """
-        for share in prange(num_shares * min(sources_digest, 1)):
-            own = (scratch + share * shape.kv_heads * head_bytes, head_bytes)
-            _run_share(share, num_shares, query, keys, values, out, queries, shape, rules, own, tag)
+        num_shares = start_pass(fields) * min(sources_digest, 1)
+        has_chunks, num_merges = pass_sizes(fields)
+        if has_chunks:
+            for share in prange(num_shares):
+                write_share(
+                    share, num_shares, fields, key, key_token_bytes, key_head_bytes,
+                    value, value_token_bytes, value_head_bytes, key_blocks, value_blocks,
+                )  # fmt: skip
+        for share in prange(num_shares):
+            run_share(
+                tag, share, fields, query, query_token_bytes, query_head_bytes,
+                key, key_token_bytes, key_head_bytes, value, value_token_bytes, value_head_bytes,
+                key_blocks, value_blocks, attended, scaling, softcap, sinks,
+            )  # fmt: skip
+        if num_merges:
+            for number in prange(num_merges):
+                merge_query(tag, number, fields, attended)
 
-    @njit(error_model="numpy", cache=True, nogil=True)
-    def write_kv(
-        num_tokens: int,
-        slots: int,
-        key: Packed,
-        value: Packed,
-        keys: Pool,
-        values: Pool,
-        shape: Shape,
-    ) -> None:
-        """Copy each token's key and value to its slot; ``slots`` is the address of int64s."""
-        for token in range(num_tokens * min(sources_digest, 1)):
-            slot = simd.load_int64(slots + token * _INT64_BYTES)
-            _write_token(token, slot, key, keys, shape, shape.key_dim * shape.element_bytes)
-            _write_token(token, slot, value, values, shape, shape.value_dim * shape.element_bytes)
-
-    @njit(parallel=True, error_model="numpy", cache=True, nogil=True)
-    def gather_positions(
-        target: int,
-        pool: Pool,
-        table: int,
-        first: int,
-        end: int,
-        kv_heads: int,
-        block_size: int,
-        row_bytes: int,
-    ) -> None:
-        """Copy positions ``first`` to ``end`` of one row to ``target`` [kv_heads, positions, dim].
-
-        ``table`` is the address of the row's block numbers, int32.
-        """
-        first_block = first // block_size
-        num_blocks = (end + block_size - 1) // block_size - first_block
-        for task in prange(num_blocks * kv_heads * min(sources_digest, 1)):
-            head, block = task // num_blocks, first_block + task % num_blocks
-            start = max(first, block * block_size)
-            stop = min(end, (block + 1) * block_size)
-            number = simd.load_int32(table + block * INT32_BYTES)
-            source = pool.address + number * pool.block_bytes + head * pool.head_bytes
-            source += (start - block * block_size) * row_bytes
-            place = target + (head * (end - first) + start - first) * row_bytes
-            simd.copy_bytes(place, source, (stop - start) * row_bytes)
-
-    return attend, write_kv, gather_positions
+    return attend
 
 
 def _digest_of_sources() -> int:
     """A positive number that changes with the modules whose code the kernels contain."""
     digest = hashlib.sha256()
-    for name in ("vector_ir", "simd", "numba_layout", "numba_tiles"):
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    here = Path(__file__).parent
+    names = ("lanes", "tile_ir", "memory_ops", "decode_tiles", "decode_walk", "prefill_tiles")
+    for name in (*names, "prefill_walk", "numba_layout"):
+        digest.update((here / f"{name}.py").read_bytes())
+    for name in ("emitter", "tiles", "layout"):
+        digest.update((here.parents[1] / "cpu_workers" / "kernels" / f"{name}.py").read_bytes())
     return 1 + int.from_bytes(digest.digest()[:7], "little")
 
 
-attend, write_kv, gather_positions = _compile(_digest_of_sources())
+attend = _compile(_digest_of_sources())

@@ -1,25 +1,81 @@
-"""What the numba kernels of attention are told: addresses, strides in bytes, sizes.
+"""What the numba kernels of attention are told: sizes, addresses, strides in bytes, and items.
 
-Plain tuples that numba unpacks at a call. They keep nothing alive: the caller holds the tensors.
+An *item* is a piece of work that one thread does. A decode item is one query token, a run of KV
+heads and a *segment* of its context; a chunk item is a few tokens of a row of several, one KV head
+and the whole context. Plain numbers throughout: the caller keeps the memory alive.
 """
 
 from typing import NamedTuple
 
-import numpy as np
+import torch
 
-from .vector_ir import LANES
+NO_WINDOW = 2**31 - 1
+# Contexts are cut at fixed positions, so that what a row gets does not depend on its neighbours.
+SEGMENT_KEYS = 512
+# Queries of a chunk item, in rows of (token, head): keys and values are packed for so many at once.
+MAX_CHUNK_ROWS = 256
+MIN_CHUNK_ROWS = 32
+ITEMS_PER_SHARE = 4  # as many at least, where there is enough to do, so that threads end together
 
-TILE = LANES  # keys whose scores are computed together
-NO_WINDOW = 1 << 60
-FLOAT_BYTES = 4
-INT32_BYTES = 4
-TILE_BYTES = TILE * FLOAT_BYTES
-CACHE_LINE_BYTES = 64
-FLOAT32 = np.float32(0)  # the tag of float32 elements
-BFLOAT16 = np.uint16(0)  # the tag of bfloat16 elements
+# Columns of the items, int32.
+ITEM_FIELDS = 9
+(
+    ITEM_NUM_TOKENS,  # 0 = a decode item
+    ITEM_ROW,  # of the block table
+    ITEM_TOKEN,  # first packed token
+    ITEM_CONTEXT,  # positions that the first token sees if there is no window
+    ITEM_FIRST,  # position
+    ITEM_END,  # one past the last position
+    ITEM_HEAD,  # first KV head
+    ITEM_END_HEAD,
+    ITEM_PARTIAL,  # where its partial results go; -1 = it is all of a query
+) = range(ITEM_FIELDS)
+
+# Columns of the merges, int32: a query whose context was cut.
+MERGE_FIELDS = 3
+MERGE_TOKEN, MERGE_PARTIAL, MERGE_SEGMENTS = range(MERGE_FIELDS)
 
 
-class Packed(NamedTuple):
+class Shape(NamedTuple):
+    """The sizes of a layer; ``group`` = heads per KV head, ``heads_per_tile`` of them at once."""
+
+    kv_heads: int
+    group: int
+    heads_per_tile: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    element_bytes: int
+    key_units: int  # of 64 bytes, in a row of keys
+    value_units: int
+    vectors_per_unit: int  # of float32
+    key_block_bytes: int  # from one block of the pool to the next
+    key_head_bytes: int  # from one head of a block to the next
+    value_block_bytes: int
+    value_head_bytes: int
+
+
+class Step(NamedTuple):
+    """What all layers of one shape and window share during a step."""
+
+    num_shares: int
+    num_items: int
+    items: int
+    num_merges: int
+    merges: int
+    num_tokens: int
+    slots: int  # address of int64 [tokens]
+    tables: int  # address of int32 [rows, table_stride]
+    table_stride: int
+    window: int
+    has_chunks: int
+    counter: int  # address of an int64
+    scratch: int
+    share_bytes: int
+    partials: int
+
+
+class Rows(NamedTuple):
     """A tensor [tokens, heads, dim]."""
 
     address: int
@@ -27,7 +83,7 @@ class Packed(NamedTuple):
     head_bytes: int
 
 
-class Pool(NamedTuple):
+class Blocks(NamedTuple):
     """A tensor [blocks, kv_heads, block_size, dim], the last two dimensions contiguous."""
 
     address: int
@@ -35,53 +91,33 @@ class Pool(NamedTuple):
     head_bytes: int
 
 
-class Shape(NamedTuple):
-    """The sizes of a layer; ``group`` = heads per KV head."""
-
-    kv_heads: int
-    group: int
-    key_dim: int
-    value_dim: int
-    block_size: int
-    element_bytes: int
-
-
-class Queries(NamedTuple):
-    """Single query tokens; the three int32 arrays have one entry per query."""
-
-    num_queries: int
-    tokens: int  # address; packed token
-    table_rows: int  # address; row of the block table
-    context_lens: int  # address; positions seen, the query's own included
-    tables: int  # address of int32 [rows, table_stride]
-    table_stride: int
-
-
 class Rules(NamedTuple):
     """``AttentionParams`` as numbers."""
 
     scaling: float
     softcap: float  # 0 = none
-    window: int  # NO_WINDOW = none
     sinks: int  # address of float32 [heads], 0 = none
 
 
-class Scratch(NamedTuple):
-    """Addresses of one KV head's float32 working memory, rows by head of its group."""
-
-    queries: int  # [group, key_dim], scaled; key_dim padded with zeros to whole tiles
-    sums: int  # [group, value_dim], weighted values; value_dim padded to whole tiles
-    scores: int  # [group, TILE], of one tile of keys, then its weights
-    totals: int  # [group, TILE], sums of weights, lane by lane
-    peaks: int  # [group], largest score so far
+_UNIT_BYTES = 64
 
 
-def round_up(count: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``count``."""
-    return (count + multiple - 1) // multiple * multiple
-
-
-def scratch_bytes(group: int, key_dim: int, value_dim: int) -> int:
-    """Bytes of scratch memory that ``attend`` needs for one KV head, in whole cache lines."""
-    row = round_up(key_dim, TILE) + round_up(value_dim, TILE) + 2 * TILE + 1
-    return round_up(round_up(group, 4) * row * FLOAT_BYTES, CACHE_LINE_BYTES)
+def make_shape(heads: int, key_blocks: torch.Tensor, value_blocks: torch.Tensor) -> Shape:
+    """The shape of a layer by its query heads and its parts of the pool."""
+    _, kv_heads, block_size, key_dim = key_blocks.shape
+    value_dim, item_bytes = value_blocks.shape[3], key_blocks.element_size()
+    strides = (*key_blocks.stride()[:2], *value_blocks.stride()[:2])
+    group = heads // kv_heads
+    return Shape(
+        kv_heads,
+        group,
+        group if group < 3 else 4,
+        key_dim,
+        value_dim,
+        block_size,
+        item_bytes,
+        -(-key_dim * item_bytes // _UNIT_BYTES),
+        -(-value_dim * item_bytes // _UNIT_BYTES),
+        4 // item_bytes,
+        *(stride * item_bytes for stride in strides),
+    )
