@@ -1,144 +1,346 @@
-"""How fast is paged decode attention on this machine, and what share of memory speed is that?
+"""What share of the memory bandwidth paged attention reaches, and how it compares with SDPA.
 
-One layer of 16 query heads, 4 KV heads and 64 dimensions in bfloat16; batches of 1, 8 and 16 rows
-with contexts of 150, 1024 and 4096 tokens. Each sample walks many layers' pools in turn, as a
-model does, so that keys and values come from memory and not from a cache. Prints one line per
-setting and one JSON line last.
+Decode: one layer's call of the engine's back end in bfloat16, for a small model's layers and for
+those of an 8-billion-parameter model with grouped queries, over contexts, batches and threads. The
+floor is every visible key and value read once; the bandwidth is that of a plain sum over memory
+with the same threads, measured right before and after each cell. Every step reads other blocks of
+a pool that is far larger than the caches, laid out as the engine lays it out. Required: at
+contexts from 1,024 on the share is no worse than at 150, for the same shape, batch and threads.
+
+Prefill: chunks that continue contexts, and many short prompts in one step, in turn with torch's
+scaled_dot_product_attention on keys, values and masks that were gathered before (which the engine
+would have to do as well). Required: at least as fast in every cell.
+
+Prints one line per cell and one JSON line last.
 """
 
 import argparse
-import json
+import itertools
 import statistics
-import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
+import numba
+import numpy as np
 import torch
+import torch.nn.functional as F
 from corun.gpu.attention.base import AttentionBackend, AttentionParams
 from corun.gpu.attention.select import select_attention_backend
+from corun.gpu.model.kv_pool import KvLayout, KvPool, LayerKvShape
+from corun.gpu.model.threads import set_threads
 from corun.gpu.step import AttentionMetadata
+from paired import compare, report, seconds
 
 _BLOCK_SIZE = 16
-_MIN_POOL_BYTES = 256 << 20  # larger than the last-level caches of common servers
+_CONTEXTS = (150, 512, 1024, 2048, 4096)
+_BATCHES = (1, 4, 8, 16)
+_SHORTEST_LONG_CONTEXT = 1024
+_POOL_TOKENS = max(_CONTEXTS) * max(_BATCHES)
+_STREAM_BYTES = 256 << 20  # larger than the last-level caches of common servers
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer that is measured."""
+    """Attention layers that are measured; so many lie in one block of the pool."""
 
-    heads: int = 16
-    kv_heads: int = 4
-    head_dim: int = 64
-    dtype: str = "bfloat16"
+    name: str
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token, in bfloat16."""
+        return 2 * self.kv_heads * self.head_dim * 2
+
+
+LAYERS = (Layer("150m", 12, 16, 4, 64), Layer("8b", 8, 32, 8, 128))
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One setting's result; ``gb_per_s`` counts keys and values read once."""
+class Setting:
+    """One cell of the decode table."""
 
+    layer: str
+    threads: int
     batch: int
     context_tokens: int
-    us: float
-    gb_per_s: float
 
 
-def _metadata(batch: int, context_len: int, device: torch.device) -> AttentionMetadata:
-    blocks_per_row = -(-context_len // _BLOCK_SIZE)
-    order = torch.randperm(batch * blocks_per_row, generator=torch.Generator().manual_seed(0))
-    tables = order.view(batch, blocks_per_row)
-    last = context_len - 1
-    slots = tables[:, last // _BLOCK_SIZE] * _BLOCK_SIZE + last % _BLOCK_SIZE
+@numba.njit(parallel=True, fastmath=True)
+def _stream(data: np.ndarray, num_shares: int) -> float:
+    """Sum float32; each share reads one contiguous part."""
+    total = np.float32(0)
+    for share in numba.prange(num_shares):
+        # A slice, because indices that may be negative keep the loop from being vectorised.
+        own = data[share * len(data) // num_shares : (share + 1) * len(data) // num_shares]
+        part = np.float32(0)
+        for index in range(len(own)):
+            part += own[index]
+        total += part
+    return total
+
+
+class Stream:
+    """The rate at which this many threads read memory that is in no cache."""
+
+    def __init__(self) -> None:
+        self._data = np.ones(_STREAM_BYTES // 4, np.float32)
+        self.gb_per_s: list[float] = []
+
+    def measure(self, threads: int) -> float:
+        """Read everything once; GB/s."""
+        seconds_taken = seconds(lambda: _stream(self._data, threads))
+        self.gb_per_s.append(_STREAM_BYTES / seconds_taken / 1e9)
+        return self.gb_per_s[-1]
+
+
+def make_metadata(
+    rows: list[tuple[int, int]], blocks: torch.Tensor, block_size: int = _BLOCK_SIZE
+) -> AttentionMetadata:
+    """Rows of (new tokens, context with them) over ``blocks``, int32, one after the other."""
+    counts = [-(-context // block_size) for _, context in rows]
+    tables = torch.zeros((len(rows), max(counts)), dtype=torch.int32)
+    slots = []
+    for table, own, (num_new, context) in zip(
+        tables, blocks[: sum(counts)].split(counts), rows, strict=True
+    ):
+        table[: len(own)] = own
+        positions = torch.arange(context - num_new, context)
+        slots.append(table[positions // block_size].long() * block_size + positions % block_size)
+    starts = (0, *itertools.accumulate(num_new for num_new, _ in rows))
+    contexts = tuple(context for _, context in rows)
     return AttentionMetadata(
-        query_starts=torch.arange(batch + 1, dtype=torch.int32, device=device),
-        context_lens=torch.full((batch,), context_len, dtype=torch.int32, device=device),
-        block_tables=tables.int().to(device),
-        slot_mapping=slots.to(device),
-        query_starts_host=tuple(range(batch + 1)),
-        context_lens_host=(context_len,) * batch,
-        max_query_len=1,
-        max_context_len=context_len,
-        block_size=_BLOCK_SIZE,
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.cat(slots),
+        query_starts_host=starts,
+        context_lens_host=contexts,
+        max_query_len=max(num_new for num_new, _ in rows),
+        max_context_len=max(contexts),
+        block_size=block_size,
     )
 
 
-def _measure(
-    backend: AttentionBackend, layer: Layer, batch: int, context_len: int, device: torch.device
-) -> Figure:
-    metadata = _metadata(batch, context_len, device)
-    dtype = getattr(torch, layer.dtype)
-    num_blocks = metadata.block_tables.numel()
-    block_elements = layer.kv_heads * _BLOCK_SIZE * layer.head_dim
-    layer_bytes = num_blocks * 2 * block_elements * dtype.itemsize
-    num_layers = max(12, -(-_MIN_POOL_BYTES // layer_bytes))
-    # One slab [blocks, layers, key and value, ...], as the KV pool lays its layers out.
-    # Filled, because untouched zeros would all be one page of physical memory.
-    slab = torch.full(
-        (num_blocks, num_layers, 2, layer.kv_heads, _BLOCK_SIZE, layer.head_dim),
-        0.5,
-        dtype=dtype,
-        device=device,
+class Bench:
+    """One layer shape with its pool, filled, and its blocks in random order."""
+
+    def __init__(self, backend: AttentionBackend, layer: Layer) -> None:
+        shape = LayerKvShape(layer.kv_heads, layer.head_dim, layer.head_dim)
+        layout = KvLayout((shape,) * layer.num_layers, _BLOCK_SIZE, torch.bfloat16)
+        # Tables end inside blocks.
+        num_blocks = _POOL_TOKENS // _BLOCK_SIZE + max(_BATCHES)
+        self.layer = layer
+        self.params = AttentionParams(layer.head_dim**-0.5)
+        self._backend = backend
+        self._pool = KvPool(layout, num_blocks, _CPU)
+        self._generator = torch.Generator().manual_seed(0)
+        self.blocks = torch.randperm(num_blocks, generator=self._generator).int()
+        for index in range(layer.num_layers):
+            for view in self._pool.layer(index):
+                view.copy_(self.normal(1, *view.shape[1:]))
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Standard normal bfloat16."""
+        return torch.randn(shape, generator=self._generator).bfloat16()
+
+    def inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, strided as transformers passes them."""
+        layer = self.layer
+        return tuple(  # type: ignore[return-value]
+            self.normal(heads, num_tokens, layer.head_dim).transpose(0, 1)
+            for heads in (layer.heads, layer.kv_heads, layer.kv_heads)
+        )
+
+    def run(self, inputs: tuple[torch.Tensor, ...], metadata: AttentionMetadata) -> None:
+        """One step: every layer's attention."""
+        query, key, value = inputs
+        for index in range(self.layer.num_layers):
+            key_blocks, value_blocks = self._pool.layer(index)
+            self._backend.forward(
+                query, key, value, key_blocks, value_blocks, metadata, self.params
+            )
+
+    def steps(self, batch: int, context_len: int) -> list[AttentionMetadata]:
+        """Decode steps over disjoint blocks, as many as the pool has room for."""
+        per_step = batch * -(-context_len // _BLOCK_SIZE)
+        count = min(len(self.blocks) // per_step, 64)
+        # Few blocks would all lie in a cache: spread them over the pool.
+        return [
+            make_metadata([(1, context_len)] * batch, part[:per_step])
+            for part in self.blocks.split(len(self.blocks) // count)[:count]
+        ]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._pool.close()
+
+
+def measure_decode(
+    bench: Bench, stream: Stream, setting: Setting, min_seconds: float
+) -> dict[str, Any]:
+    """Microseconds per layer, GB/s, and the share of the bandwidth measured around each step."""
+    layer = bench.layer
+    inputs = bench.inputs(setting.batch)
+    steps = itertools.cycle(bench.steps(setting.batch, setting.context_tokens))
+    read_bytes = setting.batch * setting.context_tokens * layer.token_bytes
+    taken, shares = [], []
+    before = stream.measure(setting.threads)
+    while len(shares) < 5 or sum(taken) * layer.num_layers < min_seconds:
+        # Few short steps between two measurements of the bandwidth would measure its noise.
+        repeats = max(1, int(0.02 / (taken[-1] * layer.num_layers))) if taken else 2
+        step_s = [seconds(lambda: bench.run(inputs, next(steps))) for _ in range(repeats)]
+        after = stream.measure(setting.threads)
+        taken.append(statistics.median(step_s) / layer.num_layers)
+        shares.append(read_bytes / taken[-1] / 1e9 / (0.5 * (before + after)))
+        before = after
+    median_s = statistics.median(taken)
+    return asdict(setting) | {
+        "us": round(1e6 * median_s, 1),
+        "gb_per_s": round(read_bytes / median_s / 1e9, 2),
+        "share": round(statistics.median(shares), 3),
+    }
+
+
+def decode_table(
+    backend: AttentionBackend, layers: list[Layer], threads: list[int], min_seconds: float
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Every cell, and the median bandwidth by number of threads."""
+    cells = []
+    streams = {count: Stream() for count in threads}
+    for layer in layers:
+        bench = Bench(backend, layer)
+        for count, batch, context_len in itertools.product(threads, _BATCHES, _CONTEXTS):
+            set_threads(count)
+            setting = Setting(layer.name, count, batch, context_len)
+            cells.append(measure_decode(bench, streams[count], setting, min_seconds))
+            print(" ".join(f"{name}={value}" for name, value in cells[-1].items()), flush=True)
+        bench.close()
+    return cells, {
+        str(count): round(statistics.median(stream.gb_per_s), 2)
+        for count, stream in streams.items()
+    }
+
+
+def is_no_worse_when_long(cells: list[dict[str, Any]]) -> bool:
+    """Whether long contexts reach the share of the shortest, for equal shape, batch, threads."""
+    shares: dict[tuple[Any, ...], dict[int, float]] = {}
+    for cell in cells:
+        key = (cell["layer"], cell["threads"], cell["batch"])
+        shares.setdefault(key, {})[cell["context_tokens"]] = cell["share"]
+    return all(
+        share >= by_context[min(_CONTEXTS)]
+        for by_context in shares.values()
+        for context_len, share in by_context.items()
+        if context_len >= _SHORTEST_LONG_CONTEXT
     )
-    query = torch.randn((batch, layer.heads, layer.head_dim), device=device).to(dtype)
-    new = torch.randn((batch, layer.kv_heads, layer.head_dim), device=device).to(dtype)
-    params = AttentionParams(layer.head_dim**-0.5)
-    pools = [(slab[:, index, 0], slab[:, index, 1]) for index in range(num_layers)]
-    samples = []
-    for repeat in range(12):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start_s = time.perf_counter()
-        for keys, values in pools:
-            backend.forward(query, new, new, keys, values, metadata, params)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if repeat >= 2:  # the first passes touch fresh pages
-            samples.append((time.perf_counter() - start_s) / num_layers)
-    seconds = statistics.median(samples)
-    read_bytes = batch * context_len * 2 * layer.kv_heads * layer.head_dim * dtype.itemsize
-    return Figure(batch, context_len, round(seconds * 1e6, 1), round(read_bytes / seconds / 1e9, 2))
 
 
-def _stream_gb_per_s() -> float:
-    """Read speed of main memory as one large sum reaches it."""
-    data = torch.zeros(_MIN_POOL_BYTES, dtype=torch.float32)
-    times = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - start_s)
-    return round(data.numel() * 4 / min(times) / 1e9, 2)
+def sdpa_rows(bench: Bench, rows: list[tuple[int, int]]) -> Callable[[], None]:
+    """SDPA over prepared keys, values and masks, once per row and layer."""
+    layer = bench.layer
+    group = layer.heads // layer.kv_heads
+    calls = []
+    for num_new, context_len in rows:
+        query = bench.normal(layer.kv_heads, group, num_new, layer.head_dim)
+        key, value = (
+            bench.normal(layer.kv_heads, 1, context_len, layer.head_dim).expand(-1, group, -1, -1)
+            for _ in range(2)
+        )
+        mask = None
+        if context_len > num_new:
+            visible = torch.ones(num_new, context_len, dtype=torch.bool).tril(context_len - num_new)
+            mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(
+                ~visible, float("-inf")
+            )
+        calls.append((query, key, value, mask))
+
+    def run() -> None:
+        for _ in range(layer.num_layers):
+            for query, key, value, mask in calls:
+                F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, is_causal=mask is None,
+                    scale=bench.params.scaling,
+                )  # fmt: skip
+
+    return run
+
+
+def prefill_cells() -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Name and rows of every cell."""
+    for context_len, chunk in itertools.product((0, 512, 1536, 3584), (128, 256, 512)):
+        yield f"{chunk} after {context_len}", [(chunk, context_len + chunk)]
+    for num_rows, chunk in ((8, 32), (16, 32), (8, 64), (16, 64), (8, 128), (16, 128)):
+        yield f"{num_rows} x {chunk}", [(chunk, chunk)] * num_rows
+
+
+def measure_prefill(bench: Bench, name: str, rows: list[tuple[int, int]]) -> dict[str, Any]:
+    """The times of SDPA and of the back end in turn, and how many times faster the latter is."""
+    inputs = bench.inputs(sum(num_new for num_new, _ in rows))
+    metadata = make_metadata(rows, bench.blocks)
+    reference = sdpa_rows(bench, rows)
+    reference()
+    bench.run(inputs, metadata)
+    ratio, sdpa_s, own_s = compare(
+        lambda: seconds(reference), lambda: seconds(lambda: bench.run(inputs, metadata)), 7
+    )
+    per_layer = 1e6 / bench.layer.num_layers
+    return {
+        "layer": bench.layer.name,
+        "rows": name,
+        "us": round(statistics.median(own_s) * per_layer, 1),
+        "sdpa_us": round(statistics.median(sdpa_s) * per_layer, 1),
+        "times_sdpa": ratio.to_json(),
+    }
+
+
+def prefill_table(
+    backend: AttentionBackend, layers: list[Layer], threads: int
+) -> list[dict[str, Any]]:
+    """Every cell, with this many threads."""
+    set_threads(threads)
+    cells = []
+    for layer in layers:
+        bench = Bench(backend, layer)
+        for name, rows in prefill_cells():
+            cells.append(measure_prefill(bench, name, rows))
+            print(" ".join(f"{name}={value}" for name, value in cells[-1].items()), flush=True)
+        bench.close()
+    return cells
 
 
 def main() -> None:
-    """Measure every setting and print the result."""
+    """Measure every cell and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--part", choices=("decode", "prefill", "both"), default="both")
+    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, torch.get_num_threads()])
+    parser.add_argument("--min-seconds", type=float, default=0.2, help="per decode cell")
     options = parser.parse_args()
-    device, layer = torch.device(options.device), Layer()
-    dtype = getattr(torch, layer.dtype)
-    backend = select_attention_backend(options.backend, device=device, dtype=dtype)
-    figures = []
-    for batch in (1, 8, 16):
-        for context_len in (150, 1024, 4096):
-            figure = _measure(backend, layer, batch, context_len, device)
-            print(
-                f"batch {batch:3} context {context_len:5}: {figure.us:9.1f} us "
-                f"{figure.gb_per_s:6.2f} GB/s"
-            )
-            figures.append(asdict(figure))
-    print(
-        json.dumps(
-            {
-                "bench": "attention",
-                "backend": backend.name,
-                "device": str(device),
-                "threads": torch.get_num_threads(),
-                "layer": asdict(layer),
-                "memory_gb_per_s": _stream_gb_per_s() if device.type == "cpu" else None,
-                "figures": figures,
-            }
+    backend = select_attention_backend(options.backend, device=_CPU, dtype=torch.bfloat16)
+    layers = [layer for layer in LAYERS if layer.name in options.layers]
+    threads = sorted(set(options.threads))
+    figures: dict[str, Any] = {}
+    bounds: dict[str, bool | None] = {}
+    if options.part != "prefill":
+        figures["decode"], figures["stream_gb_per_s"] = decode_table(
+            backend, layers, threads, options.min_seconds
         )
-    )
+        bounds["long_contexts_reach_the_share_of_short_ones"] = is_no_worse_when_long(
+            figures["decode"]
+        )
+    if options.part != "decode":
+        figures["prefill"] = prefill_table(backend, layers, max(threads))
+        bounds["prefill_at_least_as_fast_as_sdpa"] = all(
+            cell["times_sdpa"]["median"] >= 1 for cell in figures["prefill"]
+        )
+    workload = {"layers": [asdict(layer) for layer in layers], "backend": backend.name}
+    report("attention", workload, figures, bounds)
 
 
 if __name__ == "__main__":
