@@ -36,12 +36,12 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A plane and how well it predicts what it was not fitted to."""
+    """A plane through all points, and how well planes predict what they were not fitted to."""
 
     plane: Plane
     r_squared: float  # on the held-out points; 1 = exact, 0 = no better than their mean
     num_points: int
-    num_held_out: int
+    num_held_out: int  # each once, from a plane through others
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
@@ -91,8 +91,8 @@ def fit_plane(points: Sequence[Sequence[float]], y: Sequence[float]) -> Plane:
     return Plane(tuple(slopes), intercept)
 
 
-def r_squared(plane: Plane, points: Sequence[Sequence[float]], y: Sequence[float]) -> float:
-    """Share of the variance of ``y`` that the plane explains.
+def r_squared(predicted: Sequence[float], y: Sequence[float]) -> float:
+    """Share of the variance of ``y`` that the predictions explain.
 
     Raises ``ValueError`` if all y are equal: there is then nothing to explain.
     """
@@ -100,22 +100,29 @@ def r_squared(plane: Plane, points: Sequence[Sequence[float]], y: Sequence[float
     total = sum((value - mean) ** 2 for value in y)
     if total == 0.0:
         raise ValueError("all values are equal")
-    left = sum((value - plane.at(at)) ** 2 for at, value in zip(points, y, strict=True))
+    left = sum((value - guess) ** 2 for guess, value in zip(predicted, y, strict=True))
     return 1.0 - left / total
 
 
 def fit_with_held_out(
-    points: Sequence[Sequence[float]], y: Sequence[float], *, every: int = 3
+    points: Sequence[Sequence[float]], y: Sequence[float], *, max_parts: int = 10
 ) -> Fit:
-    """Fit all points but every ``every``-th in the order of their terms, and judge by those.
+    """Fit all points, and judge by predictions of each from a plane through others.
 
-    Raises ``ValueError`` if too few points would be left for either.
+    In the order of their terms every ``max_parts``-th, or each if there are fewer, is held out at
+    a time: a few points held out once may lie close together, and say nothing of the rest.
+
+    Raises ``ValueError`` if too few points would be left.
     """
     order = sorted(range(len(points)), key=lambda index: (*points[index], y[index]))
-    held = [index for place, index in enumerate(order) if place % every == every - 1]
-    seen = [index for place, index in enumerate(order) if place % every != every - 1]
-    if len(held) < 2 or len(seen) < 2:
-        raise ValueError(f"{len(points)} points are too few to hold every {every}th out")
-    plane = fit_plane([points[i] for i in seen], [y[i] for i in seen])
-    score = r_squared(plane, [points[i] for i in held], [y[i] for i in held])
-    return Fit(plane, score, len(seen), len(held))
+    num_parts = min(max_parts, len(points))
+    predicted = [0.0] * len(points)
+    for part in range(num_parts):
+        held, seen = (
+            order[part::num_parts],
+            [i for p, i in enumerate(order) if p % num_parts != part],
+        )
+        plane = fit_plane([points[i] for i in seen], [y[i] for i in seen])
+        for index in held:
+            predicted[index] = plane.at(points[index])
+    return Fit(fit_plane(points, y), r_squared(predicted, y), len(points), len(points))

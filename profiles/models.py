@@ -16,8 +16,9 @@ class LoraModel:
 
     Source: Toppings, section 5, equation 2, the form without padding. There the sum of ranks
     stands for what is read; bytes are proportional to it for adapters with the same targets, and
-    hold for the others, too. Prefill, which the paper leaves out, is linear in tokens times bytes
-    and, because x and y are read and written whatever the rank, in tokens.
+    hold for the others, too. Prefill, which the paper leaves out, is linear in tokens times bytes,
+    in bytes, which are read once however few the tokens, and in tokens, because x and y are read
+    and written whatever the rank.
     """
 
     decode_s_per_byte: float  # of the sum over rows
@@ -25,6 +26,7 @@ class LoraModel:
     prefill_s_per_token_byte: float
     prefill_fixed_s: float
     prefill_s_per_token: float = 0.0
+    prefill_s_per_byte: float = 0.0
 
     def decode_s(self, adapter_bytes: Sequence[int]) -> float:
         """One decode step over all layers, for rows with adapters of these sizes (0 = base)."""
@@ -36,7 +38,8 @@ class LoraModel:
         if not adapter_bytes or not num_tokens:
             return 0.0
         per_token_s = self.prefill_s_per_token + self.prefill_s_per_token_byte * adapter_bytes
-        return self.prefill_fixed_s + per_token_s * num_tokens
+        read_s = self.prefill_fixed_s + self.prefill_s_per_byte * adapter_bytes
+        return read_s + per_token_s * num_tokens
 
 
 @dataclass(frozen=True, slots=True)

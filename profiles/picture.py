@@ -105,7 +105,7 @@ def _draw_decode_fit(axes: Any, record: FitRecord) -> None:
 
 
 def _draw_prefill_fit(axes: Any, record: FitRecord) -> None:
-    """Two terms have no line: what is predicted against what was measured."""
+    """Three terms have no line: what is predicted against what was measured."""
     predicted_ms = [record.fit.plane.at(point) * 1e3 for point in record.points]
     axes.plot(predicted_ms, [y * 1e3 for y in record.y], "o", label="measured")
     end = max(predicted_ms)

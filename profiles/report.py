@@ -81,10 +81,12 @@ def _decode(profile: Profile) -> str:
 
 def _prefill(profile: Profile) -> str:
     lora = profile.model.lora
-    per_rank_s = lora.prefill_s_per_token_byte * _bytes_per_rank(profile)
+    rank_bytes = _bytes_per_rank(profile)
     return (
-        f"prefill: {_time(lora.prefill_fixed_s)} + {_time(lora.prefill_s_per_token)} per token + "
-        f"{_time(per_rank_s)} per token and rank, {_fit(profile.prefill_fit)}"
+        f"prefill: {_time(lora.prefill_fixed_s)} + {_time(lora.prefill_s_per_byte * rank_bytes)} "
+        f"per rank + {_time(lora.prefill_s_per_token)} per token + "
+        f"{_time(lora.prefill_s_per_token_byte * rank_bytes)} per token and rank, "
+        f"{_fit(profile.prefill_fit)}"
     )
 
 

@@ -109,6 +109,7 @@ def _model(
             prefill_s_per_token_byte=prefill.slopes[0],
             prefill_fixed_s=prefill.intercept,
             prefill_s_per_token=prefill.slopes[1],
+            prefill_s_per_byte=prefill.slopes[2],
         ),
         link=parts.link.model,
         num_workers=parts.num_workers,

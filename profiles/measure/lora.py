@@ -16,7 +16,7 @@ from .bank import AdapterBank, draw_batches
 from .effort import BATCH_SIZES
 from .passes import Passes
 
-_NUM_FITTED = 8  # points that a fit with held-out points needs
+_NUM_FITTED = 8  # points: two more than three terms need, and some to hold out
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,17 @@ class LoraBench:
     def prefill(
         self, tokens: Sequence[int], ranks: Sequence[int], repeats: Repeats, on_progress: Progress
     ) -> LoraTimes:
-        """One row with one adapter: against tokens times the adapter's bytes, and tokens."""
+        """One row with one adapter: against tokens times its bytes, tokens, and its bytes."""
         adapters = [next(a for a in self._bank.adapters if a.rank == rank) for rank in ranks]
         batches = [
             _Batch(
                 f"a prefill of {num_tokens} tokens with rank {adapter.rank}",
                 self._passes.prefill_rows(num_tokens, adapter.table_row, adapter.rank),
-                (float(num_tokens * adapter.num_bytes), float(num_tokens)),
+                (
+                    float(num_tokens * adapter.num_bytes),
+                    float(num_tokens),
+                    float(adapter.num_bytes),
+                ),
             )
             for num_tokens in tokens
             for adapter in adapters

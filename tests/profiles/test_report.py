@@ -19,8 +19,8 @@ def test_the_table_has_every_figure_in_its_unit() -> None:
         "9.31 GiB/s + 10 us; layer groups from 1 MiB on",
         "1; an invocation costs 20 us + 100 ns per token in each input group",
         # 8 MiB at rank 64 are 131072 bytes per rank.
-        "decode: 10 us + 131 us per rank of each row, R^2 0.990 on 2 held-out batches",
-        "prefill: 10 us + 1 us per token + 131 ns per token and rank, R^2 0.980",
+        "decode: 10 us + 131 us per rank of each row, R^2 0.990 on 3 held-out batches",
+        "prefill: 10 us + 262 ns per rank + 1 us per token + 131 ns per token and rank, R^2 0.980",
         "numba, torch from 128 tokens",
     ):
         assert part in text

@@ -19,10 +19,12 @@ from corun.profiles.profile import (
 
 _CURVE = Curve((1.0, 64.0, 512.0), (0.001, 0.002, 0.016))
 _DECODE = FitRecord(
-    Fit(Plane((1e-9,), 1e-5), 0.99, 4, 2), ((1e6,), (2e6,), (4e6,)), (1e-3, 2e-3, 4e-3)
+    Fit(Plane((1e-9,), 1e-5), 0.99, 3, 3), ((1e6,), (2e6,), (4e6,)), (1e-3, 2e-3, 4e-3)
 )
 _PREFILL = FitRecord(
-    Fit(Plane((1e-12, 1e-6), 1e-5), 0.98, 4, 2), ((1e9, 8.0), (2e9, 16.0)), (1e-3, 2e-3)
+    Fit(Plane((1e-12, 1e-6, 2e-12), 1e-5), 0.98, 2, 2),
+    ((1e9, 8.0, 1.25e8), (2e9, 16.0, 1.25e8)),
+    (1e-3, 2e-3),
 )
 
 SUBJECT = Subject(
@@ -42,7 +44,7 @@ PROFILE = Profile(
         step_s=_CURVE,
         groups=(GroupModel("q_proj", _CURVE, CurveFamily((24.0, 192.0), (_CURVE, _CURVE))),),
         invocation_s=2e-5,
-        lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5, 1e-6),
+        lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5, 1e-6, 2e-12),
         link=LinkModel(1e10, 1e-5),
         num_workers=1,
         tokens_per_worker=64,
