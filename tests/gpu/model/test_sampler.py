@@ -77,9 +77,9 @@ def test_cuts_keep_just_what_they_promise(params: dict[str, Any], allowed: set[i
 
 
 def test_the_nucleus_may_be_larger_than_the_first_candidates() -> None:
-    tokens = draw(torch.zeros(1, 5000), 3000, top_p=0.9)
-    assert len(set(tokens)) > 1500
-    assert len(set(draw(torch.zeros(1, 5000), 3000, top_k=1500))) > 1100
+    """Of equals, the first ones are the nucleus: draws come from all of it."""
+    assert 4000 < max(draw(torch.zeros(1, 5000), 300, top_p=0.9)) < 4500
+    assert 1300 < max(draw(torch.zeros(1, 5000), 300, top_k=1500)) < 1500
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -105,9 +105,7 @@ def test_equally_likely_tokens_are_drawn_alike_beside_any_neighbour(params: Any)
 
 def test_top_p_refers_to_all_that_min_p_left() -> None:
     """Also where that is more than the first candidates."""
-    tokens = draw(torch.zeros(1, 5000), 3000, min_p=0.5, top_p=0.5)
-    assert len(set(tokens)) > 1500
-    assert max(tokens) < 2500  # of equals, the first ones are the nucleus
+    assert 2200 < max(draw(torch.zeros(1, 5000), 300, min_p=0.5, top_p=0.5)) < 2500
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
