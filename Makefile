@@ -25,7 +25,7 @@ serve: $(VENV)/.installed
 	$(BIN)/corun serve $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ import os
 import tempfile
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.time_budget import TimeBudget
@@ -11,6 +12,11 @@ from support.time_budget import TimeBudget
 # Before any library is imported, here and in the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many threads as processors in each of several processes would wait for one another at
+    # every barrier. Engines in processes of their own say how many they want.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Profiles that engines measure and keep must not reach the user's own.
 _STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
@@ -33,11 +39,22 @@ def pytest_configure(config: pytest.Config) -> None:
         settings["tool"]["corun"]["test-budget-s"],
         enforced=not config.getoption("--no-time-budget"),
     )
-    config.pluginmanager.register(budget, "corun-time-budget")
+    if not hasattr(config, "workerinput"):  # the process that started the others adds up
+        config.pluginmanager.register(budget, "corun-time-budget")
 
 
 def pytest_unconfigure() -> None:
     _STATE.cleanup()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Runs with several processes (``-n 2 --dist loadgroup``) keep to the groups."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from support.process_groups import GroupScheduling
+
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

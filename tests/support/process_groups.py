@@ -1,0 +1,38 @@
+"""Which tests run in one process, one after the other, when there are several processes.
+
+Those of a file, because they share what is dear to make, and more where files share it or want the
+same processors. The plugin's own groups are marks that change the ids of tests.
+"""
+
+from xdist.scheduler import LoadScopeScheduling
+
+# Processes pinned to all processors that there are: two such tests at once would only wait.
+_PINNED = (
+    "tests/bench/test_cold_start.py",
+    "tests/cpu_workers/test_faults.py",
+    "tests/cpu_workers/test_jobs.py",
+    "tests/cpu_workers/test_pool.py",
+    "tests/e2e/test_coexecution.py",
+    "tests/e2e/test_profile.py",
+    "tests/gpu/coexec/test_passes_and_workers.py",
+    "tests/parity/test_coexecution",
+    "tests/profiles/measure/",
+)
+# The demo, served once.
+_SERVED = tuple(
+    f"tests/e2e/test_{name}.py" for name in ("adapter_updates", "answers", "readme", "sampling")
+)
+
+
+def group_of(path: str) -> str:
+    """The group of the tests in the file ``path``, relative to the repository."""
+    if path.startswith(_PINNED):
+        return "pinned"
+    return "served" if path in _SERVED else path
+
+
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives groups to processes, in the order in which their first tests were found."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid.partition("::")[0])
