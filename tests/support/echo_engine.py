@@ -1,0 +1,245 @@
+"""A fake engine for the HTTP server: deterministic text, controllable speed and faults."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from corun.runtime.engine.messages import AdapterInfo, EngineStats, ModelInfo
+from corun.runtime.errors import (
+    AdapterError,
+    CorunError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+)
+from corun.runtime.frontend.outputs import (
+    AdapterStart,
+    ChoiceHistory,
+    CompletionOutput,
+    Logprob,
+    LoRARequest,
+    RequestOutput,
+)
+from corun.runtime.sampling import SamplingParams
+
+BASE_NAME = "tiny"
+MAX_MODEL_LEN = 4096
+VOCAB_SIZE = 0x110000  # a token is a character
+
+
+class FakeTokenizer:
+    """One token per character; the chat template writes role and content."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **template_arguments: Any,
+    ) -> str:
+        text: str = template_arguments.get("preamble", "")
+        for message in messages:
+            if message["content"] == "refuse me":
+                raise RequestError(
+                    "the model's chat template refuses the messages: roles must alternate",
+                    param="messages",
+                )
+            text += f"<{message['role']}>{message['content']}"
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1, *map(ord, text)] if add_special_tokens else list(map(ord, text))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def expected_text(prompt: str, num_tokens: int, *, adapter: str = "base", choice: int = 0) -> str:
+    """Return what the fake engine says: the same characters over and over."""
+    phrase = f'{adapter}/{choice}/{prompt[-8:]}€\n"{{ '
+    return (phrase * (num_tokens // len(phrase) + 1))[:num_tokens]
+
+
+class FakeEngine:
+    """Satisfies ``EnginePort``. Attributes may be changed while the server runs."""
+
+    def __init__(self) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to how a new engine is."""
+        self.error: CorunError | None = None
+        self.stats = EngineStats(
+            num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
+            num_preemptions=3, running_adapters=("upper",), waiting_adapters=("digits",),
+        )  # fmt: skip
+        self.adapters = {
+            "upper": make_adapter("upper", rank=8),
+            "digits": make_adapter("digits", rank=64, resident=False),
+            "broken": make_adapter("broken", state="failed", reason="rank 512 is over the limit"),
+        }
+        self.default_sampling: dict[str, float] = {"temperature": 0.5, "top_k": 20.0}
+        self.tokens_per_output = 3
+        self.max_open = 1000
+        self.fail_after_tokens: int | None = None
+        self.num_steps = 0  # told when asked
+        self.held = threading.Event()  # while set, requests make no progress
+        self.hold_after_first = True  # held requests give their first output
+        self.dies_silently = False  # requests do not notice that the engine is dead
+        self.num_open = 0
+        self.num_continued = 0  # outputs asked for after a first one
+        self.num_aborted = 0
+        self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
+
+    def get_model_info(self) -> ModelInfo:
+        return ModelInfo(
+            name="demo/tiny", dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE, eos_token_ids=(0,), default_sampling=self.default_sampling,
+            kv_capacity_tokens=1600, memory_bytes=1 << 30, max_num_waiting=8,
+            model_path="demo/tiny", device_choices={"signal": "host", "link": "unpaced"},
+            summary=("tiny model", "on cpu"),
+        )  # fmt: skip
+
+    def get_stats(self) -> EngineStats:
+        return self.stats
+
+    async def refresh_stats(self, timeout_s: float) -> EngineStats:
+        self.stats = msgspec.structs.replace(self.stats, num_steps=self.num_steps)
+        return self.stats
+
+    async def wait_dead(self) -> CorunError:
+        while self.error is None:
+            await asyncio.sleep(0.005)
+        return self.error
+
+    def list_loras(self) -> tuple[AdapterInfo, ...]:
+        return tuple(self.adapters.values())
+
+    async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+        if "missing" in lora_request.lora_path:
+            raise AdapterError(f"there is no directory {lora_request.lora_path!r}")
+        name = lora_request.lora_name
+        self.adapters[name] = make_adapter(name, path=lora_request.lora_path)
+
+    async def remove_lora(self, lora_name: str) -> None:
+        del self.adapters[lora_name]
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.seen.append((prompt, sampling_params, lora_request, cache_salt))
+        prompt_ids = list(map(ord, prompt)) if isinstance(prompt, str) else prompt
+        if len(prompt_ids) >= MAX_MODEL_LEN:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, the limit is {MAX_MODEL_LEN - 1}",
+                param="prompt",
+            )
+        if self.num_open >= self.max_open:
+            raise OverloadedError(f"{self.max_open} requests are waiting (--max-num-waiting)")
+        self.num_open += 1
+        try:
+            choices = [
+                _FakeChoice(prompt_ids, sampling_params, index, lora_request or "base")
+                for index in range(sampling_params.n)
+            ]
+            while not all(choice.finish_reason for choice in choices):
+                await self._pause(choices[0].num_tokens)
+                outputs = [choice.advance(self.tokens_per_output) for choice in choices]
+                finished = all(choice.finish_reason for choice in choices)
+                yield RequestOutput(request_id, None, prompt_ids, outputs, finished, lora_request)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_open -= 1
+
+    async def _pause(self, num_tokens: int) -> None:
+        await asyncio.sleep(0)
+        if self.fail_after_tokens is not None and num_tokens >= self.fail_after_tokens:
+            raise CorunError("the step fell over")
+        held_at = 1 if self.hold_after_first else 0
+        # Whoever asks for more has written what came before.
+        self.num_continued += num_tokens > 0
+        while num_tokens >= held_at and self.held.is_set() and not self._dies_loudly():
+            await asyncio.sleep(0.005)
+        if self._dies_loudly():
+            raise EngineDeadError(str(self.error))
+
+    def _dies_loudly(self) -> bool:
+        return self.error is not None and not self.dies_silently
+
+
+class _FakeChoice:
+    """One choice on its way to its last token."""
+
+    def __init__(
+        self, prompt_ids: list[int], params: SamplingParams, index: int, adapter: str
+    ) -> None:
+        prompt = "".join(map(chr, prompt_ids))
+        limit = params.max_tokens or MAX_MODEL_LEN - len(prompt_ids)
+        text = expected_text(prompt, limit, adapter=adapter, choice=index)
+        found = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        self._stop = min(found)[1] if found else None
+        self._text = text[: min(found)[0]] if found else text
+        self._params = params
+        self._index = index
+        self._start = AdapterStart("assisted", "told to") if adapter == "digits" else None
+        self._history = ChoiceHistory(logprobs=None if params.logprobs is None else [])
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def advance(self, num_tokens: int) -> CompletionOutput:
+        new = self._text[self.num_tokens : self.num_tokens + num_tokens]
+        self.num_tokens += len(new)
+        self._history.token_ids.extend(map(ord, new))
+        self._history.pieces.extend(new)
+        logprobs = [self._candidates(character) for character in new]
+        if self._history.logprobs is not None:
+            self._history.logprobs.extend(logprobs)
+        if self.num_tokens == len(self._text):
+            self.finish_reason = "length" if self._stop is None else "stop"
+        return CompletionOutput(
+            index=self._index,
+            new_text=new,
+            new_token_ids=list(map(ord, new)),
+            new_logprobs=None if self._params.logprobs is None else logprobs,
+            cumulative_logprob=None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop if self.finish_reason else None,
+            history=self._history,
+            num_pieces=self.num_tokens,
+            num_tokens=self.num_tokens,
+            adapter_start=self._start,
+        )
+
+    def _candidates(self, character: str) -> dict[int, Logprob]:
+        """The drawn token has rank 2; a part of a character is among the others."""
+        candidates = {ord(character): Logprob(-0.75, 2, character)}
+        others = [Logprob(-0.25, 1, "bytes:\\xe2\\x82"), Logprob(-2.0, 3, "zz")]
+        wanted = [other for other in others if other.rank <= (self._params.logprobs or 0)]
+        return candidates | {-other.rank: other for other in wanted}
+
+
+def make_adapter(
+    name: str,
+    *,
+    path: str | None = None,
+    state: str = "ready",
+    reason: str | None = None,
+    rank: int = 8,
+    resident: bool = True,
+) -> AdapterInfo:
+    """Return an adapter as the engine reports it."""
+    return AdapterInfo(
+        name=name, path=path or f"/adapters/{name}", state=state, reason=reason, rank=rank,
+        num_bytes=1 << 20, version="0123abcd", resident=resident,
+    )  # fmt: skip
