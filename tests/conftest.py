@@ -1,8 +1,10 @@
 """What every test gets: no network, GPU tests only with a GPU, and a time budget per folder."""
 
+import logging
 import os
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def repository() -> Path:
     """The root of the working tree, which is also the root of the package."""
     return _ROOT
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """For who runs a command in this process: all later tests would log as it configured."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    # Those of pytest are of other classes.
+    for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
+        root.removeHandler(handler)
 
 
 def _has_cuda() -> bool:

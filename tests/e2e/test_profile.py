@@ -15,6 +15,8 @@ from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.config.yaml_file import read_yaml_options
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 _TIMEOUT_S = 100.0
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 

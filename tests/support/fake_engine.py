@@ -5,6 +5,7 @@ What a prompt begins with may ask for trouble: see ``FakeCore``.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -245,6 +246,7 @@ def build(
         raise ZeroDivisionError("a bug while loading")
     while config.model == SLOW_MODEL:
         on_progress("still loading")
+        time.sleep(0.001)
     return FakeAssembly(config)
 
 

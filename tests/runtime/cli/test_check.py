@@ -8,6 +8,8 @@ from corun.runtime.demo import demo_adapters_path
 from support.architectures import ARCHITECTURES
 from support.peft_adapters import save_adapter
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:

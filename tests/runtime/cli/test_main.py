@@ -16,6 +16,8 @@ from corun.runtime.config.serve import ServeConfig
 from corun.runtime.demo import demo_adapters_path, demo_model_path
 from corun.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 
 def _configs(*argv: str) -> tuple[EngineConfig, ServeConfig]:
     return serve_configs(parse_arguments(["serve", *argv]))
