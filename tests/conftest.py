@@ -37,8 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    num_processes = getattr(config.option, "numprocesses", None)
+    # Tests that share the processors take longer, though all of them are done sooner.
+    factor = num_processes if isinstance(num_processes, int) and num_processes else 1
     budget = TimeBudget(
-        settings["tool"]["corun"]["test-budget-s"],
+        {
+            folder: factor * seconds
+            for folder, seconds in settings["tool"]["corun"]["test-budget-s"].items()
+        },
         enforced=not config.getoption("--no-time-budget"),
     )
     if not hasattr(config, "workerinput"):  # the process that started the others adds up

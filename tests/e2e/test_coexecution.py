@@ -155,6 +155,8 @@ def hitting(
         while not is_over.wait(HIT_EVERY_S):
             if hits and "supervisor" in modules:
                 return  # nobody starts it again without end
+            if number == signal.SIGSTOP and not is_whole(server):
+                continue  # one that is stopped while it starts is given two minutes
             for process in (p for module in modules for p in running(server, module)):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
