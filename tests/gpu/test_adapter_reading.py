@@ -2,16 +2,19 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from corun.gpu.adapter_loader import AdapterLoader, LoadedAdapter
 from corun.gpu.adapter_store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.errors import AdapterError
+from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
 from support.gated_files import FileGate
-from support.host_adapters import Host, copied
+from support.host_adapters import Host, copied, shared
 from support.peft_adapters import edit_tensors, save_adapter
 
 TIMEOUT_S = 30.0
@@ -60,6 +63,16 @@ class Reading:
 
     def _note(self) -> None:
         self.num_told += 1
+
+
+def loaded(loader: AdapterLoader) -> LoadedAdapter:
+    """The end of the only load."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        for event in loader.take_events():
+            if isinstance(event, LoadedAdapter):
+                return event
+        assert time.monotonic() < deadline_s, "it does not end"
 
 
 @pytest.fixture
@@ -159,3 +172,41 @@ def test_the_same_content_is_registered_while_it_is_read(reading: Reading) -> No
     assert (np.frombuffer(parts_of(host)[0], np.uint8) == used).all()
     host.release()
     assert reading.host.arena.taken_bytes == num_bytes // 2
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_where_kernels_read_the_arena_it_is_there_when_all_is_read(
+    files: Path, tmp_path: Path, has_changed: bool
+) -> None:
+    path = Path(shutil.copytree(files, tmp_path / "a"))
+    gate, device = FileGate(), CpuDevice()
+    host = Host(device, shared(1 << 20), gate=gate)
+    digest = host.adapters.register(str(path)).digest
+    host.arena.keep_within(0)
+    host.arena.keep_within(None)
+    if has_changed:
+        edit_tensors(path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
+    loader = AdapterLoader(
+        lambda _: host.adapters.fetch(digest, str(path)),
+        lambda _: host.adapters.fetch_present(digest),
+        lambda: None,
+    )
+    gate.close()
+    gate.let(7)
+    loader.start(Transfer(TransferId(1), TransferKind.LOAD_ADAPTER, AdapterId(1), 1))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while gate.num_taken < 7:
+        assert loader.take_events() == []
+        assert time.monotonic() < deadline_s
+    gate.open()
+    end = loaded(loader)
+    loader.close()
+    if has_changed:
+        assert end.error is not None and "have changed" in end.error
+    else:
+        assert end.adapter is not None and end.adapter.release is not None
+        assert len(end.adapter.targets) == 6
+        end.adapter.release()
+    host.arena.keep_within(0)
+    assert host.arena.taken_bytes == 0
+    device.close(timeout_s=TIMEOUT_S)
