@@ -60,8 +60,10 @@ def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
         return asyncio.run(server)
     finally:
         # The interpreter's last garbage collections would take most of a second to look at what
-        # transformers has made; the system takes the memory back anyway.
-        gc.freeze()
+        # transformers has made; the system takes the memory back anyway. Triton's library, though,
+        # complains of leaks on the console if it is not taken apart.
+        if "triton" not in sys.modules:
+            gc.freeze()
 
 
 def _check_directory(path: str, flag: str) -> None:
