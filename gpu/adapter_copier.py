@@ -108,6 +108,9 @@ class AdapterCopier:
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, in chunks."""
+        if source.numel() <= _CHUNK_BYTES:
+            self.device.copy(lane.stream, destination, source)
+            return
         for start in range(0, source.numel(), _CHUNK_BYTES):
             end = start + _CHUNK_BYTES
             self.device.copy(lane.stream, destination[start:end], source[start:end])

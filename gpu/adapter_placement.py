@@ -55,7 +55,8 @@ class Placement:
         ones = [one for _, one in self._region_of.values()]
         self._ranks = np.array([one.rank for one in ones], np.int32)
         self._scalings = np.array([one.scaling for one in ones], np.float32)
-        self.max_region_bytes = max(plan.region.num_bytes for plan in plans)
+        self._max_rank = max((one.rank for one in ones), default=0)
+        self.max_region_bytes = max((plan.region.num_bytes for plan in plans), default=0)
         self.layer_spans = self._layer_spans()
 
     @property
@@ -72,7 +73,7 @@ class Placement:
         base = memory.data_ptr()
         return TableEntries(
             self._targets, self._a_offsets + base, self._b_offsets + base, self._ranks,
-            self._scalings,
+            self._scalings, self._max_rank,
         )  # fmt: skip
 
     def views(self, target_index: int, memory: torch.Tensor) -> PackedLora:

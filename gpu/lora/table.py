@@ -24,6 +24,7 @@ class TableEntries:
     b_pointers: np.ndarray  # int64
     ranks: np.ndarray  # int32
     scalings: np.ndarray  # float32
+    max_rank: int
 
     @classmethod
     def of(cls, targets: Mapping[int, PackedLora]) -> Self:
@@ -35,6 +36,7 @@ class TableEntries:
             np.array([packed.b.data_ptr() for packed in matrices], np.int64),
             np.array([packed.rank for packed in matrices], np.int32),
             np.array([packed.scaling for packed in matrices], np.float32),
+            max((packed.rank for packed in matrices), default=0),
         )
 
 
@@ -57,7 +59,7 @@ class DeviceAdapter:
     def max_rank(self) -> int:
         """Highest rank over the targets; 0 if there are none."""
         if self.known_entries is not None:
-            return int(self.known_entries.ranks.max(initial=0))
+            return self.known_entries.max_rank
         return max((packed.rank for packed in self.targets.values()), default=0)
 
 
