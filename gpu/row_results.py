@@ -40,7 +40,13 @@ class RowResults:
             if row in void:
                 continue
             if sampled.error is not None:
-                results.append(RowResult(request_id, Outcome.FAILED, error=sampled.error))
+                failed = RowResult(
+                    request_id,
+                    Outcome.FAILED,
+                    error=sampled.error,
+                    error_kind=sampled.error_kind,
+                )
+                results.append(failed)
                 continue
             states[row].append(sampled.token_id)
             logprobs = None if sampled.logprobs is None else (sampled.logprobs,)

@@ -128,6 +128,7 @@ class RowResult:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if asked for
     error: str | None = None  # why, for RETRY and FAILED
+    error_kind: str | None = None  # a class in errors, for FAILED; None = the step failed
 
 
 @dataclass(frozen=True, slots=True)

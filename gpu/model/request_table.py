@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ...runtime.plan import AdapterId, BlockUpdate, NewRequest, RequestId
 from ...runtime.sampling import SamplingParams
+from .token_counts import TokenCounts
 
 _MIN_SLOTS = 16
 
@@ -14,7 +15,10 @@ _MIN_SLOTS = 16
 class RequestState:
     """One request. ``tokens[:num_tokens]`` are its prompt and what it has sampled so far."""
 
-    __slots__ = ("adapter_id", "num_prompt_tokens", "num_tokens", "sampling", "slot", "tokens")
+    __slots__ = (
+        "_output_counts", "_seen_counts", "adapter_id", "num_prompt_tokens", "num_tokens",
+        "sampling", "slot", "tokens",
+    )  # fmt: skip
 
     def __init__(self, request: NewRequest, slot: int, max_model_len: int) -> None:
         self.slot = slot
@@ -26,11 +30,18 @@ class RequestState:
         # One more than the context: a step in flight may sample past a request's last token.
         self.tokens = np.zeros(min(longest, max_model_len) + 1, dtype=np.int64)
         self.tokens[: self.num_tokens] = request.prompt_token_ids
+        self._seen_counts = TokenCounts()
+        self._output_counts = TokenCounts()
 
     def cut(self, num_tokens: int) -> None:
         """Forget tokens behind ``num_tokens``: a row that is computed again samples anew."""
         assert num_tokens <= self.num_tokens, "a row reaches past the tokens that are known"
         self.num_tokens = num_tokens
+        # Rare, so what was counted is counted again.
+        if num_tokens < self._seen_counts.num_counted:
+            self._seen_counts = TokenCounts()
+        if num_tokens - self.num_prompt_tokens < self._output_counts.num_counted:
+            self._output_counts = TokenCounts()
 
     def append(self, token_id: int) -> None:
         """Add a sampled token."""
@@ -38,10 +49,16 @@ class RequestState:
             self.tokens[self.num_tokens] = token_id
             self.num_tokens += 1
 
-    @property
-    def output_tokens(self) -> NDArray[np.int64]:
-        """Tokens sampled so far."""
-        return self.tokens[self.num_prompt_tokens : self.num_tokens]
+    def seen_tokens(self) -> NDArray[np.int64]:
+        """The distinct tokens of prompt and output."""
+        self._seen_counts.catch_up(self.tokens[: self.num_tokens])
+        return self._seen_counts.tokens
+
+    def output_counts(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The distinct tokens sampled so far, and how often each was."""
+        counts = self._output_counts
+        counts.catch_up(self.tokens[self.num_prompt_tokens : self.num_tokens])
+        return counts.tokens, counts.counts
 
 
 class RequestTable:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...runtime.errors import RequestError
 from ...runtime.plan import TokenLogprobs
 from ...runtime.sampling import SamplingParams
 from .random import uniform
@@ -31,6 +32,11 @@ class SampledRow:
     token_id: int
     logprobs: TokenLogprobs | None
     error: str | None = None
+    error_kind: str | None = None  # a class in ``runtime/errors.py``, if it is the request's fault
+
+
+_NOT_FINITE_ROW = SampledRow(-1, None, _NOT_FINITE)
+_NOTHING_LEFT_ROW = SampledRow(-1, None, _NOTHING_LEFT, RequestError.__name__)
 
 
 class Sampler:
@@ -54,8 +60,8 @@ class Sampler:
         # NaN and +inf survive a maximum; a row of -inf alone has -inf.
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
         logprobs = _report_logprobs_source(logits, states)
-        errors = dict.fromkeys(self._adjust(logits, states), _NOTHING_LEFT)
-        errors.update((i, _NOT_FINITE) for i, is_finite in enumerate(finite) if not is_finite)
+        errors = dict.fromkeys(self._adjust(logits, states), _NOTHING_LEFT_ROW)
+        errors.update((i, _NOT_FINITE_ROW) for i, is_finite in enumerate(finite) if not is_finite)
         token_ids = logits.argmax(dim=-1).tolist()
         drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0 and i not in errors]
         if drawn:
@@ -63,9 +69,7 @@ class Sampler:
             for i, token_id in zip(drawn, tokens, strict=True):
                 token_ids[i] = token_id
         return [
-            SampledRow(-1, None, errors[i])
-            if i in errors
-            else _row(token_ids[i], states[i], logprobs.get(i))
+            errors[i] if i in errors else _row(token_ids[i], states[i], logprobs.get(i))
             for i in range(len(states))
         ]
 
@@ -124,14 +128,14 @@ def _row(token_id: int, state: RequestState, logprobs: torch.Tensor | None) -> S
 def _penalise_repetition(row: torch.Tensor, state: RequestState) -> None:
     """Divide positive and multiply negative logits of tokens seen in prompt or output."""
     penalty = state.sampling.repetition_penalty
-    seen = torch.from_numpy(np.unique(state.tokens[: state.num_tokens])).to(row.device)
+    seen = torch.from_numpy(state.seen_tokens()).to(row.device)
     values = row[seen]
     row[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 
 def _penalise_frequency(row: torch.Tensor, state: RequestState) -> None:
     """Subtract presence and frequency penalties of tokens in the output."""
-    tokens, counts = np.unique(state.output_tokens, return_counts=True)
+    tokens, counts = state.output_counts()
     index = torch.from_numpy(tokens).to(row.device)
     times = torch.from_numpy(counts).to(row.device, row.dtype)
     sampling = state.sampling

@@ -53,7 +53,8 @@ class ResultReader:
                 self._counters.num_retried_rows += 1
                 _roll_back(request, start, later_steps)
             else:
-                events.append(_failure(request, result.error or "the step gave no reason"))
+                error = result.error or "the step gave no reason"
+                events.append(_failure(request, error, result.error_kind))
         return events
 
     def fail(self, step: InFlightStep, error: str) -> list[RequestEvent]:
@@ -111,11 +112,11 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
     request.num_computed_tokens = start  # a preempted one starts from 0 when it runs again
 
 
-def _failure(request: Request, error: str) -> RequestEvent:
+def _failure(request: Request, error: str, kind: str | None = None) -> RequestEvent:
     """Return the final event of a request whose row failed."""
     return RequestEvent(
         request.request_id,
         finish_reason=FinishReason.ERROR,
-        error_kind="StepFailedError",
+        error_kind=kind or "StepFailedError",
         error=error,
     )

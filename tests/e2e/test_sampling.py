@@ -143,6 +143,11 @@ def test_several_prompts_and_token_ids(server: Served) -> None:
         ({"max_tokens": -1}, 400, ["max_tokens", "-1"]),
         ({"temperature": 1e9}, 400, ["temperature"]),
         ({"best_of": 3}, 400, ["best_of"]),
+        (
+            {"min_tokens": 2, "stop_token_ids": list(range(261))},
+            400,
+            ["no token can be drawn", "min_tokens"],
+        ),
         ({"model": "nothing"}, 404, ["nothing"]),
     ],
 )

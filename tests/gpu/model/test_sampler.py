@@ -122,6 +122,7 @@ def test_a_request_that_leaves_itself_no_token_fails_alone(
     states = [make_state(temperature=temperature, **params), make_state(temperature=temperature)]
     rows = Sampler([EOS]).sample(torch.arange(16.0).view(2, 8), states)
     assert rows[0].error is not None and "no token can be drawn" in rows[0].error
+    assert rows[0].error_kind == "RequestError"  # not the server's fault
     assert rows[1].error is None
 
 
@@ -132,6 +133,7 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     logits[3, 5] = -float("inf")  # one token that cannot be is no error
     rows = Sampler([]).sample(logits, [make_state(temperature=t) for t in (0, 1, 1, 1)])
     assert rows[0].error is not None and "not finite" in rows[0].error
+    assert rows[0].error_kind is None
     assert rows[1].error is None
     assert rows[2].error is not None
     assert rows[3].error is None and rows[3].token_id != 5
@@ -163,6 +165,22 @@ def test_penalties() -> None:
     assert Sampler([]).sample(logits.clone(), [prompted])[0].token_id == 1
     unpenalised = make_state(prompt=[0], temperature=0, presence_penalty=1.0)
     assert Sampler([]).sample(logits.clone(), [unpenalised])[0].token_id == 0
+
+
+def test_penalties_count_what_is_new_and_forget_what_is_cut() -> None:
+    """Step by step, with cuts, as a fresh count of the whole list says."""
+    rng = np.random.default_rng(0)
+    state = make_state(prompt=[1, 1, 2])
+    for _ in range(60):
+        if rng.random() < 0.3:
+            state.cut(int(rng.integers(state.num_prompt_tokens, state.num_tokens + 1)))
+        state.append(int(rng.integers(0, 40)))
+        if rng.random() < 0.7:  # a count may lie several tokens and cuts back
+            whole = state.tokens[: state.num_tokens]
+            assert sorted(state.seen_tokens().tolist()) == np.unique(whole).tolist()
+            tokens, counts = state.output_counts()
+            expected = np.unique(whole[state.num_prompt_tokens :], return_counts=True)
+            assert sorted(zip(tokens, counts, strict=True)) == list(zip(*expected, strict=True))
 
 
 def test_logprobs_are_the_models_own() -> None:

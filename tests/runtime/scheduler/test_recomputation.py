@@ -94,6 +94,17 @@ class TestRetriesAndFailures:
             (2, "StepFailedError"),
         ]
 
+    def test_a_row_may_say_that_it_is_the_requests_fault(self) -> None:
+        scheduler = make_scheduler()
+        add_all(scheduler, make_requests(1, prompt=2))
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        row = RowResult(
+            RequestId(1), Outcome.FAILED, error="nothing left", error_kind="RequestError"
+        )
+        (event,) = scheduler.update(StepResult(plan.step_id, (row,)), 0.0)
+        assert (event.error_kind, event.error) == ("RequestError", "nothing left")
+
     def test_a_lost_step_fails_its_requests_and_no_other(self) -> None:
         scheduler = make_scheduler(max_num_seqs=2)
         executor = make_executor(scheduler)
