@@ -22,8 +22,9 @@ from .device.select import DeviceOptions, make_device
 from .executor import AdapterFetch, DeviceExecutor
 from .host_adapters import ArenaSize, GroupLayers, HostAdapters, one_group
 from .leaf.install import select_leaf_kernels
+from .linear.plain import PlainLinear
 from .linear.select import select_linear_backend
-from .linear.wrapper import wrap_linears
+from .linear.wrapper import leave_weight_files, wrap_linears
 from .lora.base import LoraBackend
 from .lora.select import select_lora_backend
 from .lora.table import LoraTable
@@ -140,6 +141,8 @@ def _equip(
     target_of = {target.physical_path: target.index for target in target_map.targets}
     group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
     wrap_linears(model, context, make_linear, target_of, group_of)
+    if where.type == "cpu" and make_linear.name != PlainLinear.name:
+        leave_weight_files(model)
     leaf_kernels_name = select_leaf_kernels(
         config.leaf_kernels, model, lambda: record_attention(model, hook)
     )

@@ -9,7 +9,7 @@ import torch
 
 from ...cpu_workers.kernels.layout import has_bfloat16_dot
 from ...runtime.errors import ConfigError
-from .base import MakeLinear
+from .base import LinearBackend, MakeLinear
 from .onednn import OnednnLinear
 from .plain import PlainLinear
 from .vnni import VnniLinear
@@ -24,7 +24,9 @@ _BACKENDS: Mapping[str, MakeLinear] = {
 # second-level cache, as models are.
 _MEASURED_TOKENS = (8, 128)
 _MEASURED_FEATURES = 1024
-_MEASURED_ROUNDS = 8  # the first may be slow, which does not matter to a minimum
+_MEASURED_TURNS = 2
+_MEASURED_ROUNDS = 8
+_WARM_UP_S = 0.01
 # What a less preferred backend must gain: less is noise, and start after start would compute
 # results that differ by their rounding.
 _MIN_GAIN = 0.1
@@ -123,14 +125,26 @@ def _operands(features: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
-    """Best time of a product by backend and number of tokens, measured in turn."""
+    """Best time of a product by backend and number of tokens.
+
+    One backend after the other, and all once more: helper threads of one library spin for
+    milliseconds after its last product, on the cores of the next one's.
+    """
     weight, x = _operands(_MEASURED_FEATURES, max(_MEASURED_TOKENS), dtype)
     backends = {name: _BACKENDS[name](weight, None) for name in names}
     best = {name: [math.inf] * len(_MEASURED_TOKENS) for name in names}
-    for _ in range(_MEASURED_ROUNDS):
-        for size, tokens in enumerate(_MEASURED_TOKENS):
-            for name, backend in backends.items():
-                start = time.perf_counter()
-                backend(x[:tokens])
-                best[name][size] = min(best[name][size], (time.perf_counter() - start) * 1e3)
+    for _ in range(_MEASURED_TURNS):
+        for name, backend in backends.items():
+            for size, tokens in enumerate(_MEASURED_TOKENS):
+                _warm_up(backend, x[:tokens])
+                for _ in range(_MEASURED_ROUNDS):
+                    start = time.perf_counter()
+                    backend(x[:tokens])
+                    best[name][size] = min(best[name][size], (time.perf_counter() - start) * 1e3)
     return best
+
+
+def _warm_up(backend: LinearBackend, x: torch.Tensor) -> None:
+    end = time.perf_counter() + _WARM_UP_S
+    while time.perf_counter() < end:
+        backend(x)

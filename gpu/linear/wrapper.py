@@ -110,6 +110,16 @@ def wrap_linears(
     return num_wrapped
 
 
+def leave_weight_files(model: nn.Module) -> None:
+    """Copy what is left of the model's tensors into memory of its own, in place.
+
+    Tensors that were read through a mapping of their file keep all of it mapped, and so what the
+    linears have packed in memory twice.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)

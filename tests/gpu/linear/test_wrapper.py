@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
 from corun.gpu.linear.vnni import VnniLinear
-from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
+from corun.gpu.linear.wrapper import CorunLinear, leave_weight_files, wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
@@ -87,6 +88,19 @@ def test_a_tied_embedding_reads_the_packed_weight_and_releases_its_own() -> None
     ids = torch.tensor([[10, 0, 3], [7, 7, 1]])
     assert torch.equal(model.embed(ids), weight[ids])
     assert torch.equal(model.embed(ids[:, :0]), weight[ids[:, :0]])
+
+
+def test_what_is_left_of_a_model_leaves_the_mapped_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    torch.arange(66.0).numpy().tofile(path)
+    model = Tiny().eval()
+    model.embed.weight.data = torch.from_file(str(path), size=66).view(11, 6)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    wrap_linears(model, StepContext(), OnednnLinear, {}, {})
+    leave_weight_files(model)
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert torch.equal(model.embed.weight, torch.arange(66.0).view(11, 6))
 
 
 def test_a_linear_of_another_dtype_is_computed_by_torch() -> None:
