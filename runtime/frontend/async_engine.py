@@ -39,7 +39,7 @@ from .inputs import (
 )
 from .lora_client import LoraClient
 from .outputs import LoRARequest, RequestOutput
-from .request_table import RequestTable
+from .request_table import RequestTable, Waker
 from .stats_client import StatsClient
 from .tokenizer import Tokenizer
 
@@ -255,8 +255,7 @@ class AsyncEngine:
         waker, generation = self._submit(asked)
         try:
             while True:
-                await waker.wait()
-                waker.clear()
+                await waker
                 if generation.error is not None:
                     raise generation.error
                 output = generation.output()
@@ -282,7 +281,7 @@ class AsyncEngine:
             token_ids = prompt
         return check_prompt(token_ids, self.get_model_info())
 
-    def _submit(self, asked: Asked) -> tuple[asyncio.Event, Generation]:
+    def _submit(self, asked: Asked) -> tuple[Waker, Generation]:
         """Send one engine request per choice. Nothing is awaited: all or none are open."""
         self._check_alive()
         self._open.check_new(asked.request_id)

@@ -54,9 +54,7 @@ class Choice:
         return self.finish_reason is not None
 
     def update(self, update: RequestUpdate) -> bool:
-        """Take what the engine says; return whether it still computes what nobody needs."""
-        if self.has_ended:
-            return False
+        """Take what the engine says of an open choice; return whether it goes on for nobody."""
         if update.cold_start is not None:
             start = update.cold_start
             self._adapter_start = AdapterStart(start.strategy, start.reason)
@@ -143,11 +141,9 @@ class Generation:
             engine_id: Choice(index, tokenizer, asked.prompt_token_ids, asked.params)
             for index, engine_id in enumerate(engine_ids)
         }
-
-    @property
-    def request_id(self) -> str:
-        """The caller's name for it."""
-        return self._asked.request_id
+        self.request_id = asked.request_id  # the caller's name for it
+        self._num_open = len(self._choices)
+        self.error: CorunError | None = None  # why the request failed, if it did
 
     @property
     def engine_ids(self) -> list[int]:
@@ -162,24 +158,29 @@ class Generation:
     @property
     def has_ended(self) -> bool:
         """Whether all choices have ended, or one has failed."""
-        choices = self._choices.values()
-        return self.error is not None or all(choice.has_ended for choice in choices)
-
-    @property
-    def error(self) -> CorunError | None:
-        """Why the request failed, if it did."""
-        errors = (choice.error for choice in self._choices.values())
-        return next((error for error in errors if error is not None), None)
+        return self._num_open == 0 or self.error is not None
 
     def update(self, update: RequestUpdate) -> bool:
         """Take an engine update; return whether that engine request should be aborted now."""
-        return self._choices[update.request_id].update(update)
+        choice = self._choices[update.request_id]
+        if choice.has_ended:
+            return False
+        is_unneeded = choice.update(update)
+        if choice.has_ended:
+            self._count_end(choice)
+        return is_unneeded
 
     def fail(self, error: CorunError) -> None:
         """End all open choices with ``error``."""
         for choice in self._choices.values():
             if not choice.has_ended:
                 choice.fail(error)
+                self._count_end(choice)
+
+    def _count_end(self, choice: Choice) -> None:
+        self._num_open -= 1
+        if self.error is None:
+            self.error = choice.error
 
     def output(self) -> RequestOutput:
         """Return the state of all choices, with what is new since the last call."""

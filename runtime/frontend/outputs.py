@@ -1,4 +1,8 @@
-"""What a caller of ``generate`` gives and gets: plain objects, no engine behind them."""
+"""What a caller of ``generate`` gives and gets: plain objects, no engine behind them.
+
+Outputs are not frozen, because one is made for every token, and a frozen one takes several times
+as long to make.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,7 +51,7 @@ class ChoiceHistory:
     logprobs: list[TokenCandidates] | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
+@dataclass(slots=True, repr=False, eq=False)
 class CompletionOutput:
     """One choice at one moment: what is new since the previous output, and all of it.
 
@@ -98,7 +102,7 @@ class CompletionOutput:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """One prompt's request at one moment. ``outputs`` always holds all its choices."""
 

@@ -4,19 +4,46 @@ Knows nothing of how messages come and go.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 from ..engine.messages import AddRequest, RequestUpdate
 from ..errors import EngineDeadError, RequestError
 from .generation import Generation
 
 
+class Waker:
+    """An event for one waiter, which clears it: ``await`` it in the loop that it was made in."""
+
+    __slots__ = ("_future", "_is_set", "_loop")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        """Wake the waiter, or spare it the next wait."""
+        self._is_set = True
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self._is_set:
+            self._future = self._loop.create_future()
+            try:
+                yield from self._future
+            finally:
+                self._future = None
+        self._is_set = False
+
+
 class RequestTable:
-    """Generations by their engine requests, and one event for each that its consumer waits on."""
+    """Generations by their engine requests, and a waker for each that its consumer waits on."""
 
     def __init__(self) -> None:
         self._generations: dict[int, Generation] = {}
-        self._wakers: dict[str, asyncio.Event] = {}
+        self._wakers: dict[str, Waker] = {}
 
     def __len__(self) -> int:
         """Engine requests that are open."""
@@ -27,11 +54,11 @@ class RequestTable:
         if request_id in self._wakers:
             raise RequestError(f"a request with id {request_id!r} is open", param="request_id")
 
-    def add(self, generation: Generation, requests: Sequence[AddRequest]) -> asyncio.Event:
-        """Enter a generation; the event is set whenever it has something new."""
+    def add(self, generation: Generation, requests: Sequence[AddRequest]) -> Waker:
+        """Enter a generation; the waker is set whenever it has something new."""
         for request in requests:
             self._generations[request.request_id] = generation
-        waker = self._wakers[generation.request_id] = asyncio.Event()
+        waker = self._wakers[generation.request_id] = Waker()
         return waker
 
     def remove(self, generation: Generation) -> None:

@@ -31,9 +31,14 @@ class WindowStream:
 
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes: whole characters, possibly none."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        is_overlong = len(self._window) >= _MAX_WINDOW_TOKENS
+        window = self._window
+        window.append(token_id)
+        text = self._decode(window)
+        if not text.endswith(REPLACEMENT) and len(text) > self._num_shown:  # nearly always
+            new_text = text[self._num_shown :]
+            self._shift()
+            return new_text
+        is_overlong = len(window) >= _MAX_WINDOW_TOKENS
         # Invalid bytes or invisible tokens in a row: stop waiting for more.
         num_partial = 0 if is_overlong else self._num_partial_chars(text)
         new_text = text[self._num_shown : len(text) - num_partial]

@@ -1,7 +1,7 @@
 """The ASGI application: routes, authentication, errors of routing, counts of requests."""
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,19 +28,22 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def build_app(state: ServerState) -> ASGIApp:
     """Return the application for ``state``."""
+    generating: dict[str, ASGIApp] = {
+        "/v1/completions": CompletionEndpoint(state),
+        "/v1/chat/completions": ChatEndpoint(state),
+    }
     starlette = Starlette(
-        routes=_routes(state),
+        routes=_routes(state, generating),
         exception_handlers={HTTPException: _on_routing_error},
     )
     starlette.router.redirect_slashes = False
-    return _Gate(starlette, state.settings.api_key, state.metrics)
+    return _Gate(starlette, generating, state.settings.api_key, state.metrics)
 
 
-def _routes(state: ServerState) -> list[Route]:
+def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route]:
     basic, lora = BasicRoutes(state), LoraRoutes(state)
     routes = [
-        Route("/v1/completions", CompletionEndpoint(state), methods=["POST"]),
-        Route("/v1/chat/completions", ChatEndpoint(state), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
         Route("/v1/models", _guarded(basic.list_models)),
         Route("/v1/models/{model:path}", _guarded(basic.get_model)),
         Route("/v1/lora_adapters", _guarded(basic.list_adapters)),
@@ -83,10 +86,22 @@ def _guarded(handler: Handler) -> Handler:
 
 
 class _Gate:
-    """Checks the key and counts requests. Adds one plain call to each message of an answer."""
+    """Checks the key and counts requests. Adds one plain call to each message of an answer.
 
-    def __init__(self, app: ASGIApp, api_key: str | None, metrics: ServerMetrics) -> None:
+    What generates is called without Starlette in between, whose layers would be gone through
+    again for every token of a stream.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        generating: Mapping[str, ASGIApp],
+        api_key: str | None,
+        metrics: ServerMetrics,
+    ) -> None:
+        """Put it before ``app``, and before the POST endpoints ``generating`` by path."""
         self._app = app
+        self._generating = generating
         self._api_key = None if api_key is None else api_key.encode()
         self._metrics = metrics
 
@@ -97,11 +112,18 @@ class _Gate:
         counted = _StatusOf(send)
         try:
             if self._is_allowed(scope):
-                await self._app(scope, receive, counted)
+                await self._app_for(scope)(scope, receive, counted)
             else:
                 await response_of(_UNAUTHORIZED)(scope, receive, counted)
         finally:
             self._count(scope, counted.status)
+
+    def _app_for(self, scope: Scope) -> ASGIApp:
+        endpoint = self._generating.get(scope["path"])
+        if endpoint is None or scope["method"] != "POST":
+            return self._app
+        scope["endpoint"] = endpoint  # as a router does, for the count
+        return endpoint
 
     def _is_allowed(self, scope: Scope) -> bool:
         if self._api_key is None or scope["path"] in OPEN_PATHS:

@@ -33,7 +33,7 @@ class Generation:
     cache_salt: str = ""
 
 
-async def run(
+def run(
     engine: EnginePort, generation: Generation, metrics: ServerMetrics
 ) -> AsyncGenerator[Outputs, None]:
     """Yield what is pending of all prompts, as often as there is something.
@@ -41,18 +41,13 @@ async def run(
     Closing the generator aborts every prompt; so does the failure of one of them, which is raised.
     """
     if len(generation.prompts) == 1:
-        async with aclosing(_run_one(engine, generation, 0, metrics)) as outputs:
-            async for output in outputs:
-                yield [(0, output)]
-        return
-    async with aclosing(_run_many(engine, generation, metrics)) as batches:
-        async for batch in batches:
-            yield batch
+        return _run_one(engine, generation, 0, metrics)
+    return _run_many(engine, generation, metrics)
 
 
 async def _run_one(
     engine: EnginePort, generation: Generation, index: int, metrics: ServerMetrics
-) -> AsyncGenerator[RequestOutput, None]:
+) -> AsyncGenerator[Outputs, None]:
     timer = RequestTimer(metrics)
     single = len(generation.prompts) == 1
     outputs = engine.generate(
@@ -65,39 +60,37 @@ async def _run_one(
     async with aclosing(outputs):
         async for output in outputs:
             timer.observe(output)
-            yield output
+            yield [(index, output)]
 
 
 async def _run_many(
     engine: EnginePort, generation: Generation, metrics: ServerMetrics
 ) -> AsyncGenerator[Outputs, None]:
     num_prompts = len(generation.prompts)
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(
-        _QUEUE_FACTOR * num_prompts
-    )
+    queue: asyncio.Queue[Outputs | Exception | None] = asyncio.Queue(_QUEUE_FACTOR * num_prompts)
 
     async def pump(index: int) -> None:
         last: Exception | None = None
         try:
             async with aclosing(_run_one(engine, generation, index, metrics)) as outputs:
                 async for output in outputs:
-                    await queue.put((index, output))
+                    await queue.put(output)
         except Exception as exc:
             last = exc
-        await queue.put((index, last))
+        await queue.put(last)
 
     pumps = [asyncio.ensure_future(pump(index)) for index in range(num_prompts)]
     try:
         num_open = num_prompts
         while num_open:
             batch: Outputs = []
-            for index, item in await _take_pending(queue):
+            for item in await _take_pending(queue):
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
                     num_open -= 1
                 else:
-                    batch.append((index, item))
+                    batch += item
             if batch:
                 yield batch
     finally:
@@ -122,30 +115,31 @@ class RequestCounter:
         self._clock = clock
         self._started_s = clock()
         self._first_token_s: float | None = None
-        self._starts: dict[tuple[int, int], AdapterStartInfo | None] = {}  # by prompt and choice
-        self._prompt_tokens: dict[int, int] = {}
+        self._latest: dict[int, RequestOutput] = {}  # by prompt
         self._num_generated = 0
 
     def count(self, prompt_index: int, output: RequestOutput) -> None:
         """Take the next output of a prompt."""
-        self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        self._latest[prompt_index] = output
         if self._first_token_s is None:
             self._first_token_s = self._clock() - self._started_s
         for choice in output.outputs:
             self._num_generated += len(choice.new_token_ids)
-            start = choice.adapter_start
-            self._starts[prompt_index, choice.index] = (
-                None if start is None else AdapterStartInfo(start.strategy, start.reason)
-            )
 
     def usage(self) -> Usage:
         """Return the counts so far."""
-        num_prompt = sum(self._prompt_tokens.values())
+        num_prompt = sum(len(output.prompt_token_ids) for output in self._latest.values())
         return Usage(num_prompt, self._num_generated, num_prompt + self._num_generated)
 
     def timing(self) -> Timing:
         """Return the times so far."""
         total_s = self._clock() - self._started_s
         first_s = total_s if self._first_token_s is None else self._first_token_s
-        starts = [start for _, start in sorted(self._starts.items(), key=lambda item: item[0])]
+        starts = [
+            None
+            if choice.adapter_start is None
+            else AdapterStartInfo(choice.adapter_start.strategy, choice.adapter_start.reason)
+            for _, output in sorted(self._latest.items(), key=lambda item: item[0])
+            for choice in output.outputs
+        ]
         return Timing(first_s, total_s, starts)
