@@ -55,7 +55,10 @@ def main() -> None:
         config = replace(config, host_adapter_bytes=f"{3 * num_bytes // 2 // _MIB}MiB")
         if options.profile is None:
             config = _with_measured_profile(config, options.keep_profile or directory / "p.json")
-        with start_rig(config, size.vocab, lambda line: print(line, flush=True)) as rig:
+        with (
+            start_rig(config, size.vocab, lambda line: print(line, flush=True)) as rig,
+            _throttled(options.disk_mb_per_s * 1e6),  # always, for the planner learns how fast
+        ):
             figures = _measure(rig, options, num_bytes)
     ratio = figures["planner_over_async_load"]["median"]
     workload = {"size": asdict(size), "rank": _RANK, "targets": _TARGETS, **vars(options)}
@@ -108,8 +111,7 @@ def _measure(rig: Rig, options: argparse.Namespace, num_bytes: int) -> dict[str,
         rig.serve(rig.prompt(1), other, 1)
         rig.prepare(other, is_cold=True)
         rig.use(strategy)
-        with _throttled(options.disk_mb_per_s * 1e6):
-            timing = rig.serve(rig.prompt(options.prompt_tokens), name, 2)
+        timing = rig.serve(rig.prompt(options.prompt_tokens), name, 2)
         decided.setdefault(strategy, set()).add(timing.decided)
         return timing.first_s
 
