@@ -5,12 +5,14 @@ turn (ABBA), closed loops over HTTP with the same loops on an engine in a proces
 it runs an open loop with Poisson arrivals and power-law adapters.
 
     python bench/serve.py [--pairs 7] [--rate 2.0] [--alpha 1.0]
+    python bench/serve.py --streams 200 [--pairs 7]     # what streams cost the engine's steps
     python bench/serve.py --url http://127.0.0.1:8000 --models a b c    # any compatible server
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import socket
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from typing import Any
 
 import httpx
 from corun import AsyncEngine, SamplingParams
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.client import ProcessClient
 from load import (
     Job,
     Send,
@@ -35,22 +39,28 @@ from load import (
 )
 from models import make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, report
+from streams import HttpStreams, NullStreams, bounds, measure
 
-REQUIRED_HTTP_SHARE = 0.85
+REQUIRED_HTTP_SHARE = 0.9
 # (clients, prompt tokens, output tokens, requests)
 CLOSED_LOOPS = ((8, 128, 32, 24), (16, 64, 64, 48))
 START_TIMEOUT_S = 180.0
 
 
-@contextlib.contextmanager
-def corun_server(model: Path, lora_dir: Path) -> Iterator[tuple[str, int]]:
-    """Run ``corun serve`` and wait until it is ready."""
+def free_port() -> int:
+    """Return a port of this machine that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def corun_server(model: Path, lora_dir: Path, *options: str) -> Iterator[tuple[str, int, int]]:
+    """Run ``corun serve`` and wait until it is ready; gives host, port and process id."""
+    port = free_port()
     command = [
         sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
-        str(lora_dir), "--port", str(port), "--log-level", "warning",
+        str(lora_dir), "--port", str(port), "--log-level", "warning", *options,
     ]  # fmt: skip
     process = subprocess.Popen(command)
     try:
@@ -59,7 +69,7 @@ def corun_server(model: Path, lora_dir: Path) -> Iterator[tuple[str, int]]:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError("corun serve did not become ready")
             time.sleep(0.2)
-        yield "127.0.0.1", port
+        yield "127.0.0.1", port, process.pid
     finally:
         process.terminate()
         process.wait(timeout=30)
@@ -139,7 +149,7 @@ async def measure_corun(arguments: Any) -> None:
         model = make_model(Path(directory) / "model")
         lora_dir = Path(directory) / "adapters"
         adapters = list(make_adapters(model, lora_dir))
-        with corun_server(model, lora_dir) as (host, port):
+        with corun_server(model, lora_dir) as (host, port, _):
             over_http = http_sender(host, port)
             async with AsyncEngine(
                 own_process=True, model=str(model), lora_dir=str(lora_dir)
@@ -159,6 +169,31 @@ async def measure_corun(arguments: Any) -> None:
     }  # fmt: skip
     workload = {"model": "llama-150m bf16", "rate_per_s": arguments.rate, "alpha": arguments.alpha}
     report("serve", workload, {"closed": cells, "open": latencies}, bounds)
+
+
+async def measure_streams(arguments: Any) -> None:
+    """What so many streams cost the engine's steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory) / "model")
+        lora_dir = Path(directory) / "adapters"
+        adapters = list(make_adapters(model, lora_dir))
+        models = list(itertools.islice(itertools.cycle(adapters), arguments.streams))
+        max_num_seqs = str(arguments.streams)
+        with corun_server(model, lora_dir, "--max-num-seqs", max_num_seqs) as (host, port, pid):
+            client = ProcessClient(
+                EngineConfig(
+                    model=str(model), lora_dir=str(lora_dir), max_num_seqs=arguments.streams
+                ),
+                log_level="warning",
+            )
+            null = NullStreams(client, asyncio.get_running_loop(), models)
+            try:
+                await client.start(null.receive, lambda error: print(error, file=sys.stderr))
+                http = HttpStreams((host, port), pid, models)
+                figures = await asyncio.to_thread(measure, http, null, arguments.pairs)
+            finally:
+                await client.close()
+    report("serve", {"model": "llama-150m bf16"}, {"streams": figures}, bounds(figures))
 
 
 async def measure_url(arguments: Any) -> None:
@@ -191,11 +226,17 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (open loop)")
     parser.add_argument("--requests", type=int, default=60, help="requests of the open loop")
     parser.add_argument("--alpha", type=float, default=1.0, help="power law of the adapters")
+    parser.add_argument(
+        "--streams", type=int, default=0, help="measure what so many streams cost a step, only"
+    )
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--models", nargs="+", default=[""], help="model names to ask --url for")
     parser.add_argument("--vocab-size", type=int, default=250, help="token ids sent to --url")
     arguments = parser.parse_args()
-    asyncio.run(measure_url(arguments) if arguments.url else measure_corun(arguments))
+    if arguments.streams:
+        asyncio.run(measure_streams(arguments))
+    else:
+        asyncio.run(measure_url(arguments) if arguments.url else measure_corun(arguments))
 
 
 if __name__ == "__main__":
