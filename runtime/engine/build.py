@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,14 +94,36 @@ def build_engine(
         CorunError: With the reason why the engine cannot start.
     """
     config = with_demo(config)
-    assert config.model is not None
     on_progress("importing torch, transformers and numba")
-    with collection_paused() if own_process else contextlib.nullcontext():
+    with _imports(own_process=own_process):
+        from ...gpu.compilation import compilation_told
+
+    with compilation_told(on_progress):
+        built = _build(config, on_progress, own_process=own_process)
+    if own_process:
+        keep_living()
+    return built
+
+
+@contextlib.contextmanager
+def _imports(*, own_process: bool) -> Iterator[None]:
+    """Import inside without the garbage collector, if it is ours."""
+    if not own_process:
+        yield
+        return
+    with collection_paused():
+        yield
+    keep_imported()
+
+
+def _build(
+    config: EngineConfig, on_progress: Callable[[str], None], *, own_process: bool
+) -> EngineAssembly:
+    assert config.model is not None
+    with _imports(own_process=own_process):
         from ...gpu import assemble
         from ...gpu.model.load import ModelSource, load_config
         from ...gpu.model.threads import set_threads
-    if own_process:
-        keep_imported()
 
     facts = read_machine_facts()
     placement = place_engine(config, facts)
@@ -127,13 +149,10 @@ def build_engine(
         profile = None
         if _copies_adapters(config, loaded):
             profile = profile_for(config, loaded, placement, facts)
-        built = _connect(config, source, loaded, adapters, on_progress, placement, profile)
+        return _connect(config, source, loaded, adapters, on_progress, placement, profile)
     except BaseException:
         loaded.close()
         raise
-    if own_process:
-        keep_living()
-    return built
 
 
 def _connect(
