@@ -144,7 +144,7 @@ def test_several_prompts_and_token_ids(server: Served) -> None:
         ({"temperature": 1e9}, 400, ["temperature"]),
         ({"best_of": 3}, 400, ["best_of"]),
         (
-            {"min_tokens": 2, "stop_token_ids": list(range(261))},
+            {"min_tokens": 2, "stop_token_ids": list(range(262))},
             400,
             ["no token can be drawn", "min_tokens"],
         ),
