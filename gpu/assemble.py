@@ -42,11 +42,15 @@ from .model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
 from .model.targets import build_target_map, record_input_groups, with_input_groups
-from .model.threads import choose_threads, probe_tokens
+from .model.threads import choose_threads, limit_torch_threads, probe_tokens
 from .step import StepContext
 
 _LOG = logging.getLogger(__name__)
 
+# With these, nothing large is left to torch.
+_ALL_OWN_KERNELS = {
+    "linear": "vnni", "attention": "numba", "LoRA": "numba", "leaf kernels": "numba",
+}  # fmt: skip
 _MAX_RESIDENT_ADAPTERS = 2048  # rows of the kernels' table, a few dozen bytes per target each
 
 
@@ -193,6 +197,8 @@ def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> N
             choose_threads(runner, max_threads, loaded.weight_bytes)
     finally:
         runner.pool.close()
+    if loaded.backend_names == _ALL_OWN_KERNELS:
+        limit_torch_threads()
 
 
 def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:

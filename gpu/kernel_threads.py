@@ -1,15 +1,25 @@
-"""How many threads the kernels of the CPU device use: asked at every call, so it must be cheap."""
+"""How many threads the kernels of the CPU device use in the calling thread, cheaply told.
+
+numba's own answer takes a lock, and a step asks more than a hundred times.
+"""
+
+import threading
 
 import numba
-import torch
 
-# Of this process; more than numba has started cannot be used.
-_MAX_THREADS = int(numba.config.NUMBA_NUM_THREADS)
+_OF_THIS_THREAD = threading.local()
 
 
 def num_kernel_threads() -> int:
-    """As many as torch uses in this thread: ``set_threads`` gives both libraries one number.
+    """As ``set_kernel_threads`` has set in this thread, else as numba says at the first call."""
+    known: int | None = getattr(_OF_THIS_THREAD, "num_threads", None)
+    if known is None:
+        known = _OF_THIS_THREAD.num_threads = int(numba.get_num_threads())
+    return known
 
-    numba's own answer takes a lock, and a step asks more than a hundred times.
-    """
-    return min(torch.get_num_threads(), _MAX_THREADS)
+
+def set_kernel_threads(num_threads: int) -> None:
+    """Let kernels that this thread calls use as many threads, at most as numba may start."""
+    num_threads = min(num_threads, int(numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(num_threads)
+    _OF_THIS_THREAD.num_threads = num_threads

@@ -133,6 +133,7 @@ def subject_of(
     """What a profile with these options is of."""
     import torch
 
+    from ...gpu.kernel_threads import num_kernel_threads
     from ...profiles.measure.shape import model_shape
 
     device = loaded.model.device
@@ -144,7 +145,7 @@ def subject_of(
             device=torch.cuda.get_device_name(device) if is_cuda else device.type,
         ),
         settings=Settings(
-            num_threads=0 if is_cuda else torch.get_num_threads(),
+            num_threads=0 if is_cuda else num_kernel_threads(),
             has_workers=bool(placement.plan.worker_cpus),
             worker_slowdown=config.worker_slowdown,
             delta_backend=config.delta_backend,
