@@ -66,7 +66,7 @@ def _read(values: np.ndarray, num_shares: int) -> float:
         sums = np.float32(0)
         for i in range(quarter):
             sums += (a[i] + b[i]) + (c[i] + d[i])
-        total += sums
+        total += float(sums)
     return total
 
 
