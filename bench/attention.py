@@ -70,7 +70,7 @@ class Setting:
     context_tokens: int
 
 
-@numba.njit(parallel=True, fastmath=True)
+@numba.njit(parallel=True, fastmath=True)  # type: ignore[untyped-decorator]
 def _stream(data: np.ndarray, num_shares: int) -> float:
     """Sum float32; each share reads one contiguous part."""
     total = np.float32(0)
@@ -81,7 +81,7 @@ def _stream(data: np.ndarray, num_shares: int) -> float:
         for index in range(len(own)):
             part += own[index]
         total += part
-    return total
+    return float(total)
 
 
 class Stream:
@@ -168,7 +168,7 @@ class Bench:
     def steps(self, batch: int, context_len: int) -> list[AttentionMetadata]:
         """Decode steps over disjoint blocks, as many as the pool has room for."""
         per_step = batch * -(-context_len // _BLOCK_SIZE)
-        count = min(len(self.blocks) // per_step, 64)
+        count = min(len(self.blocks) // per_step, 32)
         # Few blocks would all lie in a cache: spread them over the pool.
         return [
             make_metadata([(1, context_len)] * batch, part[:per_step])
@@ -188,7 +188,8 @@ def measure_decode(
     inputs = bench.inputs(setting.batch)
     steps = itertools.cycle(bench.steps(setting.batch, setting.context_tokens))
     read_bytes = setting.batch * setting.context_tokens * layer.token_bytes
-    taken, shares = [], []
+    taken: list[float] = []
+    shares: list[float] = []
     before = stream.measure(setting.threads)
     while len(shares) < 5 or sum(taken) * layer.num_layers < min_seconds:
         # Few short steps between two measurements of the bandwidth would measure its noise.

@@ -12,7 +12,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numba import njit, prange
 
 from ...cpu_workers.kernels.tiles import int32_at, int64_at
@@ -200,7 +199,7 @@ def run_share(
         _results(attended, shape),
         step.scratch + share * step.share_bytes,
         step,
-        Rules(np.float32(scaling), np.float32(softcap), sinks),
+        Rules(scaling, softcap, sinks),
         shape,
     )
 

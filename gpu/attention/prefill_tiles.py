@@ -33,12 +33,14 @@ from .lanes import (
     exp,
     fold_each,
     fold_neighbours,
+    load_first,
     maximum,
     shuffle,
     tanh,
     transpose,
 )
 from .tile_ir import (
+    element_bytes,
     interleave,
     load_part,
     splat_i32,
@@ -69,7 +71,8 @@ def _in_order(emit: Emitter, unit: ir.Value) -> list[ir.Value]:
     if len(vectors) == 1:
         return [vectors[0]]
     lanes = [part + lane for lane in range(LANES) for part in (0, LANES)]
-    return [shuffle(emit.builder, *vectors, lanes[half : half + LANES]) for half in (0, LANES)]
+    even, odd = vectors
+    return [shuffle(emit.builder, even, odd, lanes[half : half + LANES]) for half in (0, LANES)]
 
 
 @tile("source", "dim", "target")
@@ -100,7 +103,7 @@ def pack_keys(emit: Emitter, rows: ir.Value, dim: ir.Value, target: ir.Value) ->
         offset = builder.mul(loop.index, I64(VECTOR_BYTES))
         units = _load_all(emit, [builder.add(address, offset) for address in addresses], rest)
         columns = transpose(builder, units)
-        steps = []
+        steps: list[ir.Value] = []
         for column in columns:
             steps += [column] if product is emit or emit.is_float32 else emit.operands(column)
         place = emit.offset(target, loop.index, len(steps) * _KEY_STEP_BYTES)
@@ -112,6 +115,7 @@ def _load_all(emit: Emitter, addresses: list[ir.Value], count: ir.Value) -> list
     """``load_part`` of rows that all have the same number of elements left."""
     builder = emit.builder
     slots = [cgutils.alloca_once(builder, I32X16) for _ in addresses]
+    num_bytes = builder.mul(count, I64(element_bytes(emit)))
     is_whole = builder.icmp_signed(">=", count, I64(unit_elements(emit)))
     with builder.if_else(is_whole) as (whole, partial):
         with whole:
@@ -119,7 +123,7 @@ def _load_all(emit: Emitter, addresses: list[ir.Value], count: ir.Value) -> list
                 builder.store(emit.load(address, I32X16), slot)
         with partial:
             for address, slot in zip(addresses, slots, strict=True):
-                builder.store(load_part(emit, address, count), slot)
+                builder.store(load_first(emit, address, num_bytes), slot)
     return [builder.load(slot) for slot in slots]
 
 

@@ -112,7 +112,7 @@ def _start_rows(
     """Pack the queries, clear the sums, begin the softmax of every row; returns their number."""
     token, num_tokens, context = item
     num_rows = num_tokens * shape.group
-    padded = (num_rows + tiles.TILE_ROWS - 1) // tiles.TILE_ROWS * tiles.TILE_ROWS
+    padded: int = (num_rows + tiles.TILE_ROWS - 1) // tiles.TILE_ROWS * tiles.TILE_ROWS
     lanes = LANES // tiles.TILE_ROWS
     for row in range(padded):
         # Rows that only fill up a tile repeat the last one.

@@ -20,7 +20,6 @@ from .lanes import LANES, load_first, shuffle, store_first
 
 I16X32 = ir.VectorType(ir.IntType(16), 32)
 INT = types.int64
-_TAG = None
 
 
 def tile(*names: str, result: Any = types.void, floats: Sequence[str] = ()) -> Any:
