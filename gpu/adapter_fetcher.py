@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from ..cpu_workers.affinity import pin_thread
 from ..runtime.errors import CorunError
 from ..runtime.plan import AdapterId, Transfer, TransferId
 from .adapter_arrival import Reading
@@ -96,8 +97,17 @@ class _Waiting:
 class AdapterFetcher:
     """Owns the thread that fetches. All methods belong to the engine's thread."""
 
-    def __init__(self, fetch: FetchAdapter, notify: Callable[[], None]) -> None:
-        """``notify`` is called by the thread when there is more to take, or more was read."""
+    def __init__(
+        self, fetch: FetchAdapter, notify: Callable[[], None], cpus: tuple[int, ...] = ()
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            fetch: Called by the thread.
+            notify: Called by the thread when there is more to take, or more was read.
+            cpus: Where the thread runs; () = where the caller does.
+        """
+        self._cpus = cpus
         self._fetch = fetch
         self._notify = notify
         self._asked: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -142,6 +152,8 @@ class AdapterFetcher:
         self._thread.join()
 
     def _run(self) -> None:
+        if self._cpus:
+            pin_thread(self._cpus)
         timeout_s: float | None = None
         while not self._is_closed and self._take_asked(timeout_s):
             has_fetched = self._fetch_next()

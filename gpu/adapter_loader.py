@@ -81,9 +81,17 @@ class AdapterLoader:
     """Runs loads, fetched one after the other in the order asked for."""
 
     def __init__(
-        self, fetch: FetchAdapter, fetch_present: FetchPresent, notify: Callable[[], None]
-    ) -> None:
-        """``notify`` is called by any thread when ``take_done`` has something to do."""
+        self, fetch: FetchAdapter, fetch_present: FetchPresent, notify: Callable[[], None],
+        fetch_cpus: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Start the threads.
+
+        Args:
+            fetch: Called by the thread that reads files.
+            fetch_present: Called by ``start``.
+            notify: Called by any thread when ``take_events`` has something to tell.
+            fetch_cpus: Where the thread that reads files runs; () = where the caller does.
+        """
         self._fetch_present = fetch_present
         self._notify = notify
         self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
@@ -94,7 +102,7 @@ class AdapterLoader:
         self._may_look = threading.Event()
         self._may_look.set()
         self._closed = False
-        self._fetcher = AdapterFetcher(fetch, notify)
+        self._fetcher = AdapterFetcher(fetch, notify, fetch_cpus)
         self._thread = threading.Thread(
             target=self._watch, name="corun-adapter-copies", daemon=True
         )

@@ -96,9 +96,12 @@ class LoadedModel:
 
 
 def load(
-    source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None]
-) -> LoadedModel:
+    source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None],
+    stream_cpus: tuple[int, ...] = (),
+) -> LoadedModel:  # fmt: skip
     """Load the model and replace its attention and its linears.
+
+    ``stream_cpus``: where the threads of a CPU device run; () = where the caller does.
 
     Raises ``ModelError`` or ``ConfigError`` with the reason, ``DeviceError`` if the device cannot
     be used.
@@ -108,7 +111,7 @@ def load(
     dtype = resolve_dtype(config.dtype, hf_config)
     context = StepContext()
     with contextlib.ExitStack() as undo:
-        device = make_device(where, DeviceOptions.of(config))
+        device = make_device(where, DeviceOptions.of(config, stream_cpus))
         undo.callback(device.close)
         hook = PagedAttentionHook(context)
         undo.callback(hook.close)

@@ -43,6 +43,7 @@ class AdapterFetch:
 
     fetch: FetchAdapter
     fetch_present: FetchPresent
+    cpus: tuple[int, ...] = ()  # of the thread that reads files; () = where the engine runs
 
 
 class DeviceExecutor:
@@ -70,7 +71,7 @@ class DeviceExecutor:
         self._poller = select.poll()  # unlike select, for descriptors of any number
         self._poller.register(self._event_fd, select.POLLIN)
         self._assistant = assistant
-        loader = AdapterLoader(fetch.fetch, fetch.fetch_present, self._notify)
+        loader = AdapterLoader(fetch.fetch, fetch.fetch_present, self._notify, fetch.cpus)
         self._adapters = ResidentAdapters(loader, table, self._results)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
         self._on_kv_bytes = on_kv_bytes

@@ -63,6 +63,18 @@ def plan_cores(
     return _auto(machine, node, engine, is_engine_given=request.engine_cpus is not None)
 
 
+def background_cpus(machine: MachineFacts, plan: CorePlan) -> tuple[int, ...]:
+    """CPUs of threads that help the engine and must not take its core; () = there is no choice.
+
+    They read adapters and, on the CPU device, stand for its copy engines. Free CPUs serve them, or
+    else those of the workers, which wait most of the time.
+    """
+    if not plan.engine_cpus:
+        return ()
+    others = set(machine.allowed_cpus) - _with_siblings(machine, plan.engine_cpus)
+    return tuple(sorted(others.difference(plan.worker_cpus) or others))
+
+
 def _without_workers(request: CoreRequest) -> CorePlan:
     reason = request.off_reason or "--cpu-cores is none"
     engine = request.engine_cpus or ()

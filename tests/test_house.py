@@ -53,6 +53,8 @@ _ALLOWED_IMPORTS = {
         # The side of the CPU workers that the device talks to.
         "cpu_workers.pool",
         "cpu_workers.slices",
+        # How a thread is pinned is the same on both sides.
+        "cpu_workers.affinity",
         "runtime.plan",
         "runtime.sampling",
         "runtime.errors",

@@ -31,8 +31,15 @@ _POLL_S = 0.05
 class CpuDevice:
     """``TorchDevice`` on the CPU. Threads start with the first operation of their stream."""
 
-    def __init__(self, *, link: PacedLink | None = None) -> None:
-        """``link`` paces and counts copies between registered and other memory."""
+    def __init__(self, *, link: PacedLink | None = None, stream_cpus: tuple[int, ...] = ()) -> None:
+        """Make a device.
+
+        Args:
+            link: Paces and counts copies between registered and other memory.
+            stream_cpus: Where the streams' threads run, so that they take no core from those whose
+                work they stand beside; () = where the first to enqueue runs.
+        """
+        self._stream_cpus = stream_cpus
         self.link = link or PacedLink()
         self._streams: list[StreamThread] = []
         self._handles: list[Stream] = []
@@ -66,7 +73,7 @@ class CpuDevice:
             raise DeviceError(f"stream {name} must be made before the first operation")
         stream = Stream(len(self._streams), name)
         self._handles.append(stream)
-        self._streams.append(StreamThread(name))
+        self._streams.append(StreamThread(name, self._stream_cpus))
         return stream
 
     def adopt(self, stream: Stream) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ...cpu_workers.affinity import pin_thread
 from ...shm.words import wrap
 from .base import DeviceError
 from .cpu_wait import wait_briefly
@@ -24,8 +25,10 @@ class StreamThread:
     ``enqueue`` and ``is_current`` may be called by any thread.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cpus: tuple[int, ...] = ()) -> None:
+        """``cpus``: where the thread runs; () = where the first to enqueue does."""
         self.name = name
+        self._cpus = cpus
         self.error: BaseException | None = None
         self.failed_s = 0.0  # when it was marked: tells which of several streams failed first
         # When the last operation ended, if it was a copy that the next ones followed at once.
@@ -118,6 +121,8 @@ class StreamThread:
 
     def _loop(self) -> None:
         self._ident = threading.get_ident()
+        if self._cpus:
+            pin_thread(self._cpus)
         while (item := self._next()) is not None:
             always, operation = item
             self._run(operation, always)

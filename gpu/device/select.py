@@ -20,16 +20,17 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """What a device is made from; the fields are the options of the same name."""
+    """What a device is made from; most fields are the options of the same name."""
 
     link_gib_per_s: float | None = None
     link_latency_us: float = 0.0
     registration: str = "auto"
     signal: str = "auto"
     wait: str = "auto"
+    stream_cpus: tuple[int, ...] = ()  # no option: of the CPU device's threads
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "DeviceOptions":
+    def of(cls, config: EngineConfig, stream_cpus: tuple[int, ...] = ()) -> "DeviceOptions":
         """Take them from an engine's configuration."""
         return cls(
             link_gib_per_s=config.link_gib_per_s,
@@ -37,6 +38,7 @@ class DeviceOptions:
             registration=config.device_registration,
             signal=config.device_signal,
             wait=config.device_wait,
+            stream_cpus=stream_cpus,
         )
 
 
@@ -78,7 +80,7 @@ def _make_cpu(options: DeviceOptions, link: PacedLink) -> TorchDevice:
             raise ConfigError(
                 f"{flag} {asked} needs a CUDA device; on the CPU it is {' or '.join(allowed)}"
             )
-    made = CpuDevice(link=link)
+    made = CpuDevice(link=link, stream_cpus=options.stream_cpus)
     _LOGGER.info("CPU device: threads are its streams, link %s", link.describe())
     return made
 

@@ -137,7 +137,7 @@ def _build(
     if config.max_model_len is not None:
         _max_model_len(config, load_config(source).get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, _base_names(config))
-    loaded = assemble.load(source, config, on_progress)
+    loaded = assemble.load(source, config, on_progress, placement.background_cpus)
     try:
         on_progress("comparing logits with transformers (parity probe)")
         may_choose = own_process and config.cpu_threads is None
@@ -186,7 +186,7 @@ def _connect(
             )
             undo.callback(coexecution.close)
         executor = assemble.make_executor(
-            loaded, runner, _adapter_fetch(host, manager),
+            loaded, runner, _adapter_fetch(host, manager, placement.background_cpus),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
             assistant=None if coexecution is None else coexecution.assistant,
             on_kv_bytes=host.on_kv_bytes,
@@ -299,7 +299,9 @@ def _facts_reader(host: "HostAdapters") -> Callable[[str], AdapterFacts]:
     return read_facts
 
 
-def _adapter_fetch(host: "HostAdapters", manager: AdapterManager) -> "AdapterFetch":
+def _adapter_fetch(
+    host: "HostAdapters", manager: AdapterManager, cpus: tuple[int, ...]
+) -> "AdapterFetch":
     """What the executor's loads do: a version's files must still be what was registered."""
     from ...gpu.executor import AdapterFetch
 
@@ -310,7 +312,7 @@ def _adapter_fetch(host: "HostAdapters", manager: AdapterManager) -> "AdapterFet
     def fetch_present(adapter_id: AdapterId) -> "Arrival | None":
         return host.fetch_present(manager.version(adapter_id).digest)
 
-    return AdapterFetch(fetch, fetch_present)
+    return AdapterFetch(fetch, fetch_present, cpus)
 
 
 def _base_names(config: EngineConfig) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..config.cpu_list import format_cpus, parse_cpu_cores
 from ..config.engine import EngineConfig
-from ..cores import CorePlan, CoreRequest, plan_cores
+from ..cores import CorePlan, CoreRequest, background_cpus, plan_cores
 from ..facts import MachineFacts, pci_numa_node
 
 _LOG = logging.getLogger(__name__)
@@ -18,12 +18,14 @@ class Placement:
     plan: CorePlan
     machine: MachineFacts  # with the CPUs that are left to the engine's thread
     line: str  # for the start-up summary
+    background_cpus: tuple[int, ...] = ()  # of threads that help the engine; () = where it runs
 
 
 def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
     """Plan the cores, log what will go badly, and pin the calling thread: the engine's.
 
-    Threads that it starts later run where it does. A sandbox that forbids pinning is no error.
+    Threads that it starts later run where it does, unless they pin themselves. A sandbox that
+    forbids pinning is no error.
     Raises ``ConfigError`` for cores that do not exist or are not allowed.
     """
     from ...cpu_workers.affinity import pin_thread
@@ -42,13 +44,14 @@ def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
     for warning in plan.warnings:
         _LOG.warning("%s", warning)
     reasons = plan.reasons
+    background = background_cpus(machine, plan)
     if plan.engine_cpus:
         pinning = pin_thread(plan.engine_cpus)
         machine = replace(machine, allowed_cpus=pinning.granted)
         if not pinning.is_exact:
             _LOG.warning("the engine is not pinned as planned: %s", pinning.describe())
             reasons = (*reasons, f"but the engine runs on {format_cpus(pinning.granted)}")
-    return Placement(plan, machine, "; ".join(reasons))
+    return Placement(plan, machine, "; ".join(reasons), background)
 
 
 def _request(config: EngineConfig, off_reason: str | None) -> CoreRequest:

@@ -83,7 +83,7 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: Listener) -> 
     num_cpus = placement.machine.num_cpus
     set_threads(config.cpu_threads or num_cpus)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
-    loaded = assemble.load(source, config, listener.on_progress)
+    loaded = assemble.load(source, config, listener.on_progress, placement.background_cpus)
     try:
         listener.on_progress("comparing logits with transformers (parity probe)")
         assemble.probe(

@@ -2,7 +2,7 @@
 
 import pytest
 from corun.runtime.config.cpu_list import format_cpus, parse_cpu_cores
-from corun.runtime.cores import CorePlan, CoreRequest, plan_cores
+from corun.runtime.cores import CorePlan, CoreRequest, background_cpus, plan_cores
 from corun.runtime.errors import ConfigError
 from corun.runtime.facts import MachineFacts, NumaNode
 from hypothesis import given
@@ -59,6 +59,17 @@ def test_auto_takes_one_thread_of_each_core_near_the_accelerator() -> None:
     assert chosen.worker_cpus == (5, 6, 7)
     assert chosen.supervisor_cpus == (0, 1, 2, 3, 8, 9, 10, 11)
     assert "NUMA node 1" in chosen.reasons[1]
+
+
+def test_threads_that_help_the_engine_leave_its_core_alone() -> None:
+    assert background_cpus(TWO_SOCKETS, plan(TWO_SOCKETS, node=1)) == (
+        0, 1, 2, 3, 8, 9, 10, 11, 13, 14, 15,
+    )  # fmt: skip
+    two_cores = machine(((0,), (1,)))
+    # The workers' cores are better than the engine's.
+    assert background_cpus(two_cores, plan(two_cores, (1,), (0,))) == (1,)
+    assert background_cpus(two_cores, plan(two_cores, (), (0, 1))) == ()
+    assert background_cpus(two_cores, plan(two_cores, ())) == ()  # the engine is not pinned
 
 
 def test_auto_leaves_a_given_engine_core_and_its_sibling() -> None:

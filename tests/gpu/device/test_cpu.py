@@ -1,6 +1,7 @@
 """The CPU as a device: the contract, and what only threads can do or get wrong."""
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -57,6 +58,18 @@ def test_threads_start_with_the_first_operation_and_end_with_the_device(device: 
     assert seen[0].daemon and seen[0] is not threading.current_thread()
     device.close()
     assert stream_threads() == []
+
+
+def test_threads_run_on_the_cpus_they_are_given() -> None:
+    before = os.sched_getaffinity(0)
+    cpu = max(before)
+    device = CpuDevice(stream_cpus=(cpu,))
+    seen: list[set[int]] = []
+    device.launch(device.stream("a"), lambda: seen.append(os.sched_getaffinity(0)))
+    device.synchronize(timeout_s=LONG_S)
+    device.close()
+    assert seen == [{cpu}]
+    assert os.sched_getaffinity(0) == before
 
 
 def test_tells_what_it_works_with() -> None:
