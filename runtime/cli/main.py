@@ -9,8 +9,10 @@ import importlib
 import logging
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..errors import ConfigError, CorunError
+from ..process_end import leave
 from .parser import parse_arguments
 
 _COMMAND_MODULES = {
@@ -24,6 +26,11 @@ _COMMAND_MODULES = {
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+
+def console() -> NoReturn:
+    """Run the process's command line and end the process: the ``corun`` command."""
+    leave(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import gc
 import sys
 from pathlib import Path
 
@@ -52,18 +51,11 @@ def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
     from ..server.run import serve
 
     server = serve(engine_config, serve_config)
-    try:
-        if sys.platform == "linux":
-            import uvloop
+    if sys.platform == "linux":
+        import uvloop
 
-            return uvloop.run(server)
-        return asyncio.run(server)
-    finally:
-        # The interpreter's last garbage collections would take most of a second to look at what
-        # transformers has made; the system takes the memory back anyway. Triton's library, though,
-        # complains of leaks on the console if it is not taken apart.
-        if "triton" not in sys.modules:
-            gc.freeze()
+        return uvloop.run(server)
+    return asyncio.run(server)
 
 
 def _check_directory(path: str, flag: str) -> None:

@@ -15,13 +15,14 @@ import os
 import signal
 import socket
 import sys
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import msgspec
 
 from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
 from ..errors import CorunError
+from ..process_end import leave
 from .channel import Channel, ChannelError, receive_one_frame
 from .loop import BuildEngine, serve_channel
 from .messages import ToEngine
@@ -91,17 +92,5 @@ def _receive_config(sock: socket.socket) -> EngineConfig:
     return config_from_dict(EngineConfig, msgspec.msgpack.decode(payload, type=dict[str, Any]))
 
 
-def _leave(status: int) -> NoReturn:
-    """End the process at once; everything that must be closed has been.
-
-    The interpreter would look at all that torch and transformers have made several times before it
-    ends, which takes more than a second, and the system takes the memory back anyway.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())
