@@ -110,8 +110,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
     parser.add_argument("--ablations", action="store_true", help="all of them: minutes more")
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
-    parser.add_argument("--rounds", type=int, help="of a cell; default: 9, quick 3")
-    parser.add_argument("--gap-pairs", type=int, help="default: 7, quick 2")
+    parser.add_argument("--rounds", type=int, help="of a cell; default: 15, quick 3")
+    parser.add_argument("--gap-pairs", type=int, help="default: 15, quick 2")
     parser.add_argument("--arrivals", type=int, default=8, help="in a measurement of gaps")
     parser.add_argument("--profile", type=Path, help="saved by corun profile for this very model")
     parser.add_argument("--profile-s", type=float, default=45.0, help="to measure one otherwise")
@@ -124,8 +124,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--log-level", default="warning")
     options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 9)
-    options.gap_pairs = options.gap_pairs or (2 if options.quick else 7)
+    options.rounds = options.rounds or (3 if options.quick else 15)
+    options.gap_pairs = options.gap_pairs or (2 if options.quick else 15)
     return options
 
 
