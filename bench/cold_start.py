@@ -59,7 +59,7 @@ def main() -> None:
     if len(cpus) < 2:
         raise SystemExit("this needs two CPUs: one for the engine, one for the worker")
     engine_and_worker = (cpus[0], cpus[-1])
-    cells = QUICK_CELLS if options.quick else full_cells() if options.full else DEFAULT_CELLS
+    cells = _chosen(options)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         folders = _make_files(directory, options.size, cells)
@@ -102,12 +102,23 @@ def _measure(
     return figures, bounds
 
 
+def _chosen(options: argparse.Namespace) -> Sequence[Cell]:
+    """The cells to measure."""
+    cells = QUICK_CELLS if options.quick else full_cells() if options.full else DEFAULT_CELLS
+    if options.cells is None:
+        return cells
+    if not all(1 <= number <= len(cells) for number in options.cells):
+        raise SystemExit(f"--cells {options.cells}: there are cells 1 to {len(cells)}")
+    return [cells[number - 1] for number in options.cells]
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="all cells: hours")
     which.add_argument("--quick", action="store_true", help="two cells, to try the script")
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
+    parser.add_argument("--cells", type=int, nargs="+", metavar="N", help="only these, from 1 on")
     parser.add_argument("--ablations", action="store_true", help="all of them: minutes more")
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
     parser.add_argument("--rounds", type=int, help="of a cell; default: 15, quick 3")
