@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cold.rig import PLANNER, Rig, make_config, start_rig
+from cold.rig import PLANNER, Rig, engine_and_worker_cpus, make_config, start_rig
 from cold.workload import SIZES, adapter_name, make_adapters, make_model
 from corun.profiles.profile import save_profile
 from corun.runtime.adapters.checkpoint import Checkpoint
@@ -41,9 +41,7 @@ def main() -> None:
     options = _options()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=options.log_level.upper())
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < 2:
-        raise SystemExit("this needs two CPUs: one for the engine, one for the worker")
+    cpus = engine_and_worker_cpus()
     size = SIZES[options.size]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -51,7 +49,7 @@ def main() -> None:
         make_adapters(directory / "adapters", size, [(r, _TARGETS) for r in (_RANK, _OTHER_RANK)])
         weights = directory / "adapters" / adapter_name(_RANK, _TARGETS)
         num_bytes = (weights / "adapter_model.safetensors").stat().st_size
-        config = make_config(model, directory / "adapters", options.profile, (cpus[0], cpus[-1]))
+        config = make_config(model, directory / "adapters", options.profile, cpus)
         config = replace(config, host_adapter_bytes=f"{3 * num_bytes // 2 // _MIB}MiB")
         if options.profile is None:
             config = _with_measured_profile(config, options.keep_profile or directory / "p.json")

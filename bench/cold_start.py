@@ -26,7 +26,7 @@ from cold import ablations
 from cold.cells import CellResult, Clock, describe_waits, measure_cell
 from cold.gaps import measure_gaps
 from cold.picture import draw
-from cold.rig import Rig, make_config, start_rig
+from cold.rig import Rig, engine_and_worker_cpus, make_config, start_rig
 from cold.verdicts import judge_cells, judge_gaps
 from cold.workload import (
     DEFAULT_CELLS,
@@ -55,10 +55,7 @@ def main() -> None:
     options = _options()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=options.log_level.upper())
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < 2:
-        raise SystemExit("this needs two CPUs: one for the engine, one for the worker")
-    engine_and_worker = (cpus[0], cpus[-1])
+    engine_and_worker = engine_and_worker_cpus()
     cells = _chosen(options)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -1,8 +1,12 @@
 """Pins threads to CPUs, and tells what the kernel really granted."""
 
+import logging
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,18 @@ def pin_thread(cpus: Iterable[int]) -> Pinning:
     except OSError as failure:
         error = failure.strerror or str(failure)
     return Pinning(asked, tuple(sorted(os.sched_getaffinity(0))), error)
+
+
+def place_thread(cpus: tuple[int, ...]) -> None:
+    """Pin the calling thread, which helps others, to ``cpus``; () = it stays where it is.
+
+    What the kernel refuses is logged and no more: the thread works anywhere.
+    """
+    if not cpus:
+        return
+    pinning = pin_thread(cpus)
+    if not pinning.is_exact:
+        _LOG.info("thread %s: %s", threading.current_thread().name, pinning.describe())
 
 
 def _text(cpus: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ..cpu_workers.affinity import pin_thread
+from ..cpu_workers.affinity import place_thread
 from ..runtime.errors import CorunError
 from ..runtime.plan import AdapterId, Transfer, TransferId
 from .adapter_arrival import Reading
@@ -152,8 +152,7 @@ class AdapterFetcher:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._cpus:
-            pin_thread(self._cpus)
+        place_thread(self._cpus)
         timeout_s: float | None = None
         while not self._is_closed and self._take_asked(timeout_s):
             has_fetched = self._fetch_next()

@@ -263,6 +263,14 @@ def start_rig(
         os.sched_setaffinity(0, allowed)
 
 
+def engine_and_worker_cpus() -> tuple[int, int]:
+    """The first and the last CPU that this process may use; exits if they are the same."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise SystemExit("this needs two CPUs: one for the engine, one for the worker")
+    return cpus[0], cpus[-1]
+
+
 def make_config(
     model: Path, adapters: Path, profile: Path | None, cpus: tuple[int, int]
 ) -> EngineConfig:

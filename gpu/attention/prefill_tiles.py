@@ -10,6 +10,7 @@ Query rows and weights are read in the same steps of 4 bytes. The sums of a row 
 order of its units' vectors: see ``tile_ir``. Addresses and strides are in bytes.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -160,6 +161,37 @@ def elements_per_step(emit: Emitter) -> ir.Value:
     return I64(2 if emit.has_dot else 1)
 
 
+def _multiply(
+    emit: Emitter,
+    rows: Sequence[ir.Value],
+    columns_of: Callable[[ir.Value], ir.Value],
+    num_steps: ir.Value,
+    num_vectors: int,
+) -> list[ir.Value]:
+    """Products of four rows and 16 * ``num_vectors`` columns, [row * num_vectors + vector].
+
+    ``columns_of`` tells where the columns of a step begin; a row's values of it follow each other.
+    """
+    product = _products(emit)
+
+    def body(step: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        base = columns_of(step)
+        columns = [
+            product.operands(emit.load(emit.offset(base, v * VECTOR_BYTES), I32X16))
+            for v in range(num_vectors)
+        ]
+        results = []
+        for r, row in enumerate(rows):
+            bits = emit.splat(emit.load(emit.offset(row, step, STEP_BYTES), I32), LANES)
+            factors = product.operands(bits)
+            for v, column in enumerate(columns):
+                total = totals[r * num_vectors + v]
+                results.append(product.multiply_add(column, factors, total))
+        return results
+
+    return emit.loop(num_steps, TILE_ROWS * num_vectors, body)
+
+
 def _make_weigh(num_vectors: int) -> Any:
     """Scores and weights of four rows and 16 * ``num_vectors`` keys."""
 
@@ -177,25 +209,16 @@ def _make_weigh(num_vectors: int) -> Any:
         """
         queries, query_bytes, keys, num_steps, limits, first_key, window = values[:7]
         scaling, softcap, state, weights = values[7:]
-        builder, product = emit.builder, _products(emit)
-        rows = [emit.offset(queries, builder.mul(query_bytes, I64(r))) for r in range(TILE_ROWS)]
-
-        def body(step: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            base = emit.offset(keys, step, _KEY_STEP_BYTES)
-            columns = [
-                product.operands(emit.load(emit.offset(base, v * VECTOR_BYTES), I32X16))
-                for v in range(num_vectors)
-            ]
-            results = []
-            for r, row in enumerate(rows):
-                bits = emit.splat(emit.load(emit.offset(row, step, STEP_BYTES), I32), LANES)
-                query = product.operands(bits)
-                for v, column in enumerate(columns):
-                    total = totals[r * num_vectors + v]
-                    results.append(product.multiply_add(column, query, total))
-            return results
-
-        sums = emit.loop(num_steps, TILE_ROWS * num_vectors, body)
+        rows = [
+            emit.offset(queries, emit.builder.mul(query_bytes, I64(r))) for r in range(TILE_ROWS)
+        ]
+        sums = _multiply(
+            emit,
+            rows,
+            lambda step: emit.offset(keys, step, _KEY_STEP_BYTES),
+            num_steps,
+            num_vectors,
+        )
         scores = _visible_scores(emit, sums, limits, first_key, window, scaling, softcap)
         _weigh_rows(emit, scores, state, weights)
 
@@ -284,25 +307,13 @@ def _make_add_values(num_vectors: int) -> Any:
     def add_values(emit: Emitter, *values: Any) -> None:
         """Multiply the sums of four rows by their factors and add weighted values to them."""
         weights, base, step_bytes, num_steps, state, sums, sum_bytes = values
-        builder, product = emit.builder, _products(emit)
+        builder = emit.builder
         rows = [emit.offset(weights, r * WEIGHT_ROW_BYTES) for r in range(TILE_ROWS)]
 
-        def body(step: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            place = builder.add(base, builder.mul(step, step_bytes))
-            columns = [
-                product.operands(emit.load(emit.offset(place, v * VECTOR_BYTES), I32X16))
-                for v in range(num_vectors)
-            ]
-            results = []
-            for r, row in enumerate(rows):
-                bits = emit.splat(emit.load(emit.offset(row, step, STEP_BYTES), I32), LANES)
-                weight = product.operands(bits)
-                for v, column in enumerate(columns):
-                    total = totals[r * num_vectors + v]
-                    results.append(product.multiply_add(column, weight, total))
-            return results
+        def place_of(step: ir.Value) -> ir.Value:
+            return builder.add(base, builder.mul(step, step_bytes))
 
-        totals = emit.loop(num_steps, TILE_ROWS * num_vectors, body)
+        totals = _multiply(emit, rows, place_of, num_steps, num_vectors)
         for r in range(TILE_ROWS):
             lane = emit.offset(state, FACTORS + r * VECTOR_BYTES // TILE_ROWS)
             factor = emit.splat(emit.load(lane, F32), LANES)

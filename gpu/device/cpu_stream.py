@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...cpu_workers.affinity import pin_thread
+from ...cpu_workers.affinity import place_thread
 from ...shm.words import wrap
 from .base import DeviceError
 from .cpu_wait import wait_briefly
@@ -121,8 +121,7 @@ class StreamThread:
 
     def _loop(self) -> None:
         self._ident = threading.get_ident()
-        if self._cpus:
-            pin_thread(self._cpus)
+        place_thread(self._cpus)
         while (item := self._next()) is not None:
             always, operation = item
             self._run(operation, always)
