@@ -128,6 +128,7 @@ class HostAgent:
             self._fail(index, error)
         self._finish(index, item)
         queue.popleft()
+        del item  # who sees it done may close the memory that it named
         self._num_done[index] = self._num_done.get(index, 0) + 1
         return True
 
