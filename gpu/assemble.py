@@ -20,6 +20,7 @@ from .coexec.assistant import Assistant
 from .device.host_memory import TorchDevice
 from .device.select import DeviceOptions, make_device
 from .executor import AdapterFetch, DeviceExecutor
+from .graph.decode_graphs import select_decode_graphs
 from .host_adapters import ArenaSize, GroupLayers, HostAdapters, one_group
 from .leaf.install import select_leaf_kernels
 from .linear.plain import PlainLinear
@@ -70,6 +71,7 @@ class LoadedModel:
     attention_backend: AttentionBackend
     linear_backend_name: str
     leaf_kernels_name: str
+    decode_graphs: str  # on or off
     weight_bytes: int  # of the model as it was loaded
     rope_max_len: int | None
     recompute_at_tokens: int | None
@@ -82,6 +84,7 @@ class LoadedModel:
             "attention": self.attention_backend.name,
             "LoRA": self.lora_backend.name,
             "leaf kernels": self.leaf_kernels_name,
+            "decode graphs": self.decode_graphs,
         }
 
     @property
@@ -153,6 +156,10 @@ def _equip(
     leaf_kernels_name = select_leaf_kernels(
         config.leaf_kernels, model, lambda: record_attention(model, hook)
     )
+    attention_backend = select_attention_backend(
+        config.attention_backend, device=where, dtype=dtype
+    )
+    names = {"attention": attention_backend.name, "LoRA": lora_backend.name}
     return LoadedModel(
         config=model.config.get_text_config(),
         model=model,
@@ -163,11 +170,10 @@ def _equip(
         target_map=target_map,
         lora_table=table,
         lora_backend=lora_backend,
-        attention_backend=select_attention_backend(
-            config.attention_backend, device=where, dtype=dtype
-        ),
+        attention_backend=attention_backend,
         linear_backend_name=make_linear.name,
         leaf_kernels_name=leaf_kernels_name,
+        decode_graphs=select_decode_graphs(config.decode_graphs, names),
         weight_bytes=weight_bytes,
         rope_max_len=rope_max_length(model),
         recompute_at_tokens=rope_recompute_length(model),
@@ -178,7 +184,10 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     """Allocate the KV pool and connect the model to it."""
     pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
     loaded.hook.attach(loaded.attention_backend, pool)
-    return ModelRunner(loaded.model, loaded.context, loaded.hook, pool, loaded.lora_backend)
+    return ModelRunner(
+        loaded.model, loaded.context, loaded.hook, pool, loaded.lora_backend,
+        with_graphs=loaded.decode_graphs == "on",
+    )  # fmt: skip
 
 
 def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> None:
@@ -200,7 +209,7 @@ def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> N
             choose_threads(runner, max_threads, loaded.weight_bytes)
     finally:
         runner.pool.close()
-    if loaded.backend_names == _ALL_OWN_KERNELS:
+    if _ALL_OWN_KERNELS.items() <= loaded.backend_names.items():
         limit_torch_threads()
 
 

@@ -68,6 +68,10 @@ class LoraBatch:
 class DeltaPass(Protocol):
     """Adds the adapters' deltas to one pass; compared by identity."""
 
+    # Whether it calls kernels alone, and the same ones whatever the batch: a graph then holds
+    # these, otherwise the graph asks whichever pass is running.
+    is_repeatable: bool
+
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """The base products of an input group come next; what is computed elsewhere may begin.
 
@@ -87,6 +91,15 @@ class DeltaPass(Protocol):
         x as in ``begin``; ys: one [tokens, out_features] per target.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PassMetadata:
+    """What a pass reads beside token ids and positions."""
+
+    attention: AttentionMetadata
+    lora: LoraBatch | None  # None = no row has an adapter
+    deltas: DeltaPass | None  # None likewise
 
 
 @dataclass(slots=True)

@@ -50,6 +50,9 @@ _SERIAL_BYTES = 32 * 1024
 # What the caller says of each target: see ``add_deltas``.
 TARGET_FIELDS = 4
 _INDEX, _TARGET_Y, _TARGET_STRIDE, _TARGET_COLUMNS = range(TARGET_FIELDS)
+# And of each pass.
+BATCH_FIELDS = 5
+_NUM_SEGMENTS, _STARTS, _ENDS, _ROWS, _SCRATCH = range(BATCH_FIELDS)
 
 # Columns of a plan: one row per target and segment, and one more for the ends.
 _START, _TOKENS, _RANK, _A, _B, _SHRINK_UNIT, _EXPAND_UNIT, _HIDDEN = range(8)
@@ -238,11 +241,7 @@ def add_deltas(
     ranks: int,
     scalings: int,
     row_stride: int,
-    starts: int,
-    ends: int,
-    rows: int,
-    num_segments: int,
-    h: int,
+    batch: int,
     num_threads: int,
 ) -> None:
     """Add the deltas of targets that read the same x to the y of each, for all segments.
@@ -254,14 +253,16 @@ def add_deltas(
         y, bytes from one token of y to the next, padded columns of y.
     a_pointers, b_pointers (int64), ranks (int32), scalings (float32): addresses of the tables,
         whose rows hold ``row_stride`` entries. Rank 0 = nothing to add.
-    starts, ends, rows: addresses of int32 [num_segments], first token, one past the last, table
-        row.
-    h: address of float32 scratch, for each target and segment tokens * (rank rounded up to 8).
+    batch: address of int64 [BATCH_FIELDS]: what differs from pass to pass, so that a call may be
+        made again as it was. Number of segments; addresses of int32 [segments], first token, one
+        past the last, table row; address of float32 scratch, for each target and segment tokens *
+        (rank rounded up to 8).
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
     """
     plan = _make_plan(
         targets, num_targets, a_pointers, b_pointers, ranks, scalings, row_stride,
-        starts, ends, rows, num_segments, h,
+        int64_at(batch, _STARTS), int64_at(batch, _ENDS), int64_at(batch, _ROWS),
+        int64_at(batch, _NUM_SEGMENTS), int64_at(batch, _SCRATCH),
     )  # fmt: skip
     shrink_units = plan[-1, _SHRINK_UNIT]
     cost = _expand_cost(plan)

@@ -5,7 +5,7 @@ One instance serves one thread.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numba
 import numpy as np
@@ -17,6 +17,7 @@ from ...cpu_workers.kernels.layout import (
     FLOAT32,
     has_bfloat16_dot,
 )
+from ..graph.launch import current_capture, launch, new_output
 from ..step import AttentionMetadata
 from . import numba_kernels as kernels
 from .base import AttentionParams
@@ -26,14 +27,17 @@ from .numba_plan import make_items
 _CACHE_LINE_BYTES = 64
 
 
-@dataclass(slots=True)
-class _Plan:
-    """What the layers of one pass share, made when a layer first asks for its shape and window."""
+@dataclass(slots=True, eq=False)
+class _LayerKind:
+    """Layers of one shape and window, whose calls are told the same of a pass."""
 
-    metadata: AttentionMetadata  # kept alive: its identity says whether the plan still holds
-    # By dtype, query heads, shapes of the blocks, window: the fields of a step and shape, int64.
-    steps: dict[Hashable, int] = field(default_factory=dict)
-    arrays: list[np.ndarray] = field(default_factory=list)  # kept alive for their addresses
+    shape: Shape
+    window: int
+    # A ``Step`` and a ``Shape``, int64. In one place, so that a call may be made again as it was.
+    fields: np.ndarray
+    address: int  # of the fields
+    metadata: AttentionMetadata | None = None  # the pass that the fields are of
+    arrays: tuple[np.ndarray, ...] = ()  # kept alive for their addresses in the fields
 
 
 class NumbaAttention:
@@ -51,7 +55,7 @@ class NumbaAttention:
             torch.float32: FLOAT32,
             torch.bfloat16: BFLOAT16_DOT if can else BFLOAT16,
         }
-        self._plan: _Plan | None = None
+        self._kinds: dict[Hashable, _LayerKind] = {}
         self._scratch_bytes: dict[Shape, tuple[int, int]] = {}  # of a thread, of a partial result
         self._scratch = np.empty(0, np.uint8)
         self._partials = np.empty(0, np.uint8)
@@ -72,21 +76,24 @@ class NumbaAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``; CPU tensors in float32 or bfloat16."""
-        plan = self._plan
-        if plan is None or plan.metadata is not metadata:
-            plan = self._plan = _Plan(metadata)
         window = params.sliding_window
         num_tokens, heads, _ = query.shape
-        layer = (query.dtype, heads, key_blocks.shape, value_blocks.shape, window)
-        fields = plan.steps.get(layer)
-        if fields is None:
-            shape = make_shape(heads, key_blocks, value_blocks)
-            fields = plan.steps[layer] = self._make_step(plan, shape, window or NO_WINDOW)
-        attended = query.new_empty((num_tokens, heads, value_blocks.shape[3]))
+        blocks = (key_blocks, value_blocks)
+        key_of_kind = (query.dtype, heads, window, *((b.shape[1:], b.stride()) for b in blocks))
+        kind = self._kinds.get(key_of_kind)
+        if kind is None:
+            kind = _make_kind(make_shape(heads, key_blocks, value_blocks), window or NO_WINDOW)
+            self._kinds[key_of_kind] = kind
+        self._prepare(kind, metadata)
+        capture = current_capture()
+        if capture is not None:
+            capture.before_replay(kind, lambda now: self._prepare(kind, now.attention))
+        attended = new_output((num_tokens, heads, value_blocks.shape[3]), query.dtype)
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
-        kernels.attend(
+        launch(
+            kernels.attend,
             self._tags[query.dtype],
-            fields,
+            kind.address,
             *_places(query),
             *_places(key),
             *_places(value),
@@ -99,13 +106,15 @@ class NumbaAttention:
         )
         return attended
 
-    def _make_step(self, plan: _Plan, shape: Shape, window: int) -> int:
-        """Cut the step into items; returns the address of its fields."""
-        metadata = plan.metadata
+    def _prepare(self, kind: _LayerKind, metadata: AttentionMetadata) -> None:
+        """Cut the pass into items, unless the fields tell of it already."""
+        if kind.metadata is metadata:
+            return
+        shape, window = kind.shape, kind.window
         num_shares = numba.get_num_threads()
         items, merges, num_partials = make_items(
-            metadata.query_starts.numpy(),
-            metadata.context_lens.numpy(),
+            np.array(metadata.query_starts_host, np.int32),
+            np.array(metadata.context_lens_host, np.int32),
             window,
             shape.kv_heads,
             shape.group,
@@ -113,14 +122,11 @@ class NumbaAttention:
             num_shares,
         )
         counter = np.zeros(1, np.int64)
-        plan.arrays += [items, merges, counter]
         if shape not in self._scratch_bytes:
             self._scratch_bytes[shape] = kernels.scratch_bytes(shape)
         share_bytes, partial_bytes = self._scratch_bytes[shape]
         self._scratch = _at_least(self._scratch, num_shares * share_bytes)
         self._partials = _at_least(self._partials, num_partials * partial_bytes)
-        # The addresses of earlier steps of this plan stay valid.
-        plan.arrays += [self._scratch, self._partials]
         step = Step(
             num_shares,
             len(items),
@@ -138,9 +144,15 @@ class NumbaAttention:
             share_bytes,
             _aligned(self._partials),
         )
-        fields = np.array((*step, *shape), np.int64)
-        plan.arrays.append(fields)
-        return int(fields.ctypes.data)
+        kind.fields[:] = (*step, *shape)
+        # Other kinds may have scratch memory grow, or may be called between these layers.
+        kind.arrays = (items, merges, counter, self._scratch, self._partials)
+        kind.metadata = metadata
+
+
+def _make_kind(shape: Shape, window: int) -> _LayerKind:
+    fields = np.zeros(len(Step._fields) + len(shape), np.int64)
+    return _LayerKind(shape, window, fields, int(fields.ctypes.data))
 
 
 def _places(tensor: torch.Tensor) -> tuple[int, int, int]:

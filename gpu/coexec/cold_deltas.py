@@ -81,6 +81,8 @@ class NoObserver:
 class ColdDeltas:
     """See ``step.DeltaPass``; for one pass."""
 
+    is_repeatable = False  # what is sent and awaited differs
+
     def __init__(
         self, handover: Handover, backend: LoraBackend, plan: ColdPlan, observer: WaitObserver
     ) -> None:

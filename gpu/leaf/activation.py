@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from ..graph.launch import launch, new_output
 from ..kernel_threads import num_kernel_threads
 from . import kernels
 
@@ -39,8 +40,9 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, table: torch.Tensor) -> 
     assert gate.dtype == up.dtype == torch.bfloat16 and gate.shape == up.shape
     assert gate.stride(-1) == up.stride(-1) == 1
     gates, ups = gate.reshape(-1, features), up.reshape(-1, features)
-    y = torch.empty(gate.shape, dtype=torch.bfloat16)
-    kernels.gated(
+    y = new_output(gate.shape, torch.bfloat16)
+    launch(
+        kernels.gated,
         gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0), table.data_ptr(),
         y.data_ptr(), gates.shape[0], features, num_kernel_threads(),
     )  # fmt: skip

@@ -111,6 +111,30 @@ def norm(
 
 
 @njit(error_model="numpy", nogil=True)
+def _add_share(a: int, b: int, y: int, first: int, last: int) -> None:
+    lefts = carray(_pointer(a, _BITS), (last,))
+    rights = carray(_pointer(b, _BITS), (last,))
+    results = carray(_pointer(y, _BITS), (last,))
+    for i in range(first, last):
+        results[i] = _rounded(_widened(lefts[i]) + _widened(rights[i]))
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def add(a: int, b: int, y: int, num_values: int, num_threads: int) -> None:
+    """Write a + b; bfloat16 [num_values] each.
+
+    num_threads: at most as many as numba has started.
+    """
+    if num_threads == 1 or num_values <= _SERIAL_VALUES:
+        _add_share(a, b, y, 0, num_values)
+        return
+    for worker in prange(num_threads):
+        first = num_values * worker // num_threads
+        last = num_values * (worker + 1) // num_threads
+        _add_share(a, b, y, first, last)
+
+
+@njit(error_model="numpy", nogil=True)
 def _gated_share(
     gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, features: int,
     first: int, last: int,

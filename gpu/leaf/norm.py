@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..graph.launch import launch, new_output
 from ..kernel_threads import num_kernel_threads
 from . import kernels
 
@@ -28,9 +29,9 @@ class LeafNorm:
         features = self._features
         assert x.dtype == torch.bfloat16 and x.shape[-1] == features, (x.dtype, x.shape)
         rows = x if x.is_contiguous() else x.contiguous()
-        y = torch.empty_like(rows)
-        kernels.norm(
-            rows.data_ptr(), features, self._factors.data_ptr(), y.data_ptr(),
+        y = new_output(rows.shape, torch.bfloat16)
+        launch(
+            kernels.norm, rows.data_ptr(), features, self._factors.data_ptr(), y.data_ptr(),
             rows.numel() // features, features, self._epsilon, self._rounds_twice,
             num_kernel_threads(),
         )  # fmt: skip

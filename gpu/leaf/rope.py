@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..graph.launch import launch, new_output
 from ..kernel_threads import num_kernel_threads
 from . import kernels
 
@@ -31,9 +32,10 @@ def rotate(
     assert is_servable(q, k, cos, sin), (q.shape, k.shape, cos.shape, sin.shape)
     _, q_heads, num_tokens, dim = q.shape
     k_heads = k.shape[1]
-    q_out = torch.empty((1, num_tokens, q_heads, dim), dtype=torch.bfloat16)
-    k_out = torch.empty((1, num_tokens, k_heads, dim), dtype=torch.bfloat16)
-    kernels.rotate(
+    q_out = new_output((1, num_tokens, q_heads, dim), torch.bfloat16)
+    k_out = new_output((1, num_tokens, k_heads, dim), torch.bfloat16)
+    launch(
+        kernels.rotate,
         q.data_ptr(), q.stride(2), q.stride(1), q_heads, q_out.data_ptr(),
         k.data_ptr(), k.stride(2), k.stride(1), k_heads, k_out.data_ptr(),
         dim, cos.data_ptr(), sin.data_ptr(), cos.stride(1), cos.shape[2], num_tokens,

@@ -4,10 +4,11 @@ Adds the LoRA deltas of the pass that is running. Knows nothing of modules; whic
 same x is for the caller to find out.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
+from ..graph.launch import call_in_every_pass
 from ..step import DeltaPass, StepContext
 from .base import LinearBackend
 from .vnni import FusedProduct, VnniLinear
@@ -60,18 +61,25 @@ class InputGroup:
         if deltas is None or not self._targets:
             return self._base_products(x)
         tokens = x.reshape(-1, x.shape[-1])
-        deltas.begin(self._key, tokens)
+        call = _call_now if deltas.is_repeatable else call_in_every_pass
+        call(lambda: self._running_deltas().begin(self._key, tokens))
         results = self._base_products(x)
-        outputs = [results[member] for member, _ in self._targets]
-        deltas.add(
-            self._key,
-            tokens,
-            [output.view(-1, output.shape[-1]) for output in outputs],
-            [index for _, index in self._targets],
-        )
+        ys = [results[member] for member, _ in self._targets]
+        ys = [y.view(-1, y.shape[-1]) for y in ys]
+        indices = [index for _, index in self._targets]
+        call(lambda: self._running_deltas().add(self._key, tokens, ys, indices))
         return results
+
+    def _running_deltas(self) -> DeltaPass:
+        deltas = self._context.deltas
+        assert deltas is not None
+        return deltas
 
     def _base_products(self, x: torch.Tensor) -> list[torch.Tensor]:
         if self._fused is not None:
             return self._fused(x)
         return [backend(x) for backend in self._backends]
+
+
+def _call_now(call: Callable[[], None]) -> None:
+    call()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
 from ...cpu_workers.kernels.linear import MATRIX_FIELDS, Y_FIELD, multiply
+from ..graph.launch import current_capture, launch, new_output
 from ..kernel_threads import num_kernel_threads
 
 _ITEM_BYTES = torch.bfloat16.itemsize
@@ -82,7 +83,6 @@ class FusedProduct:
         # Not the backends, one of which owns this; their memory is read through addresses.
         self._alive = [(backend.packed, backend.padded_bias) for backend in backends]
         self._matrices = array("q", [field for backend in backends for field in backend.describe()])
-        self._address = self._matrices.buffer_info()[0]
         self._num_matrices = len(backends)
         self._widths = [(backend.padded_out, backend.out_features) for backend in backends]
 
@@ -95,15 +95,18 @@ class FusedProduct:
         if in_features != stride or not x.is_contiguous():
             rows = self._padded_rows(x)
             stride = rows.stride(0)
-        results = [
-            torch.empty((*leading, padded), dtype=torch.bfloat16) for padded, _ in self._widths
-        ]
+        results = [new_output((*leading, padded), torch.bfloat16) for padded, _ in self._widths]
+        matrices = self._matrices
+        capture = current_capture()
+        if capture is not None:
+            matrices = capture.keep(array("q", matrices))
         for matrix, y in enumerate(results):
-            self._matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()
+            matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()
         num_tokens = x.numel() // in_features
         if num_tokens:
-            multiply(
-                self._address,
+            launch(
+                multiply,
+                matrices.buffer_info()[0],
                 self._num_matrices,
                 rows.data_ptr(),
                 stride * _ITEM_BYTES,

@@ -11,6 +11,8 @@ from .base import LoraBackend
 class ResidentDeltas:
     """See ``step.DeltaPass``."""
 
+    is_repeatable = True
+
     def __init__(self, backend: LoraBackend, batch: LoraBatch) -> None:
         self._backend = backend
         self._batch = batch

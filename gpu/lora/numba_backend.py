@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
-from ...cpu_workers.kernels.lora import add_deltas
+from ...cpu_workers.kernels.lora import BATCH_FIELDS, add_deltas
+from ..graph.launch import current_capture, launch
 from ..kernel_threads import num_kernel_threads
-from ..step import LoraBatch
+from ..step import LoraBatch, PassMetadata
 from .base import PackedLora
 from .matrix_layout import PACKED, MatrixLayout
 from .table import LoraTable
@@ -44,8 +45,10 @@ class NumbaLora:
         else:
             self._tag = layout.BFLOAT16
         self._hidden = torch.empty(0, dtype=torch.float32)
-        self._seen: LoraBatch | None = None  # what ``_has_rank`` is of
+        self._most_targets = 0  # of a call so far; ``_hidden`` has room for as many
+        self._seen: LoraBatch | None = None  # what the following two are of
         self._has_rank: list[bool] = []  # by target: whether an adapter of the batch has it
+        self._batch_fields = array("q", [0] * BATCH_FIELDS)  # stays at one address
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """Lay out A and B as ``cpu_workers.kernels.layout`` says; the rank is padded to 8 and 2."""
@@ -75,8 +78,10 @@ class NumbaLora:
         """Add the deltas of targets that read the same x, in one kernel; see ``LoraBackend``."""
         assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())
         assert batch.segment_ends_host[-1] <= x.shape[0]
-        if not self._has_any(target_indices, batch):
-            return
+        self._prepare(batch, x.shape[0], len(ys))
+        capture = current_capture()
+        if capture is None and not any(self._has_rank[index] for index in target_indices):
+            return  # a call for nothing costs as much as a small one
         itemsize = x.element_size()
         in_features, _ = layout.padded_features(x.shape[1], 0, itemsize)
         if in_features != x.shape[1]:
@@ -91,10 +96,12 @@ class NumbaLora:
                 for value in (index, y.data_ptr(), y.stride(0) * itemsize, y.shape[1])
             ],
         )
-        tiles = -(-batch.max_rank // layout.RANKS_PER_TILE)
-        hidden = self._scratch(len(padded) * x.shape[0] * tiles)
+        if capture is not None:
+            capture.keep(targets)
+            capture.before_replay(self, self._prepare_replay)
         table = self._table
-        add_deltas(
+        launch(
+            add_deltas,
             self._tag,
             itemsize,
             x.data_ptr(),
@@ -107,24 +114,33 @@ class NumbaLora:
             table.ranks.data_ptr(),
             table.scalings.data_ptr(),
             table.num_targets,
-            batch.segment_starts.data_ptr(),
-            batch.segment_ends.data_ptr(),
-            batch.table_rows.data_ptr(),
-            batch.num_segments,
-            hidden.data_ptr(),
+            self._batch_fields.buffer_info()[0],
             num_kernel_threads(),
         )
         for y, result in zip(padded, ys, strict=True):
             if y is not result:
                 result.copy_(y[:, : result.shape[1]])
 
-    def _has_any(self, target_indices: Sequence[int], batch: LoraBatch) -> bool:
-        """Whether there is anything to add; a call for nothing costs as much as a small one."""
-        if batch is not self._seen:
-            ranks = self._table.host_ranks[list(batch.table_rows_host)].max(axis=0)
-            self._has_rank = [rank > 0 for rank in ranks.tolist()]
-            self._seen = batch
-        return any(self._has_rank[index] for index in target_indices)
+    def _prepare_replay(self, metadata: PassMetadata) -> None:
+        assert metadata.lora is not None, "a pass with adapters was captured"
+        self._prepare(metadata.lora, metadata.attention.num_tokens, 0)
+
+    def _prepare(self, batch: LoraBatch, num_tokens: int, num_targets: int) -> None:
+        """Tell the kernel of a batch, and that a call has so many targets at most."""
+        if batch is self._seen and num_targets <= self._most_targets:
+            return
+        ranks = self._table.host_ranks[list(batch.table_rows_host)].max(axis=0)
+        self._has_rank = [rank > 0 for rank in ranks.tolist()]
+        self._seen = batch
+        self._most_targets = max(self._most_targets, num_targets)
+        tiles = -(-batch.max_rank // layout.RANKS_PER_TILE)
+        num_values = self._most_targets * num_tokens * tiles * layout.RANKS_PER_TILE
+        if self._hidden.numel() < num_values:
+            self._hidden = torch.empty(num_values, dtype=torch.float32)
+        places = (batch.segment_starts, batch.segment_ends, batch.table_rows, self._hidden)
+        fields = (batch.num_segments, *(tensor.data_ptr() for tensor in places))
+        for field, value in enumerate(fields):
+            self._batch_fields[field] = value
 
     def _padded(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Y, or a copy that is as wide as kernels write."""
@@ -136,9 +152,3 @@ class NumbaLora:
     def _bits(self, matrix: torch.Tensor) -> torch.Tensor:
         matrix = matrix.detach().to("cpu", self._dtype).contiguous()
         return matrix if self._dtype == torch.float32 else matrix.view(torch.uint16)
-
-    def _scratch(self, num_tiles: int) -> torch.Tensor:
-        num_values = num_tiles * layout.RANKS_PER_TILE
-        if self._hidden.numel() < num_values:
-            self._hidden = torch.empty(num_values, dtype=torch.float32)
-        return self._hidden

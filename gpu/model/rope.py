@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..graph.launch import current_capture
 from ..step import StepContext
 
 
@@ -50,6 +51,9 @@ class _PerRequestRope:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        capture = current_capture()
+        if capture is not None:
+            capture.refuse("rotary embeddings depend on the lengths of requests")
         known_lens = self._context.known_lens_host
         if self._context.attention is None:  # a plain pass, one sequence per call
             return self._forward(x, position_ids, *args, **kwargs)  # type: ignore[no-any-return]

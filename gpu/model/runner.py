@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..graph.decode_graphs import DecodeGraphs, RunPass
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
-from ..step import DeltaPass, StepContext
+from ..step import DeltaPass, PassMetadata, StepContext
 from .attention_hook import PagedAttentionHook
 from .kv_pool import KvPool
 from .lower import ForwardInputs, PackedRows, lower
@@ -23,8 +24,9 @@ class ModelRunner:
 
     def __init__(
         self, model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook, pool: KvPool,
-        lora_backend: LoraBackend | None = None,
+        lora_backend: LoraBackend | None = None, *, with_graphs: bool = False,
     ) -> None:  # fmt: skip
+        """``with_graphs``: Replay decode passes; the backends must be able to."""
         self.model = model
         self.pool = pool
         self.device = model.device
@@ -32,6 +34,7 @@ class ModelRunner:
         self._context = context
         self._hook = hook
         self._lora_backend = lora_backend
+        self.graphs = DecodeGraphs(self._run_modules) if with_graphs else None
 
     def forward(
         self, inputs: ForwardInputs, logit_indices: torch.Tensor, deltas: DeltaPass | None = None
@@ -57,17 +60,27 @@ class ModelRunner:
         context.known_lens_host = inputs.known_lens
         try:
             with torch.inference_mode():
-                out = self.model(
-                    input_ids=inputs.input_ids,
-                    position_ids=inputs.position_ids,
-                    use_cache=False,
-                    logits_to_keep=wanted,
-                )
-                logits: torch.Tensor = out.logits[0, : len(logit_indices)].float()
-                return logits
+                metadata = PassMetadata(inputs.attention, inputs.lora, deltas)
+                run_pass: RunPass = self.graphs or self._run_modules
+                logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
+                return logits[0, : len(logit_indices)].to(torch.float32, copy=True)
         finally:
             context.attention = None
             context.deltas = None
+
+    def _run_modules(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> torch.Tensor:  # fmt: skip
+        """See ``RunPass``; what the modules read of the pass is in their context."""
+        out = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logit_indices,
+        )
+        logits: torch.Tensor = out.logits
+        return logits
 
     def probe_step(self, rows: Sequence[ProbeRow]) -> torch.Tensor:
         """Run base-model rows in the pool's first blocks; for the parity probe only.
@@ -92,3 +105,4 @@ class ModelRunner:
         """Take the attention function out of transformers' table and free the pool."""
         self._hook.close()
         self.pool.close()
+        self.graphs = None  # it refers to this object

@@ -131,6 +131,8 @@ class Passes:
 class _NoDeltas:
     """Adds nothing; see ``DeltaPass``."""
 
+    is_repeatable = False  # it stands for passes that are not
+
     def begin(self, group: object, x: torch.Tensor) -> None:
         """Do nothing."""
 

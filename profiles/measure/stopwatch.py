@@ -81,6 +81,8 @@ class GroupSpan:
 class GroupTimer:
     """A ``DeltaPass`` around another one, or around none, that times every input group."""
 
+    is_repeatable = False  # it notes when it is called
+
     def __init__(self, stopwatch: Stopwatch, inner: DeltaPass | None) -> None:
         self._stopwatch = stopwatch
         self._inner = inner

@@ -15,6 +15,7 @@ LINEAR_BACKENDS = ("auto", "vnni", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 LEAF_KERNELS = ("auto", "off")
+DECODE_GRAPHS = ("auto", "off")
 LOAD_STRATEGIES = ("auto", "blocking", "async_load", "pipelined", "assisted")
 DEVICE_REGISTRATIONS = ("auto", "driver", "runtime", "bounce")
 DEVICE_SIGNALS = ("auto", "stream-op", "triton", "host")
@@ -97,6 +98,12 @@ class EngineConfig:
         choices=LEAF_KERNELS,
         help="Norms, rotary embeddings and gated activations in one pass, for bfloat16 on the CPU; "
         "auto = where a check at start finds them equal to the model's own.",
+    )
+    decode_graphs: str = option(
+        "auto",
+        choices=DECODE_GRAPHS,
+        help="Replay captured decode steps on the CPU instead of running the model's modules; auto "
+        "= once a replay has given the same logits, to the bit.",
     )
     cpu_threads: int | None = option(
         None,

@@ -28,6 +28,8 @@ class _Counter:
 class _Inner:
     """Remembers what it was asked."""
 
+    is_repeatable = False
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, Hashable]] = []
 

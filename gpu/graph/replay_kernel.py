@@ -1,0 +1,92 @@
+"""Makes a list of kernel calls in one compiled loop.
+
+A call is made through the address of the kernel's C function. What it is called with lies in
+memory, 8 bytes for each argument; which types these have is one of the ``SIGNATURES``. Knows
+nothing of what the kernels compute.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ...cpu_workers.kernels.tiles import int64_at
+
+# One letter for each argument. The first argument of some kernels selects code by its type alone.
+LETTERS = {
+    types.int64: "q",
+    types.float64: "d",
+    types.float32: "f",
+    types.int16: "h",
+    types.uint16: "H",
+    types.boolean: "b",
+}
+_LLVM_TYPES = {
+    "q": ir.IntType(64),
+    "d": ir.DoubleType(),
+    "f": ir.FloatType(),
+    "h": ir.IntType(16),
+    "H": ir.IntType(16),
+    "b": ir.IntType(1),
+}
+_ATTEND = "q" * 13 + "ddq"
+_ADD_DELTAS = "q" * 13
+SIGNATURES = (
+    "q" * 7,  # products
+    "qqqqqqfbq",  # norms
+    "q" * 9,  # gated activations
+    "q" * 17,  # rotations
+    "q" * 5,  # sums
+    *(tag + _ATTEND for tag in "hHf"),
+    *(tag + _ADD_DELTAS for tag in "hHf"),
+)
+# Of a call: the number of its signature, address of the C function, address of the arguments.
+CALL_FIELDS = 3
+_SIGNATURE, _FUNCTION, _ARGUMENTS = range(CALL_FIELDS)
+
+
+def _emit_call(
+    builder: ir.IRBuilder, letters: str, function: ir.Value, arguments: ir.Value
+) -> None:
+    kinds = [_LLVM_TYPES[letter] for letter in letters]
+    values = []
+    for index, kind in enumerate(kinds):
+        place = builder.add(arguments, ir.Constant(ir.IntType(64), 8 * index))
+        # Of 8 bytes the lowest count; an i1 is a whole byte in memory.
+        stored = ir.IntType(8) if kind == ir.IntType(1) else kind
+        value = builder.load(builder.inttoptr(place, stored.as_pointer()))
+        values.append(value if stored is kind else builder.trunc(value, kind))
+    # What a function of numba's that returns nothing returns in C.
+    result = ir.IntType(8).as_pointer()
+    builder.call(builder.inttoptr(function, ir.FunctionType(result, kinds).as_pointer()), values)
+
+
+@intrinsic
+def _call(
+    typingctx: Any, signature: types.Type, function: types.Type, arguments: types.Type
+) -> tuple[Any, Any]:
+    """Call the C function at an address; the number of its signature says how."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, typing: Any, args: list[ir.Value]) -> Any:
+        number, function, arguments = args
+        after = builder.append_basic_block("after")
+        switch = builder.switch(number, after)
+        for index, letters in enumerate(SIGNATURES):
+            block = builder.append_basic_block(f"call_{letters}")
+            switch.add_case(ir.Constant(number.type, index), block)
+            builder.position_at_end(block)
+            _emit_call(builder, letters, function, arguments)
+            builder.branch(after)
+        builder.position_at_end(after)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def replay(calls: int, num_calls: int) -> None:
+    """Make the calls, one after the other. calls: address of int64 [num_calls, CALL_FIELDS]."""
+    for index in range(num_calls):
+        call = calls + 8 * CALL_FIELDS * index
+        _call(int64_at(call, _SIGNATURE), int64_at(call, _FUNCTION), int64_at(call, _ARGUMENTS))
