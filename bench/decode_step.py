@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from corun import Engine, SamplingParams
 from corun.gpu import executor as executor_module
+from corun.gpu.graph.captured_pass import CapturedPass, KernelCalls, TorchOperation
 from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.wrapper import CorunLinear
 from corun.gpu.lora.deltas import ResidentDeltas
@@ -42,6 +43,9 @@ from transformers import AttentionInterface
 
 MAX_OVER_LINEARS, JUDGED_BATCH = 1.5, 8
 MAX_SINGLE_STREAM_MS = 11.0
+_ENGINE_OPTIONS = (
+    "linear_backend", "attention_backend", "lora_backend", "leaf_kernels", "decode_graphs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,10 @@ class EngineUnderTest:
     def _parts(self) -> Iterator[Part]:
         runner = self._executor._runner
         table = AttentionInterface._global_mapping
+        # What is replayed goes by none of the modules below; `--decode-graphs off` shows these.
+        yield "kernels, replayed", KernelCalls, "run"
+        yield "operations of torch, replayed", TorchOperation, "run"
+        yield "replay: preparation", CapturedPass, "replay"
         yield "linears", InputGroup, "_base_products"
         yield "linears: Python around the groups", InputGroup, "product"
         yield "LoRA", ResidentDeltas, "add"
@@ -245,8 +253,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--no-single-stream", action="store_true")
     parser.add_argument("--directory", help="keep model and adapters here, or take them from here")
-    for option in ("linear-backend", "attention-backend", "lora-backend", "leaf-kernels"):
-        parser.add_argument(f"--{option}", default="auto")
+    for option in _ENGINE_OPTIONS:
+        parser.add_argument(f"--{option.replace('_', '-')}", default="auto")
     return parser.parse_args()
 
 
@@ -266,10 +274,7 @@ def main() -> None:
         config = EngineConfig(
             model=str(model),
             dtype="bfloat16",
-            linear_backend=arguments.linear_backend,
-            attention_backend=arguments.attention_backend,
-            lora_backend=arguments.lora_backend,
-            leaf_kernels=arguments.leaf_kernels,
+            **{option: getattr(arguments, option) for option in _ENGINE_OPTIONS},
             lora_dir=str(directory / "adapters"),
         )
         if not arguments.no_single_stream:
