@@ -2,14 +2,14 @@
 
 Kernels of ours note themselves (``launch``). Operations of torch are seen where torch dispatches
 them. What cannot be repeated without Python between is refused: values that Python code read from
-tensors, shapes that depend on values, random numbers.
+tensors, shapes that depend on values, random numbers. The pass itself goes on then, unwatched.
 """
 
 import struct
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -39,10 +39,6 @@ _READS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 )
 _PACKED_AS = {"q": "q", "d": "d", "f": "f4x", "h": "h6x", "H": "H6x", "b": "?7x"}
-
-
-class CaptureRefusedError(Exception):
-    """The pass does something that a replay could not do."""
 
 
 class OutputMemory:
@@ -78,8 +74,9 @@ class Capture:
     """One pass while it is being captured; see ``KernelCapture``."""
 
     def __init__(self) -> None:
+        self.refusal: str | None = None  # what the pass does that a replay could not do
         self._parts: list[Part] = []
-        self.is_watching = True
+        self._is_paused = False
         self._memory = OutputMemory()
         self._kept: list[object] = [self._memory]
         self._preparations: dict[Hashable, Callable[[PassMetadata], None]] = {}
@@ -92,7 +89,7 @@ class Capture:
         kinds = tuple(numba.typeof(argument) for argument in arguments)
         letters = "".join(LETTERS.get(kind, "?") for kind in kinds)
         if letters not in SIGNATURES:
-            self.refuse(f"a kernel is called with {kinds}")
+            return self.refuse(f"a kernel is called with {kinds}")
         compiled = kernel.overloads[kinds]
         name = compiled.fndesc.llvm_cfunc_wrapper_name
         packed = struct.pack("<" + "".join(_PACKED_AS[letter] for letter in letters), *arguments)
@@ -115,16 +112,21 @@ class Capture:
     def callback(self, call: Callable[[], None]) -> None:
         """Note it, and nothing that it does."""
         self._parts.append(Callback(call))
-        self.is_watching = False
+        self._is_paused = True
         try:
             with capturing(None):
                 call()
         finally:
-            self.is_watching = True
+            self._is_paused = False
 
-    def refuse(self, reason: str) -> NoReturn:
-        """Raise ``CaptureRefusedError``."""
-        raise CaptureRefusedError(reason)
+    @property
+    def is_watching(self) -> bool:
+        """Whether what is computed now belongs to the graph."""
+        return self.refusal is None and not self._is_paused
+
+    def refuse(self, reason: str) -> None:
+        """Look no further."""
+        self.refusal = self.refusal or reason
 
     def before_replay(self, key: Hashable, prepare: Callable[[PassMetadata], None]) -> None:
         """Note what has to be called."""
@@ -136,29 +138,36 @@ class Capture:
         """Call an operation of torch and note what repeats it."""
         if not self.is_watching:
             return function(*arguments, **named)
-        refused = _NOT_REPEATABLE.intersection(function.tags)
-        if refused and not _is_harmless(function, arguments):
-            self.refuse(f"{function} is {', '.join(tag.name for tag in refused)}")
         if function is torch.ops.aten.add.Tensor and not named and residual.can_add(arguments):
             return residual.add(*arguments)
         returned = function(*arguments, **named)
-        if not _is_of_tensors(returned):
+        tags = _NOT_REPEATABLE.intersection(function.tags)
+        if tags and not _is_harmless(function, arguments):
+            self.refuse(f"{function} is {', '.join(tag.name for tag in tags)}")
+        elif not _is_of_tensors(returned):
             self.refuse(f"{function} returns {type(returned).__name__}")
-        if function._schema.name in _UNINITIALISED:
-            return self.keep(returned)
+        elif function._schema.name in _UNINITIALISED:
+            self.keep(returned)
+        else:
+            self._note(function, arguments, named, returned)
+        return returned
+
+    def _note(
+        self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any
+    ) -> None:
+        """Note an operation, unless it only made views."""
         is_writing = function._schema.is_mutable
         results = () if is_writing else tuple(_new_tensors(returned, (arguments, named)))
         if results and len(results) != sum(1 for _ in _tensors(returned)):
             self.refuse(f"{function} returns views and new tensors")
-        if is_writing or results:
+        elif is_writing or results:
             self._parts.append(TorchOperation(function, arguments, named, results))
-        return returned
 
     def end(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits: torch.Tensor
-    ) -> CapturedPass:
-        """What was captured."""
-        return CapturedPass(
+    ) -> CapturedPass | str:
+        """What was captured, or why it cannot be."""
+        return self.refusal or CapturedPass(
             input_ids, position_ids, logits, self._parts, tuple(self._preparations.values()),
             self._kept,
         )  # fmt: skip
@@ -196,17 +205,13 @@ def capture_pass(
     run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-) -> CapturedPass:
-    """Capture what ``run`` computes; its logits are those of this very pass.
-
-    Raises:
-        CaptureRefusedError: It cannot be repeated. What ``run`` wrote is written.
-    """
+) -> tuple[torch.Tensor, CapturedPass | str]:
+    """Run a pass once, and capture it; returns its logits, and why there is no graph if so."""
     capture = Capture()
     input_ids, position_ids = input_ids.clone(), position_ids.clone()
     with capturing(capture), _WatchReads(capture), _Watch(capture):
         logits = run(input_ids, position_ids)
-    return capture.end(input_ids, position_ids, logits)
+    return logits, capture.end(input_ids, position_ids, logits)
 
 
 def _is_of_tensors(value: Any) -> bool:

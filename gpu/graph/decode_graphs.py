@@ -17,7 +17,7 @@ import torch
 from ..kernel_threads import num_kernel_threads
 from ..leaf import residual
 from ..step import PassMetadata
-from .capture import CaptureRefusedError, capture_pass
+from .capture import capture_pass
 from .captured_pass import CapturedPass
 from .replay_kernel import replay
 
@@ -106,18 +106,18 @@ class DecodeGraphs:
         logit_indices: torch.Tensor, metadata: PassMetadata,
     ) -> torch.Tensor:  # fmt: skip
         """Run the modules and note what they do."""
-        try:
-            graph = capture_pass(
-                lambda ids, positions: self.run_modules(ids, positions, logit_indices, metadata),
-                input_ids,
-                position_ids,
-            )
-        except CaptureRefusedError as refusal:
-            self._turn_off(str(refusal))
-            return self.run_modules(input_ids, position_ids, logit_indices, metadata)
-        is_checked = kind[-1] is _Deltas.OTHER
-        (self._verified if is_checked else self._captured)[kind] = graph
-        return graph.logits
+        logits, graph = capture_pass(
+            lambda ids, positions: self.run_modules(ids, positions, logit_indices, metadata),
+            input_ids,
+            position_ids,
+        )
+        if isinstance(graph, str):
+            self._turn_off(graph)
+        elif kind[-1] is _Deltas.OTHER:
+            self._verified[kind] = graph
+        else:
+            self._captured[kind] = graph
+        return logits
 
     def _verify(
         self, kind: _Kind, expected: torch.Tensor, input_ids: torch.Tensor,

@@ -7,7 +7,7 @@ the capture's. Otherwise all of this costs no more than a look at a variable.
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -38,8 +38,8 @@ class KernelCapture(Protocol):
         """Call it now and at this place of every replay; what it computes is its own affair."""
         ...
 
-    def refuse(self, reason: str) -> NoReturn:
-        """End the capture: what follows depends on more than a replay is told."""
+    def refuse(self, reason: str) -> None:
+        """Say that the pass depends on more than a replay is told."""
         ...
 
     def before_replay(self, key: Hashable, prepare: Callable[[PassMetadata], None]) -> None:
