@@ -12,8 +12,8 @@ sums of every head.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ...cpu_workers.kernels.compiled import inlined_part, part
 from ...cpu_workers.kernels.emitter import VECTOR_BYTES
 from ...cpu_workers.kernels.tiles import float32_at, int32_at
 from . import decode_tiles as tiles
@@ -28,14 +28,14 @@ _TILE_BYTES = 4 * VECTOR_BYTES
 LOWEST_PEAK = -1e30
 
 
-@njit(error_model="numpy")
+@part
 def sum_bytes(shape: Shape) -> int:
     """Bytes of the sums of one head."""
     total: int = shape.value_units * shape.vectors_per_unit * VECTOR_BYTES
     return total
 
 
-@njit(error_model="numpy")
+@part
 def state_bytes(shape: Shape) -> int:
     """Bytes of the state of one KV head."""
     num_tiles = (shape.group + shape.heads_per_tile - 1) // shape.heads_per_tile
@@ -43,7 +43,7 @@ def state_bytes(shape: Shape) -> int:
     return total
 
 
-@njit(error_model="numpy")
+@part
 def work_bytes(shape: Shape) -> int:
     """Bytes that a walk needs beside its states: scores and then weights of all heads."""
     num_tiles = (shape.group + shape.heads_per_tile - 1) // shape.heads_per_tile
@@ -51,7 +51,7 @@ def work_bytes(shape: Shape) -> int:
     return total
 
 
-@njit(error_model="numpy")
+@part
 def _start(state: int, first_head: int, has_sinks: bool, rules: Rules, shape: Shape) -> None:
     """Begin the softmax of one KV head's group."""
     lanes = LANES // shape.heads_per_tile
@@ -70,7 +70,7 @@ def _start(state: int, first_head: int, has_sinks: bool, rules: Rules, shape: Sh
     tiles.clear_sums(np.uint16(0), state + num_tiles * tiles.STATE_BYTES, num_bytes)
 
 
-@njit(error_model="numpy")
+@part
 def _score_group(
     tag: Any, query: int, query_bytes: int, keys: int, count: int, ahead: int, scores: int,
     shape: Shape,
@@ -103,7 +103,7 @@ def _score_group(
         ahead = 0  # asked for by the first heads
 
 
-@njit(error_model="numpy")
+@part
 def _weigh_group(tag: Any, scores: int, count: int, state: int, rules: Rules, shape: Shape) -> None:
     """Make weights of the scores of one KV head; its sums are brought under peaks that rose."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)
@@ -125,7 +125,7 @@ def _weigh_group(tag: Any, scores: int, count: int, state: int, rules: Rules, sh
                 tiles.scale_sums(tag, row, row_bytes, factor)
 
 
-@njit(error_model="numpy")
+@part
 def _add_group(
     tag: Any, values: int, count: int, ahead: int, state: int, weights: int, shape: Shape
 ) -> None:
@@ -140,7 +140,7 @@ def _add_group(
         ahead = 0
 
 
-@njit(error_model="numpy")
+@part
 def _add_values(
     tag: Any,
     values: int,
@@ -191,7 +191,7 @@ def _add_values(
             index += unit
 
 
-@njit(error_model="numpy")
+@inlined_part
 def walk_segment(
     tag: Any, table: int, span: Any, heads: Any, query: Rows, token: int, keys: Blocks,
     values: Blocks, states: int, has_sinks: bool, work: int, rules: Rules, shape: Shape,
@@ -241,7 +241,7 @@ def walk_segment(
                 _add_group(tag, place, count, value_ahead, state, own_work, shape)
 
 
-@njit(error_model="numpy")
+@part
 def write_head(tag: Any, state: int, target: int, head_bytes: int, shape: Shape) -> None:
     """Write the results of one KV head's group, ``head_bytes`` from one head to the next."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)
@@ -257,7 +257,7 @@ def write_head(tag: Any, state: int, target: int, head_bytes: int, shape: Shape)
         tiles.write_row(tag, sums, target + head * head_bytes, shape.value_dim, factor)
 
 
-@njit(error_model="numpy")
+@part
 def merge_head(tag: Any, state: int, other: int, shape: Shape) -> None:
     """Join the state of the same KV head over another segment to ``state``."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)

@@ -33,6 +33,7 @@ class _LayerKind:
 
     shape: Shape
     window: int
+    share_function: int  # see ``Step``
     # A ``Step`` and a ``Shape``, int64. In one place, so that a call may be made again as it was.
     fields: np.ndarray
     address: int  # of the fields
@@ -82,7 +83,8 @@ class NumbaAttention:
         key_of_kind = (query.dtype, heads, window, *((b.shape[1:], b.stride()) for b in blocks))
         kind = self._kinds.get(key_of_kind)
         if kind is None:
-            kind = _make_kind(make_shape(heads, key_blocks, value_blocks), window or NO_WINDOW)
+            shape = make_shape(heads, key_blocks, value_blocks)
+            kind = _make_kind(shape, window or NO_WINDOW, self._tags[query.dtype])
             self._kinds[key_of_kind] = kind
         self._prepare(kind, metadata)
         capture = current_capture()
@@ -143,6 +145,7 @@ class NumbaAttention:
             _aligned(self._scratch),
             share_bytes,
             _aligned(self._partials),
+            kind.share_function,
         )
         kind.fields[:] = (*step, *shape)
         # Other kinds may have scratch memory grow, or may be called between these layers.
@@ -150,9 +153,10 @@ class NumbaAttention:
         kind.metadata = metadata
 
 
-def _make_kind(shape: Shape, window: int) -> _LayerKind:
+def _make_kind(shape: Shape, window: int, tag: np.generic) -> _LayerKind:
     fields = np.zeros(len(Step._fields) + len(shape), np.int64)
-    return _LayerKind(shape, window, fields, int(fields.ctypes.data))
+    function = kernels.share_function(tag)
+    return _LayerKind(shape, window, function, fields, int(fields.ctypes.data))
 
 
 def _places(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -12,8 +12,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from numba import njit, prange
+import numpy as np
+from numba import njit, prange, typeof, types
 
+from ...cpu_workers.kernels.compiled import call_function, function_address, inlined_part, part
 from ...cpu_workers.kernels.tiles import int32_at, int64_at
 from .decode_walk import merge_head, state_bytes, walk_segment, work_bytes, write_head
 from .memory_ops import copy_bytes, next_number, store_int64
@@ -41,19 +43,21 @@ from .numba_layout import (
 from .prefill_walk import chunk_bytes, walk_chunk
 
 _STEP_FIELDS = len(Step._fields)
+_NUM_PHASES = 3
+_WRITE, _ATTEND, _MERGE = range(_NUM_PHASES)
 
 
-@njit(error_model="numpy")
+@part
 def _read_step(fields: int) -> Step:
     return Step(
         int64_at(fields, 0), int64_at(fields, 1), int64_at(fields, 2), int64_at(fields, 3),
         int64_at(fields, 4), int64_at(fields, 5), int64_at(fields, 6), int64_at(fields, 7),
         int64_at(fields, 8), int64_at(fields, 9), int64_at(fields, 10), int64_at(fields, 11),
-        int64_at(fields, 12), int64_at(fields, 13), int64_at(fields, 14),
+        int64_at(fields, 12), int64_at(fields, 13), int64_at(fields, 14), int64_at(fields, 15),
     )  # fmt: skip
 
 
-@njit(error_model="numpy")
+@part
 def _read_shape(fields: int) -> Shape:
     fields += 8 * _STEP_FIELDS
     return Shape(
@@ -64,7 +68,7 @@ def _read_shape(fields: int) -> Shape:
     )  # fmt: skip
 
 
-@njit(error_model="numpy")
+@part
 def _write_slot(
     token: int, heads: Any, slot: int, source: Rows, target: Blocks, row_bytes: int, shape: Shape
 ) -> None:
@@ -76,7 +80,7 @@ def _write_slot(
         copy_bytes(place + offset * row_bytes, origin, row_bytes)
 
 
-@njit(error_model="numpy")
+@part
 def _write_token(
     token: int, heads: Any, key: Rows, value: Rows, keys: Blocks, values: Blocks,
     step: Step, shape: Shape,
@@ -88,7 +92,7 @@ def _write_token(
     _write_slot(token, heads, slot, value, values, value_bytes, shape)
 
 
-@njit(error_model="numpy")
+@inlined_part
 def _run_items(
     tag: Any, query: Rows, key: Rows, value: Rows, keys: Blocks, values: Blocks, out: Rows,
     work: int, step: Step, rules: Rules, shape: Shape,
@@ -133,7 +137,7 @@ def _run_items(
                 write_head(tag, state, target, out.head_bytes, shape)
 
 
-@njit(error_model="numpy")
+@part
 def _blocks(key_blocks: int, value_blocks: int, shape: Shape) -> Any:
     return (
         Blocks(key_blocks, shape.key_block_bytes, shape.key_head_bytes),
@@ -141,74 +145,40 @@ def _blocks(key_blocks: int, value_blocks: int, shape: Shape) -> Any:
     )
 
 
-@njit(error_model="numpy")
+@part
 def _results(attended: int, shape: Shape) -> Rows:
     head_bytes = shape.value_dim * shape.element_bytes
     return Rows(attended, shape.kv_heads * shape.group * head_bytes, head_bytes)
 
 
-@njit(error_model="numpy")
-def start_pass(fields: int) -> int:
-    """Make the first item the next one; returns the number of shares."""
+@part
+def _start_pass(fields: int) -> tuple[int, int, int, int]:
+    """Make the first item the next one.
+
+    Returns the address of the function that computes shares, and how many shares there are of
+    each phase.
+    """
     step = _read_step(fields)
     store_int64(step.counter, 0, 0)
-    num_shares: int = step.num_shares
-    return num_shares
+    num_writing = step.num_shares if step.has_chunks else 0
+    return step.share_function, num_writing, step.num_shares, step.num_merges
 
 
-@njit(error_model="numpy")
-def pass_sizes(fields: int) -> tuple[int, int]:
-    """Whether there are chunks, and how many merges."""
-    step = _read_step(fields)
-    return step.has_chunks, step.num_merges
-
-
-@njit(error_model="numpy")
-def write_share(
-    share: int, num_shares: int, fields: int, key: int, key_token_bytes: int, key_head_bytes: int,
-    value: int, value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
+@part
+def _write_share(
+    share: int, new_keys: Rows, new_values: Rows, keys: Blocks, values: Blocks,
+    step: Step, shape: Shape,
 ) -> None:  # fmt: skip
     """Write one thread's part of the new keys and values into the pool."""
-    step, shape = _read_step(fields), _read_shape(fields)
-    new_keys = Rows(key, key_token_bytes, key_head_bytes)
-    new_values = Rows(value, value_token_bytes, value_head_bytes)
-    keys, values = _blocks(key_blocks, value_blocks, shape)
-    heads = (0, shape.kv_heads)
-    begin = share * step.num_tokens // num_shares
-    for token in range(begin, (share + 1) * step.num_tokens // num_shares):
+    heads = (np.int64(0), shape.kv_heads)
+    begin = share * step.num_tokens // step.num_shares
+    for token in range(begin, (share + 1) * step.num_tokens // step.num_shares):
         _write_token(token, heads, new_keys, new_values, keys, values, step, shape)
 
 
-@njit(error_model="numpy")
-def run_share(
-    tag: Any, share: int, fields: int, query: int, query_token_bytes: int, query_head_bytes: int,
-    key: int, key_token_bytes: int, key_head_bytes: int, value: int, value_token_bytes: int,
-    value_head_bytes: int, key_blocks: int, value_blocks: int, attended: int,
-    scaling: float, softcap: float, sinks: int,
-) -> None:  # fmt: skip
-    """One thread's work: items until there is none."""
-    step, shape = _read_step(fields), _read_shape(fields)
-    keys, values = _blocks(key_blocks, value_blocks, shape)
-    _run_items(
-        tag,
-        Rows(query, query_token_bytes, query_head_bytes),
-        Rows(key, key_token_bytes, key_head_bytes),
-        Rows(value, value_token_bytes, value_head_bytes),
-        keys,
-        values,
-        _results(attended, shape),
-        step.scratch + share * step.share_bytes,
-        step,
-        Rules(scaling, softcap, sinks),
-        shape,
-    )
-
-
-@njit(error_model="numpy")
-def merge_query(tag: Any, number: int, fields: int, attended: int) -> None:
+@part
+def _merge_query(tag: Any, number: int, out: Rows, step: Step, shape: Shape) -> None:
     """Join the segments of one query, from the first to the last, and write its results."""
-    step, shape = _read_step(fields), _read_shape(fields)
-    out = _results(attended, shape)
     merge = step.merges + number * MERGE_FIELDS * 4
     own_bytes = state_bytes(shape)
     states = step.partials + int32_at(merge, MERGE_PARTIAL) * own_bytes
@@ -227,13 +197,42 @@ def scratch_bytes(shape: Shape) -> tuple[int, int]:
     return max(decode, chunk_bytes(shape)), state_bytes(shape)
 
 
-def _compile(sources_digest: int) -> Any:
-    """The kernel that Python calls.
+def _compile(sources_digest: int) -> tuple[Any, Any]:
+    """The kernel that Python calls, and the function that computes its shares.
+
+    numba compiles what a parallel loop contains five times over: for itself, into the loop's
+    function, into two wrappers of it, and into the kernel. So the loop contains a call through an
+    address alone.
 
     numba's cache on disk is bound to this file and to what a function closes over. The digest of
     the other modules that are compiled in is closed over, so that a change in them is not missed;
     it is positive, and multiplying by its minimum with 1 changes nothing.
     """
+
+    @njit(error_model="numpy", cache=True, nogil=True, no_cpython_wrapper=True)
+    def compute_share(
+        tag: Any, phase: int, share: int, fields: int, query: int, query_token_bytes: int,
+        query_head_bytes: int, key: int, key_token_bytes: int, key_head_bytes: int, value: int,
+        value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
+        attended: int, scaling: float, softcap: float, sinks: int,
+    ) -> None:  # fmt: skip
+        """One share of a phase: writing, attending (items until there is none), or a merge."""
+        step = _read_step(fields * min(sources_digest, 1))
+        shape = _read_shape(fields)
+        new_keys = Rows(key, key_token_bytes, key_head_bytes)
+        new_values = Rows(value, value_token_bytes, value_head_bytes)
+        keys, values = _blocks(key_blocks, value_blocks, shape)
+        out = _results(attended, shape)
+        if phase == _WRITE:
+            _write_share(share, new_keys, new_values, keys, values, step, shape)
+        elif phase == _ATTEND:
+            _run_items(
+                tag, Rows(query, query_token_bytes, query_head_bytes), new_keys, new_values,
+                keys, values, out, step.scratch + share * step.share_bytes, step,
+                Rules(scaling, softcap, sinks), shape,
+            )  # fmt: skip
+        else:
+            _merge_query(tag, share, out, step, shape)
 
     @njit(parallel=True, error_model="numpy", cache=True, nogil=True)
     def attend(
@@ -260,25 +259,28 @@ def _compile(sources_digest: int) -> Any:
         ``fields``: address of a ``Step`` and a ``Shape``, int64. Plain numbers, because numba
         takes microseconds to tell the type of a named tuple.
         """
-        num_shares = start_pass(fields) * min(sources_digest, 1)
-        has_chunks, num_merges = pass_sizes(fields)
-        if has_chunks:
-            for share in prange(num_shares):
-                write_share(
-                    share, num_shares, fields, key, key_token_bytes, key_head_bytes,
-                    value, value_token_bytes, value_head_bytes, key_blocks, value_blocks,
-                )  # fmt: skip
-        for share in prange(num_shares):
-            run_share(
-                tag, share, fields, query, query_token_bytes, query_head_bytes,
-                key, key_token_bytes, key_head_bytes, value, value_token_bytes, value_head_bytes,
-                key_blocks, value_blocks, attended, scaling, softcap, sinks,
-            )  # fmt: skip
-        if num_merges:
-            for number in prange(num_merges):
-                merge_query(tag, number, fields, attended)
+        function, num_writing, num_attending, num_merging = _start_pass(
+            fields * min(sources_digest, 1)
+        )
+        for phase in range(_NUM_PHASES):
+            num_shares = num_writing
+            if phase == _ATTEND:
+                num_shares = num_attending
+            elif phase == _MERGE:
+                num_shares = num_merging
+            if num_shares:
+                for share in prange(num_shares):
+                    call_function(
+                        function,
+                        (
+                            tag, phase, np.int64(share), fields, query, query_token_bytes,
+                            query_head_bytes, key, key_token_bytes, key_head_bytes, value,
+                            value_token_bytes, value_head_bytes, key_blocks, value_blocks,
+                            attended, scaling, softcap, sinks,
+                        ),
+                    )  # fmt: skip
 
-    return attend
+    return compute_share, attend
 
 
 def _digest_of_sources() -> int:
@@ -288,9 +290,15 @@ def _digest_of_sources() -> int:
     names = ("lanes", "tile_ir", "memory_ops", "decode_tiles", "decode_walk", "prefill_tiles")
     for name in (*names, "prefill_walk", "numba_layout"):
         digest.update((here / f"{name}.py").read_bytes())
-    for name in ("emitter", "tiles", "layout"):
+    for name in ("emitter", "tiles", "layout", "compiled"):
         digest.update((here.parents[1] / "cpu_workers" / "kernels" / f"{name}.py").read_bytes())
     return 1 + int.from_bytes(digest.digest()[:7], "little")
 
 
-attend = _compile(_digest_of_sources())
+compute_share, attend = _compile(_digest_of_sources())
+
+
+def share_function(tag: np.generic) -> int:
+    """The address of what computes shares in the format ``tag``, for ``Step``; compiles it."""
+    kinds = (typeof(tag), *(types.int64,) * 15, types.float64, types.float64, types.int64)
+    return function_address(compute_share, kinds)

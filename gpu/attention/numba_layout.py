@@ -73,6 +73,7 @@ class Step(NamedTuple):
     scratch: int
     share_bytes: int
     partials: int
+    share_function: int  # address of the C function that computes shares
 
 
 class Rows(NamedTuple):

@@ -10,8 +10,8 @@ it does not see of a tile is masked in registers.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ...cpu_workers.kernels.compiled import inlined_part, part
 from ...cpu_workers.kernels.emitter import VECTOR_BYTES
 from ...cpu_workers.kernels.tiles import float32_at, int32_at, int64_at
 from . import prefill_tiles as tiles
@@ -24,14 +24,14 @@ from .numba_layout import MAX_CHUNK_ROWS, Blocks, Rows, Rules, Shape
 _HALF_TILE_KEYS = tiles.TILE_KEYS // 2
 
 
-@njit(error_model="numpy")
+@part
 def _padded_dim(shape: Shape) -> int:
     """Elements of whole units of a row of keys."""
     elements: int = shape.key_units * (64 // shape.element_bytes)
     return elements
 
 
-@njit(error_model="numpy")
+@part
 def _sum_bytes(shape: Shape) -> int:
     """Bytes of the sums of a row and of a packed row of values: pairs of vectors."""
     vectors = shape.value_units * shape.vectors_per_unit
@@ -39,14 +39,14 @@ def _sum_bytes(shape: Shape) -> int:
     return total
 
 
-@njit(error_model="numpy")
+@part
 def _max_rows(shape: Shape) -> int:
     rows = max(MAX_CHUNK_ROWS, shape.group)
     padded: int = (rows + tiles.TILE_ROWS - 1) // tiles.TILE_ROWS * tiles.TILE_ROWS
     return padded
 
 
-@njit(error_model="numpy")
+@part
 def chunk_bytes(shape: Shape) -> int:
     """Bytes of scratch memory that an item needs."""
     # Where pairs of elements are multiplied, rows of keys take half of this.
@@ -61,7 +61,7 @@ def chunk_bytes(shape: Shape) -> int:
     return (total + VECTOR_BYTES - 1) // VECTOR_BYTES * VECTOR_BYTES
 
 
-@njit(error_model="numpy")
+@part
 def _find_rows(
     table: int, first: int, span: Any, head: int, keys: Blocks, values: Blocks,
     shape: Shape, found: int,
@@ -83,7 +83,7 @@ def _find_rows(
         )
 
 
-@njit(error_model="numpy")
+@part
 def _pack_tile(
     tag: Any, found: int, num_keys: int, packed_keys: int, packed_values: int, shape: Shape
 ) -> None:
@@ -104,7 +104,7 @@ def _pack_tile(
         )
 
 
-@njit(error_model="numpy")
+@part
 def _start_rows(
     tag: Any, item: Any, head: int, query: Rows, queries: int, limits: int, states: int,
     sums: int, key_row: int, rules: Rules, shape: Shape,
@@ -135,7 +135,7 @@ def _start_rows(
     return padded
 
 
-@njit(error_model="numpy")
+@part
 def _fold_tile(
     tag: Any, first_key: int, num_keys: int, window: int, queries: int, limits: int,
     packed_keys: int, packed_values: int, weights: int, state: int, sums: int,
@@ -168,7 +168,7 @@ def _fold_tile(
             vector += 2
 
 
-@njit(error_model="numpy")
+@inlined_part
 def walk_chunk(
     tag: Any, table: int, item: Any, span: Any, head: int, query: Rows, keys: Blocks,
     values: Blocks, out: Rows, window: int, work: int, rules: Rules, shape: Shape,
