@@ -17,29 +17,16 @@ import logging
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from corun import Engine, SamplingParams
-from corun.gpu import executor as executor_module
-from corun.gpu.graph.captured_pass import CapturedPass, KernelCalls, TorchOperation
-from corun.gpu.linear.group import InputGroup
-from corun.gpu.linear.wrapper import CorunLinear
-from corun.gpu.lora.deltas import ResidentDeltas
-from corun.gpu.model.runner import ModelRunner
-from corun.gpu.model.sampler import Sampler
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.build import build_engine
-from corun.runtime.engine.core import EngineCore
-from corun.runtime.engine.messages import AddRequest
 from models import VOCAB_SIZE, make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, ratio_of, report, seconds
-from part_clock import Part, PartClock
-from transformers import AttentionInterface
+from stepped_engine import SteppedEngine, Workload
 
 MAX_OVER_LINEARS, JUDGED_BATCH = 1.5, 8
 MAX_SINGLE_STREAM_MS = 11.0
@@ -48,140 +35,7 @@ _ENGINE_OPTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Frozen: figures of two runs compare only if these agree."""
-
-    prompt_tokens: int = 138
-    num_steps: int = 24
-    seed: int = 0
-
-
-class EngineUnderTest:
-    """An engine, and requests to it."""
-
-    def __init__(self, core: Any, adapters: list[str], workload: Workload) -> None:
-        self._core: EngineCore = core
-        self._executor = core._executor
-        self._model = self._executor._runner.model
-        self._adapters = adapters
-        self._workload = workload
-        self._rng = random.Random(workload.seed)
-        self._num_requests = 0
-        modules = [m for m in self._model.modules() if isinstance(m, CorunLinear)]
-        self._widths = {module._group: module.in_features for module in modules}
-
-    def step_ms(self, batch: int, *, with_adapters: bool) -> float:
-        """Median milliseconds of decode steps of a batch."""
-        self._begin(batch, self._workload.prompt_tokens, with_adapters=with_adapters)
-        return statistics.median(self._finish())
-
-    def part_ms(self, batch: int, *, with_adapters: bool) -> dict[str, float]:
-        """Milliseconds per decode step of each part's own, with clocks around all parts."""
-        self._begin(batch, self._workload.prompt_tokens, with_adapters=with_adapters)
-        clock = PartClock()
-        with clock.around(self._parts()):
-            num_steps = len(self._finish())
-        return _ordered(clock, num_steps)
-
-    def prefill_ms(self, num_tokens: int, *, with_adapters: bool) -> float:
-        """Milliseconds until one request of ``num_tokens`` has its only token."""
-        return 1e3 * seconds(
-            lambda: self._begin(1, num_tokens, with_adapters=with_adapters, max_tokens=1)
-        )
-
-    def prefill_part_ms(self, num_tokens: int, *, with_adapters: bool) -> dict[str, float]:
-        """Milliseconds of each part's own in the prefill of one request."""
-        clock = PartClock()
-        with clock.around(self._parts()):
-            self.prefill_ms(num_tokens, with_adapters=with_adapters)
-        return _ordered(clock, 1)
-
-    def linears_ms(self, num_tokens: int, *, num_logits: int | None = None) -> float:
-        """Median milliseconds of the model's linear products, and nothing else.
-
-        ``num_logits``: tokens of the last product, the vocabulary's; None = all.
-        """
-        inputs = {
-            width: torch.randn(1, num_tokens, width).to(self._model.dtype)
-            for width in set(self._widths.values())
-        }
-        *inner, head = self._widths
-        samples = []
-        with torch.inference_mode():
-            for _ in range(self._workload.num_steps):
-                start = time.perf_counter()
-                for group in inner:
-                    group._base_products(inputs[self._widths[group]])
-                head._base_products(inputs[self._widths[head]][:, :num_logits])
-                samples.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(samples)
-
-    def _begin(
-        self, batch: int, prompt_tokens: int, *, with_adapters: bool, max_tokens: int | None = None
-    ) -> None:
-        """Add requests and compute their prompts, which may take several steps."""
-        for index in range(batch):
-            self._num_requests += 1
-            prompt = tuple(self._rng.randrange(3, VOCAB_SIZE) for _ in range(prompt_tokens))
-            sampling = SamplingParams(
-                temperature=0,
-                max_tokens=max_tokens or self._workload.num_steps + 1,
-                ignore_eos=True,
-                seed=0,
-            )
-            name = self._adapters[(index + 3) % len(self._adapters)] if with_adapters else None
-            self._core.add_request(AddRequest(self._num_requests, prompt, sampling, name))
-        started: set[int] = set()
-        while len(started) < batch:
-            started.update(update.request_id for update in self._core.step(0.1))
-
-    def _finish(self) -> list[float]:
-        """Milliseconds of each step until all requests have ended."""
-        times = []
-        while self._core.has_work:
-            start = time.perf_counter()
-            if self._core.step(0.1):
-                times.append((time.perf_counter() - start) * 1e3)
-        return times
-
-    def _parts(self) -> Iterator[Part]:
-        runner = self._executor._runner
-        table = AttentionInterface._global_mapping
-        # What is replayed goes by none of the modules below; `--decode-graphs off` shows these.
-        yield "kernels, replayed", KernelCalls, "run"
-        yield "operations of torch, replayed", TorchOperation, "run"
-        yield "replay: preparation", CapturedPass, "replay"
-        yield "linears", InputGroup, "_base_products"
-        yield "linears: Python around the groups", InputGroup, "product"
-        yield "LoRA", ResidentDeltas, "add"
-        yield "attention", runner._hook._backend, "forward"
-        yield "attention: Python of the hook", table, runner._hook.name
-        yield "lowering", executor_module, "lower"
-        yield "sampler", Sampler, "sample"
-        yield "executor", self._executor, "submit"
-        yield "transformers' modules, residuals", ModelRunner, "forward"
-        yield "scheduler", self._core._scheduler, "schedule"
-        yield "scheduler", self._core._scheduler, "update"
-        yield "core", EngineCore, "step"
-        for name, module in self._model.named_modules():
-            kind = type(module).__name__.lower()
-            if "norm" in kind:
-                yield "norms", module, "forward"
-            elif "rotary" in kind:
-                yield "rope: tables", module, "forward"
-            elif name.endswith(".mlp"):
-                yield "activation", module, "forward"
-            elif name.endswith(".self_attn"):
-                yield "rope: rotation, and views of q, k, v", module, "forward"
-
-
-def _ordered(clock: PartClock, num_steps: int) -> dict[str, float]:
-    ordered = sorted(clock.own_s.items(), key=lambda item: -item[1])
-    return {part: round(1e3 * own_s / num_steps, 3) for part, own_s in ordered}
-
-
-def measure(engine: EngineUnderTest, batch: int, num_pairs: int) -> dict[str, Any]:
+def measure(engine: SteppedEngine, batch: int, num_pairs: int) -> dict[str, Any]:
     """One batch size: times and ratios, and where the time goes."""
     works = {
         "linears": lambda: engine.linears_ms(batch),
@@ -212,7 +66,7 @@ def measure(engine: EngineUnderTest, batch: int, num_pairs: int) -> dict[str, An
     return figures
 
 
-def measure_prefill(engine: EngineUnderTest, num_tokens: int, num_pairs: int) -> dict[str, Any]:
+def measure_prefill(engine: SteppedEngine, num_tokens: int, num_pairs: int) -> dict[str, Any]:
     """One prompt's length: times, and where they go."""
     works = {
         "linears": lambda: engine.linears_ms(num_tokens, num_logits=1),
@@ -288,7 +142,7 @@ def main() -> None:
             print(f"single stream: {figures['single_stream_ms']}", flush=True)
         assembly = build_engine(config, on_progress=lambda _: None, own_process=True)
         print("\n".join(assembly.info.summary), flush=True)
-        engine = EngineUnderTest(assembly.core, adapters, workload)
+        engine = SteppedEngine(assembly.core, adapters, workload)
         for batch in arguments.batches:
             cell = figures[f"batch {batch}"] = measure(engine, batch, arguments.pairs)
             print(f"batch {batch}: {cell}", flush=True)
