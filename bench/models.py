@@ -34,13 +34,18 @@ def save_model(config: LlamaConfig, directory: Path) -> int:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory)
-    vocab = {f"t{i}": i for i in range(config.vocab_size)}
+    save_tokenizer(config.vocab_size, directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def save_tokenizer(vocab_size: int, directory: Path) -> None:
+    """Save a tokenizer of so many words."""
+    vocab = {f"t{i}": i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2")  # noqa: S106
     fast.save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def make_model(directory: Path) -> Path:

@@ -114,7 +114,7 @@ class Ready(Message, frozen=True):
     adapters: tuple[AdapterInfo, ...]
 
 
-class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
+class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request, and whether it ended."""
 
     request_id: int

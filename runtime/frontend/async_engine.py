@@ -5,10 +5,7 @@ Knows nothing of HTTP, and of the engine only its client.
 """
 
 import asyncio
-import contextlib
-import itertools
-import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +13,6 @@ from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..engine.client import EngineClient, ProcessClient, ThreadClient
 from ..engine.messages import (
-    AbortRequests,
     AdapterInfo,
     AdaptersChanged,
     EngineStats,
@@ -27,21 +23,14 @@ from ..engine.messages import (
 )
 from ..errors import EngineDeadError
 from ..sampling import SamplingParams
-from .generation import Generation
-from .inputs import (
-    Asked,
-    Prompt,
-    check_prompt,
-    check_room,
-    default_sampling,
-    engine_requests,
-    make_config,
-)
+from .delivery import Delivery, Take
+from .inputs import Prompt, default_sampling, make_config
 from .lora_client import LoraClient
 from .outputs import LoRARequest, RequestOutput
-from .request_table import RequestTable, Waker
+from .request_client import RequestClient
 from .stats_client import StatsClient
 from .tokenizer import Tokenizer
+from .waker import Waker
 
 
 class AsyncEngine:
@@ -83,9 +72,7 @@ class AsyncEngine:
         self._client = client
         self._chat_template = chat_template
         self._tokenizer_path = tokenizer_path
-        self._rng = random.Random(client.config.seed)  # noqa: S311 -- seeds of samplers
-        self._engine_ids = itertools.count(1)
-        self._open = RequestTable()
+        self._requests = RequestClient(client)
         self._loras = LoraClient(client)
         self._stats = StatsClient(client)
         self._model: ModelInfo | None = None
@@ -123,6 +110,7 @@ class AsyncEngine:
         assert self._tokenizer_path in {None, path}, (self._tokenizer_path, path)
         self._tokenizer = await (early or self._load_tokenizer(path))
         self._model = ready.model
+        self._requests.begin(ready.model, self._tokenizer)
 
     async def _load_tokenizer(self, path: str) -> Tokenizer:
         config = self._client.config
@@ -241,19 +229,12 @@ class AsyncEngine:
         ``EngineDeadError``.
         """
         await self.start()
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         await self._loras.resolve(lora_request)
-        tokens = await self._tokens(prompt, add_special_tokens=add_special_tokens)
-        asked = Asked(
-            request_id=request_id or f"request-{next(self._engine_ids)}",
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=tokens,
-            params=params,
-            lora_request=lora_request,
-            cache_salt=cache_salt,
+        asked = await self._requests.read(
+            prompt, sampling_params, request_id, lora_request, cache_salt, add_special_tokens
         )
-        waker, generation = self._submit(asked)
-        try:
+        waker = Waker()
+        with self._requests.opened(asked, lambda _: waker.set()) as generation:
             while True:
                 await waker
                 if generation.error is not None:
@@ -262,44 +243,37 @@ class AsyncEngine:
                 yield output
                 if output.finished:
                     return
-        finally:
-            self._retire(generation)
+
+    async def deliver(
+        self,
+        take: Take,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | str | None = None,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> None:
+        """``generate``, but with a call of ``take`` for each output, in the turn of its arrival.
+
+        For many streams at once: no task is woken for an output. ``take`` must not block; where
+        it cannot take another output yet, it returns what is to be awaited first, and what comes
+        meanwhile is merged. Returns after the last output; cancelling it aborts the request.
+        Raises what ``generate`` and ``take`` raise.
+        """
+        await self.start()
+        await self._loras.resolve(lora_request)
+        asked = await self._requests.read(
+            prompt, sampling_params, request_id, lora_request, cache_salt, add_special_tokens
+        )
+        delivery = Delivery(take)
+        with self._requests.opened(asked, delivery.notify) as generation:
+            await delivery.run(generation)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator yields what there is, with finish reason "abort"."""
-        generation = self._open.find(request_id)
-        if generation is not None:
-            self._client.send(AbortRequests(tuple(generation.open_engine_ids)))
-
-    async def _tokens(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
-        token_ids: Sequence[int]
-        if isinstance(prompt, str):
-            token_ids = await self.tokenizer.encode_async(
-                prompt, add_special_tokens=add_special_tokens
-            )
-        else:
-            token_ids = prompt
-        return check_prompt(token_ids, self.get_model_info())
-
-    def _submit(self, asked: Asked) -> tuple[Waker, Generation]:
-        """Send one engine request per choice. Nothing is awaited: all or none are open."""
-        self._check_alive()
-        self._open.check_new(asked.request_id)
-        check_room(len(self._open), asked.params.n, self._client.config)
-        requests = engine_requests(asked, self._engine_ids, self.get_model_info(), self._rng)
-        ids = [request.request_id for request in requests]
-        generation = Generation(asked, ids, self.tokenizer)
-        for request in requests:
-            self._client.send(request)
-        return self._open.add(generation, requests), generation
-
-    def _retire(self, generation: Generation) -> None:
-        """Forget a request; abort what the engine still computes for it."""
-        self._open.remove(generation)
-        open_ids = generation.open_engine_ids
-        if open_ids and self._error is None:
-            with contextlib.suppress(EngineDeadError):
-                self._client.send(AbortRequests(tuple(open_ids)))
+        self._requests.abort(request_id)
 
     # From the engine.
 
@@ -307,9 +281,7 @@ class AsyncEngine:
         match message:
             case StepOutputs(updates, stats):
                 self._stats.take(stats)
-                unneeded = self._open.take(updates)
-                if unneeded:
-                    self._client.send(AbortRequests(unneeded))
+                self._requests.take(updates)
             case OperationDone():
                 self._loras.operation_done(message)
             case AdaptersChanged(adapters):
@@ -321,7 +293,7 @@ class AsyncEngine:
             self._dead.set()
             self._loras.fail_all(error)
             self._stats.stop_waiting()
-            self._open.fail_all(error)
+            self._requests.fail_all(error)
 
     def _check_alive(self) -> None:
         if self._error is not None:

@@ -8,11 +8,20 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
-class TokenStream(Protocol):
-    """Decodes tokens one by one."""
+class Detokenizer(Protocol):
+    """The text of one choice, as it may be shown."""
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that the tokens have completed, if one was; then nothing more comes."""
+        ...
 
     def push(self, token_id: int) -> str:
-        """Return the text that ``token_id`` completes: whole characters, possibly none."""
+        """Take one token; return the text to show: whole characters, possibly none."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text held back: no more tokens come."""
         ...
 
 
@@ -60,8 +69,11 @@ class StopFinder:
     The match that ends first counts; of those that end together, the longest.
     """
 
+    __slots__ = ("_held", "_include_stop_in_text", "_matchers")
+
     def __init__(self, stops: Iterable[str], *, include_stop_in_text: bool) -> None:
         self._matchers = [_StopMatcher(stop) for stop in stops]
+        assert self._matchers, "nothing to look for"
         self._include_stop_in_text = include_stop_in_text
         self._held = ""  # the end of the text that is a beginning of a stop string
 
@@ -70,8 +82,6 @@ class StopFinder:
 
         While ``may_stop`` is false, matches that end in ``text`` do not count.
         """
-        if not self._matchers:
-            return text, None
         pending = self._held + text
         for index, character in enumerate(text, start=len(self._held) + 1):
             # Every matcher must see the character, so this is a list and not a generator.
@@ -96,32 +106,34 @@ class StopFinder:
         return pending[: len(pending) - len(stop)]
 
 
-class IncrementalDetokenizer:
-    """The text of one choice: decoding, stop strings, and what is shown when."""
+class StoppingDetokenizer:
+    """A ``Detokenizer`` that looks for stop strings in the text of another."""
+
+    __slots__ = ("_finder", "_min_tokens", "_num_tokens", "_stream", "stop")
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: Detokenizer,
         *,
-        stops: Sequence[str] = (),
+        stops: Sequence[str],
         include_stop_in_text: bool = False,
         min_tokens: int = 0,
     ) -> None:
+        """A stop string is not looked for before ``min_tokens`` tokens have come."""
         self._stream = stream
         self._finder = StopFinder(stops, include_stop_in_text=include_stop_in_text)
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self.stop: str | None = None
 
-    def push(self, token_id: int) -> tuple[str, str | None]:
-        """Take one token; return the text to show and the stop string that it completes, if any.
-
-        A stop string is not looked for before ``min_tokens`` tokens have come. After a stop
-        string has been found the detokenizer is done.
-        """
+    def push(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
         self._num_tokens += 1
         text = self._stream.push(token_id)
-        return self._finder.feed(text, may_stop=self._num_tokens >= self._min_tokens)
+        may_stop = self._num_tokens >= self._min_tokens
+        shown, self.stop = self._finder.feed(text, may_stop=may_stop)
+        return shown
 
     def finish(self) -> str:
-        """Return the text held back: no more tokens come, so no stop string can claim it."""
+        """See ``Detokenizer``: no stop string can claim any more what it might have."""
         return self._finder.flush()

@@ -10,7 +10,7 @@ from ..engine.messages import RequestUpdate
 from ..errors import CorunError, StepFailedError, rebuild_error
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
-from .detokenizer import IncrementalDetokenizer
+from .detokenizer import Detokenizer, StoppingDetokenizer
 from .inputs import Asked
 from .outputs import (
     AdapterStart,
@@ -26,17 +26,35 @@ from .tokenizer import Tokenizer
 class Choice:
     """One choice, which is one request of the engine."""
 
+    __slots__ = (
+        "_adapter_start",
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_history",
+        "_index",
+        "_num_pieces_told",
+        "_num_tokens_told",
+        "_params",
+        "_stop_reason",
+        "_tokenizer",
+        "error",
+        "finish_reason",
+    )
+
     def __init__(
         self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens),
-            stops=params.stop,
-            include_stop_in_text=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        stream = tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer: Detokenizer = stream
+        if params.stop:
+            self._detokenizer = StoppingDetokenizer(
+                stream,
+                stops=params.stop,
+                include_stop_in_text=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
         self._params = params
         wants_logprobs = params.logprobs is not None
         self._history = ChoiceHistory(logprobs=[] if wants_logprobs else None)
@@ -58,17 +76,21 @@ class Choice:
         if update.cold_start is not None:
             start = update.cold_start
             self._adapter_start = AdapterStart(start.strategy, start.reason)
+        history, detokenizer = self._history, self._detokenizer
+        num_shown = len(update.token_ids)
+        if update.stop_token_id is not None and self._hides_stop(update):
+            num_shown -= 1
         for position, token_id in enumerate(update.token_ids):
             if update.logprobs is not None:
                 self._add_logprobs(token_id, update.logprobs[position])
-            self._history.token_ids.append(token_id)
-            is_last = position == len(update.token_ids) - 1
-            if is_last and self._is_hidden_stop(update, token_id):
+            history.token_ids.append(token_id)
+            if position == num_shown:
                 break
-            text, stop = self._detokenizer.push(token_id)
-            self._add_text(text)
-            if stop is not None:
-                self._stop_reason = stop
+            text = detokenizer.push(token_id)
+            if text:
+                history.pieces.append(text)
+            if detokenizer.stop is not None:
+                self._stop_reason = detokenizer.stop
                 self.finish_reason = "stop"
                 return update.finish_reason is None
         if update.finish_reason is not None:
@@ -76,25 +98,36 @@ class Choice:
         return False
 
     def output(self) -> CompletionOutput:
-        """Return what is new since the last call, and everything."""
+        """Return what is new since this was last told, and everything."""
+        output = CompletionOutput(
+            index=self._index,
+            new_text="",
+            new_token_ids=(),
+            new_logprobs=None,
+            cumulative_logprob=None,
+            finish_reason=None,
+            stop_reason=None,
+            history=self._history,
+            num_pieces=0,
+            num_tokens=0,
+        )
+        self.tell(output)
+        return output
+
+    def tell(self, output: CompletionOutput) -> None:
+        """Change ``output``, an earlier one of this choice, into what ``output()`` returns."""
         history = self._history
         first_token, first_piece = self._num_tokens_told, self._num_pieces_told
-        self._num_tokens_told = len(history.token_ids)
-        self._num_pieces_told = len(history.pieces)
-        logprobs = history.logprobs
-        return CompletionOutput(
-            index=self._index,
-            new_text="".join(history.pieces[first_piece:]),
-            new_token_ids=history.token_ids[first_token:],
-            new_logprobs=None if logprobs is None else logprobs[first_token:],
-            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            history=history,
-            num_pieces=self._num_pieces_told,
-            num_tokens=self._num_tokens_told,
-            adapter_start=self._adapter_start,
-        )
+        output.num_tokens = self._num_tokens_told = len(history.token_ids)
+        output.num_pieces = self._num_pieces_told = len(history.pieces)
+        output.new_text = "".join(history.pieces[first_piece:])
+        output.new_token_ids = history.token_ids[first_token:]
+        if history.logprobs is not None:
+            output.new_logprobs = history.logprobs[first_token:]
+            output.cumulative_logprob = self._cumulative_logprob
+        output.finish_reason = self.finish_reason
+        output.stop_reason = self._stop_reason
+        output.adapter_start = self._adapter_start
 
     def fail(self, error: CorunError) -> None:
         """End with ``error``."""
@@ -106,18 +139,17 @@ class Choice:
             message = update.error or "the engine gave no reason"
             self.fail(rebuild_error(update.error_kind, message, default=StepFailedError))
             return
-        self._add_text(self._detokenizer.finish())
+        held = self._detokenizer.finish()
+        if held:
+            self._history.pieces.append(held)
         self.finish_reason = str(update.finish_reason)
         if update.stop_token_id in self._params.stop_token_ids:
             self._stop_reason = update.stop_token_id
 
-    def _is_hidden_stop(self, update: RequestUpdate, token_id: int) -> bool:
-        """Whether ``token_id`` ended the choice and its text is not wanted."""
-        return update.stop_token_id == token_id and not self._params.include_stop_str_in_output
-
-    def _add_text(self, text: str) -> None:
-        if text:
-            self._history.pieces.append(text)
+    def _hides_stop(self, update: RequestUpdate) -> bool:
+        """Whether the last token ended the choice and its text is not wanted."""
+        is_last = update.token_ids[-1:] == (update.stop_token_id,)
+        return is_last and not self._params.include_stop_str_in_output
 
     def _add_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> None:
         assert self._history.logprobs is not None
@@ -134,6 +166,8 @@ class Choice:
 
 class Generation:
     """One caller's request with its choices; ``engine_ids`` are theirs in the engine, in order."""
+
+    __slots__ = ("_asked", "_choices", "_num_open", "error", "request_id")
 
     def __init__(self, asked: Asked, engine_ids: Sequence[int], tokenizer: Tokenizer) -> None:
         self._asked = asked
@@ -163,10 +197,10 @@ class Generation:
     def update(self, update: RequestUpdate) -> bool:
         """Take an engine update; return whether that engine request should be aborted now."""
         choice = self._choices[update.request_id]
-        if choice.has_ended:
+        if choice.finish_reason is not None:
             return False
         is_unneeded = choice.update(update)
-        if choice.has_ended:
+        if choice.finish_reason is not None:
             self._count_end(choice)
         return is_unneeded
 
@@ -193,3 +227,12 @@ class Generation:
             finished=self.has_ended,
             lora_request=asked.lora_request,
         )
+
+    def tell(self, output: RequestOutput) -> None:
+        """Change ``output``, an earlier one, into what ``output()`` returns.
+
+        Cheaper than a new one, where nobody keeps the earlier one.
+        """
+        for choice, told in zip(self._choices.values(), output.outputs, strict=True):
+            choice.tell(told)
+        output.finished = self.has_ended

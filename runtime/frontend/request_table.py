@@ -1,92 +1,83 @@
-"""The open requests of ``AsyncEngine``: whose update is it, and who waits for it.
+"""The open requests of ``AsyncEngine``: whose update is it, and who wants to hear of it.
 
 Knows nothing of how messages come and go.
 """
 
-import asyncio
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from ..engine.messages import AddRequest, RequestUpdate
+from ..engine.messages import RequestUpdate
 from ..errors import EngineDeadError, RequestError
 from .generation import Generation
 
+# Called when a generation has something new, or has failed; must not raise.
+Notify = Callable[[Generation], None]
 
-class Waker:
-    """An event for one waiter, which clears it: ``await`` it in the loop that it was made in."""
 
-    __slots__ = ("_future", "_is_set", "_loop")
+class _Open:
+    __slots__ = ("generation", "has_news", "notify")
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[None] | None = None
-        self._is_set = False
-
-    def set(self) -> None:
-        """Wake the waiter, or spare it the next wait."""
-        self._is_set = True
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
-
-    def __await__(self) -> Generator[Any, None, None]:
-        if not self._is_set:
-            self._future = self._loop.create_future()
-            try:
-                yield from self._future
-            finally:
-                self._future = None
-        self._is_set = False
+    def __init__(self, generation: Generation, notify: Notify) -> None:
+        self.generation = generation
+        self.notify = notify
+        self.has_news = False
 
 
 class RequestTable:
-    """Generations by their engine requests, and a waker for each that its consumer waits on."""
+    """Generations by their engine requests, each with what is called for what is new."""
 
     def __init__(self) -> None:
-        self._generations: dict[int, Generation] = {}
-        self._wakers: dict[str, Waker] = {}
+        self._by_engine_id: dict[int, _Open] = {}
+        self._by_id: dict[str, _Open] = {}
 
     def __len__(self) -> int:
         """Engine requests that are open."""
-        return len(self._generations)
+        return len(self._by_engine_id)
 
     def check_new(self, request_id: str) -> None:
         """Raise ``RequestError`` if a request with this id is open."""
-        if request_id in self._wakers:
+        if request_id in self._by_id:
             raise RequestError(f"a request with id {request_id!r} is open", param="request_id")
 
-    def add(self, generation: Generation, requests: Sequence[AddRequest]) -> Waker:
-        """Enter a generation; the waker is set whenever it has something new."""
-        for request in requests:
-            self._generations[request.request_id] = generation
-        waker = self._wakers[generation.request_id] = Waker()
-        return waker
+    def add(self, generation: Generation, notify: Notify) -> None:
+        """Enter a generation."""
+        entry = self._by_id[generation.request_id] = _Open(generation, notify)
+        for engine_id in generation.engine_ids:
+            self._by_engine_id[engine_id] = entry
 
     def remove(self, generation: Generation) -> None:
         """Forget a generation."""
-        self._wakers.pop(generation.request_id, None)
+        self._by_id.pop(generation.request_id, None)
         for engine_id in generation.engine_ids:
-            self._generations.pop(engine_id, None)
+            self._by_engine_id.pop(engine_id, None)
 
     def find(self, request_id: str) -> Generation | None:
         """Return the open generation with this id."""
-        generations = self._generations.values()
-        return next((one for one in generations if one.request_id == request_id), None)
+        entry = self._by_id.get(request_id)
+        return None if entry is None else entry.generation
 
     def take(self, updates: Sequence[RequestUpdate]) -> tuple[int, ...]:
-        """Deliver updates; return the engine requests that nobody needs any more."""
+        """Deliver updates; return the engine requests that nobody needs any more.
+
+        A generation is notified once, however many of its choices go on.
+        """
         unneeded = []
+        touched = []
         for update in updates:
-            generation = self._generations.get(update.request_id)
-            if generation is None:  # closed meanwhile
+            entry = self._by_engine_id.get(update.request_id)
+            if entry is None:  # closed meanwhile
                 continue
-            if generation.update(update):
+            if entry.generation.update(update):
                 unneeded.append(update.request_id)
-            self._wakers[generation.request_id].set()
+            if not entry.has_news:
+                entry.has_news = True
+                touched.append(entry)
+        for entry in touched:
+            entry.has_news = False
+            entry.notify(entry.generation)
         return tuple(unneeded)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """End everything with ``error``."""
-        for generation in set(self._generations.values()):
-            generation.fail(EngineDeadError(str(error)))  # each is raised in a task of its own
-        for waker in self._wakers.values():
-            waker.set()
+        for entry in tuple(self._by_id.values()):
+            entry.generation.fail(EngineDeadError(str(error)))  # each is raised in its own task
+            entry.notify(entry.generation)

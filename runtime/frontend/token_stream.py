@@ -6,34 +6,51 @@ tokens is decoded again for every new one, and what goes beyond the text shown s
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Final
 
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+_MAX_REMEMBERED_TOKENS = 1 << 16
 _MAX_CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 40
 _MAX_CHARACTER_BYTES = 4  # in UTF-8; a token has at least one
 
 
+class Decoder:
+    """From tokens to text, and from one token to how long its text is, which is remembered."""
+
+    __slots__ = ("decode", "num_chars")
+
+    def __init__(self, decode: Decode) -> None:
+        self.decode = decode
+        self.num_chars = lru_cache(_MAX_REMEMBERED_TOKENS)(lambda token_id: len(decode([token_id])))
+
+
 class WindowStream:
-    """A ``TokenStream`` over any decoder.
+    """A ``Detokenizer`` over any decoder, which knows no stop strings.
 
     The concatenated text is what the decoder makes of all tokens at once after the prompt, apart
     from a character that the last token leaves incomplete: that one is left out.
     """
 
-    def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
+    __slots__ = ("_decoder", "_num_context", "_num_shown", "_window")
+
+    stop: Final[None] = None
+
+    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int]) -> None:
         """``prompt_token_ids``: what the tokens follow; its text is not repeated."""
-        self._decode = decode
-        self._window = _readable_tail(decode, prompt_token_ids)
-        self._num_shown = _num_complete_chars(decode, self._window)
+        self._decoder = decoder
+        self._window = _readable_tail(decoder.decode, prompt_token_ids)
+        self._num_shown = _num_complete_chars(decoder.decode, self._window)
         self._num_context = len(self._window)  # tokens of the window whose text has been shown
 
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes: whole characters, possibly none."""
         window = self._window
         window.append(token_id)
-        text = self._decode(window)
+        text = self._decoder.decode(window)
         if not text.endswith(REPLACEMENT) and len(text) > self._num_shown:  # nearly always
             new_text = text[self._num_shown :]
             self._shift()
@@ -48,6 +65,10 @@ class WindowStream:
             self._shift()
         return new_text
 
+    def finish(self) -> str:
+        """Return nothing: what has been left out is no character."""
+        return ""
+
     def _num_partial_chars(self, text: str) -> int:
         """Return how many characters at the end may turn into others with the next token.
 
@@ -61,10 +82,13 @@ class WindowStream:
 
     def _shift(self) -> None:
         """Forget the old context; the tokens just shown are the new one."""
-        shown = self._window[self._num_context :]
-        self._window = shown[-_MAX_CONTEXT_TOKENS:]
-        self._num_context = len(self._window)
-        self._num_shown = len(self._decode(self._window))
+        window = self._window
+        del window[: max(self._num_context, len(window) - _MAX_CONTEXT_TOKENS)]
+        self._num_context = len(window)
+        if len(window) == 1:
+            self._num_shown = self._decoder.num_chars(window[0])
+        else:
+            self._num_shown = len(self._decoder.decode(window))
 
 
 def _readable_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:

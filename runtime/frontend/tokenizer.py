@@ -7,13 +7,13 @@ are encoded so that an event loop never stalls. Knows nothing of requests or of 
 import asyncio
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, SupportsIndex
 
 from ..errors import ModelError, RequestError
-from .token_stream import REPLACEMENT, WindowStream
+from .token_stream import REPLACEMENT, Decode, Decoder, WindowStream
 from .token_text import token_bytes
 
 _MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to the thread
@@ -34,6 +34,7 @@ class Tokenizer:
         self._backend = _plain_backend(hf)
         self._pool: ThreadPoolExecutor | None = None
         self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
+        self._decoders = {skip: Decoder(self._decoding(skip)) for skip in (False, True)}
         self._anchor_ids: list[int] | None = None
 
     @classmethod
@@ -126,15 +127,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; incomplete characters show as U+FFFD."""
-        return self._decoder(skip_special_tokens=skip_special_tokens)(token_ids)
+        return self._decoders[skip_special_tokens].decode(token_ids)
 
     def stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> WindowStream:
         """Return an incremental decoder for the tokens that follow ``prompt_token_ids``."""
-        return WindowStream(
-            self._decoder(skip_special_tokens=skip_special_tokens), prompt_token_ids
-        )
+        return WindowStream(self._decoders[skip_special_tokens], prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:
         r"""Return one token's text, with its leading space.
@@ -143,7 +142,7 @@ class Tokenizer:
         """
         return self._token_text(token_id)
 
-    def _decoder(self, *, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    def _decoding(self, skip_special_tokens: bool) -> Decode:
         if self._backend is not None:
             return partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
         return partial(_decode_with_python, self.hf, skip_special_tokens=skip_special_tokens)

@@ -83,6 +83,8 @@ class ChatForm(Form):
 class _ChatChunks(ChunkEncoder):
     """The events of one chat stream."""
 
+    __slots__ = ("_form",)
+
     def __init__(self, form: ChatForm) -> None:
         sampling = form.generation.sampling
         super().__init__(

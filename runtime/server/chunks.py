@@ -5,7 +5,6 @@ once per choice, as bytes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +26,16 @@ class Envelope:
 class ChunkEncoder(ABC):
     """Encodes what is new in every output. One per stream."""
 
+    __slots__ = (
+        "_encode_json",
+        "_ended",
+        "_head",
+        "_num_choices",
+        "_tail",
+        "_text_frames",
+        "_with_logprobs",
+    )
+
     def __init__(
         self, envelope: Envelope, *, num_choices: int, with_logprobs: bool, with_usage: bool
     ) -> None:
@@ -35,7 +44,7 @@ class ChunkEncoder(ABC):
         self._head = b"data: " + msgspec.json.encode(envelope)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._encode_json = msgspec.json.Encoder().encode
-        self._text_events: dict[int, Callable[[str], bytes]] = {}  # by choice
+        self._text_frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: around its text
         self._ended: set[int] = set()
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
@@ -43,10 +52,10 @@ class ChunkEncoder(ABC):
         events = b""
         for choice in output.outputs:
             index = prompt_index * self._num_choices + choice.index
-            text_event = self._text_events.get(index)
-            if text_event is None:
-                text_event = self._text_event(*self._around_text(index))
-                self._text_events[index] = text_event
+            frame = self._text_frames.get(index)
+            if frame is None:
+                before, after = self._around_text(index)
+                frame = self._text_frames[index] = (self._head + before, after + self._tail)
                 events += self._first_event(prompt_index, index)
             if choice.finish_reason is not None:
                 if index not in self._ended:
@@ -56,7 +65,7 @@ class ChunkEncoder(ABC):
                 if choice.new_token_ids:
                     events += self._event(self._part(index, choice))
             elif choice.new_text:
-                events += text_event(choice.new_text)
+                events += frame[0] + self._encode_json(choice.new_text) + frame[1]
         return events
 
     def last_event(self, usage: Usage | None, timing: Timing | None) -> bytes:
@@ -72,10 +81,6 @@ class ChunkEncoder(ABC):
 
     def _event(self, part: msgspec.Struct) -> bytes:
         return self._head + self._encode_json(part) + self._tail
-
-    def _text_event(self, before: bytes, after: bytes) -> Callable[[str], bytes]:
-        head, tail, encode = self._head + before, after + self._tail, self._encode_json
-        return lambda text: head + encode(text) + tail
 
     @abstractmethod
     def _first_event(self, prompt_index: int, index: int) -> bytes:

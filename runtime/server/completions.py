@@ -58,6 +58,8 @@ class CompletionForm(Form):
 class _CompletionChunks(ChunkEncoder):
     """The events of one stream of completions."""
 
+    __slots__ = ("_echoes", "_num_chars")
+
     def __init__(self, form: CompletionForm) -> None:
         super().__init__(
             form.envelope,

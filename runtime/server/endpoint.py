@@ -6,7 +6,7 @@ streams are written without a response object in between.
 
 import uuid
 from abc import ABC, abstractmethod
-from contextlib import aclosing
+from collections.abc import Awaitable
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -16,7 +16,7 @@ from ..frontend.outputs import RequestOutput
 from .body import read_body
 from .chunks import ChunkEncoder, Envelope
 from .errors import ClientGoneError, HttpError
-from .generation import Generation, RequestCounter, run
+from .generation import Generation, final_outputs, run, timing_of, usage_of
 from .lifecycle import ended_by_disconnect
 from .responses import Answer
 from .sse import DONE_EVENT, EventStream
@@ -56,7 +56,7 @@ class GenerationEndpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
-        stream = EventStream(scope, receive, send)
+        stream = EventStream(scope, receive, send, self.state.part_writers)
         try:
             self.state.check_accepting()
             with self.state.open_requests.track() as request:
@@ -70,6 +70,7 @@ class GenerationEndpoint(ABC):
 
     async def _answer(self, body: bytes, stream: EventStream) -> None:
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        stream.request_id = request_id
         form = await self.read_form(body, request_id)
         self._check_size(form.generation)
         try:
@@ -99,40 +100,49 @@ class GenerationEndpoint(ABC):
 
     async def _answer_stream(self, form: Form, stream: EventStream) -> None:
         encoder = form.chunk_encoder()
-        counter = RequestCounter(self.state.metrics.clock)
-        request_id = form.generation.request_id
-        async with aclosing(run(self.state.engine, form.generation, self.state.metrics)) as batches:
-            async for batch in batches:
-                for index, output in batch:
-                    counter.count(index, output)
-                events = b"".join([encoder.encode(index, output) for index, output in batch])
-                if events:
-                    await stream.write(events, request_id=request_id)
+        taker = _StreamTaker(encoder, stream)
+        metrics = self.state.metrics
+        runs = await run(self.state.engine, form.generation, metrics, taker.take)
         last = encoder.last_event(
-            counter.usage() if form.stream_usage else None,
-            counter.timing() if form.timing else None,
+            usage_of(final_outputs(runs)) if form.stream_usage else None,
+            timing_of(runs, metrics.clock()) if form.timing else None,
         )
         await stream.close(last + DONE_EVENT)
 
     async def _answer_whole(self, form: Form, stream: EventStream) -> None:
-        final: dict[int, RequestOutput] = {}
-        counter = RequestCounter(self.state.metrics.clock)
-        async with aclosing(run(self.state.engine, form.generation, self.state.metrics)) as batches:
-            async for batch in batches:
-                for index, output in batch:
-                    counter.count(index, output)
-                    final[index] = output
-        choices: list[msgspec.Struct] = []
-        for index, output in sorted(final.items()):
-            choices.extend(form.choices(index, output))
+        metrics = self.state.metrics
+        runs = await run(self.state.engine, form.generation, metrics, _take_nothing)
+        outputs = final_outputs(runs)
         envelope = form.envelope
         answer = Answer(
             id=envelope.id,
             object=envelope.object,
             created=envelope.created,
             model=envelope.model,
-            choices=choices,
-            usage=counter.usage(),
-            timing=counter.timing() if form.timing else msgspec.UNSET,
+            choices=[
+                choice
+                for index, output in enumerate(outputs)
+                for choice in form.choices(index, output)
+            ],
+            usage=usage_of(outputs),
+            timing=timing_of(runs, metrics.clock()) if form.timing else msgspec.UNSET,
         )
-        await stream.reply(msgspec.json.encode(answer), request_id=form.generation.request_id)
+        await stream.reply(msgspec.json.encode(answer))
+
+
+class _StreamTaker:
+    """Writes what is new in every output as it comes."""
+
+    __slots__ = ("_encoder", "_stream")
+
+    def __init__(self, encoder: ChunkEncoder, stream: EventStream) -> None:
+        self._encoder = encoder
+        self._stream = stream
+
+    def take(self, index: int, output: RequestOutput) -> Awaitable[None] | None:
+        events = self._encoder.encode(index, output)
+        return self._stream.write(events) if events else None
+
+
+def _take_nothing(index: int, output: RequestOutput) -> None:
+    """A whole answer is made of the last outputs."""

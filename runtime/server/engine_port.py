@@ -4,11 +4,12 @@
 of processes, tensors or the scheduler.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..engine.messages import AdapterInfo, EngineStats, ModelInfo
-from ..frontend.outputs import LoRARequest, RequestOutput
+from ..frontend.delivery import Take
+from ..frontend.outputs import LoRARequest
 from ..sampling import SamplingParams
 
 
@@ -42,16 +43,20 @@ class EnginePort(Protocol):
         """The tokenizer, with the chat template."""
         ...
 
-    def generate(
+    async def deliver(
         self,
+        take: Take,
         prompt: str | list[int],
         sampling_params: SamplingParams,
         request_id: str,
         *,
         lora_request: str | None = None,
         cache_salt: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs until all choices have ended; closing the generator aborts the request."""
+    ) -> None:
+        """Have ``take`` take every output until all choices have ended; cancelling it aborts them.
+
+        What ``take`` returns, if anything, is awaited before it is called again.
+        """
         ...
 
     def get_model_info(self) -> ModelInfo:

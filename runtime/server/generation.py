@@ -1,13 +1,11 @@
-"""Runs the prompts of one HTTP request and merges what comes back.
+"""Runs the prompts of one HTTP request and counts what comes back.
 
 Knows nothing of the shape of answers.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ..frontend.outputs import RequestOutput
 from ..sampling import SamplingParams
@@ -15,11 +13,8 @@ from .engine_port import EnginePort
 from .metrics import RequestTimer, ServerMetrics
 from .responses import AdapterStartInfo, Timing, Usage
 
-_ItemT = TypeVar("_ItemT")
-
-_QUEUE_FACTOR = 2  # outputs that may wait per prompt before its generator is held back
-
-Outputs = list[tuple[int, RequestOutput]]  # (index of the prompt, output), in order of arrival
+# Takes an output of the prompt with this index, as the engine's ``deliver`` has it taken.
+TakeOutput = Callable[[int, RequestOutput], Awaitable[None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,113 +28,86 @@ class Generation:
     cache_salt: str = ""
 
 
-def run(
-    engine: EnginePort, generation: Generation, metrics: ServerMetrics
-) -> AsyncGenerator[Outputs, None]:
-    """Yield what is pending of all prompts, as often as there is something.
+class PromptRun(RequestTimer):
+    """One prompt of an HTTP request: its latest output, and when its outputs came."""
 
-    Closing the generator aborts every prompt; so does the failure of one of them, which is raised.
+    __slots__ = ("_index", "_take", "latest")
+
+    def __init__(self, metrics: ServerMetrics, index: int, take: TakeOutput) -> None:
+        super().__init__(metrics)
+        self._index = index
+        self._take = take
+        self.latest: RequestOutput | None = None
+
+    def take(self, output: RequestOutput) -> Awaitable[None] | None:
+        """Take the next output and hand it on."""
+        self.observe(output)
+        self.latest = output
+        return self._take(self._index, output)
+
+
+async def run(
+    engine: EnginePort, generation: Generation, metrics: ServerMetrics, take: TakeOutput
+) -> list[PromptRun]:
+    """Have ``take`` take all outputs of all prompts, each in the turn in which it arrives.
+
+    Returns the prompts in their order when all have ended. Cancelling it aborts every prompt; so
+    does the failure of one of them, which is raised.
     """
-    if len(generation.prompts) == 1:
-        return _run_one(engine, generation, 0, metrics)
-    return _run_many(engine, generation, metrics)
+    runs = [PromptRun(metrics, index, take) for index in range(len(generation.prompts))]
+    if len(runs) == 1:
+        await _run_one(engine, generation, 0, runs[0])
+        return runs
+    tasks = [
+        asyncio.ensure_future(_run_one(engine, generation, index, one))
+        for index, one in enumerate(runs)
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return runs
 
 
 async def _run_one(
-    engine: EnginePort, generation: Generation, index: int, metrics: ServerMetrics
-) -> AsyncGenerator[Outputs, None]:
-    timer = RequestTimer(metrics)
+    engine: EnginePort, generation: Generation, index: int, prompt_run: PromptRun
+) -> None:
     single = len(generation.prompts) == 1
-    outputs = engine.generate(
+    await engine.deliver(
+        prompt_run.take,
         generation.prompts[index],
         generation.sampling,
         generation.request_id if single else f"{generation.request_id}-{index}",
         lora_request=generation.adapter_name,
         cache_salt=generation.cache_salt,
     )
-    async with aclosing(outputs):
-        async for output in outputs:
-            timer.observe(output)
-            yield [(index, output)]
 
 
-async def _run_many(
-    engine: EnginePort, generation: Generation, metrics: ServerMetrics
-) -> AsyncGenerator[Outputs, None]:
-    num_prompts = len(generation.prompts)
-    queue: asyncio.Queue[Outputs | Exception | None] = asyncio.Queue(_QUEUE_FACTOR * num_prompts)
-
-    async def pump(index: int) -> None:
-        last: Exception | None = None
-        try:
-            async with aclosing(_run_one(engine, generation, index, metrics)) as outputs:
-                async for output in outputs:
-                    await queue.put(output)
-        except Exception as exc:
-            last = exc
-        await queue.put(last)
-
-    pumps = [asyncio.ensure_future(pump(index)) for index in range(num_prompts)]
-    try:
-        num_open = num_prompts
-        while num_open:
-            batch: Outputs = []
-            for item in await _take_pending(queue):
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    batch += item
-            if batch:
-                yield batch
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+def final_outputs(runs: Sequence[PromptRun]) -> list[RequestOutput]:
+    """Return the last output of every prompt; all have ended."""
+    return [one.latest for one in runs if one.latest is not None]
 
 
-async def _take_pending(queue: "asyncio.Queue[_ItemT]") -> list[_ItemT]:
-    """Wait for one item, and take all others that are there."""
-    items = [await queue.get()]
-    while not queue.empty():
-        items.append(queue.get_nowait())
-    return items
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    """Return the token counts of one HTTP request, over its prompts' last outputs."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_generated = sum(choice.num_tokens for output in outputs for choice in output.outputs)
+    return Usage(num_prompt, num_generated, num_prompt + num_generated)
 
 
-class RequestCounter:
-    """Counts the tokens of one HTTP request, and notes when they came."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """The request has arrived now."""
-        self._clock = clock
-        self._started_s = clock()
-        self._first_token_s: float | None = None
-        self._latest: dict[int, RequestOutput] = {}  # by prompt
-        self._num_generated = 0
-
-    def count(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take the next output of a prompt."""
-        self._latest[prompt_index] = output
-        if self._first_token_s is None:
-            self._first_token_s = self._clock() - self._started_s
-        for choice in output.outputs:
-            self._num_generated += len(choice.new_token_ids)
-
-    def usage(self) -> Usage:
-        """Return the counts so far."""
-        num_prompt = sum(len(output.prompt_token_ids) for output in self._latest.values())
-        return Usage(num_prompt, self._num_generated, num_prompt + self._num_generated)
-
-    def timing(self) -> Timing:
-        """Return the times so far."""
-        total_s = self._clock() - self._started_s
-        first_s = total_s if self._first_token_s is None else self._first_token_s
-        starts = [
-            None
-            if choice.adapter_start is None
-            else AdapterStartInfo(choice.adapter_start.strategy, choice.adapter_start.reason)
-            for _, output in sorted(self._latest.items(), key=lambda item: item[0])
-            for choice in output.outputs
-        ]
-        return Timing(first_s, total_s, starts)
+def timing_of(runs: Sequence[PromptRun], now_s: float) -> Timing:
+    """Return when things happened in one HTTP request that has ended ``now_s``."""
+    total_s = now_s - runs[0].started_s
+    first_s = min(
+        (one.first_token_s for one in runs if one.first_token_s is not None), default=total_s
+    )
+    starts = [
+        None
+        if choice.adapter_start is None
+        else AdapterStartInfo(choice.adapter_start.strategy, choice.adapter_start.reason)
+        for output in final_outputs(runs)
+        for choice in output.outputs
+    ]
+    return Timing(first_s, total_s, starts)

@@ -53,12 +53,13 @@ class MetricLabels:
 class RequestTimer:
     """Follows the outputs of one prompt and reports to ``ServerMetrics``."""
 
-    __slots__ = ("_last_s", "_metrics", "_started_s")
+    __slots__ = ("_last_s", "_metrics", "first_token_s", "started_s")
 
     def __init__(self, metrics: "ServerMetrics") -> None:
         self._metrics = metrics
-        self._started_s = metrics.clock()
-        self._last_s: float | None = None
+        self.started_s = metrics.clock()
+        self.first_token_s: float | None = None  # since the start
+        self._last_s = self.started_s
 
     def observe(self, output: RequestOutput) -> None:
         """Take the next output of the request."""
@@ -69,15 +70,16 @@ class RequestTimer:
             num_new = len(choice.new_token_ids)
             metrics.generation_tokens += num_new
             most_new = max(most_new, num_new)
-        if self._last_s is None:
-            metrics.first_token_s.observe(now_s - self._started_s)
+        since_last_s, self._last_s = now_s - self._last_s, now_s
+        if self.first_token_s is None:
+            self.first_token_s = since_last_s
+            metrics.first_token_s.observe(since_last_s)
             metrics.prompt_tokens += len(output.prompt_token_ids)
         elif most_new:
             # Outputs that were merged on the way hold several tokens per choice.
-            metrics.inter_token_s.observe((now_s - self._last_s) / most_new, weight=most_new)
-        self._last_s = now_s
+            metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
         if output.finished:
-            metrics.request_s.observe(now_s - self._started_s)
+            metrics.request_s.observe(now_s - self.started_s)
             for choice in output.outputs:
                 metrics.finished[choice.finish_reason or "abort"] += 1
 

@@ -128,5 +128,6 @@ def _settings(
         allow_lora_updates=environment.get(ALLOW_VARIABLE, "") == "1",
         block_size=engine_config.block_size,
         max_num_seqs=engine_config.max_num_seqs,
+        stream_writes=serve_config.stream_writes,
         version=__version__,
     )

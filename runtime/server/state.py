@@ -9,6 +9,7 @@ from .errors import SHUTTING_DOWN, HttpError
 from .lifecycle import OpenRequests
 from .metrics import MetricLabels, ServerMetrics
 from .model_names import ModelNames, Target
+from .parts import PartWriters
 
 DEFAULT_MAX_BODY_BYTES = 32 << 20
 
@@ -24,6 +25,7 @@ class AppSettings:
     allow_lora_updates: bool = False
     block_size: int = 16  # tokens
     max_num_seqs: int = 256
+    stream_writes: str = "auto"  # auto | asgi
     version: str = "unknown"
 
 
@@ -36,6 +38,7 @@ class ServerState:
     names: ModelNames
     metrics: ServerMetrics
     created_s: int  # Unix time, for /v1/models
+    part_writers: PartWriters
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     draining: bool = False  # no new requests; those that run may finish
 
@@ -61,4 +64,6 @@ def make_state(engine: EnginePort, settings: AppSettings, *, now_s: int) -> Serv
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
     )
-    return ServerState(engine, settings, names, ServerMetrics(engine, labels), now_s)
+    metrics = ServerMetrics(engine, labels)
+    part_writers = PartWriters(is_wanted=settings.stream_writes == "auto")
+    return ServerState(engine, settings, names, metrics, now_s, part_writers)

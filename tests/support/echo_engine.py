@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from corun.runtime.errors import (
     OverloadedError,
     RequestError,
 )
+from corun.runtime.frontend.delivery import Take
 from corun.runtime.frontend.outputs import (
     AdapterStart,
     ChoiceHistory,
@@ -127,7 +129,14 @@ class FakeEngine:
     async def remove_lora(self, lora_name: str) -> None:
         del self.adapters[lora_name]
 
-    async def generate(
+    async def deliver(self, take: Take, *arguments: Any, **options: Any) -> None:
+        async with aclosing(self._outputs(*arguments, **options)) as outputs:
+            async for output in outputs:
+                rest = take(output)
+                if rest is not None:
+                    await rest
+
+    async def _outputs(
         self,
         prompt: str | list[int],
         sampling_params: SamplingParams,

@@ -1,7 +1,7 @@
 """Stop strings and held-back text: the stream equals the whole text, cut."""
 
 import pytest
-from corun.runtime.frontend.detokenizer import IncrementalDetokenizer, StopFinder
+from corun.runtime.frontend.detokenizer import StopFinder, StoppingDetokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -12,11 +12,16 @@ stops = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 class ListStream:
     """Token i is the i-th piece of text."""
 
+    stop = None
+
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
 
     def push(self, token_id: int) -> str:
         return self._pieces[token_id]
+
+    def finish(self) -> str:
+        return ""
 
 
 def first_match(text: str, stops: list[str], *, first_end: int = 0) -> tuple[int, str] | None:
@@ -33,15 +38,14 @@ def run(
     pieces: list[str], stops: list[str], *, include: bool = False, min_tokens: int = 0
 ) -> tuple[list[str], str | None, int]:
     """Return the text shown after every token, the stop string, and the tokens used."""
-    detokenizer = IncrementalDetokenizer(
+    detokenizer = StoppingDetokenizer(
         ListStream(pieces), stops=stops, include_stop_in_text=include, min_tokens=min_tokens
     )
     shown = []
     for token_id in range(len(pieces)):
-        text, stop = detokenizer.push(token_id)
-        shown.append(text)
-        if stop is not None:
-            return shown, stop, token_id + 1
+        shown.append(detokenizer.push(token_id))
+        if detokenizer.stop is not None:
+            return shown, detokenizer.stop, token_id + 1
     shown.append(detokenizer.finish())
     return shown, None, len(pieces)
 
@@ -111,10 +115,6 @@ def test_a_near_miss_is_shown_in_the_end() -> None:
     shown, stop, _ = run(["a <", "|e"], ["<|end|>"])
     assert shown == ["a ", "", "<|e"]
     assert stop is None
-
-
-def test_without_stop_strings_nothing_is_held_back() -> None:
-    assert run(["x", "", "y"], []) == (["x", "", "y", ""], None, 3)
 
 
 def test_long_stop_strings_cost_no_more_per_character() -> None:
