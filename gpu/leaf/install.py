@@ -6,7 +6,7 @@ left alone unless the kernel gives the same bits but for the last place of a few
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from .rope import Rotate, is_servable, rotate, rotation_of, with_rotation
 _LOG = logging.getLogger(__name__)
 
 _NUM_TOKENS = (1, 41)
+_MLP_NUM_TOKENS = (1, 11)  # products of many take long
 # Another order of the sums in a norm moves a value over the boundary between two bfloat16 now and
 # then; where the result is rounded twice, that may be two of them.
 _MAX_STEPS_APART = 2
@@ -78,41 +79,67 @@ def install_leaf_kernels(model: nn.Module, run: Callable[[], object]) -> dict[st
 
 def _install_norms(model: nn.Module) -> LeafCounts:
     counts = LeafCounts()
+    inputs = _Inputs(_NUM_TOKENS, _SCALES)
     for module in model.modules():
         candidates = list(norm_candidates(module))
         if candidates:
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
-            inputs = _inputs(len(weight), _SCALES)
-            _install_first_equal(module, candidates, inputs, counts)
+            _install_first_equal(module, candidates, inputs.of(len(weight)), counts)
     return counts
 
 
 def _install_mlps(model: nn.Module) -> LeafCounts:
     counts = LeafCounts()
     tables = ActivationTables()
+    inputs = _Inputs(_MLP_NUM_TOKENS, _MLP_SCALES)
     for module in list(model.modules()):
         candidates = list(mlp_candidates(module, tables))
         if candidates:
             first: Any = next(module.children())
-            inputs = _inputs(first.in_features, _MLP_SCALES)
-            _install_first_equal(module, candidates, inputs, counts)
+            _install_first_equal(module, candidates, inputs.of(first.in_features), counts)
     return counts
 
 
-def _inputs(features: int, scales: Iterable[float]) -> list[torch.Tensor]:
-    return [_draw((1, num, features), scale) for num in _NUM_TOKENS for scale in scales]
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """Tokens [1, parts * tokens of a part, features]; each part must agree by itself."""
+
+    x: torch.Tensor
+    num_parts: int
+
+
+class _Inputs:
+    """What modules are asked: one token of each scale, and many of all scales at once."""
+
+    def __init__(self, num_tokens: tuple[int, int], scales: Sequence[float]) -> None:
+        self._num_tokens = num_tokens
+        self._scales = scales
+        self._drawn: dict[int, list[_Input]] = {}
+
+    def of(self, features: int) -> list[_Input]:
+        """Drawn once for all modules of a width."""
+        if features not in self._drawn:
+            one, many = (
+                [_draw((1, num, features), scale) for scale in self._scales]
+                for num in self._num_tokens
+            )
+            parts = _Input(torch.cat(many, dim=1), len(many))
+            self._drawn[features] = [*(_Input(x, 1) for x in one), parts]
+        return self._drawn[features]
 
 
 def _install_first_equal(
-    module: nn.Module, candidates: Iterable[Forward], inputs: list[torch.Tensor],
-    counts: LeafCounts,
-) -> None:  # fmt: skip
+    module: nn.Module, candidates: Iterable[Forward], inputs: list[_Input], counts: LeafCounts
+) -> None:
     counts.found += 1
     forward: Forward = module.forward
-    expected = [forward(x) for x in inputs]
+    expected = [forward(given.x) for given in inputs]
     for candidate in candidates:
-        if all(_agree(candidate(x), y) for x, y in zip(inputs, expected, strict=True)):
+        if all(
+            _agree(candidate(given.x), y, given.num_parts)
+            for given, y in zip(inputs, expected, strict=True)
+        ):
             module.forward = candidate
             counts.replaced += 1
             return
@@ -182,16 +209,19 @@ def _draw(shape: tuple[int, ...], scale: float) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * scale).bfloat16()
 
 
-def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether the same numbers are NaN, and the others equal or next to each other."""
+def _agree(actual: torch.Tensor, expected: torch.Tensor, num_parts: int = 1) -> bool:
+    """Whether the same numbers are NaN, and the others equal or next to each other.
+
+    In each part, of equal size in memory, there must be enough that are equal.
+    """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     is_nan = expected.isnan()
     if not torch.equal(actual.isnan(), is_nan):
         return False
     apart = (_place(actual) - _place(expected)).masked_fill(is_nan, 0).abs()
-    is_equal_enough = float((apart == 0).float().mean()) >= _MIN_EQUAL_SHARE
-    return is_equal_enough and int(apart.max()) <= _MAX_STEPS_APART
+    equal_shares = (apart == 0).reshape(num_parts, -1).float().mean(dim=1)
+    return float(equal_shares.min()) >= _MIN_EQUAL_SHARE and int(apart.max()) <= _MAX_STEPS_APART
 
 
 def _place(values: torch.Tensor) -> torch.Tensor:

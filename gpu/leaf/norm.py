@@ -40,10 +40,12 @@ class LeafNorm:
 
 def norm_candidates(module: nn.Module) -> Iterator[LeafNorm]:
     """What a module might compute if it is an RMS norm; for a check to decide."""
+    if "norm" not in type(module).__name__.lower() or isinstance(module, nn.LayerNorm):
+        return
+    # Only of norms: that of a linear may be packed, and unpacking a model takes half a second.
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm)
-    if not is_norm or not isinstance(epsilon, float) or not isinstance(weight, torch.Tensor):
+    if not isinstance(epsilon, float) or not isinstance(weight, torch.Tensor):
         return
     if weight.ndim == 1 and weight.dtype == torch.bfloat16:
         # Llama and those after it; OLMo 2 and gpt-oss; Gemma.

@@ -118,6 +118,17 @@ def test_what_computes_something_else_is_left_alone(
     assert torch.equal(run(model, 9), expected)
 
 
+class _PackedLinear(nn.Module):
+    @property
+    def weight(self) -> torch.Tensor:
+        raise AssertionError("unpacking a model's weights takes long")
+
+
+def test_no_weight_is_asked_for_but_those_of_norms() -> None:
+    model = nn.ModuleList([_PackedLinear(), LlamaRMSNorm(64).bfloat16()])
+    assert install_leaf_kernels(model, lambda: None)["norms"].replaced == 1
+
+
 def test_a_feed_forward_knows_its_layout() -> None:
     model = draw_model("phi3")
     install_leaf_kernels(model, lambda: run(model, 5))
