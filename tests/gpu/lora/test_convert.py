@@ -27,8 +27,8 @@ def test_types_of_the_file(kind: torch.dtype, served: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kind", NAMES)
 def test_values_that_are_not_finite(value: float, kind: torch.dtype) -> None:
-    tensor = torch.ones(2, 2)
-    tensor[1, 1] = value
+    tensor = torch.ones(9, 33)
+    tensor[4, 20] = value
     raw = stored(tensor.to(kind))
     with pytest.raises(AdapterError, match="a holds values that are not finite"):
         to_tensor(*raw, torch.float32)
