@@ -128,15 +128,15 @@ def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
     """Best time of a product by backend and number of tokens.
 
     One backend after the other, and all once more: helper threads of one library spin for
-    milliseconds after its last product, on the cores of the next one's.
+    milliseconds after its last product, on the cores of the next one's, which is warmed up as long.
     """
     weight, x = _operands(_MEASURED_FEATURES, max(_MEASURED_TOKENS), dtype)
     backends = {name: _BACKENDS[name](weight, None) for name in names}
     best = {name: [math.inf] * len(_MEASURED_TOKENS) for name in names}
     for _ in range(_MEASURED_TURNS):
         for name, backend in backends.items():
+            _warm_up(backend, x[: _MEASURED_TOKENS[0]])
             for size, tokens in enumerate(_MEASURED_TOKENS):
-                _warm_up(backend, x[:tokens])
                 for _ in range(_MEASURED_ROUNDS):
                     start = time.perf_counter()
                     backend(x[:tokens])
