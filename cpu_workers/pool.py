@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from ..shm.backing import Backing
 from ..shm.control import Control
@@ -22,6 +22,7 @@ from .deltas.table import DeltaTable
 from .errors import WorkerPoolError
 from .keeper import SupervisorKeeper, WorkerCounts
 from .messages import DeltaMeasurement, Descriptors, Setup, WorkerSettings
+from .slices import SliceJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,6 @@ class PoolConfig:
     log_level: str = "warning"  # of the processes
     backing: Backing = "auto"  # of the shared memory
     first_sequence: int = 1  # number of the first job; numbers wrap around
-
-
-class SliceJob(NamedTuple):
-    """Tokens of one (layer, input group) of one adapter, for one worker."""
-
-    arena_offset: int  # of the region
-    num_tokens: int
-    in_columns: int  # width of x in the ring, padded as kernels want it
-    out_columns: int  # width of y, all targets of the group together
-    predicted_us: int
 
 
 class WorkerPool:

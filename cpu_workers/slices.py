@@ -10,6 +10,7 @@ more than the cores have time for is cut into slices of at most c that wait in o
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # What kernels compute at once. Cutting between blocks wastes nothing but at a request's end.
 BLOCK_TOKENS = 8
@@ -27,6 +28,16 @@ class Slice:
     first_token: int
     num_tokens: int
     core: int
+
+
+class SliceJob(NamedTuple):
+    """A slice as ``WorkerPool.submit`` takes it: of one (layer, input group) of one adapter."""
+
+    arena_offset: int  # of the region
+    num_tokens: int
+    in_columns: int  # width of x in the ring, padded as kernels want it
+    out_columns: int  # width of y, all targets of the group together
+    predicted_us: int
 
 
 def split_tokens(

@@ -7,12 +7,11 @@ spans of packed tokens with an adapter.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...cpu_workers.pool import SliceJob, WorkerPool
-from ...cpu_workers.slices import split_tokens
+from ...cpu_workers.slices import SliceJob, split_tokens
 from ...shm.errors import MailboxFullError, RingFullError, WorkerUnavailableError
 from ...shm.region import Region
 from ..device.base import Word
@@ -20,6 +19,10 @@ from ..device.host_memory import HostMemory
 from .cold_deltas import GroupKey
 from .handover import Exchange
 from .invocation import Invocation, JobShape
+
+if TYPE_CHECKING:
+    # Loads compiled functions that engines without workers do not need.
+    from ...cpu_workers.pool import WorkerPool
 
 _DROP_TIMEOUT_S = 10.0
 
@@ -93,7 +96,7 @@ class WorkerGateway:
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: "WorkerPool",
         rings: HostMemory,
         control: HostMemory,
         exchange: Exchange,

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from corun.cpu_workers.pool import SliceJob
+from corun.cpu_workers.slices import SliceJob
 from corun.gpu.device.base import Word
 from corun.gpu.device.symbolic import SymbolicDevice
 from corun.gpu.device.symbolic_program import Buffer

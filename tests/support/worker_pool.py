@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import psutil
 from corun.cpu_workers.deltas.table import DeltaShape, DeltaTable, Measured
-from corun.cpu_workers.pool import PoolConfig, SliceJob, WorkerPool
+from corun.cpu_workers.pool import PoolConfig, WorkerPool
+from corun.cpu_workers.slices import SliceJob
 from corun.shm.atomics import store_release
 from corun.shm.job import Job, JobStatus
 from corun.shm.mailbox import SupervisorEnd

@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from corun.cpu_workers.pool import SliceJob
+from corun.cpu_workers.slices import SliceJob
 from corun.gpu.coexec.assistant import AssistedPass
 from corun.gpu.coexec.cold_deltas import ColdDeltas, GroupKey
 from corun.gpu.coexec.gateway import WorkerGateway

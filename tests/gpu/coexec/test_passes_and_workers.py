@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.pool import SliceJob
+from corun.cpu_workers.slices import SliceJob
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
 from corun.gpu.coexec.cold_deltas import Arrival
 from corun.gpu.coexec.gateway import PlacedGroup, WorkerGateway
