@@ -1,6 +1,6 @@
 """How long does ``corun serve`` take from its process's start until it is ready, and with what?
 
-The first start finds no compiled kernels, the later ones those of the first. Everything is the
+The first start finds no caches, the later ones those of the first. Everything is the
 benchmarks' model of 150 million parameters, with its ten adapters.
 
     python bench/startup.py [--starts 5]
@@ -110,7 +110,8 @@ def main() -> None:
         lora_dir = Path(directory) / "adapters"
         make_adapters(model, lora_dir)
         environment = os.environ | {
-            "NUMBA_CACHE_DIR": f"{directory}/numba", "TRITON_CACHE_DIR": f"{directory}/triton"
+            "NUMBA_CACHE_DIR": f"{directory}/numba", "TRITON_CACHE_DIR": f"{directory}/triton",
+            "XDG_CACHE_HOME": f"{directory}/cache",
         }  # fmt: skip
         starts = []
         for number in range(1 + arguments.starts):
