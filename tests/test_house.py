@@ -41,6 +41,7 @@ _ALLOWED_IMPORTS = {
     ),
     # Composition: only these put policy and mechanism together.
     "runtime/engine/build.py": ("runtime", "gpu", "shm", "profiles"),
+    "runtime/engine/adapter_wiring.py": ("runtime", "gpu", "profiles"),
     "runtime/engine/coexecution.py": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
     "runtime/engine/profiling.py": ("runtime", "gpu", "profiles"),
     "runtime/engine/process.py": ("runtime", "gpu", "shm", "profiles"),

@@ -1,43 +1,41 @@
 """Builds an engine from its configuration: the one place that knows all the parts.
 
 ``build_engine`` is imported by engine processes and by the in-process engines; importing this
-module loads no torch, calling it does.
+module loads no torch, calling it does. What only some engines need is imported where they do.
 """
 
 import contextlib
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...profiles.profile import Profile
-from ..adapters.load import OpenAdapter, open_adapter
-from ..adapters.registry import AdapterFacts
-from ..adapters.sources import AdapterSource, collect_sources, parse_lora_module
+from ..adapters.sources import AdapterSource, collect_sources
 from ..collector import collection_paused, keep_imported, keep_living
 from ..config.demo import model_name, with_demo
 from ..config.engine import EngineConfig
-from ..errors import AdapterError
 from ..facts import MachineFacts, read_machine_facts
 from ..memory.adapter_cache import AdapterCache
 from ..memory.block_pool import BlockPool
 from ..memory.budget import MemoryBudget
 from ..memory.device_memory import DeviceMemory
-from ..plan import AdapterId
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.registry import make_policy
 from ..scheduler.scheduler import Scheduler
 from .adapter_manager import AdapterManager
-from .coexecution import Coexecution, layer_grouper, start_coexecution
+from .adapter_wiring import (
+    adapter_fetch,
+    base_names,
+    facts_reader,
+    make_host_adapters,
+    register_adapters,
+)
 from .core import CoreConfig, EngineCore
 from .messages import CpuWorkerStats, ModelInfo
 from .placement import Placement, place_engine
-from .profiling import profile_for
 from .resources import (
     ArenaPlan,
     DeviceFacts,
@@ -50,15 +48,12 @@ from .resources import (
 from .summary import summary_lines
 
 if TYPE_CHECKING:
-    from ...gpu.adapter_fetcher import Arrival
     from ...gpu.assemble import LoadedModel
     from ...gpu.device.host_memory import TorchDevice
-    from ...gpu.executor import AdapterFetch
-    from ...gpu.host_adapters import HostAdapters
     from ...gpu.model.generation import GenerationDefaults
     from ...gpu.model.load import ModelSource
-
-_LOG = logging.getLogger(__name__)
+    from ...profiles.profile import Profile
+    from .coexecution import Coexecution
 
 
 class EngineAssembly:
@@ -66,7 +61,7 @@ class EngineAssembly:
 
     def __init__(
         self, core: EngineCore, info: ModelInfo, adapters: AdapterManager,
-        close: Callable[[], None], device: "TorchDevice", coexecution: Coexecution | None,
+        close: Callable[[], None], device: "TorchDevice", coexecution: "Coexecution | None",
     ) -> None:  # fmt: skip
         self.core = core
         self.info = info
@@ -136,7 +131,7 @@ def _build(
     # What can be refused before the weights are read should not cost the time to read them.
     if config.max_model_len is not None:
         _max_model_len(config, load_config(source).get_text_config(), rope_limit=None)
-    adapters = collect_sources(config.lora_dir, config.lora_modules, _base_names(config))
+    adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
     loaded = assemble.load(source, config, on_progress, placement.background_cpus)
     try:
         on_progress("comparing logits with transformers (parity probe)")
@@ -148,6 +143,8 @@ def _build(
         )
         profile = None
         if _copies_adapters(config, loaded):
+            from .profiling import profile_for
+
             profile = profile_for(config, loaded, placement, facts)
         return _connect(config, source, loaded, adapters, on_progress, placement, profile)
     except BaseException:
@@ -162,7 +159,7 @@ def _connect(
     adapters: Sequence[AdapterSource],
     on_progress: Callable[[str], None],
     placement: Placement,
-    profile: Profile | None,
+    profile: "Profile | None",
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
     from ...gpu import assemble
@@ -175,18 +172,20 @@ def _connect(
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.device.close)
-        host = _host_adapters(config, loaded, arena, profile)
+        host = make_host_adapters(config, loaded, arena, profile)
         undo.callback(host.close)
-        manager = AdapterManager(_facts_reader(host), _base_names(config), host.forget)
+        manager = AdapterManager(facts_reader(host), base_names(config), host.forget)
         undo.callback(manager.close)
         coexecution = None
         if profile is not None:
+            from .coexecution import start_coexecution
+
             coexecution = start_coexecution(
                 config, loaded, host, manager, placement, profile, on_progress
             )
             undo.callback(coexecution.close)
         executor = assemble.make_executor(
-            loaded, runner, _adapter_fetch(host, manager, placement.background_cpus),
+            loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
             assistant=None if coexecution is None else coexecution.assistant,
             on_kv_bytes=host.on_kv_bytes,
@@ -203,7 +202,7 @@ def _connect(
             num_host_evictions=lambda: host.arena.num_evictions,
         )
         manager.attach(core)
-        _register_adapters(config, manager, adapters, on_progress)
+        register_adapters(config, manager, adapters, on_progress)
         info = _model_info(config, loaded, memory, defaults)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
@@ -246,7 +245,7 @@ def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None)
 
 def _make_scheduler(
     config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, eos_token_ids: tuple[int, ...],
-    coexecution: Coexecution | None,
+    coexecution: "Coexecution | None",
 ) -> Scheduler:  # fmt: skip
     budget = MemoryBudget(plan.capacity_bytes)
     memory = DeviceMemory(
@@ -272,71 +271,6 @@ def _make_scheduler(
         )
     policy = make_policy(config.scheduling_policy)
     return Scheduler(scheduler_config, policy, memory, eos_token_ids, cold_starts)
-
-
-def _host_adapters(
-    config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan, profile: Profile | None
-) -> "HostAdapters":
-    """Make the arena, and what fills it from PEFT directories."""
-    from ...gpu import assemble
-    from ...gpu.host_adapters import ArenaSize, one_group
-
-    def open_source(path: str) -> OpenAdapter:
-        return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
-
-    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.budget_bytes, arena.idle_bytes)
-    group_layers = one_group if profile is None else layer_grouper(profile)
-    return assemble.make_host_adapters(loaded, size, open_source, group_layers)
-
-
-def _facts_reader(host: "HostAdapters") -> Callable[[str], AdapterFacts]:
-    """What registering needs; what was read stays in the arena while there is room."""
-
-    def read_facts(path: str) -> AdapterFacts:
-        adapter = host.register(path)
-        return AdapterFacts(adapter.digest, adapter.rank, adapter.num_bytes)
-
-    return read_facts
-
-
-def _adapter_fetch(
-    host: "HostAdapters", manager: AdapterManager, cpus: tuple[int, ...]
-) -> "AdapterFetch":
-    """What the executor's loads do: a version's files must still be what was registered."""
-    from ...gpu.executor import AdapterFetch
-
-    def fetch(adapter_id: AdapterId) -> "Arrival":
-        version = manager.version(adapter_id)
-        return host.fetch(version.digest, version.path)
-
-    def fetch_present(adapter_id: AdapterId) -> "Arrival | None":
-        return host.fetch_present(manager.version(adapter_id).digest)
-
-    return AdapterFetch(fetch, fetch_present, cpus)
-
-
-def _base_names(config: EngineConfig) -> tuple[str, ...]:
-    """What the base model is called, so that no adapter is called the same."""
-    assert config.model is not None
-    return tuple(dict.fromkeys((model_name(config), config.model)))
-
-
-def _register_adapters(
-    config: EngineConfig,
-    manager: AdapterManager,
-    sources: Sequence[AdapterSource],
-    on_progress: Callable[[str], None],
-) -> None:
-    """Register the adapters of the options; one that was named singly must be servable."""
-    named = {parse_lora_module(text).name for text in config.lora_modules}
-    for number, source in enumerate(sources, start=1):
-        on_progress(f"reading adapter {number} of {len(sources)}: {source.name}")
-        try:
-            manager.add_now(source.name, source.path)
-        except AdapterError as error:
-            if source.name in named:
-                raise
-            _LOG.error("not served: %s", error)
 
 
 def _model_info(
