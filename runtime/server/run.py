@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ..collector import collection_paused
+from ..collector import collection_paused, keep_imported
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.client import EngineClient, ProcessClient
@@ -59,7 +59,7 @@ async def serve(
             client, chat_template=chat_template, tokenizer_path=tokenizer_path
         )
         try:
-            if not await _start(engine, stop):
+            if not await _start(engine, stop, owns_process=make_client is None):
                 _logger.info("stopped before the engine was ready")
                 return EXIT_OK
             from .state import make_state
@@ -93,15 +93,17 @@ def _handled_signals(stop: StopSignals) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _start(engine: AsyncEngine, stop: StopSignals) -> bool:
+async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) -> bool:
     """Start the engine; return False if a signal came first."""
     starting = asyncio.ensure_future(engine.start())
     stopped = asyncio.ensure_future(stop.first.wait())
     with collection_paused():
         importing = asyncio.ensure_future(asyncio.to_thread(_import_server))
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    await importing
+        stopped.cancel()
+        await importing
+        if owns_process:  # what was imported would be looked at now, for a fifth of a second
+            keep_imported()
     if starting.done():
         starting.result()
         return True
