@@ -190,15 +190,8 @@ def _merge_query(tag: Any, number: int, out: Rows, step: Step, shape: Shape) -> 
         write_head(tag, state, target + head * shape.group * out.head_bytes, out.head_bytes, shape)
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
-def scratch_bytes(shape: Shape) -> tuple[int, int]:
-    """Bytes that each thread needs to work in, and those of one partial result."""
-    decode = work_bytes(shape) + shape.kv_heads * state_bytes(shape)
-    return max(decode, chunk_bytes(shape)), state_bytes(shape)
-
-
-def _compile(sources_digest: int) -> tuple[Any, Any]:
-    """The kernel that Python calls, and the function that computes its shares.
+def _compile(sources_digest: int) -> tuple[Any, Any, Any]:
+    """The kernel that Python calls, what computes its shares, and what tells of their memory.
 
     numba compiles what a parallel loop contains five times over: for itself, into the loop's
     function, into two wrappers of it, and into the kernel. So the loop contains a call through an
@@ -280,7 +273,14 @@ def _compile(sources_digest: int) -> tuple[Any, Any]:
                         ),
                     )  # fmt: skip
 
-    return compute_share, attend
+    @njit(error_model="numpy", cache=True, nogil=True)
+    def scratch_bytes(shape: Shape) -> tuple[int, int]:
+        """Bytes that each thread needs to work in, and those of one partial result."""
+        decode = work_bytes(shape) + shape.kv_heads * state_bytes(shape)
+        chunk = chunk_bytes(shape) * min(sources_digest, 1)
+        return max(decode, chunk), state_bytes(shape)
+
+    return compute_share, attend, scratch_bytes
 
 
 def _digest_of_sources() -> int:
@@ -295,7 +295,7 @@ def _digest_of_sources() -> int:
     return 1 + int.from_bytes(digest.digest()[:7], "little")
 
 
-compute_share, attend = _compile(_digest_of_sources())
+compute_share, attend, scratch_bytes = _compile(_digest_of_sources())
 
 
 def share_function(tag: np.generic) -> int:

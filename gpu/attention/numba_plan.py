@@ -73,7 +73,9 @@ def make_items(
         num_tokens = starts[row + 1] - starts[row]
         if num_tokens == 1:
             continue
-        for begin in range(0, num_tokens, tile_tokens):
+        # The last tokens see most: threads end together if the short items come last.
+        last = (num_tokens - 1) // tile_tokens * tile_tokens
+        for begin in range(last, -1, -tile_tokens):
             own = min(tile_tokens, num_tokens - begin)
             context = contexts[row] - num_tokens + begin + 1
             for head in range(kv_heads):

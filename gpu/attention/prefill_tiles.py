@@ -1,5 +1,8 @@
 """Register tiles of prefill attention: four query rows against up to 64 keys and values.
 
+A row's scores of 64 keys, float32, become its weights in place; between the tiles that do so lie
+those that only some rows need, which cap scores or hide keys.
+
 Keys and values of 64 positions are packed first, so that products need no sums across lanes:
 
     keys [steps, 64 keys]: a step is 4 bytes of each key's row, a pair of bfloat16 where the machine
@@ -31,7 +34,7 @@ from .lanes import (
     LANES,
     constant,
     constant_i32,
-    exp,
+    exp2,
     fold_each,
     fold_neighbours,
     load_first,
@@ -54,7 +57,7 @@ from .tile_ir import (
 TILE_ROWS = 4
 TILE_KEYS = 64
 STEP_BYTES = 4
-WEIGHT_ROW_BYTES = TILE_KEYS * STEP_BYTES
+SCORE_ROW_BYTES = TILE_KEYS * 4
 # Peaks of four rows, four lanes each, and their factors; then the totals of each row.
 STATE_BYTES = (2 + TILE_ROWS) * VECTOR_BYTES
 PEAKS, FACTORS, TOTALS = 0, VECTOR_BYTES, 2 * VECTOR_BYTES
@@ -192,114 +195,142 @@ def _multiply(
     return emit.loop(num_steps, TILE_ROWS * num_vectors, body)
 
 
-def _make_weigh(num_vectors: int) -> Any:
-    """Scores and weights of four rows and 16 * ``num_vectors`` keys."""
+def _make_score(num_vectors: int) -> Any:
+    """Scores of four rows and 16 * ``num_vectors`` keys."""
 
-    @tile(
-        "queries", "query_bytes", "keys", "num_steps", "limits", "first_key", "window",
-        "scaling", "softcap", "state", "weights",
-        floats=("scaling", "softcap"),
-    )  # fmt: skip
-    def weigh(emit: Emitter, *values: Any) -> None:
-        """Weights of the keys that each row sees, its peak and totals brought up to date.
-
-        A row sees the ``window`` positions before its limit, an int32 of the four at ``limits``;
-        ``first_key`` is the position of the first key. The factors become what the rows' sums so
-        far are to be multiplied by.
-        """
-        queries, query_bytes, keys, num_steps, limits, first_key, window = values[:7]
-        scaling, softcap, state, weights = values[7:]
+    @tile("queries", "query_bytes", "keys", "num_steps", "scores")
+    def score(emit: Emitter, *values: ir.Value) -> None:
+        """Write the products of four rows of queries with packed keys."""
+        queries, query_bytes, keys, num_steps, scores = values
         rows = [
             emit.offset(queries, emit.builder.mul(query_bytes, I64(r))) for r in range(TILE_ROWS)
         ]
-        sums = _multiply(
+        products = _multiply(
             emit,
             rows,
             lambda step: emit.offset(keys, step, _KEY_STEP_BYTES),
             num_steps,
             num_vectors,
         )
-        scores = _visible_scores(emit, sums, limits, first_key, window, scaling, softcap)
-        _weigh_rows(emit, scores, state, weights)
+        for index, product in enumerate(products):
+            row, vector = divmod(index, num_vectors)
+            emit.store(product, emit.offset(scores, row * SCORE_ROW_BYTES + vector * VECTOR_BYTES))
 
-    return weigh
+    return score
 
 
-def _visible_scores(
-    emit: Emitter,
-    sums: list[ir.Value],
-    limits: ir.Value,
-    first_key: ir.Value,
-    window: ir.Value,
-    scaling: ir.Value,
-    softcap: ir.Value,
-) -> list[list[ir.Value]]:
-    """By row the scores, scaled and soft-capped, and -inf where a key is not visible."""
+@tile("scores", "num_vectors", "scaling", "softcap", floats=("scaling", "softcap"))
+def cap(emit: Emitter, *values: Any) -> None:
+    """Scale and soft-cap the scores of four rows."""
+    scores, num_vectors, scaling, softcap = values
     builder = emit.builder
-    factor = emit.splat(scaling, LANES)
-    slots = [cgutils.alloca_once(builder, F32X16) for _ in sums]
-    for total, slot in zip(sums, slots, strict=True):
-        builder.store(builder.fmul(total, factor), slot)
-    with builder.if_then(builder.fcmp_ordered("!=", softcap, F32(0)), likely=False):
-        cap = emit.splat(softcap, LANES)
-        for slot in slots:
-            capped = tanh(emit, builder.fdiv(builder.load(slot), cap))
-            builder.store(builder.fmul(capped, cap), slot)
-    num_vectors = len(sums) // TILE_ROWS
-    scores = []
+    factor, limit = emit.splat(scaling, LANES), emit.splat(softcap, LANES)
+    with cgutils.for_range(builder, num_vectors) as loop:
+        for r in range(TILE_ROWS):
+            place = _score_place(emit, scores, r, loop.index)
+            score = builder.fmul(emit.load(place, F32X16), factor)
+            capped = tanh(emit, builder.fdiv(score, limit))
+            emit.store(builder.fmul(capped, limit), place)
+
+
+@tile("scores", "num_vectors", "limits", "first_key", "window")
+def hide(emit: Emitter, *values: ir.Value) -> None:
+    """Set scores of four rows to -inf where the key is not visible.
+
+    A row sees the ``window`` positions before its limit, an int32 of the four at ``limits``;
+    ``first_key`` is the position of the first key.
+    """
+    scores, num_vectors, limits, first_key, window = values
+    builder = emit.builder
     for r in range(TILE_ROWS):
         limit = builder.sext(emit.load(emit.offset(limits, r * 4), I32), I64)
         seen = builder.select(builder.icmp_signed("<", limit, window), limit, window)
         # One comparison for both ends: positions before the window wrap around to large numbers.
         start = builder.sub(builder.sub(limit, seen), first_key)
         length, begin = splat_i32(emit, seen), splat_i32(emit, start)
-        row = []
-        for v in range(num_vectors):
-            keys = constant_i32(range(v * LANES, (v + 1) * LANES))
-            is_seen = builder.icmp_unsigned("<", builder.sub(keys, begin), length)
-            score = builder.load(slots[r * num_vectors + v])
-            row.append(builder.select(is_seen, score, constant(float("-inf"))))
-        scores.append(row)
-    return scores
+        with cgutils.for_range(builder, num_vectors) as loop:
+            first = splat_i32(emit, builder.mul(loop.index, I64(LANES)))
+            key = builder.add(first, constant_i32(range(LANES)))
+            is_seen = builder.icmp_unsigned("<", builder.sub(key, begin), length)
+            place = _score_place(emit, scores, r, loop.index)
+            score = emit.load(place, F32X16)
+            emit.store(builder.select(is_seen, score, constant(float("-inf"))), place)
 
 
-def _weigh_rows(
-    emit: Emitter, scores: list[list[ir.Value]], state: ir.Value, weights: ir.Value
-) -> None:
+def _score_place(emit: Emitter, scores: ir.Value, row: int, vector: ir.Value) -> ir.Value:
+    return emit.offset(emit.offset(scores, row * SCORE_ROW_BYTES), vector, VECTOR_BYTES)
+
+
+@tile("scores", "num_vectors", "scaling", "state", floats=("scaling",))
+def weigh(emit: Emitter, *values: Any) -> None:
+    """Turn scores of four rows into weights; bring peaks and totals up to date.
+
+    Peaks are of binary exponents: scores times ``scaling``. Weights take the place of the scores,
+    in bfloat16 where products take pairs of them. The factors become what the rows' sums so far are
+    to be multiplied by.
+    """
+    scores, num_vectors, scaling, state = values
     builder = emit.builder
+    slots = [cgutils.alloca_once(builder, F32X16) for _ in range(TILE_ROWS)]
 
     def larger(a: ir.Value, b: ir.Value) -> ir.Value:
         return maximum(builder, a, b)
 
-    highest = []
-    for row in scores:
-        best = row[0]
-        for score in row[1:]:
-            best = larger(score, best)
-        highest.append(best)
-    folded = fold_neighbours(
-        builder, fold_each(builder, highest, larger), LANES // TILE_ROWS, larger
-    )
+    for r, slot in enumerate(slots):
+        builder.store(emit.load(_score_place(emit, scores, r, I64(0)), F32X16), slot)
+    with cgutils.for_range_slice(builder, I64(1), num_vectors, I64(1)) as (vector, _):
+        for r, slot in enumerate(slots):
+            score = emit.load(_score_place(emit, scores, r, vector), F32X16)
+            builder.store(larger(score, builder.load(slot)), slot)
+    highest = fold_each(builder, [builder.load(slot) for slot in slots], larger)
+    highest = fold_neighbours(builder, highest, LANES // TILE_ROWS, larger)
+    factor = emit.splat(scaling, LANES)
     old_peaks = emit.load(emit.offset(state, PEAKS), F32X16)
-    peaks = larger(folded, old_peaks)
-    factors = exp(emit, builder.fsub(old_peaks, peaks))
+    peaks = larger(builder.fmul(highest, factor), old_peaks)
+    factors = exp2(emit, builder.fsub(old_peaks, peaks))
     emit.store(peaks, emit.offset(state, PEAKS))
     emit.store(factors, emit.offset(state, FACTORS))
-    for r, row in enumerate(scores):
-        lane = r * LANES // TILE_ROWS
-        peak = splat_lane(emit, peaks, lane)
-        place = emit.offset(state, TOTALS + r * VECTOR_BYTES)
-        total = builder.fmul(emit.load(place, F32X16), splat_lane(emit, factors, lane))
-        for v, score in enumerate(row):
-            weight = exp(emit, builder.fsub(score, peak))
-            total = builder.fadd(total, weight)
-            target = emit.offset(weights, r * WEIGHT_ROW_BYTES)
-            if emit.has_dot:
-                rounded = builder.fptrunc(weight, BF16X16)
-                emit.store(rounded, emit.offset(target, v * VECTOR_BYTES // 2))
-            else:
-                emit.store(weight, emit.offset(target, v * VECTOR_BYTES))
-        emit.store(total, place)
+    below = builder.fneg(peaks)
+    lanes = [r * LANES // TILE_ROWS for r in range(TILE_ROWS)]
+    shifts = [splat_lane(emit, below, lane) for lane in lanes]
+    places = [emit.offset(state, TOTALS + r * VECTOR_BYTES) for r in range(TILE_ROWS)]
+    for lane, place, slot in zip(lanes, places, slots, strict=True):
+        total = emit.load(place, F32X16)
+        builder.store(builder.fmul(total, splat_lane(emit, factors, lane)), slot)
+    weight_bytes = VECTOR_BYTES // 2 if emit.has_dot else VECTOR_BYTES
+    with cgutils.for_range(builder, num_vectors) as loop:
+        for r, (shift, slot) in enumerate(zip(shifts, slots, strict=True)):
+            score = emit.load(_score_place(emit, scores, r, loop.index), F32X16)
+            weight = exp2(emit, emit.fma(score, factor, shift))
+            builder.store(builder.fadd(builder.load(slot), weight), slot)
+            target = emit.offset(scores, r * SCORE_ROW_BYTES)
+            rounded = builder.fptrunc(weight, BF16X16) if emit.has_dot else weight
+            emit.store(rounded, emit.offset(target, loop.index, weight_bytes))
+    for place, slot in zip(places, slots, strict=True):
+        emit.store(builder.load(slot), place)
+
+
+@tile("state", "row", "peak", "total", floats=("peak", "total"))
+def start_row(emit: Emitter, *values: Any) -> None:
+    """Set the peak of one of four rows, and its total."""
+    state, row, peak, total = values
+    builder = emit.builder
+    lanes = LANES // TILE_ROWS
+    emit.store(emit.splat(peak, lanes), emit.offset(state, row, lanes * 4))
+    place = builder.add(emit.offset(state, TOTALS), builder.mul(row, I64(VECTOR_BYTES)))
+    emit.store(total, place)
+
+
+@tile("state")
+def invert_totals(emit: Emitter, state: ir.Value) -> None:
+    """Make the factors of four rows the inverse of their totals."""
+    builder = emit.builder
+    places = [emit.offset(state, TOTALS + r * VECTOR_BYTES) for r in range(TILE_ROWS)]
+    totals = [emit.load(place, F32X16) for place in places]
+    sums = fold_neighbours(
+        builder, fold_each(builder, totals, builder.fadd), LANES // TILE_ROWS, builder.fadd
+    )
+    emit.store(builder.fdiv(constant(1.0), sums), emit.offset(state, FACTORS))
 
 
 def _make_add_values(num_vectors: int) -> Any:
@@ -308,7 +339,7 @@ def _make_add_values(num_vectors: int) -> Any:
         """Multiply the sums of four rows by their factors and add weighted values to them."""
         weights, base, step_bytes, num_steps, state, sums, sum_bytes = values
         builder = emit.builder
-        rows = [emit.offset(weights, r * WEIGHT_ROW_BYTES) for r in range(TILE_ROWS)]
+        rows = [emit.offset(weights, r * SCORE_ROW_BYTES) for r in range(TILE_ROWS)]
 
         def place_of(step: ir.Value) -> ir.Value:
             return builder.add(base, builder.mul(step, step_bytes))
@@ -326,5 +357,5 @@ def _make_add_values(num_vectors: int) -> Any:
     return add_values
 
 
-weigh_32, weigh_64 = _make_weigh(2), _make_weigh(4)
+score_32, score_64 = _make_score(2), _make_score(4)
 add_values_2, add_values_4 = _make_add_values(2), _make_add_values(4)

@@ -4,7 +4,7 @@ Device functions of numba over the tiles of ``prefill_tiles``. Rows of the item 
 the group), token by token; four of them are computed at once against 64 keys, which are packed
 once for all rows. Tiles of keys begin at multiples of 64 positions, so a row's result does not
 depend on how its prompt was cut into chunks. Tiles that a row does not see are passed over; what
-it does not see of a tile is masked in registers.
+it does not see of a tile is hidden before it is weighed.
 """
 
 from typing import Any
@@ -18,10 +18,12 @@ from . import prefill_tiles as tiles
 from .decode_tiles import clear_sums, write_row
 from .decode_walk import LOWEST_PEAK
 from .lanes import LANES
-from .memory_ops import store_float32, store_int32, store_int64
+from .memory_ops import store_int32, store_int64
 from .numba_layout import MAX_CHUNK_ROWS, Blocks, Rows, Rules, Shape
 
 _HALF_TILE_KEYS = tiles.TILE_KEYS // 2
+_ROWS_AT_ONCE = 2 * tiles.TILE_ROWS
+_LOG2_E = np.float32(1.4426950408889634)
 
 
 @part
@@ -53,7 +55,7 @@ def chunk_bytes(shape: Shape) -> int:
     rows, key_row = _max_rows(shape), _padded_dim(shape) * tiles.STEP_BYTES
     total: int = (
         2 * tiles.TILE_KEYS * 8
-        + tiles.TILE_ROWS * tiles.WEIGHT_ROW_BYTES
+        + _ROWS_AT_ONCE * tiles.SCORE_ROW_BYTES
         + tiles.TILE_KEYS * (key_row + _sum_bytes(shape))
         + rows * (key_row + _sum_bytes(shape) + 4)
         + rows // tiles.TILE_ROWS * tiles.STATE_BYTES
@@ -71,16 +73,22 @@ def _find_rows(
     The nearest position of ``span`` stands in for one that is not in it: what else lies in the
     pool may be no numbers.
     """
+    key_bytes = shape.key_dim * shape.element_bytes
+    value_bytes = shape.value_dim * shape.element_bytes
+    position = max(span[0], first)
+    block, slot = position // shape.block_size, position % shape.block_size
+    number = int32_at(table, block)
     for index in range(tiles.TILE_KEYS):
-        position = max(span[0], min(first + index, span[1] - 1))
-        number = int32_at(table, position // shape.block_size)
-        slot = position % shape.block_size
         key = keys.address + number * keys.block_bytes + head * keys.head_bytes
         value = values.address + number * values.block_bytes + head * values.head_bytes
-        store_int64(found, index, key + slot * shape.key_dim * shape.element_bytes)
-        store_int64(
-            found, tiles.TILE_KEYS + index, value + slot * shape.value_dim * shape.element_bytes
-        )
+        store_int64(found, index, key + slot * key_bytes)
+        store_int64(found, tiles.TILE_KEYS + index, value + slot * value_bytes)
+        if position <= first + index and position < span[1] - 1:
+            position += 1
+            slot += 1
+            if slot == shape.block_size:
+                slot = 0
+                number = int32_at(table, position // shape.block_size)
 
 
 @part
@@ -113,59 +121,124 @@ def _start_rows(
     token, num_tokens, context = item
     num_rows = num_tokens * shape.group
     padded: int = (num_rows + tiles.TILE_ROWS - 1) // tiles.TILE_ROWS * tiles.TILE_ROWS
-    lanes = LANES // tiles.TILE_ROWS
+    clear_sums(tag, states, padded // tiles.TILE_ROWS * tiles.STATE_BYTES)
+    clear_sums(tag, sums, padded * _sum_bytes(shape))
+    number = member = 0  # of the token, and of the head in its group
     for row in range(padded):
-        # Rows that only fill up a tile repeat the last one.
-        real = min(row, num_rows - 1)
-        own_head = head * shape.group + real % shape.group
-        source = query.address + (token + real // shape.group) * query.token_bytes
+        own_head = head * shape.group + member
+        source = query.address + (token + number) * query.token_bytes
         target = queries + row * key_row
         tiles.pack_query(tag, source + own_head * query.head_bytes, shape.key_dim, target)
-        store_int32(limits, row, context + real // shape.group)
-        peak = float32_at(rules.sinks, own_head) if rules.sinks else np.float32(LOWEST_PEAK)
+        store_int32(limits, row, context + number)
         state = states + row // tiles.TILE_ROWS * tiles.STATE_BYTES
-        place = row % tiles.TILE_ROWS
-        for lane in range(lanes):
-            store_float32(state + tiles.PEAKS, place * lanes + lane, peak)
-        totals = state + tiles.TOTALS + place * VECTOR_BYTES
-        clear_sums(tag, totals, VECTOR_BYTES)
+        tiles.start_row(tag, state, row % tiles.TILE_ROWS, np.float32(LOWEST_PEAK), np.float32(0.0))
         if rules.sinks:
-            store_float32(totals, 0, np.float32(1.0))
-    clear_sums(tag, sums, padded * _sum_bytes(shape))
+            # A sink is a key without value: it counts in the total only, and there once.
+            peak = float32_at(rules.sinks, own_head) * _LOG2_E
+            tiles.start_row(tag, state, row % tiles.TILE_ROWS, peak, np.float32(1.0))
+        # Rows that only fill up a tile repeat the last one.
+        if row < num_rows - 1:
+            member += 1
+            if member == shape.group:
+                member = 0
+                number += 1
     return padded
 
 
 @part
-def _fold_tile(
-    tag: Any, first_key: int, num_keys: int, window: int, queries: int, limits: int,
-    packed_keys: int, packed_values: int, weights: int, state: int, sums: int,
-    query_bytes: int, rules: Rules, shape: Shape,
+def _write_rows(
+    tag: Any, item: Any, head: int, out: Rows, states: int, sums: int, shape: Shape
+) -> None:
+    """Write the results of all rows."""
+    sum_row = _sum_bytes(shape)
+    row = 0
+    for number in range(item[1]):
+        target = out.address + (item[0] + number) * out.token_bytes
+        for member in range(shape.group):
+            state = states + row // tiles.TILE_ROWS * tiles.STATE_BYTES
+            place = row % tiles.TILE_ROWS
+            if place == 0:
+                tiles.invert_totals(tag, state)
+            factor = float32_at(state + tiles.FACTORS, place * (LANES // tiles.TILE_ROWS))
+            own_head = head * shape.group + member
+            write_row(
+                tag, sums + row * sum_row, target + own_head * out.head_bytes, shape.value_dim,
+                factor,
+            )  # fmt: skip
+            row += 1
+
+
+@part
+def _score_rows(
+    tag: Any, first_key: int, seen: int, window: int, queries: int, limits: int, packed_keys: int,
+    scores: int, query_bytes: int, rules: Rules, shape: Shape,
 ) -> None:  # fmt: skip
-    """Fold packed keys and values into four rows."""
+    """Scores of four rows and the ``seen`` first keys of a tile."""
     steps = query_bytes // tiles.STEP_BYTES
-    scaling, softcap = rules.scaling, rules.softcap
-    if num_keys > _HALF_TILE_KEYS:
-        tiles.weigh_64(
-            tag, queries, query_bytes, packed_keys, steps, limits, first_key, window,
-            scaling, softcap, state, weights,
-        )  # fmt: skip
+    if seen > _HALF_TILE_KEYS:
+        tiles.score_64(tag, queries, query_bytes, packed_keys, steps, scores)
     else:
-        tiles.weigh_32(
-            tag, queries, query_bytes, packed_keys, steps, limits, first_key, window,
-            scaling, softcap, state, weights,
-        )  # fmt: skip
+        tiles.score_32(tag, queries, query_bytes, packed_keys, steps, scores)
+    num_vectors = (seen + LANES - 1) // LANES
+    if rules.softcap != 0:
+        tiles.cap(tag, scores, num_vectors, rules.scaling, rules.softcap)
+    last_limit = int32_at(limits, tiles.TILE_ROWS - 1)
+    if int32_at(limits, 0) < first_key + num_vectors * LANES or last_limit - window > first_key:
+        tiles.hide(tag, scores, num_vectors, limits, first_key, window)
+
+
+@part
+def _add_rows(
+    tag: Any, seen: int, packed_values: int, weights: int, state: int, sums: int, shape: Shape
+) -> None:
+    """Add the weighed ``seen`` first values of a tile to the sums of four rows."""
     row_bytes = _sum_bytes(shape)
-    value_steps = num_keys // tiles.keys_per_step(tag)
+    together = tiles.keys_per_step(tag)
+    steps = (seen + together - 1) // together
     vector = 0
     while vector < row_bytes // VECTOR_BYTES:
         offset = vector * VECTOR_BYTES
         part, place = packed_values + offset, sums + offset
         if row_bytes // VECTOR_BYTES - vector >= 4:
-            tiles.add_values_4(tag, weights, part, row_bytes, value_steps, state, place, row_bytes)
+            tiles.add_values_4(tag, weights, part, row_bytes, steps, state, place, row_bytes)
             vector += 4
         else:
-            tiles.add_values_2(tag, weights, part, row_bytes, value_steps, state, place, row_bytes)
+            tiles.add_values_2(tag, weights, part, row_bytes, steps, state, place, row_bytes)
             vector += 2
+
+
+@part
+def _fold_tile(
+    tag: Any, first_key: int, num_keys: int, window: int, span: Any, queries: int, limits: int,
+    packed_keys: int, packed_values: int, scores: int, states: int, sums: int,
+    query_bytes: int, rules: Rules, shape: Shape,
+) -> None:  # fmt: skip
+    """Fold packed keys and values into the rows of ``span``, first and one past the last.
+
+    Several times four rows at each stage: their chains of instructions overlap.
+    """
+    # Scores are scaled to binary exponents; those that are capped are scaled already.
+    scaling = _LOG2_E * (rules.scaling if rules.softcap == 0 else np.float32(1.0))
+    sum_row = _sum_bytes(shape)
+    for begin in range(span[0], span[1], _ROWS_AT_ONCE):
+        end = min(begin + _ROWS_AT_ONCE, span[1])
+        for row in range(begin, end, tiles.TILE_ROWS):
+            seen = min(int32_at(limits, row + tiles.TILE_ROWS - 1) - first_key, num_keys)
+            place = scores + (row - begin) * tiles.SCORE_ROW_BYTES
+            _score_rows(
+                tag, first_key, seen, window, queries + row * query_bytes, limits + row * 4,
+                packed_keys, place, query_bytes, rules, shape,
+            )  # fmt: skip
+        for row in range(begin, end, tiles.TILE_ROWS):
+            seen = min(int32_at(limits, row + tiles.TILE_ROWS - 1) - first_key, num_keys)
+            place = scores + (row - begin) * tiles.SCORE_ROW_BYTES
+            state = states + row // tiles.TILE_ROWS * tiles.STATE_BYTES
+            tiles.weigh(tag, place, (seen + LANES - 1) // LANES, scaling, state)
+        for row in range(begin, end, tiles.TILE_ROWS):
+            seen = min(int32_at(limits, row + tiles.TILE_ROWS - 1) - first_key, num_keys)
+            place = scores + (row - begin) * tiles.SCORE_ROW_BYTES
+            state = states + row // tiles.TILE_ROWS * tiles.STATE_BYTES
+            _add_rows(tag, seen, packed_values, place, state, sums + row * sum_row, shape)
 
 
 @inlined_part
@@ -178,8 +251,8 @@ def walk_chunk(
     item: first packed token, number of tokens, positions that the first sees; span: first position
     that any of them sees, one past the last.
     """
-    found, weights = work, work + 2 * tiles.TILE_KEYS * 8
-    packed_keys = weights + tiles.TILE_ROWS * tiles.WEIGHT_ROW_BYTES
+    found, scores = work, work + 2 * tiles.TILE_KEYS * 8
+    packed_keys = scores + _ROWS_AT_ONCE * tiles.SCORE_ROW_BYTES
     key_row = _padded_dim(shape) // tiles.elements_per_step(tag) * tiles.STEP_BYTES
     sum_row = _sum_bytes(shape)
     packed_values = packed_keys + tiles.TILE_KEYS * key_row
@@ -191,32 +264,19 @@ def walk_chunk(
         tag, item, head, query, queries, limits, states, sums, key_row, rules, shape
     )
     first_tile = span[0] // tiles.TILE_KEYS * tiles.TILE_KEYS
+    begin = end = 0
     for first_key in range(first_tile, span[1], tiles.TILE_KEYS):
         _find_rows(table, first_key, span, head, keys, values, shape, found)
         needed = _HALF_TILE_KEYS if span[1] - first_key <= _HALF_TILE_KEYS else tiles.TILE_KEYS
         _pack_tile(tag, found, needed, packed_keys, packed_values, shape)
-        for row in range(0, num_rows, tiles.TILE_ROWS):
-            highest = int32_at(limits, row + tiles.TILE_ROWS - 1)
-            if highest <= first_key:
-                continue
-            if int32_at(limits, row) - window >= first_key + tiles.TILE_KEYS:
-                continue
-            seen = min(highest - first_key, needed)
-            _fold_tile(
-                tag, first_key, _HALF_TILE_KEYS if seen <= _HALF_TILE_KEYS else needed, window,
-                queries + row * key_row, limits + row * 4, packed_keys, packed_values, weights,
-                states + row // tiles.TILE_ROWS * tiles.STATE_BYTES, sums + row * sum_row,
-                key_row, rules, shape,
-            )  # fmt: skip
-    for row in range(item[1] * shape.group):
-        state = states + row // tiles.TILE_ROWS * tiles.STATE_BYTES
-        totals = state + tiles.TOTALS + row % tiles.TILE_ROWS * VECTOR_BYTES
-        total = np.float32(0.0)
-        for lane in range(LANES):
-            total += float32_at(totals, lane)
-        own_head = head * shape.group + row % shape.group
-        target = out.address + (item[0] + row // shape.group) * out.token_bytes
-        write_row(
-            tag, sums + row * sum_row, target + own_head * out.head_bytes, shape.value_dim,
-            np.float32(1.0) / total,
+        # Limits rise from row to row, so those that see something of the tile are neighbours.
+        while int32_at(limits, begin + tiles.TILE_ROWS - 1) <= first_key:
+            begin += tiles.TILE_ROWS
+        end = max(begin, end)
+        while end < num_rows and int32_at(limits, end) - window < first_key + tiles.TILE_KEYS:
+            end += tiles.TILE_ROWS
+        _fold_tile(
+            tag, first_key, needed, window, (begin, end), queries, limits, packed_keys,
+            packed_values, scores, states, sums, key_row, rules, shape,
         )  # fmt: skip
+    _write_rows(tag, item, head, out, states, sums, shape)

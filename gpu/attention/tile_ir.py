@@ -128,21 +128,24 @@ def store_unit(
         a, b = vectors
         vectors = [shuffle(builder, a, b, low), shuffle(builder, a, b, high)]
     part_bytes = VECTOR_BYTES // len(vectors)
-    buffer = cgutils.alloca_once(builder, I32X16)
-    start = builder.ptrtoint(buffer, I64)
-    for index, vector in enumerate(vectors):
-        target = emit.offset(start, index * part_bytes)
-        if emit.is_float32:
-            emit.store(vector, target)
-        else:
-            emit.store_bfloat16(vector, target)
-    unit = builder.load(buffer)
+
+    def write(start: ir.Value) -> None:
+        for index, vector in enumerate(vectors):
+            place = emit.offset(start, index * part_bytes)
+            if emit.is_float32:
+                emit.store(vector, place)
+            else:
+                emit.store_bfloat16(vector, place)
+
     is_whole = builder.icmp_signed(">=", count, I64(unit_elements(emit)))
     with builder.if_else(is_whole) as (whole, partial):
         with whole:
-            emit.store(unit, address)
+            write(address)
         with partial:
-            store_first(emit, [unit], address, builder.mul(count, I64(element_bytes(emit))))
+            buffer = cgutils.alloca_once(builder, I32X16)
+            write(builder.ptrtoint(buffer, I64))
+            num_bytes = builder.mul(count, I64(element_bytes(emit)))
+            store_first(emit, [builder.load(buffer)], address, num_bytes)
 
 
 def splat_lane(emit: Emitter, vector: ir.Value, lane: int) -> ir.Value:

@@ -111,13 +111,15 @@ def test_a_row_with_nan_poisons_only_itself(
 
 
 @pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("query_len", [1, 24])
 @pytest.mark.parametrize("factor", [1e-30, 30.0, 1e4])
 def test_flat_and_peaked_scores(
     backends: dict[str, AttentionBackend],
     name: str,
     factor: float,
+    query_len: int,
 ) -> None:
-    call = make_call(Problem((1, 1), (130, 64)))
+    call = make_call(Problem((query_len, query_len), (130, 64)))
     call.query *= factor
     attended = backends[name].forward(*call.arguments())
     # Rounding of a score of size s moves its weight by s * 2**-24.
