@@ -67,7 +67,6 @@ async def serve(
 
             settings = _settings(engine_config, serve_config, environment)
             state = make_state(engine, settings, now_s=int(time.time()))
-            keep_imported()
             return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
         finally:
             await engine.shutdown()

@@ -130,7 +130,7 @@ def test_signal_before_ready(number: signal.Signals) -> None:
 
 
 _WHOLE_SERVER = """
-import asyncio, gc, logging, sys
+import asyncio, logging, sys
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.engine.messages import (
@@ -166,7 +166,6 @@ class Client:
             await asyncio.sleep(0.01)
 
     async def close(self):
-        logging.info("frozen" if gc.get_freeze_count() > 10_000 else "not frozen")
         logging.info("closed")
 
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
@@ -199,6 +198,5 @@ def test_sigterm_ends_a_server_that_serves(tokenizer_dir: Path) -> None:
             rest = [line for line in lines if line]
         assert "again" in rest[0]
         assert "--drain-timeout-s" in rest[-1]
-        # A collection of all that is imported would hold up every stream for 0.2 s.
-        assert output.read().splitlines()[-2:] == ["frozen", "closed"]
+        assert output.read().splitlines()[-1] == "closed"
         assert process.wait(timeout=20) == 0
