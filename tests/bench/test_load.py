@@ -1,0 +1,48 @@
+"""The load generator's own HTTP: events that come in any pieces, and answers that are none."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from load import Job, http_sender
+
+JOB = Job([5, 6], "", 3)
+
+
+def tokens_of(parts: Sequence[bytes]) -> list[int]:
+    """Return what the sender tells of an answer that comes in ``parts``."""
+    counts: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.002)
+        writer.close()
+
+    async def run() -> None:
+        async with (
+            asyncio.timeout(20),
+            await asyncio.start_server(answer, "127.0.0.1", 0) as server,
+        ):
+            _, port = server.sockets[0].getsockname()
+            await http_sender("127.0.0.1", port)(JOB, counts.append)
+
+    asyncio.run(run())
+    return counts
+
+
+def test_events_are_counted_however_they_are_cut() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    event = b'data: {"choices":[]}\n\n'
+    assert sum(tokens_of([head + event, event * 2, b"data: [DONE]\n\n"])) == 3
+    whole = head + event * 3
+    for cut in range(1, len(head) + len(event) + 8, 7):
+        assert sum(tokens_of([whole[:cut], whole[cut:]])) == 3, cut
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 503 Busy\r\n\r\nfull", b""])
+def test_other_answers_are_errors(answer: bytes) -> None:
+    with pytest.raises(RuntimeError, match=r"full|without an answer"):
+        tokens_of([answer])
