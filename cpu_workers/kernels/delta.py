@@ -22,6 +22,7 @@ from ...shm.region import (
     SCALING_WORD,
     TARGET_BYTES,
 )
+from .compiled import part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
 from .tiles import (
@@ -40,7 +41,7 @@ from .tiles import (
     store_zeros,
 )
 
-TILES_DIGEST = "8e890e09c8f145cf"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "66d94b805a0cdc77"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What of ``shm.region`` is compiled into the cached kernel; a test holds it for the same reason.
 REGION_FORMAT = "header 64, target 64, words 0 1 2 3 4, targets 16"
@@ -55,7 +56,7 @@ _ITEM_BYTES = 2  # bfloat16
 SCRATCH_BYTES = 4 * MAX_BLOCK_TOKENS * MAX_TARGETS * MAX_RANK
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _shrink_target(
     tag: Any,
     a: int,
@@ -111,7 +112,7 @@ def _shrink_target(
         a += num_tiles * tile_bytes
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _store_target(
     tag: Any,
     b: int,
@@ -151,7 +152,7 @@ def _store_target(
         y += done * COLUMNS_PER_GROUP * _ITEM_BYTES
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _store_nothing(num_groups: int, num_tokens: int, y: int, y_stride: int) -> None:
     for token in range(num_tokens):
         for group in range(num_groups):

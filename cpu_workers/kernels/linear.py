@@ -10,8 +10,10 @@ about 220 GFLOP/s of one core of a Zen 4 at 64 tokens, 30 GB/s at one). Each thr
 contiguous share of the columns, so that it reads one contiguous part of the weights.
 """
 
+import numpy as np
 from numba import njit, prange
 
+from .compiled import address_of, call_function, part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT
 from .linear_tiles import (
@@ -24,7 +26,7 @@ from .linear_tiles import (
 )
 from .tiles import int64_at
 
-TILES_DIGEST = "8e890e09c8f145cf"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "66d94b805a0cdc77"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What the caller says of each matrix: see ``multiply``.
 MATRIX_FIELDS = 5
@@ -37,7 +39,7 @@ _FEW_TOKENS = 4
 _SERIAL_BYTES = 64 * 1024
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _multiply_unit(
     weights: int,
     group_bytes: int,
@@ -91,7 +93,7 @@ def _multiply_unit(
         product_4x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, few - 1, 0)
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _multiply_share(
     matrices: int, x: int, x_stride: int, steps: int, num_tokens: int, first: int, last: int
 ) -> None:
@@ -148,10 +150,12 @@ def multiply(
     workers = min(num_threads, num_units)
     if num_units * unit_bytes * blocks <= _SERIAL_BYTES:
         workers = 1
+    whole = (matrices, x, x_stride, steps, num_tokens, np.int64(0), num_units)
+    share = address_of(_multiply_share, whole)
     if workers == 1:
-        _multiply_share(matrices, x, x_stride, steps, num_tokens, 0, num_units)
+        call_function(share, whole)
         return
     for worker in prange(workers):
         first = num_units * worker // workers
         last = num_units * (worker + 1) // workers
-        _multiply_share(matrices, x, x_stride, steps, num_tokens, first, last)
+        call_function(share, (matrices, x, x_stride, steps, num_tokens, first, last))

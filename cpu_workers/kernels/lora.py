@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
+from .compiled import address_of, call_function, part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
 from .tiles import (
@@ -36,7 +37,7 @@ from .tiles import (
     shrink_8x2,
 )
 
-TILES_DIGEST = "8e890e09c8f145cf"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "66d94b805a0cdc77"  # sha256 of its sources, first 16 digits: see tiles.py
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 
@@ -60,7 +61,7 @@ _SCALING, _Y, _Y_STRIDE, _NUM_GROUPS = range(8, 12)
 _PLAN_COLUMNS = 12
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _make_plan(
     targets: int,
     num_targets: int,
@@ -104,7 +105,7 @@ def _make_plan(
     return plan
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _expand_cost(
     plan: Plan,
 ) -> int:
@@ -115,7 +116,7 @@ def _expand_cost(
     return cost
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _expand_unit_at(
     plan: Plan,
     cost: int,
@@ -131,7 +132,7 @@ def _expand_unit_at(
     return int(plan[last, _EXPAND_UNIT])
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _shrink_share(
     tag: Any,
     plan: Plan,
@@ -179,7 +180,7 @@ def _shrink_share(
         unit += 2 if pair else 1
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _expand_share(
     tag: Any,
     plan: Plan,
@@ -269,15 +270,19 @@ def add_deltas(
     workers = num_threads
     if shrink_units * in_steps * VECTOR_BYTES <= _SERIAL_BYTES:
         workers = 1
+    all_shrinks = (tag, plan, x, x_stride, in_steps, np.int64(0), shrink_units)
+    all_expands = (tag, plan, itemsize, np.int64(0), plan[-1, _EXPAND_UNIT])
+    shrink = address_of(_shrink_share, all_shrinks)
+    expand = address_of(_expand_share, all_expands)
     if workers == 1:
-        _shrink_share(tag, plan, x, x_stride, in_steps, 0, shrink_units)
-        _expand_share(tag, plan, itemsize, 0, plan[-1, _EXPAND_UNIT])
+        call_function(shrink, all_shrinks)
+        call_function(expand, all_expands)
         return
     for worker in prange(workers):
         first = shrink_units * worker // workers
         last = shrink_units * (worker + 1) // workers
-        _shrink_share(tag, plan, x, x_stride, in_steps, first, last)
+        call_function(shrink, (tag, plan, x, x_stride, in_steps, first, last))
     for worker in prange(workers):
         first = _expand_unit_at(plan, cost * worker // workers)
         last = _expand_unit_at(plan, cost * (worker + 1) // workers)
-        _expand_share(tag, plan, itemsize, first, last)
+        call_function(expand, (tag, plan, itemsize, first, last))

@@ -4,8 +4,8 @@ The first argument of a tile, a *format tag* of ``layout``, selects code by its 
 strides are in bytes.
 
 numba's cache looks for changes at the file of a kernel alone. So the ``TILES_DIGEST`` of kernels
-names the content of ``emitter``, ``layout`` and both files of tiles; a test holds it, and a change
-here thereby becomes a change there.
+names the content of ``compiled``, ``emitter``, ``layout`` and both files of tiles; a test holds it,
+and a change here thereby becomes a change there.
 """
 
 from typing import Any

@@ -202,7 +202,7 @@ def _compile(sources_digest: int) -> tuple[Any, Any, Any]:
     it is positive, and multiplying by its minimum with 1 changes nothing.
     """
 
-    @njit(error_model="numpy", cache=True, nogil=True, no_cpython_wrapper=True)
+    @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
     def compute_share(
         tag: Any, phase: int, share: int, fields: int, query: int, query_token_bytes: int,
         query_head_bytes: int, key: int, key_token_bytes: int, key_head_bytes: int, value: int,

@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
+from ...cpu_workers.kernels.compiled import address_of, call_function, part
+
 # Values of a call below which one thread computes them all: about 10 us.
 _SERIAL_VALUES = 32 * 1024
 
@@ -72,7 +74,7 @@ def _inverse_rms(x: np.ndarray, epsilon: np.float32) -> Any:
     return np.float32(1) / np.sqrt(total / np.float32(len(x)) + epsilon)
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _norm_share(
     x: int, x_stride: int, scale: int, y: int, features: int, epsilon: np.float32,
     rounds_twice: bool, first: int, last: int,
@@ -103,16 +105,18 @@ def norm(
     rounds_twice: the normed row is rounded before it is scaled, too.
     num_threads: at most as many as numba has started.
     """
+    whole = (x, x_stride, scale, y, features, epsilon, rounds_twice, np.int64(0), num_rows)
+    share = address_of(_norm_share, whole)
     if num_threads == 1 or num_rows * features <= _SERIAL_VALUES:
-        _norm_share(x, x_stride, scale, y, features, epsilon, rounds_twice, 0, num_rows)
+        call_function(share, whole)
         return
     for worker in prange(num_threads):
         first = num_rows * worker // num_threads
         last = num_rows * (worker + 1) // num_threads
-        _norm_share(x, x_stride, scale, y, features, epsilon, rounds_twice, first, last)
+        call_function(share, (x, x_stride, scale, y, features, epsilon, rounds_twice, first, last))
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _add_share(a: int, b: int, y: int, first: int, last: int) -> None:
     lefts = carray(_pointer(a, _BITS), (last,))
     rights = carray(_pointer(b, _BITS), (last,))
@@ -127,16 +131,18 @@ def add(a: int, b: int, y: int, num_values: int, num_threads: int) -> None:
 
     num_threads: at most as many as numba has started.
     """
+    whole = (a, b, y, np.int64(0), num_values)
+    share = address_of(_add_share, whole)
     if num_threads == 1 or num_values <= _SERIAL_VALUES:
-        _add_share(a, b, y, 0, num_values)
+        call_function(share, whole)
         return
     for worker in prange(num_threads):
         first = num_values * worker // num_threads
         last = num_values * (worker + 1) // num_threads
-        _add_share(a, b, y, first, last)
+        call_function(share, (a, b, y, first, last))
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _gated_share(
     gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, features: int,
     first: int, last: int,
@@ -171,16 +177,18 @@ def gated(
     table: bfloat16 [65536], the activation of every bfloat16, by its bits.
     num_threads: at most as many as numba has started.
     """
+    whole = (gate, gate_stride, up, up_stride, table, y, features, np.int64(0), num_rows)
+    share = address_of(_gated_share, whole)
     if num_threads == 1 or num_rows * features <= _SERIAL_VALUES:
-        _gated_share(gate, gate_stride, up, up_stride, table, y, features, 0, num_rows)
+        call_function(share, whole)
         return
     for worker in prange(num_threads):
         first = num_rows * worker // num_threads
         last = num_rows * (worker + 1) // num_threads
-        _gated_share(gate, gate_stride, up, up_stride, table, y, features, first, last)
+        call_function(share, (gate, gate_stride, up, up_stride, table, y, features, first, last))
 
 
-@njit(error_model="numpy", nogil=True)
+@part
 def _rotate_heads(
     x: int, head_stride: int, num_heads: int, dim: int, cos: np.ndarray, sin: np.ndarray, y: int
 ) -> None:
@@ -201,8 +209,8 @@ def _rotate_heads(
             results[i] = values[i]
 
 
-@njit(error_model="numpy", nogil=True)
-def _rotate_share(
+@part
+def _rotate_tokens(
     x: int, token_stride: int, head_stride: int, num_heads: int, y: int, dim: int,
     cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
 ) -> None:  # fmt: skip
@@ -213,6 +221,22 @@ def _rotate_share(
             x + 2 * token * token_stride, head_stride, num_heads, dim, cosines, sines,
             y + 2 * token * num_heads * dim,
         )  # fmt: skip
+
+
+@part
+def _rotate_share(
+    q: int, q_token_stride: int, q_head_stride: int, q_heads: int, q_out: int,
+    k: int, k_token_stride: int, k_head_stride: int, k_heads: int, k_out: int,
+    dim: int, cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
+) -> None:  # fmt: skip
+    _rotate_tokens(
+        q, q_token_stride, q_head_stride, q_heads, q_out, dim,
+        cos, sin, table_stride, rotary_dim, first, last,
+    )  # fmt: skip
+    _rotate_tokens(
+        k, k_token_stride, k_head_stride, k_heads, k_out, dim,
+        cos, sin, table_stride, rotary_dim, first, last,
+    )  # fmt: skip
 
 
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
@@ -230,24 +254,21 @@ def rotate(
         next. Both products are rounded before they are added.
     num_threads: at most as many as numba has started.
     """
+    whole = (
+        q, q_token_stride, q_head_stride, q_heads, q_out, k, k_token_stride, k_head_stride,
+        k_heads, k_out, dim, cos, sin, table_stride, rotary_dim, np.int64(0), num_tokens,
+    )  # fmt: skip
+    share = address_of(_rotate_share, whole)
     if num_threads == 1 or num_tokens * (q_heads + k_heads) * dim <= _SERIAL_VALUES:
-        _rotate_share(
-            q, q_token_stride, q_head_stride, q_heads, q_out, dim,
-            cos, sin, table_stride, rotary_dim, 0, num_tokens,
-        )  # fmt: skip
-        _rotate_share(
-            k, k_token_stride, k_head_stride, k_heads, k_out, dim,
-            cos, sin, table_stride, rotary_dim, 0, num_tokens,
-        )  # fmt: skip
+        call_function(share, whole)
         return
     for worker in prange(num_threads):
         first = num_tokens * worker // num_threads
         last = num_tokens * (worker + 1) // num_threads
-        _rotate_share(
-            q, q_token_stride, q_head_stride, q_heads, q_out, dim,
-            cos, sin, table_stride, rotary_dim, first, last,
-        )  # fmt: skip
-        _rotate_share(
-            k, k_token_stride, k_head_stride, k_heads, k_out, dim,
-            cos, sin, table_stride, rotary_dim, first, last,
+        call_function(
+            share,
+            (
+                q, q_token_stride, q_head_stride, q_heads, q_out, k, k_token_stride, k_head_stride,
+                k_heads, k_out, dim, cos, sin, table_stride, rotary_dim, first, last,
+            ),
         )  # fmt: skip
