@@ -203,7 +203,7 @@ def _compile(sources_digest: int) -> tuple[Any, Any, Any]:
     """
 
     @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-    def compute_share(
+    def attend_share(
         tag: Any, phase: int, share: int, fields: int, query: int, query_token_bytes: int,
         query_head_bytes: int, key: int, key_token_bytes: int, key_head_bytes: int, value: int,
         value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
@@ -280,7 +280,7 @@ def _compile(sources_digest: int) -> tuple[Any, Any, Any]:
         chunk = chunk_bytes(shape) * min(sources_digest, 1)
         return max(decode, chunk), state_bytes(shape)
 
-    return compute_share, attend, scratch_bytes
+    return attend_share, attend, scratch_bytes
 
 
 def _digest_of_sources() -> int:
@@ -295,10 +295,10 @@ def _digest_of_sources() -> int:
     return 1 + int.from_bytes(digest.digest()[:7], "little")
 
 
-compute_share, attend, scratch_bytes = _compile(_digest_of_sources())
+attend_share, attend, scratch_bytes = _compile(_digest_of_sources())
 
 
 def share_function(tag: np.generic) -> int:
     """The address of what computes shares in the format ``tag``, for ``Step``; compiles it."""
     kinds = (typeof(tag), *(types.int64,) * 15, types.float64, types.float64, types.int64)
-    return function_address(compute_share, kinds)
+    return function_address(attend_share, kinds)

@@ -31,7 +31,7 @@ def compiled(said: list[str], module: str) -> Any:
 def test_says_which_group_begins_and_how_much_it_was() -> None:
     said: list[str] = []
     kernel = compiled(said, "corun.cpu_workers.kernels.linear")
-    assert said[0] == "compiling kernels for linear products; 2 of 5 groups may follow"
+    assert said[0] == "compiling kernels for linear products; 3 of 6 groups may follow"
     assert said[-1].startswith("compiled 1 kernels in ")
     said.clear()
     with compilation_told(said.append):
