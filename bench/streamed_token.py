@@ -62,9 +62,13 @@ class StandIn(ChannelClient):
             self._process = subprocess.Popen(command, pass_fds=(sock.fileno(),))
 
     async def _end(self, grace_s: float) -> None:
-        if self._process is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        if self._process is None:
+            return
+        deadline_s = time.monotonic() + grace_s
+        while self._process.poll() is None:
+            if time.monotonic() > deadline_s:
+                self._process.kill()
+            await asyncio.sleep(0.01)
 
     def _describe_end(self) -> str:
         return "the stand-in has ended"
@@ -224,6 +228,13 @@ def measure(
     return figures
 
 
+def medians_of(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure over the runs."""
+    return {
+        name: round(statistics.median(one[name] for one in figures), 2) for name in figures[0]
+    } | {"runs": len(figures)}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, or be the process that an option names."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -234,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    # The two processes that are measured, or should do nothing, import none of this.
     if options.engine is not None:
         sock = socket.socket(fileno=options.engine)
         tell_tokens(sock, options.tokenizer, options.streams)
@@ -241,17 +253,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.serve is not None:
         serve(options.serve, options.tokenizer, options.streams)
         return
+    from models import save_tokenizer
+    from paired import report
+
     with tempfile.TemporaryDirectory() as directory:
         if options.tokenizer is None:
-            from models import save_tokenizer
-
             save_tokenizer(VOCAB_SIZE, Path(directory))
         figures = measure(
             options.tokenizer or directory, options.streams, options.tokens, options.runs
         )
-    for figure in figures:
-        print(json.dumps({k: round(v, 2) for k, v in figure.items()}))
-    print({k: round(statistics.median(f[k] for f in figures), 2) for k in figures[0]})
+    workload = {"streams": options.streams, "tokens": options.tokens, "step_s": STEP_S}
+    report("streamed_token", workload, medians_of(figures), {})
 
 
 if __name__ == "__main__":
