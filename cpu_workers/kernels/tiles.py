@@ -19,9 +19,10 @@ from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
 
 
 def _make_shrink(num_tokens: int, num_tiles: int) -> Any:
-    """h[token, rank] = scaling * sum over in of x[token, in] A[rank, in], for one register tile."""
-    # Sums of few tiles would wait for one another; independent ones hide the latency.
-    unroll = max(1, 4 // (num_tokens * num_tiles))
+    """h[token, rank] = scaling * sum over in of x[token, in] A[rank, in], for one register tile.
+
+    One sum for each, in every tile: what a token gets must not depend on who comes with it.
+    """
 
     @intrinsic
     def shrink(
@@ -51,28 +52,23 @@ def _make_shrink(num_tokens: int, num_tiles: int) -> Any:
 
             def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
                 results = []
-                for u in range(unroll):
-                    step = builder.add(builder.mul(index, I64(unroll)), I64(u))
-                    if num_tiles > 1:  # the next ranks; those of one tile are the last
-                        for tile in tiles:
-                            ahead = builder.add(tile, builder.mul(tile_bytes, I64(num_tiles)))
-                            emit.prefetch(emit.offset(ahead, step, VECTOR_BYTES))
-                    weights = [
-                        emit.operands(emit.load(emit.offset(tile, step, VECTOR_BYTES), I32X16))
-                        for tile in tiles
-                    ]
-                    for t, token in enumerate(tokens):
-                        unit = emit.load(emit.offset(token, step, 8), I64)
-                        bits = builder.bitcast(emit.splat(unit, 8), I32X16)
-                        values = emit.operands(bits)
-                        for g, weight in enumerate(weights):
-                            slot = (u * num_tokens + t) * num_tiles + g
-                            results.append(emit.multiply_add(weight, values, totals[slot]))
+                if num_tiles > 1:  # the next ranks; those of one tile are the last
+                    for tile in tiles:
+                        ahead = builder.add(tile, builder.mul(tile_bytes, I64(num_tiles)))
+                        emit.prefetch(emit.offset(ahead, index, VECTOR_BYTES))
+                weights = [
+                    emit.operands(emit.load(emit.offset(tile, index, VECTOR_BYTES), I32X16))
+                    for tile in tiles
+                ]
+                for t, token in enumerate(tokens):
+                    unit = emit.load(emit.offset(token, index, 8), I64)
+                    values = emit.operands(builder.bitcast(emit.splat(unit, 8), I32X16))
+                    for g, weight in enumerate(weights):
+                        total = totals[t * num_tiles + g]
+                        results.append(emit.multiply_add(weight, values, total))
                 return results
 
-            per_step = num_tokens * num_tiles
-            count = builder.sdiv(steps, I64(unroll))
-            totals = emit.loop(count, per_step * unroll, body)
+            totals = emit.loop(steps, num_tokens * num_tiles, body)
             scale = emit.splat(scaling, RANKS_PER_TILE)
             undefined = ir.Constant(F32X16, ir.Undefined)
             lanes = ir.VectorType(I32, RANKS_PER_TILE)
@@ -81,8 +77,6 @@ def _make_shrink(num_tokens: int, num_tiles: int) -> Any:
             for t in range(num_tokens):
                 for g in range(num_tiles):
                     total = totals[t * num_tiles + g]
-                    for u in range(1, unroll):
-                        total = builder.fadd(total, totals[u * per_step + t * num_tiles + g])
                     both = builder.fadd(
                         builder.shuffle_vector(total, undefined, even),
                         builder.shuffle_vector(total, undefined, odd),

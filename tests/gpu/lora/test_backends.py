@@ -113,6 +113,28 @@ def test_targets_of_one_input_together(name: str, in_features: int) -> None:
         torch.testing.assert_close(y, alone, rtol=rtol, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["numba-float32", "numba-bfloat16", "numba-bfloat16-portable"])
+@pytest.mark.parametrize("rank", [5, 16, 40])
+def test_a_token_gets_the_same_bits_in_every_company(name: str, rank: int) -> None:
+    """Seeded answers do not depend on the batch, so deltas must not."""
+    make, dtype = BACKENDS[name]
+    table = LoraTable(1, 1, "cpu")
+    backend = make(table, dtype=dtype)
+    a, b = (torch.randn(shape).to(dtype) for shape in ((rank, 1024), (256, rank)))
+    row = table.add(DeviceAdapter({0: backend.pack(a, b, 1.0)}))
+    x = torch.randn(19, 1024).to(dtype)
+
+    def delta(first: int, last: int) -> torch.Tensor:
+        y = torch.zeros(last - first, 256, dtype=dtype)
+        backend.add_delta(x[first:last], y, 0, make_batch([(0, last - first, 0)], table, [row]))
+        return y
+
+    whole = delta(0, 19)
+    for num_tokens in (1, 2, 4, 7, 8, 12):
+        parts = [delta(i, min(i + num_tokens, 19)) for i in range(0, 19, num_tokens)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
 @pytest.mark.parametrize("portable", [False, True])
 def test_non_finite_values_stay_in_their_row(portable: bool) -> None:
     table = LoraTable(1, 1, "cpu")
