@@ -3,9 +3,10 @@
 Decode: one layer's call of the engine's back end in bfloat16, for a small model's layers and for
 those of an 8-billion-parameter model with grouped queries, over contexts, batches and threads. The
 floor is every visible key and value read once; the bandwidth is that of a plain sum over memory
-with the same threads, measured right before and after each cell. Every step reads other blocks of
-a pool that is far larger than the caches, laid out as the engine lays it out. Required: at
-contexts from 1,024 on the share is no worse than at 150, for the same shape, batch and threads.
+with the same threads, measured right before and after each sample. Every step reads other blocks of
+a pool that is far larger than the caches, laid out as the engine lays it out. The contexts of a
+batch are sampled in turn. Required: at contexts from 1,024 on the share is no worse than at 150, in
+the median of the rounds, for the same shape, batch and threads.
 
 Prefill: chunks that continue contexts, and many short prompts in one step, in turn with torch's
 scaled_dot_product_attention on keys, values and masks that were gathered before (which the engine
@@ -30,12 +31,13 @@ from corun.gpu.attention.select import select_attention_backend
 from corun.gpu.model.kv_pool import KvLayout, KvPool, LayerKvShape
 from corun.gpu.model.threads import set_threads
 from corun.gpu.step import AttentionMetadata
-from paired import compare, report, seconds
+from paired import compare, ratio_of, report, seconds
 
 _BLOCK_SIZE = 16
 _CONTEXTS = (150, 512, 1024, 2048, 4096)
 _BATCHES = (1, 4, 8, 16)
 _SHORTEST_LONG_CONTEXT = 1024
+_SAMPLE_S = 0.02  # of steps, in a sample of decode
 _POOL_TOKENS = max(_CONTEXTS) * max(_BATCHES)
 _STREAM_BYTES = 256 << 20  # larger than the last-level caches of common servers
 _CPU = torch.device("cpu")
@@ -180,46 +182,65 @@ class Bench:
         self._pool.close()
 
 
-def measure_decode(
-    bench: Bench, stream: Stream, setting: Setting, min_seconds: float
-) -> dict[str, Any]:
-    """Microseconds per layer, GB/s, and the share of the bandwidth measured around each step."""
-    layer = bench.layer
-    inputs = bench.inputs(setting.batch)
-    steps = itertools.cycle(bench.steps(setting.batch, setting.context_tokens))
-    read_bytes = setting.batch * setting.context_tokens * layer.token_bytes
-    taken: list[float] = []
-    shares: list[float] = []
-    before = stream.measure(setting.threads)
-    while len(shares) < 5 or sum(taken) * layer.num_layers < min_seconds:
+class DecodeCell:
+    """Samples of one cell: microseconds per layer, and the share of the bandwidth around each."""
+
+    def __init__(self, bench: Bench, setting: Setting) -> None:
+        self.shares: list[float] = []
+        self._setting = setting
+        self._bench = bench
+        self._inputs = bench.inputs(setting.batch)
+        self._steps = itertools.cycle(bench.steps(setting.batch, setting.context_tokens))
+        self._read_bytes = setting.batch * setting.context_tokens * bench.layer.token_bytes
+        self._repeats = 1
+        self._layer_s: list[float] = []
+        self._step()  # compiles and touches the scratch memory
+
+    def sample(self, stream: Stream) -> None:
+        """Measure steps between two measurements of the bandwidth."""
+        threads = self._setting.threads
+        before = stream.measure(threads)
+        step_s = statistics.median(seconds(self._step) for _ in range(self._repeats))
+        after = stream.measure(threads)
         # Few short steps between two measurements of the bandwidth would measure its noise.
-        repeats = max(1, int(0.02 / (taken[-1] * layer.num_layers))) if taken else 2
-        step_s = [seconds(lambda: bench.run(inputs, next(steps))) for _ in range(repeats)]
-        after = stream.measure(setting.threads)
-        taken.append(statistics.median(step_s) / layer.num_layers)
-        shares.append(read_bytes / taken[-1] / 1e9 / (0.5 * (before + after)))
-        before = after
-    median_s = statistics.median(taken)
-    return asdict(setting) | {
-        "us": round(1e6 * median_s, 1),
-        "gb_per_s": round(read_bytes / median_s / 1e9, 2),
-        "share": round(statistics.median(shares), 3),
-    }
+        self._repeats = max(1, int(_SAMPLE_S / step_s))
+        self._layer_s.append(step_s / self._bench.layer.num_layers)
+        gb_per_s = self._read_bytes / self._layer_s[-1] / 1e9
+        self.shares.append(gb_per_s / (0.5 * (before + after)))
+
+    def figures(self, shortest: "DecodeCell") -> dict[str, Any]:
+        """Medians, and the ratio of the shares to those of the shortest context."""
+        median_s = statistics.median(self._layer_s)
+        ratios = [own / short for own, short in zip(self.shares, shortest.shares, strict=True)]
+        return asdict(self._setting) | {
+            "us": round(1e6 * median_s, 1),
+            "gb_per_s": round(self._read_bytes / median_s / 1e9, 2),
+            "share": round(statistics.median(self.shares), 3),
+            "over_shortest": ratio_of(ratios).to_json(),
+        }
+
+    def _step(self) -> None:
+        self._bench.run(self._inputs, next(self._steps))
 
 
 def decode_table(
-    backend: AttentionBackend, layers: list[Layer], threads: list[int], min_seconds: float
+    backend: AttentionBackend, layers: list[Layer], threads: list[int], num_rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Every cell, and the median bandwidth by number of threads."""
     cells = []
     streams = {count: Stream() for count in threads}
     for layer in layers:
         bench = Bench(backend, layer)
-        for count, batch, context_len in itertools.product(threads, _BATCHES, _CONTEXTS):
+        for count, batch in itertools.product(threads, _BATCHES):
             set_threads(count)
-            setting = Setting(layer.name, count, batch, context_len)
-            cells.append(measure_decode(bench, streams[count], setting, min_seconds))
-            print(" ".join(f"{name}={value}" for name, value in cells[-1].items()), flush=True)
+            streams[count].measure(count)  # compiles
+            row = [DecodeCell(bench, Setting(layer.name, count, batch, c)) for c in _CONTEXTS]
+            for index in range(num_rounds):
+                for cell in row if index % 2 == 0 else reversed(row):
+                    cell.sample(streams[count])
+            for cell in row:
+                cells.append(cell.figures(row[0]))
+                print(" ".join(f"{name}={value}" for name, value in cells[-1].items()), flush=True)
         bench.close()
     return cells, {
         str(count): round(statistics.median(stream.gb_per_s), 2)
@@ -229,15 +250,10 @@ def decode_table(
 
 def is_no_worse_when_long(cells: list[dict[str, Any]]) -> bool:
     """Whether long contexts reach the share of the shortest, for equal shape, batch, threads."""
-    shares: dict[tuple[Any, ...], dict[int, float]] = {}
-    for cell in cells:
-        key = (cell["layer"], cell["threads"], cell["batch"])
-        shares.setdefault(key, {})[cell["context_tokens"]] = cell["share"]
     return all(
-        share >= by_context[min(_CONTEXTS)]
-        for by_context in shares.values()
-        for context_len, share in by_context.items()
-        if context_len >= _SHORTEST_LONG_CONTEXT
+        cell["over_shortest"]["median"] >= 1
+        for cell in cells
+        if cell["context_tokens"] >= _SHORTEST_LONG_CONTEXT
     )
 
 
@@ -300,14 +316,16 @@ def measure_prefill(bench: Bench, name: str, rows: list[tuple[int, int]]) -> dic
 
 
 def prefill_table(
-    backend: AttentionBackend, layers: list[Layer], threads: int
+    backend: AttentionBackend, layers: list[Layer], threads: int, chosen: list[str] | None
 ) -> list[dict[str, Any]]:
-    """Every cell, with this many threads."""
+    """Every cell, or those of these names, with this many threads."""
     set_threads(threads)
     cells = []
     for layer in layers:
         bench = Bench(backend, layer)
         for name, rows in prefill_cells():
+            if chosen is not None and name not in chosen:
+                continue
             cells.append(measure_prefill(bench, name, rows))
             print(" ".join(f"{name}={value}" for name, value in cells[-1].items()), flush=True)
         bench.close()
@@ -321,7 +339,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("decode", "prefill", "both"), default="both")
     parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, torch.get_num_threads()])
-    parser.add_argument("--min-seconds", type=float, default=0.2, help="per decode cell")
+    parser.add_argument("--rounds", type=int, default=9, help="samples of a decode cell")
+    parser.add_argument("--rows", nargs="+", choices=[name for name, _ in prefill_cells()],
+                        help="only these cells of prefill")  # fmt: skip
     options = parser.parse_args()
     backend = select_attention_backend(options.backend, device=_CPU, dtype=torch.bfloat16)
     layers = [layer for layer in LAYERS if layer.name in options.layers]
@@ -330,13 +350,13 @@ def main() -> None:
     bounds: dict[str, bool | None] = {}
     if options.part != "prefill":
         figures["decode"], figures["stream_gb_per_s"] = decode_table(
-            backend, layers, threads, options.min_seconds
+            backend, layers, threads, options.rounds
         )
         bounds["long_contexts_reach_the_share_of_short_ones"] = is_no_worse_when_long(
             figures["decode"]
         )
     if options.part != "decode":
-        figures["prefill"] = prefill_table(backend, layers, max(threads))
+        figures["prefill"] = prefill_table(backend, layers, max(threads), options.rows)
         bounds["prefill_at_least_as_fast_as_sdpa"] = all(
             cell["times_sdpa"]["median"] >= 1 for cell in figures["prefill"]
         )

@@ -33,7 +33,7 @@ from corun.runtime.errors import ConfigError
 from paired import report
 
 _READ_BYTES = 256 << 20  # larger than the last-level caches of common servers
-_CACHED_FEATURES, _CACHED_TOKENS = 256, 256
+_CACHED_IN, _CACHED_OUT, _CACHED_TOKENS = 1024, 256, 1024  # half a second-level cache
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def _memory_bytes_per_s(num_threads: int, rounds: int, clock: Callable[[], float
 
 
 def _flops_per_s(makers: list[MakeLinear], rounds: int, clock: Callable[[], float]) -> float:
-    x = torch.randn(_CACHED_TOKENS, _CACHED_FEATURES).bfloat16()
-    backends = [make(x, None) for make in makers]
+    x = torch.randn(_CACHED_TOKENS, _CACHED_IN).bfloat16()
+    backends = [make(x[:_CACHED_OUT].clone(), None) for make in makers]
     least = min(_least_s(partial(backend, x), 10 * rounds, clock) for backend in backends)
-    return 2 * _CACHED_TOKENS * _CACHED_FEATURES**2 / least
+    return 2 * _CACHED_TOKENS * _CACHED_IN * _CACHED_OUT / least
 
 
 def _makers() -> list[MakeLinear]:
