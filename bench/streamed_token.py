@@ -55,11 +55,13 @@ class StandIn(ChannelClient):
         self._num_streams = num_streams
         self._process: subprocess.Popen[bytes] | None = None
 
-    def _launch(self, sock: socket.socket) -> None:
-        command = [sys.executable, __file__, "--engine", str(sock.fileno())]
+    def _launch(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, __file__, "--engine", str(theirs.fileno())]
         command += ["--tokenizer", str(self.config.model), "--streams", str(self._num_streams)]
-        with sock:
-            self._process = subprocess.Popen(command, pass_fds=(sock.fileno(),))
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        return ours
 
     async def _end(self, grace_s: float) -> None:
         if self._process is None:

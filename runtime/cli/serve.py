@@ -1,7 +1,7 @@
 """``corun serve``: options in, a running server out."""
 
 import argparse
-import asyncio
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from ..config.engine import EngineConfig
 from ..config.flags import build_configs
 from ..config.lora_modules import parse_lora_modules
 from ..config.serve import ServeConfig
+from ..engine.spawn import spawn_engine
 from ..errors import ConfigError
 from .main import configure_logging
 
@@ -48,14 +49,18 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
 
 
 def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
-    from ..server.run import serve
+    # The engine needs longest to start, so it begins before anything else is imported.
+    with contextlib.closing(spawn_engine(serve_config.log_level)) as spawned:
+        import asyncio
 
-    server = serve(engine_config, serve_config)
-    if sys.platform == "linux":
-        import uvloop
+        from ..server.run import serve
 
-        return uvloop.run(server)
-    return asyncio.run(server)
+        server = serve(engine_config, serve_config, spawned=spawned)
+        if sys.platform == "linux":
+            import uvloop
+
+            return uvloop.run(server)
+        return asyncio.run(server)
 
 
 def _check_directory(path: str, flag: str) -> None:

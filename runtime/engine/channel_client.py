@@ -69,10 +69,9 @@ class ChannelClient:
         self._on_message, self._on_death = on_message, on_death
         self._ready = asyncio.get_running_loop().create_future()
         self._channel = AsyncChannel(FromEngine, self._receive, self._channel_closed)
-        ours, theirs = socket.socketpair()
         try:
-            await self._channel.open(ours)
-            self._launch(theirs)
+            await self._channel.open(self._launch())
+            self._greet()
             return await self._ready
         except BaseException:
             await self.close()
@@ -107,9 +106,12 @@ class ChannelClient:
 
     # For subclasses.
 
-    def _launch(self, sock: socket.socket) -> None:
-        """Start what serves ``sock``, the channel's other end, and hand it over."""
+    def _launch(self) -> socket.socket:
+        """Start what serves the channel's other end; return this one."""
         raise NotImplementedError
+
+    def _greet(self) -> None:
+        """Say what the other end waits for."""
 
     async def _end(self, grace_s: float) -> None:
         """Wait for the end for ``grace_s``, then enforce it. Idempotent."""

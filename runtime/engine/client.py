@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 
@@ -21,7 +20,8 @@ from .channel import Channel
 from .channel_client import DEATH_GRACE_S, ChannelClient, EngineClient
 from .loop import serve_channel
 from .messages import ToEngine
-from .process import DEFAULT_FACTORY, load_factory
+from .process import load_factory
+from .spawn import DEFAULT_FACTORY, SpawnedEngine, spawn_engine
 
 __all__ = ["EngineClient", "ProcessClient", "ThreadClient"]
 
@@ -34,16 +34,18 @@ _logger = logging.getLogger(__name__)
 class ProcessClient(ChannelClient):
     """An engine in a process of its own.
 
-    The process is started from ``corun`` alone: the user's main module is not imported again.
     Its death shows as the end of the channel and, on Linux, on its pidfd.
     """
 
     def __init__(
-        self, config: EngineConfig, *, log_level: str = "info", factory: str = DEFAULT_FACTORY
-    ) -> None:
+        self, config: EngineConfig, *, log_level: str = "info", factory: str = DEFAULT_FACTORY,
+        spawned: SpawnedEngine | None = None,
+    ) -> None:  # fmt: skip
+        """``spawned``: a process that was started before; else ``start`` starts one."""
         super().__init__(config)
         self._log_level = log_level
         self._factory = factory
+        self._spawned = spawned
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd: int | None = None
 
@@ -52,15 +54,13 @@ class ProcessClient(ChannelClient):
         """The process's id, once it has started."""
         return None if self._process is None else self._process.pid
 
-    def _launch(self, sock: socket.socket) -> None:
-        command = [sys.executable, "-P", "-m", f"{__package__}.process"]
-        command += ["--fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
-        command += ["--factory", self._factory, "--log-level", self._log_level]
-        with sock:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(sock.fileno(),)
-            )
-        self._watch(self._process.pid)
+    def _launch(self) -> socket.socket:
+        spawned = self._spawned or spawn_engine(self._log_level, self._factory)
+        self._process = spawned.process
+        self._watch(spawned.process.pid)
+        return spawned.sock
+
+    def _greet(self) -> None:
         assert self._channel is not None
         self._channel.send(config_to_dict(self.config))
 
@@ -120,18 +120,20 @@ class ThreadClient(ChannelClient):
         self._factory = factory
         self._thread: threading.Thread | None = None
 
-    def _launch(self, sock: socket.socket) -> None:
+    def _launch(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
         # A daemon, so that a forgotten engine does not keep the interpreter from ending; at
         # interpreter exit the finalizer ends the thread in an orderly way.
         thread = threading.Thread(
             target=_serve_in_thread,
-            args=(sock, self.config, self._factory),
+            args=(theirs, self.config, self._factory),
             name="corun-engine",
             daemon=True,
         )
         self._thread = thread
         thread.start()
-        weakref.finalize(self, _end_thread, thread, sock)
+        weakref.finalize(self, _end_thread, thread, theirs)
+        return ours
 
     async def _end(self, grace_s: float) -> None:
         if self._thread is None:

@@ -27,8 +27,8 @@ from ..process_end import leave
 from .channel import Channel, ChannelError, receive_one_frame
 from .loop import BuildEngine, serve_channel
 from .messages import ToEngine
+from .spawn import DEFAULT_FACTORY
 
-DEFAULT_FACTORY = f"{__package__}.build:build_engine"
 _PR_SET_PDEATHSIG = 1
 _CONFIG_TIMEOUT_S = 30.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"

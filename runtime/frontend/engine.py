@@ -16,7 +16,8 @@ from typing import Any
 
 from ..config.engine import EngineConfig
 from ..engine.messages import AdapterInfo, AddAdapter, EngineStats, ModelInfo, RemoveAdapter
-from ..engine.process import DEFAULT_FACTORY, load_factory
+from ..engine.process import load_factory
+from ..engine.spawn import DEFAULT_FACTORY
 from ..sampling import SamplingParams
 from .batch import BatchItem, read_batch
 from .engine_thread import EngineThread

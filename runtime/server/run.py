@@ -1,7 +1,7 @@
 """``corun serve``: from configuration to a running server and its exit code.
 
-Time counts until the engine process has been started: what only serving needs is imported after,
-while the engine starts.
+Time counts until the engine process has been started, by the command or here: what only serving
+needs is imported after, while the engine starts.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from ..collector import collection_paused, keep_imported
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.client import EngineClient, ProcessClient
+from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from .listening import bind
@@ -38,20 +39,24 @@ async def serve(
     serve_config: ServeConfig,
     *,
     make_client: Callable[[EngineConfig], EngineClient] | None = None,
+    spawned: SpawnedEngine | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
     """Serve until a signal (exit code 0) or the engine's death (1).
 
     Handles SIGTERM and SIGINT meanwhile: the first one drains, the second one ends at once.
-    ``make_client`` replaces the engine process. Raises ``ConfigError`` for a port that is in use
-    and for files that cannot be read, and whatever keeps the engine from starting.
+    ``make_client`` replaces the engine process, ``spawned`` is one that the caller has started and
+    ends. Raises ``ConfigError`` for a port that is in use and for files that cannot be read, and
+    whatever keeps the engine from starting.
     """
     chat_template = _read_template(serve_config.chat_template)
     stop = StopSignals()
     with bind(serve_config.host, serve_config.port) as sock, _handled_signals(stop):
         tokenizer_path = None
         if make_client is None:
-            client: EngineClient = ProcessClient(engine_config, log_level=serve_config.log_level)
+            client: EngineClient = ProcessClient(
+                engine_config, log_level=serve_config.log_level, spawned=spawned
+            )
             tokenizer_path = engine_config.model
         else:
             client = make_client(engine_config)

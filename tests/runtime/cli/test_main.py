@@ -1,10 +1,12 @@
 """The command line: what is parsed, what is refused, and how fast help comes."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from corun.runtime.cli.main import main
 from corun.runtime.cli.parser import parse_arguments
@@ -90,6 +92,13 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     assert message in _fails(capsys, argv)
+
+
+def test_a_server_that_cannot_start_leaves_no_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    others = psutil.Process().children()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "in use" in _fails(capsys, ["serve", "x", "--port", str(taken.getsockname()[1])])
+    assert psutil.Process().children() == others
 
 
 def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,43 @@
+"""Starts an engine process, which may be done before there is an event loop to talk to it on.
+
+Loads next to nothing, so that a command can start the engine before all that it needs itself.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+
+DEFAULT_FACTORY = f"{__package__}.build:build_engine"
+
+
+class SpawnedEngine:
+    """A process that waits for its configuration at the other end of ``sock``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
+        self.process = process
+        self.sock = sock
+
+    def close(self) -> None:
+        """End it, unless it has ended. Idempotent."""
+        self.sock.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def spawn_engine(log_level: str = "info", factory: str = DEFAULT_FACTORY) -> SpawnedEngine:
+    """Start a process from ``corun`` alone: the user's main module is not imported again."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", f"{__package__}.process"]
+    command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
+    command += ["--factory", factory, "--log-level", log_level]
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return SpawnedEngine(process, ours)
