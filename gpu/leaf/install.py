@@ -6,7 +6,7 @@ left alone unless the kernel gives the same bits but for the last place of a few
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,10 +149,11 @@ def _install_first_equal(
 def _install_rotations(model: nn.Module, run: Callable[[], object]) -> LeafCounts:
     counts = LeafCounts()
     watched: list[tuple[nn.Module, _WatchedRotation]] = []
+    known: dict[Hashable, bool] = {}
     for module in model.modules():
         rotation = rotation_of(module)
         if rotation is not None:
-            watch = _WatchedRotation(rotation)
+            watch = _WatchedRotation(rotation, known)
             module.forward = with_rotation(module, watch)
             watched.append((module, watch))
     run()
@@ -170,8 +171,10 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> LeafCount
 class _WatchedRotation:
     """Applies the model's own function, and compares ours on inputs like those that come."""
 
-    def __init__(self, rotation: Rotate) -> None:
+    def __init__(self, rotation: Rotate, known: dict[Hashable, bool]) -> None:
+        """``known``: what was found of functions and sizes; layers mostly share both."""
         self._rotation = rotation
+        self._known = known
         self._verdicts: list[bool] = []
 
     @property
@@ -181,12 +184,18 @@ class _WatchedRotation:
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         can_compare = len(arguments) == 4 and not named and is_servable(*arguments)
-        self._verdicts.append(can_compare and self._compare(*arguments))
+        self._verdicts.append(can_compare and self._verdict(*arguments))
         return self._rotation(*arguments, **named)
 
-    def _compare(
+    def _verdict(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> bool:
+        key = (self._rotation, q.shape[1], q.shape[3], k.shape[1], cos.shape[2])
+        if key not in self._known:
+            self._known[key] = self._compare(q, k, cos)
+        return self._known[key]
+
+    def _compare(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
         for num_tokens in _NUM_TOKENS:
             for scale in _SCALES:
                 # Heads and tokens lie in memory as they do in the model: tokens first.

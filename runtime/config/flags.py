@@ -11,7 +11,6 @@ from typing import Any
 from ..errors import ConfigError
 from .check import check_value, parse_text
 from .option import OptionSpec, option_specs
-from .yaml_file import read_yaml_options
 
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str) -> None:
@@ -56,7 +55,11 @@ def build_configs(
     names = [spec.name for cls in config_classes for spec in option_specs(cls)]
     assert len(names) == len(set(names)), "two options share a name"
     specs = [spec for cls in config_classes for spec in option_specs(cls)]
-    from_file = {} if yaml_path is None else read_yaml_options(yaml_path, specs)
+    from_file: dict[str, Any] = {}
+    if yaml_path is not None:
+        from .yaml_file import read_yaml_options
+
+        from_file = read_yaml_options(yaml_path, specs)
     return tuple(_build(cls, from_file, given) for cls in config_classes)
 
 
