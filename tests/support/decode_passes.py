@@ -35,11 +35,12 @@ class DecodePasses:
     """Runs passes of random tokens; two of one seed run the same."""
 
     def __init__(
-        self, directory: Path, *, dtype: str, decode_graphs: str = "auto", seed: int = 0
-    ) -> None:
+        self, directory: Path, *, dtype: str, decode_graphs: str = "auto",
+        linear_backend: str = "auto", seed: int = 0,
+    ) -> None:  # fmt: skip
         config = EngineConfig(
             model=str(directory), device="cpu", dtype=dtype, block_size=_BLOCK_SIZE,
-            decode_graphs=decode_graphs,
+            decode_graphs=decode_graphs, linear_backend=linear_backend,
         )  # fmt: skip
         self.loaded = assemble.load(ModelSource(str(directory)), config, lambda _: None)
         self.runner = assemble.make_runner(self.loaded, _NUM_REQUESTS * _MAX_BLOCKS)
