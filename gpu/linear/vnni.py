@@ -1,5 +1,6 @@
 """Products on the CPU in bfloat16 through corun's own kernel; needs AVX512_BF16."""
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import ClassVar
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
 from ...cpu_workers.kernels.linear import MATRIX_FIELDS, Y_FIELD, multiply
+from .. import huge_pages
 from ..graph.launch import current_capture, launch, new_output
 from ..kernel_threads import num_kernel_threads
 
@@ -29,9 +31,9 @@ class VnniLinear:
             self.in_features, self.out_features
         )
         groups = self.padded_out // layout.COLUMNS_PER_GROUP
-        # Memory of torch, because it is aligned to the 64 bytes of a vector load.
-        self.packed = torch.zeros(
-            (groups, self.padded_in // 2, layout.COLUMNS_PER_GROUP, 2), dtype=torch.uint16
+        shape = (groups, self.padded_in // 2, layout.COLUMNS_PER_GROUP, 2)
+        self.packed = (
+            huge_pages.zeros(math.prod(shape) * _ITEM_BYTES).view(torch.uint16).view(shape)
         )
         bits = weight.detach().contiguous().view(torch.uint16)
         layout.pack_linear(bits.numpy(), self.packed.numpy())

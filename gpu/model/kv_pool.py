@@ -3,13 +3,14 @@
 Owns the memory and its layout; knows nothing of requests or of which block is free.
 """
 
-import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from ..huge_pages import advise_huge_pages
 
 _ALIGNMENT_BYTES = 64  # a cache line; every layer's keys and values start on one
 
@@ -110,10 +111,7 @@ class KvPool:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         size = max(num_bytes, mmap.PAGESIZE)
         self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # A kernel without huge pages refuses the advice.
-            with contextlib.suppress(OSError):
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        advise_huge_pages(self._mapping)
         buffer = (ctypes.c_char * num_bytes).from_buffer(self._mapping)
         return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
 
