@@ -58,7 +58,9 @@ def test_it_is_measured_once_and_found_again(
     assert "measuring takes about" in caplog.text
     assert first.model.num_workers == 0
     assert first.coexecution_off == "a test"
-    assert first.model.link.bytes_per_s < 1.1 * 2**30
+    # No copy is faster than its pace, whoever else computes; the slope of a line through a few of
+    # them can be.
+    assert first.link_points and max(p.bytes_per_s for p in first.link_points) < 1.05 * 2**30
     assert len(first.model.groups) == 4
     (path,) = (tmp_path / "state/corun/profiles").iterdir()
     subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
