@@ -25,23 +25,10 @@ from ...shm.region import (
 from .compiled import part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
-from .tiles import (
-    float32_at,
-    int64_at,
-    shrink_1x1,
-    shrink_1x2,
-    shrink_4x1,
-    shrink_4x2,
-    shrink_8x1,
-    shrink_8x2,
-    store_1x1,
-    store_1x4,
-    store_4x1,
-    store_4x4,
-    store_zeros,
-)
+from .tiles import float32_at, int64_at, store_zeros
+from .token_blocks import shrink_tokens, store_tokens
 
-TILES_DIGEST = "58172e854b407ff6"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "1b92d1e2923e62c8"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What of ``shm.region`` is compiled into the cached kernel; a test holds it for the same reason.
 REGION_FORMAT = "header 64, target 64, words 0 1 2 3 4, targets 16"
@@ -73,41 +60,12 @@ def _shrink_target(
     tile_bytes = in_steps * VECTOR_BYTES
     tile = 0
     while tile < tiles:
-        pair = tile + 1 < tiles
-        values = x
-        target = h + 4 * tile * RANKS_PER_TILE
-        token = 0
-        while token < num_tokens:
-            left = num_tokens - token
-            num = 8 if left >= 8 else 4 if left >= 4 else 1
-            if pair and num == 8:
-                shrink_8x2(
-                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
-                )
-            elif pair and num == 4:
-                shrink_4x2(
-                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
-                )
-            elif pair:
-                shrink_1x2(
-                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
-                )
-            elif num == 8:
-                shrink_8x1(
-                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
-                )
-            elif num == 4:
-                shrink_4x1(
-                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
-                )
-            else:
-                shrink_1x1(
-                    tag, a, tile_bytes, values, x_stride, in_steps, scaling, target, h_stride
-                )
-            token += num
-            values += num * x_stride
-            target += num * h_stride
-        num_tiles = 2 if pair else 1
+        is_pair = tile + 1 < tiles
+        shrink_tokens(
+            tag, a, tile_bytes, is_pair, x, x_stride, in_steps, scaling,
+            h + 4 * tile * RANKS_PER_TILE, h_stride, num_tokens,
+        )  # fmt: skip
+        num_tiles = 2 if is_pair else 1
         tile += num_tiles
         a += num_tiles * tile_bytes
 
@@ -129,24 +87,9 @@ def _store_target(
     group_bytes = steps * VECTOR_BYTES
     group = 0
     while group < num_groups:
-        whole = num_groups - group >= 4
-        values = h
-        target = y
-        token = 0
-        while token < num_tokens:
-            num = 4 if num_tokens - token >= 4 else 1
-            if whole and num == 4:
-                store_4x4(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
-            elif whole:
-                store_1x4(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
-            elif num == 4:
-                store_4x1(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
-            else:
-                store_1x1(tag, b, group_bytes, values, h_stride, steps, target, y_stride)
-            token += num
-            values += num * h_stride
-            target += num * y_stride
-        done = 4 if whole else 1
+        is_wide = num_groups - group >= 4
+        store_tokens(tag, b, group_bytes, is_wide, h, h_stride, steps, y, y_stride, num_tokens)
+        done = 4 if is_wide else 1
         group += done
         b += done * group_bytes
         y += done * COLUMNS_PER_GROUP * _ITEM_BYTES

@@ -21,23 +21,10 @@ from numba import njit, prange
 from .compiled import address_of, call_function, part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
-from .tiles import (
-    expand_1x1,
-    expand_1x4,
-    expand_4x1,
-    expand_4x4,
-    float32_at,
-    int32_at,
-    int64_at,
-    shrink_1x1,
-    shrink_1x2,
-    shrink_4x1,
-    shrink_4x2,
-    shrink_8x1,
-    shrink_8x2,
-)
+from .tiles import float32_at, int32_at, int64_at
+from .token_blocks import expand_tokens, shrink_tokens
 
-TILES_DIGEST = "58172e854b407ff6"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "1b92d1e2923e62c8"  # sha256 of its sources, first 16 digits: see tiles.py
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 
@@ -47,6 +34,7 @@ _EXPAND_OVERHEAD_RANKS = 16  # what a unit costs beside its ranks: y is read and
 # 128 columns are the smallest work of a thread. Half as many cost more to find than to compute
 # where ranks are small: 16 tokens, 16 adapters of rank 8, a model's q, k, v and o: 1.1 ms, and 0.8.
 _GROUPS_PER_UNIT = 8
+_WIDE_GROUPS = 4  # what ``expand_tokens`` takes at a time, if there are as many
 # Below this many bytes of A one thread is done before a second has woken up.
 _SERIAL_BYTES = 32 * 1024
 
@@ -155,31 +143,17 @@ def _shrink_share(
         tiles = -(-plan[s, _RANK] // RANKS_PER_TILE)
         h_stride = 4 * tiles * RANKS_PER_TILE
         block, tile = divmod(unit - plan[s, _SHRINK_UNIT], tiles)
-        pair = tile + 1 < tiles and unit + 1 < last
+        is_pair = tile + 1 < tiles and unit + 1 < last
         token = block * _SHRINK_TOKENS
         end = min(token + _SHRINK_TOKENS, plan[s, _TOKENS])
         a = plan[s, _A] + tile * tile_bytes
         values = x + (plan[s, _START] + token) * x_stride
         h = plan[s, _HIDDEN] + token * h_stride + 4 * tile * RANKS_PER_TILE
-        while token < end:
-            num = 8 if end - token >= 8 else 4 if end - token >= 4 else 1
-            if pair:
-                if num == 8:
-                    shrink_8x2(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
-                elif num == 4:
-                    shrink_4x2(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
-                else:
-                    shrink_1x2(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
-            elif num == 8:
-                shrink_8x1(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
-            elif num == 4:
-                shrink_4x1(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
-            else:
-                shrink_1x1(tag, a, tile_bytes, values, x_stride, in_steps, scaling, h, h_stride)
-            token += num
-            values += num * x_stride
-            h += num * h_stride
-        unit += 2 if pair else 1
+        shrink_tokens(
+            tag, a, tile_bytes, is_pair, values, x_stride, in_steps, scaling, h, h_stride,
+            end - token,
+        )  # fmt: skip
+        unit += 2 if is_pair else 1
 
 
 @part
@@ -207,27 +181,15 @@ def _expand_share(
         end = min(token + _EXPAND_TOKENS, plan[s, _TOKENS])
         group = column_unit * _GROUPS_PER_UNIT
         last_group = min(group + _GROUPS_PER_UNIT, num_groups)
-        num = 4 if end - token == 4 else 1
-        while token < end:
-            h = plan[s, _HIDDEN] + token * h_stride
-            row = plan[s, _Y] + (plan[s, _START] + token) * y_stride
-            g = group
-            while g < last_group:
-                b = plan[s, _B] + g * group_bytes
-                out = row + g * COLUMNS_PER_GROUP * itemsize
-                if last_group - g >= 4:
-                    if num == 4:
-                        expand_4x4(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
-                    else:
-                        expand_1x4(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
-                    g += 4
-                else:
-                    if num == 4:
-                        expand_4x1(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
-                    else:
-                        expand_1x1(tag, b, group_bytes, h, h_stride, steps, out, y_stride)
-                    g += 1
-            token += num
+        h = plan[s, _HIDDEN] + token * h_stride
+        row = plan[s, _Y] + (plan[s, _START] + token) * y_stride
+        while group < last_group:
+            is_wide = last_group - group >= _WIDE_GROUPS
+            expand_tokens(
+                tag, plan[s, _B] + group * group_bytes, group_bytes, is_wide, h, h_stride, steps,
+                row + group * COLUMNS_PER_GROUP * itemsize, y_stride, end - token,
+            )  # fmt: skip
+            group += _WIDE_GROUPS if is_wide else 1
 
 
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)

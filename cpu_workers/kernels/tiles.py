@@ -4,8 +4,8 @@ The first argument of a tile, a *format tag* of ``layout``, selects code by its 
 strides are in bytes.
 
 numba's cache looks for changes at the file of a kernel alone. So the ``TILES_DIGEST`` of kernels
-names the content of ``compiled``, ``emitter``, ``layout`` and both files of tiles; a test holds it,
-and a change here thereby becomes a change there.
+names the content of ``compiled``, ``emitter``, ``layout``, ``token_blocks`` and both files of
+tiles; a test holds it, and a change here thereby becomes a change there.
 """
 
 from typing import Any
@@ -197,8 +197,11 @@ float32_at = _make_load(types.float32, F32, 4)
 
 shrink_8x2, shrink_8x1 = _make_shrink(8, 2), _make_shrink(8, 1)
 shrink_4x2, shrink_4x1 = _make_shrink(4, 2), _make_shrink(4, 1)
+shrink_2x2, shrink_2x1 = _make_shrink(2, 2), _make_shrink(2, 1)
 shrink_1x2, shrink_1x1 = _make_shrink(1, 2), _make_shrink(1, 1)
 expand_4x4, expand_4x1 = _make_expand(4, 4), _make_expand(4, 1)
+expand_2x4, expand_2x1 = _make_expand(2, 4), _make_expand(2, 1)
 expand_1x4, expand_1x1 = _make_expand(1, 4), _make_expand(1, 1)
 store_4x4, store_4x1 = _make_expand(4, 4, is_stored=True), _make_expand(4, 1, is_stored=True)
+store_2x4, store_2x1 = _make_expand(2, 4, is_stored=True), _make_expand(2, 1, is_stored=True)
 store_1x4, store_1x1 = _make_expand(1, 4, is_stored=True), _make_expand(1, 1, is_stored=True)
