@@ -79,8 +79,7 @@ def _least_s(work: Callable[[], object], rounds: int, clock: Callable[[], float]
     return least
 
 
-def memory_bytes_per_s(num_threads: int, rounds: int, clock: Callable[[], float]) -> float:
-    """How fast so many threads read memory together, in the fastest of the rounds."""
+def _memory_bytes_per_s(num_threads: int, rounds: int, clock: Callable[[], float]) -> float:
     values = np.ones(_READ_BYTES // 4, np.float32)
     _read(values, num_threads)  # compiles
     return _READ_BYTES / _least_s(lambda: _read(values, num_threads), rounds, clock)
@@ -152,7 +151,7 @@ def main() -> None:
         weight = torch.randn(shape).bfloat16()
         for make in makers:
             backends[make.name].append(make(weight, None))
-    bytes_per_s = memory_bytes_per_s(arguments.threads, arguments.rounds, clock)
+    bytes_per_s = _memory_bytes_per_s(arguments.threads, arguments.rounds, clock)
     flops_per_s = _flops_per_s(makers, arguments.rounds, clock)
     num_weights = sum(out * features for out, features in workload.shapes())
     memory_ms = num_weights * 2 / bytes_per_s * 1e3
