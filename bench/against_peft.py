@@ -1,15 +1,20 @@
 """How many times transformers + PEFT's mixed-adapter batch does the engine compute?
 
 Both get the same batch of prompts, each with an adapter of its own (ranks 8 to 128), and produce
-the same number of tokens greedily, in turn (ABBA), in one process and on the same cores.
+the same number of tokens greedily, in turn (ABBA) and on the same cores. PEFT has a process of its
+own, as anybody's would: its threads would count among those of the engine's process (see
+``models.one_torch_thread``).
 
     python bench/against_peft.py [--pairs 7]
 """
 
 import argparse
+import contextlib
+import multiprocessing
 import random
 import tempfile
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +45,7 @@ class Batch:
 BATCHES = (Batch(8, 128, 32, required_ratio=2.6), Batch(16, 64, 64, required_ratio=3.4))
 
 
-class PeftRunner:
+class PeftModel:
     """transformers + PEFT, as its documentation says to run mixed batches."""
 
     def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
@@ -64,6 +69,33 @@ class PeftRunner:
                 do_sample=False,
                 pad_token_id=0,
             )
+
+
+def _serve_peft(pipe: Connection, model: Path, adapters: dict[str, Path]) -> None:
+    """Run what comes through the pipe, and answer that it is done."""
+    transformers_logging.disable_progress_bar()
+    theirs = PeftModel(model, adapters)
+    with contextlib.suppress(EOFError):
+        while True:
+            theirs.run(*pipe.recv())
+            pipe.send(None)
+
+
+class PeftRunner:
+    """A ``PeftModel`` in a process of its own."""
+
+    def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, model, adapters)
+        self._process = context.Process(target=_serve_peft, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def run(self, prompts: list[list[int]], names: list[str], batch: Batch) -> None:
+        """Generate for one batch. Raises EOFError if the process has ended."""
+        self._pipe.send((prompts, names, batch))
+        self._pipe.recv()
 
 
 class CorunRunner:

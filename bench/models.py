@@ -1,5 +1,7 @@
 """The model and the adapters of the benchmarks: random weights, real shapes."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 8000
 RANKS = (8, 16, 32, 64, 128) * 2
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Have torch start no helper threads for the calling thread.
+
+    libgomp counts the threads of a process; where there are more than cores, all of them sleep
+    between parallel loops instead of waiting for the next, also those of an engine in this process:
+    its decode steps then take up to a third longer.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def llama_config(**options: Any) -> LlamaConfig:
@@ -29,6 +47,7 @@ def llama_config(**options: Any) -> LlamaConfig:
     return LlamaConfig(**(values | options))
 
 
+@one_torch_thread()
 def save_model(config: LlamaConfig, directory: Path) -> int:
     """Save a model of random weights in bfloat16 with a word tokenizer; how many weights it has."""
     torch.manual_seed(0)
@@ -54,6 +73,7 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
+@one_torch_thread()
 def make_adapters(model: Path, directory: Path) -> dict[str, Path]:
     """Save ten adapters of ranks 8 to 128, two of each, on q, k, v and o."""
     adapters = {}
