@@ -3,10 +3,8 @@
 import math
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +15,6 @@ from ..graph.launch import current_capture, launch, new_output
 from ..kernel_threads import num_kernel_threads
 
 _ITEM_BYTES = torch.bfloat16.itemsize
-_SHARED_BYTES = 1 << 20  # of a matrix that several threads pack
 
 
 class VnniLinear:
@@ -39,7 +36,7 @@ class VnniLinear:
             huge_pages.zeros(math.prod(shape) * _ITEM_BYTES).view(torch.uint16).view(shape)
         )
         bits = weight.detach().contiguous().view(torch.uint16)
-        _pack(bits.numpy(), self.packed.numpy())
+        layout.pack_linear(bits.numpy(), self.packed.numpy())
         self._num_units = groups // layout.GROUPS_PER_LINEAR_UNIT
         self.bias = None if bias is None else bias.detach()
         self.padded_bias = torch.zeros(self.padded_out, dtype=torch.float32)
@@ -75,20 +72,6 @@ class VnniLinear:
             self.padded_out * _ITEM_BYTES,
             self._num_units,
         )
-
-
-def _pack(bits: np.ndarray, packed: np.ndarray) -> None:
-    """Pack on as many threads as compute: most of the time goes to memory that is touched first."""
-    num_shares = num_kernel_threads() if bits.nbytes >= _SHARED_BYTES else 1
-    ends = [len(packed) * share // num_shares for share in range(num_shares + 1)]
-    columns = layout.COLUMNS_PER_GROUP
-
-    def pack_share(share: int) -> None:
-        first, last = ends[share], ends[share + 1]
-        layout.pack_linear(bits[columns * first : columns * last], packed[first:last])
-
-    with ThreadPoolExecutor(num_shares) as threads:
-        list(threads.map(pack_share, range(num_shares)))
 
 
 class FusedProduct:
