@@ -72,71 +72,51 @@ def shrink_tokens(
         h += num * h_stride
 
 
-@part
-def expand_tokens(
-    tag: Any,
-    b: int,
-    group_bytes: int,
-    is_wide: bool,
-    h: int,
-    h_stride: int,
-    steps: int,
-    y: int,
-    y_stride: int,
-    num_tokens: int,
-) -> None:
-    """Do y += h B^T for 16 columns, or for 64."""
-    left = num_tokens
-    while left > 0:
-        num = 4 if left >= 4 else 2 if left >= 2 else 1
-        if is_wide:
-            if num == 4:
-                expand_4x4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
+def _make_expand_tokens(wide: tuple[Any, Any, Any], narrow: tuple[Any, Any, Any]) -> Any:
+    """What computes h B^T of 64 columns (``wide``) or of 16, by tiles of 4, 2 and 1 tokens."""
+    wide_4, wide_2, wide_1 = wide
+    narrow_4, narrow_2, narrow_1 = narrow
+
+    @part
+    def expand_tokens(
+        tag: Any,
+        b: int,
+        group_bytes: int,
+        is_wide: bool,
+        h: int,
+        h_stride: int,
+        steps: int,
+        y: int,
+        y_stride: int,
+        num_tokens: int,
+    ) -> None:
+        left = num_tokens
+        while left > 0:
+            num = 4 if left >= 4 else 2 if left >= 2 else 1
+            if is_wide:
+                if num == 4:
+                    wide_4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
+                elif num == 2:
+                    wide_2(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
+                else:
+                    wide_1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
+            elif num == 4:
+                narrow_4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
             elif num == 2:
-                expand_2x4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
+                narrow_2(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
             else:
-                expand_1x4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        elif num == 4:
-            expand_4x1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        elif num == 2:
-            expand_2x1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        else:
-            expand_1x1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        left -= num
-        h += num * h_stride
-        y += num * y_stride
+                narrow_1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
+            left -= num
+            h += num * h_stride
+            y += num * y_stride
+
+    return expand_tokens
 
 
-@part
-def store_tokens(
-    tag: Any,
-    b: int,
-    group_bytes: int,
-    is_wide: bool,
-    h: int,
-    h_stride: int,
-    steps: int,
-    y: int,
-    y_stride: int,
-    num_tokens: int,
-) -> None:
-    """Write y = h B^T of 16 columns, or of 64."""
-    left = num_tokens
-    while left > 0:
-        num = 4 if left >= 4 else 2 if left >= 2 else 1
-        if is_wide:
-            if num == 4:
-                store_4x4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-            elif num == 2:
-                store_2x4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-            else:
-                store_1x4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        elif num == 4:
-            store_4x1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        elif num == 2:
-            store_2x1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        else:
-            store_1x1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-        left -= num
-        h += num * h_stride
-        y += num * y_stride
+# y += h B^T, and y = h B^T.
+expand_tokens = _make_expand_tokens(
+    (expand_4x4, expand_2x4, expand_1x4), (expand_4x1, expand_2x1, expand_1x1)
+)
+store_tokens = _make_expand_tokens(
+    (store_4x4, store_2x4, store_1x4), (store_4x1, store_2x1, store_1x1)
+)
