@@ -20,10 +20,10 @@ class SpawnedEngine:
 
     def close(self) -> None:
         """End it, unless it has ended. Idempotent."""
-        self.sock.close()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        self.sock.close()  # not before: to a process without configuration its end is an error
 
 
 def spawn_engine(log_level: str = "info", factory: str = DEFAULT_FACTORY) -> SpawnedEngine:

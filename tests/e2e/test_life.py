@@ -1,6 +1,8 @@
 """How servers end: killed, stopped, orphaned; and what they use while nobody asks."""
 
+import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -12,10 +14,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from corun.runtime.demo import demo_adapters_path, demo_model_path
 from support.residue import named_segments
 from support.serving import Served, wait_until
 
-LONG = {"prompt": "a", "max_tokens": 480, "ignore_eos": True}
+# A stream that is meant to be ended runs for longer than any of these tests takes.
+MAX_MODEL_LEN = 32768
+LONG = {"prompt": "a", "max_tokens": 30000, "ignore_eos": True}
+# One that is meant to finish outlives some requests, on a busy machine too.
+FINISHING = {**LONG, "max_tokens": 2000}
 ERROR_WITHIN_S = 2.0
 MAX_IDLE_CPU_SHARE = 0.01  # of one core
 IDLE_S = 3.0
@@ -47,13 +54,20 @@ class Watched:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Served]]:
-    """Start servers that are closed when the test ends."""
+def start(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Start servers that are closed when the test ends: the demo, made for long texts."""
+    model = tmp_path / "demo"
+    shutil.copytree(demo_model_path(), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN})
+    )
+    # One thread: nothing here is about speed, and the engine need not measure what is best.
+    options = (str(model), "--lora-dir", str(demo_adapters_path()), "--cpu-threads", "1")
     servers = []
 
     def run(*arguments: str) -> Served:
-        # One thread: nothing here is about speed, and the engine need not measure what is best.
-        servers.append(Served("--cpu-threads", "1", *arguments))
+        servers.append(Served(*options, *arguments))
         return servers[-1]
 
     yield run
@@ -127,7 +141,7 @@ def test_overload_and_then_a_killed_engine(start: Callable[..., Served]) -> None
 def test_sigterm_lets_running_requests_finish(start: Callable[..., Served]) -> None:
     server = start()
     shared_memory = shared_memory_of(server.processes)
-    stream = Watched(server, {**LONG, "max_tokens": 400})
+    stream = Watched(server, FINISHING)
     wait_until(lambda: len(stream.lines) > 3)
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: httpx.get(server.url + "/ready").status_code == 503)
