@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numba.core.event as numba_events
+import torch
 
 # Where kernels are, in the order in which an engine on the CPU comes to need them.
 _GROUPS = {
@@ -88,11 +89,11 @@ def compilation_told(on_progress: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _triton_tells(teller: _Teller) -> Iterator[None]:
-    try:
-        from triton import knobs
-    except ImportError:  # not installed: nothing compiles with it
+    if not torch.cuda.is_available():  # nothing compiles with it; importing it takes a while
         yield
         return
+    from triton import knobs
+
     previous = knobs.compilation.listener
     knobs.compilation.listener = teller.on_triton
     try:

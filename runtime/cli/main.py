@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import ConfigError, CorunError
-from ..model_index import keep_model_index
+from ..imports.lean import lean_imports
 from ..process_end import leave
 from .parser import parse_arguments
 
@@ -31,7 +31,7 @@ EXIT_INTERRUPTED = 130
 
 def console() -> NoReturn:
     """Run the process's command line and end the process: the ``corun`` command."""
-    keep_model_index()
+    lean_imports()
     leave(main())
 
 

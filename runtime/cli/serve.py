@@ -12,6 +12,7 @@ from ..config.lora_modules import parse_lora_modules
 from ..config.serve import ServeConfig
 from ..engine.spawn import spawn_engine
 from ..errors import ConfigError
+from ..imports.availability import leave_out_torch
 from .main import configure_logging
 
 
@@ -51,6 +52,8 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
 def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
     # The engine needs longest to start, so it begins before anything else is imported.
     with contextlib.closing(spawn_engine(serve_config.log_level)) as spawned:
+        if not engine_config.trust_remote_code:  # whose tokenizer may use what it likes
+            leave_out_torch()
         import asyncio
 
         from ..server.run import serve

@@ -22,7 +22,7 @@ import msgspec
 from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
 from ..errors import CorunError
-from ..model_index import keep_model_index
+from ..imports.lean import lean_imports
 from ..process_end import leave
 from .channel import Channel, ChannelError, receive_one_frame
 from .loop import BuildEngine, serve_channel
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     _own_this_process(options.parent_pid, options.log_level)
-    keep_model_index()
+    lean_imports()
     os.set_inheritable(options.fd, False)
     sock = socket.socket(fileno=options.fd)
     try:

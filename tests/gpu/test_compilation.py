@@ -5,6 +5,7 @@ from typing import Any
 
 import numba
 import pytest
+import torch
 from corun.gpu import compilation
 from corun.gpu.compilation import compilation_told
 
@@ -46,8 +47,9 @@ def test_kernels_that_take_long_get_a_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert said[0].startswith("compiled kernel in ")
 
 
-def test_triton_is_listened_to_for_as_long() -> None:
+def test_triton_is_listened_to_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = knobs.compilation.listener
     said: list[str] = []
     with compilation_told(said.append):

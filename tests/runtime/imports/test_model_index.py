@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun.runtime.model_index import KeptScan
+from corun.runtime.imports.model_index import KeptScan
 from transformers.utils import import_utils
 
 _FOUND = {"llama": {frozenset({"torch"}): {"modeling_llama": {"LlamaModel"}}}, "auto": {}}
@@ -119,7 +119,7 @@ def test_what_this_version_of_transformers_finds_can_be_kept(tmp_path: Path) -> 
 
 
 _IMPORT = """
-from corun.runtime.model_index import keep_model_index
+from corun.runtime.imports.model_index import keep_model_index
 keep_model_index()
 import transformers.utils.import_utils as utils
 print(type(utils.create_import_structure_from_path).__name__, type(utils.__loader__).__name__)

@@ -6,18 +6,19 @@ their sizes and times of change, and taken from there while these are the same. 
 has no such function, or the cache cannot be used, it reads its files as ever.
 """
 
+import functools
 import hashlib
-import importlib.abc
 import logging
 import marshal
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from .amend import amend_when_imported
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ Scan = Callable[[str | Path], Any]
 def keep_model_index(environment: Mapping[str, str] = os.environ) -> None:
     """Let a later import of transformers in this process use the cache, and fill it."""
     if "transformers" not in sys.modules:
-        sys.meta_path.insert(0, _Finder(_cache_directory(environment)))
+        amend_when_imported(_MODULE, functools.partial(_amend, _cache_directory(environment)))
 
 
 def _cache_directory(environment: Mapping[str, str]) -> Path:
@@ -125,43 +126,10 @@ def _hash(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Has the module loaded as ever but for what follows its execution. For one import."""
-
-    def __init__(self, cache: Path) -> None:
-        self._cache = cache
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See ``MetaPathFinder``."""
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._cache)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, cache: Path) -> None:
-        self._loader = loader
-        self._cache = cache
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """See ``Loader``."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """See ``Loader``."""
-        assert module.__spec__ is not None
-        module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        scan = getattr(module, _FUNCTION, None)
-        if not callable(scan) or module.__file__ is None:
-            _LOG.info("%s has no %s: what it finds is not cached", _MODULE, _FUNCTION)
-            return
-        source = Path(module.__file__)
-        models = source.parents[1] / "models"
-        setattr(module, _FUNCTION, KeptScan(scan, source, models, self._cache))
+def _amend(cache: Path, module: ModuleType) -> None:
+    scan = getattr(module, _FUNCTION, None)
+    if not callable(scan) or module.__file__ is None:
+        _LOG.info("%s has no %s: what it finds is not cached", _MODULE, _FUNCTION)
+        return
+    source = Path(module.__file__)
+    setattr(module, _FUNCTION, KeptScan(scan, source, source.parents[1] / "models", cache))
