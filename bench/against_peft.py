@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 # smaller differences.
 OWN_PAIRS = 3
 REQUIRED_OVER_BASE_ONLY = 0.85
+_PEFT_TIMEOUT_S = 300.0  # one batch takes seconds, the first one also loads the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,10 @@ class PeftRunner:
         theirs.close()
 
     def run(self, prompts: list[list[int]], names: list[str], batch: Batch) -> None:
-        """Generate for one batch. Raises EOFError if the process has ended."""
+        """Generate for one batch. Raises EOFError if the process has ended, TimeoutError."""
         self._pipe.send((prompts, names, batch))
+        if not self._pipe.poll(_PEFT_TIMEOUT_S):
+            raise TimeoutError(f"PEFT took more than {_PEFT_TIMEOUT_S:.0f} s for a batch")
         self._pipe.recv()
 
 

@@ -113,6 +113,8 @@ def main() -> None:
             "NUMBA_CACHE_DIR": f"{directory}/numba", "TRITON_CACHE_DIR": f"{directory}/triton",
             "XDG_CACHE_HOME": f"{directory}/cache",
         }  # fmt: skip
+        # An installed package has its bytecode, one that is imported from a checkout keeps it.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         starts = []
         for number in range(1 + arguments.starts):
             starts.append(start_once(model, lora_dir, environment))
