@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from ...runtime.errors import ConfigError, ModelError
+from .meta_tensors import CheapMetaTensors
 
 _DTYPES = {
     "float32": torch.float32,
@@ -78,7 +79,7 @@ def load_model(
     _check_layer_types(config)
     _check_weight_files(source)
     try:
-        with _no_progress_bars():
+        with _no_progress_bars(), CheapMetaTensors():
             model, loading = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 config=config,
