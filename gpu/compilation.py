@@ -92,8 +92,11 @@ def _triton_tells(teller: _Teller) -> Iterator[None]:
     if not torch.cuda.is_available():  # nothing compiles with it; importing it takes a while
         yield
         return
-    from triton import knobs
-
+    try:
+        from triton import knobs
+    except ImportError:  # not installed, so it compiles nothing either
+        yield
+        return
     previous = knobs.compilation.listener
     knobs.compilation.listener = teller.on_triton
     try:

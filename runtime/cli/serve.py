@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it; return the exit code."""
     engine_config, serve_config = serve_configs(arguments)
     configure_logging(serve_config.log_level)
-    return _serve(engine_config, serve_config)
+    return _serve(engine_config, serve_config, owns_process=arguments.owns_process)
 
 
 def serve_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
@@ -49,10 +49,11 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
         raise ConfigError(f"--chat-template {template}: no such file")
 
 
-def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
+def _serve(engine_config: EngineConfig, serve_config: ServeConfig, *, owns_process: bool) -> int:
     # The engine needs longest to start, so it begins before anything else is imported.
     with contextlib.closing(spawn_engine(serve_config.log_level)) as spawned:
-        if not engine_config.trust_remote_code:  # whose tokenizer may use what it likes
+        # A tokenizer's own code may use what it likes.
+        if owns_process and not engine_config.trust_remote_code:
             leave_out_torch()
         import asyncio
 

@@ -1,7 +1,6 @@
 """Changes a module of somebody else right after its code has run, whenever it is imported."""
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -22,9 +21,10 @@ def wrap_loader(name: str, wrap: Callable[[importlib.abc.Loader], importlib.abc.
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders do. For one import.
+    """Finds what the finders after it do; a reload is left to them.
 
     It stays in its list: another thread's import that goes through it would miss the next one.
+    And it imports nothing, not even the package: two threads would wait for each other.
     """
 
     def __init__(
@@ -32,19 +32,21 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> None:
         self._name = name
         self._wrap = wrap
-        self._is_used = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See ``MetaPathFinder``."""
-        if fullname != self._name or self._is_used:
+        if fullname != self._name or target is not None:
             return None
-        self._is_used = True
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = self._wrap(spec.loader)
-        return spec
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = self._wrap(spec.loader)
+                return spec
+        return None
 
 
 class _AmendingLoader(importlib.abc.Loader):

@@ -3,7 +3,7 @@
 * torch's distributed tensors, half a second, are for models that are spread over processes; corun
   has a model in one.
 * torch itself, over a second and 200 MiB, is not needed by tokenizers, which are all that a server
-  next to its engine process uses of transformers.
+  next to its engine process uses of transformers. It can still be imported by who asks for it.
 """
 
 import functools

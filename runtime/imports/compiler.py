@@ -4,6 +4,10 @@ While transformers is imported it wants nothing of ``torch._dynamo`` but to have
 that the compiler is to leave alone. The marks are kept until the compiler is loaded, which the
 use of anything else of it does. As long as it is not, nothing is compiled and there is nothing to
 leave alone.
+
+Imports of parts of it by other threads go on while one thread loads it, as they would without
+this. A thread that uses it meanwhile waits; if the loading thread waits for that one, which
+importlib cannot see, the use fails after a while.
 """
 
 import functools
@@ -11,7 +15,8 @@ import importlib.abc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -23,6 +28,7 @@ COMPILER = "torch._dynamo"
 _ALONE = ("_trace_wrapped_higher_order_op",)
 
 _LOCK = threading.RLock()
+_LOAD_TIMEOUT_S = 60.0
 
 
 def defer_compiler() -> None:
@@ -61,10 +67,12 @@ class _DeferringLoader(importlib.abc.Loader):
     def stand_in(self, module: ModuleType, name: str) -> Callable[..., Any] | None:
         """Return what does for the function ``name`` as long as the module is not loaded."""
         if name in ("allow_in_graph", "assume_constant_result"):  # both return what they get
-            return functools.partial(self._mark, name)
+            return functools.partial(self._mark, module, name)
         return functools.partial(_disable, module) if name == "disable" else None
 
-    def _mark(self, name: str, function: Any) -> Any:
+    def _mark(self, module: ModuleType, name: str, function: Any) -> Any:
+        if not inspect.isfunction(function):  # the compiler may refuse it, or return another one
+            return getattr(load_compiler(module), name)(function)
         self._marks.append((name, function))
         return function
 
@@ -79,7 +87,12 @@ class _PartFinder(importlib.abc.MetaPathFinder):
         package, _, name = fullname.rpartition(".")
         if package != COMPILER or name in _ALONE:
             return None
-        load_compiler(sys.modules[COMPILER])
+        if not _LOCK.acquire(blocking=False):  # its thread may come to need this very part
+            return None
+        try:
+            load_compiler(sys.modules[COMPILER])
+        finally:
+            _LOCK.release()
         module = sys.modules.get(fullname)
         return None if module is None else ModuleSpec(fullname, _LoadedLoader(module))
 
@@ -105,13 +118,12 @@ class _DeferredModule(ModuleType):
         # Importing looks at these, whatever becomes of the module.
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        with _LOCK:  # one thread loads it and sees what is there so far, others wait
-            assert self.__spec__ is not None
-            loader = self.__spec__.loader
-            if isinstance(loader, _DeferringLoader):
-                found = loader.stand_in(self, name)
-                if found is not None:
-                    return found
+        with _locked():  # one thread loads it and sees what is there so far, others wait
+            loader = _loader_of(self)
+            found = None if loader is None else loader.stand_in(self, name)
+            if found is not None:
+                return found
+            if loader is not None:
                 loader.load(self)
         return ModuleType.__getattribute__(self, name)
 
@@ -133,13 +145,35 @@ def _disable(module: ModuleType, fn: Any = None, *args: Any, **options: Any) -> 
             disabled = load_compiler(module).disable(fn, *args, **options)
         return disabled(*call_args, **call_options)
 
+    # By these the compiler knows a disabled function, should it be asked to compile it after all.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_orig_callable = fn  # type: ignore[attr-defined]
     return call
 
 
 def load_compiler(module: ModuleType) -> Any:
     """Return the compiler, loaded or, if this thread is at that, as far as it is."""
-    with _LOCK:
-        assert module.__spec__ is not None
-        if isinstance(module.__spec__.loader, _DeferringLoader):
-            module.__spec__.loader.load(module)
+    with _locked():
+        loader = _loader_of(module)
+        if loader is not None:
+            loader.load(module)
     return module
+
+
+def _loader_of(module: ModuleType) -> _DeferringLoader | None:
+    """What would load it, if nobody has begun to."""
+    assert module.__spec__ is not None
+    loader = module.__spec__.loader
+    return loader if isinstance(loader, _DeferringLoader) else None
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    if not _LOCK.acquire(timeout=_LOAD_TIMEOUT_S):
+        raise ImportError(
+            f"{COMPILER} has been loading for {_LOAD_TIMEOUT_S:.0f} s in another thread"
+        )
+    try:
+        yield
+    finally:
+        _LOCK.release()

@@ -1,5 +1,6 @@
 """What is told of kernels that are being compiled."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,13 @@ def test_kernels_that_take_long_get_a_line(monkeypatch: pytest.MonkeyPatch) -> N
     said: list[str] = []
     compiled(said, "elsewhere")
     assert said[0].startswith("compiled kernel in ")
+
+
+def test_without_triton_there_is_nothing_to_listen_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with compilation_told(pytest.fail):
+        pass
 
 
 def test_triton_is_listened_to_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,17 @@ RESULTS: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: meta(3, 5).T + 1,
     "like": lambda: torch.empty_like(meta(3, 4)),
     "like in another type": lambda: torch.empty_like(meta(3, 4), dtype=torch.int8),
+    "like, with None": lambda: torch.empty_like(
+        meta(3, dtype=torch.bfloat16), dtype=None, device=None
+    ),
+    "gradients": lambda: torch.nn.Parameter(meta(3)) * 2,
+    "long range": lambda: torch.arange(1 << 40, device="meta"),
+    "range with a gradient": lambda: torch.arange(4.0, device="meta", requires_grad=True) * 1,
+    "backward range": lambda: torch.arange(9, 2, -2, device="meta"),
+    "outer product": lambda: meta(1 << 15, 1) * meta(1 << 15),
+    "8 bits": lambda: meta(3, dtype=torch.float8_e4m3fn) * meta(3, dtype=torch.float8_e4m3fn),
+    "truth": lambda: meta(3) * True,
+    "complex": lambda: meta(3) * 2j,
     "like, by name": lambda: torch.empty_like(input=meta(3, 4)),
     "like, elsewhere": lambda: torch.empty_like(meta(3, 4), device="cpu"),
     "like what is transposed": lambda: torch.empty_like(meta(3, 4).T),

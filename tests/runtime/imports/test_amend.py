@@ -1,7 +1,10 @@
 """A module that is amended is imported as ever, by whoever, and changed once."""
 
 import importlib
+import importlib.util
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +56,33 @@ def test_an_import_that_fails_fails_as_ever() -> None:
     amend_when_imported("no_such_example", lambda _: pytest.fail("it was amended"))
     with pytest.raises(ModuleNotFoundError, match="no_such_example"):
         importlib.import_module("no_such_example")
+
+
+def test_a_look_does_not_use_it_up() -> None:
+    seen: list[str] = []
+    amend_when_imported(NAME, lambda module: seen.append(module.__name__))
+    assert importlib.util.find_spec(NAME) is not None
+    importlib.import_module(NAME)
+    assert seen == [NAME]
+
+
+def test_two_threads_that_import_a_package_and_its_part_do_not_wait_for_each_other(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / NAME / "__init__.py").write_text(
+        "import time\ntime.sleep(0.3)\nfrom . import part\n"
+    )
+    amend_when_imported(f"{NAME}.part", lambda module: time.sleep(0.1))
+    threads = [
+        threading.Thread(target=importlib.import_module, args=(name,), daemon=True)
+        for name in (NAME, f"{NAME}.part")
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_an_import_of_another_thread_sees_all_finders() -> None:

@@ -144,6 +144,48 @@ def test_one_of_several_threads_loads_it(package: Any) -> None:
     assert answers == ["compiled"] * 8
 
 
+def test_parts_that_are_imported_meanwhile_do_not_stop_the_load(tmp_path: Path) -> None:
+    """One thread loads the package and needs its part, another one imports that part."""
+    directory = tmp_path / NAME
+    directory.mkdir()
+    (directory / "__init__.py").write_text(
+        "import time\ntime.sleep(0.3)\nfrom . import part\nx = 1\n"
+    )
+    (directory / "part.py").write_text("import time\ntime.sleep(0.3)\n")
+    code = _TWO_THREADS.format(name=NAME, directory=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_function_that_is_no_function_is_marked_at_once(package: Any) -> None:
+    assert package.allow_in_graph(len) is len
+    assert is_loaded(package)
+    assert package.marked == [("allow", len)]
+
+
+_TWO_THREADS = """
+import importlib, sys, threading, time
+sys.path.insert(0, {directory!r})
+from corun.runtime.imports import compiler
+compiler.COMPILER = {name!r}
+compiler.defer_compiler()
+package = importlib.import_module({name!r})
+failed = []
+def use():
+    if package.x != 1:
+        failed.append("x")
+threads = [
+    threading.Thread(target=use, daemon=True),
+    threading.Thread(target=lambda: importlib.import_module({name!r} + ".part"), daemon=True),
+]
+for thread in threads:
+    thread.start()
+    time.sleep(0.1)
+for thread in threads:
+    thread.join(10)
+assert not failed and not any(thread.is_alive() for thread in threads)
+"""
+
 _WITH_TORCH = """
 import sys
 from corun.runtime.imports.lean import lean_imports
@@ -169,6 +211,8 @@ compiled = torch.compile(whole, backend="eager")
 assert compiled(x).tolist() == [1, 3, 5]
 assert "torch._dynamo.symbolic_convert" in sys.modules
 assert calls == [False, False]
+sines = torch.compile(torch.compiler.disable(torch.sin), backend="eager")
+assert torch.equal(sines(x), x.sin())
 import torch._dynamo.trace_rules as rules
 assert rules.is_callable_allowed(inside)
 """
