@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import cast
 
 
 def amend_when_imported(name: str, amend: Callable[[ModuleType], None]) -> None:
@@ -41,11 +42,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :]:
-            spec = finder.find_spec(fullname, path, target)
+            find = getattr(finder, "find_spec", None)  # older finders have none
+            spec = None if find is None else find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = self._wrap(spec.loader)
-                return spec
+                return cast(ModuleSpec, spec)
         return None
 
 

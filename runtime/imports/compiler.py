@@ -72,7 +72,7 @@ class _DeferringLoader(importlib.abc.Loader):
 
     def _mark(self, module: ModuleType, name: str, function: Any) -> Any:
         if not inspect.isfunction(function):  # the compiler may refuse it, or return another one
-            return getattr(load_compiler(module), name)(function)
+            return getattr(_load_compiler(module), name)(function)
         self._marks.append((name, function))
         return function
 
@@ -90,7 +90,7 @@ class _PartFinder(importlib.abc.MetaPathFinder):
         if not _LOCK.acquire(blocking=False):  # its thread may come to need this very part
             return None
         try:
-            load_compiler(sys.modules[COMPILER])
+            _load_compiler(sys.modules[COMPILER])
         finally:
             _LOCK.release()
         module = sys.modules.get(fullname)
@@ -123,8 +123,7 @@ class _DeferredModule(ModuleType):
             found = None if loader is None else loader.stand_in(self, name)
             if found is not None:
                 return found
-            if loader is not None:
-                loader.load(self)
+            _load_compiler(self)
         return ModuleType.__getattribute__(self, name)
 
 
@@ -133,7 +132,7 @@ def _disable(module: ModuleType, fn: Any = None, *args: Any, **options: Any) -> 
     if fn is None:
         return lambda function: _disable(module, function, *args, **options)
     if not inspect.isfunction(fn):
-        return load_compiler(module).disable(fn, *args, **options)
+        return _load_compiler(module).disable(fn, *args, **options)
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(fn)
@@ -142,16 +141,17 @@ def _disable(module: ModuleType, fn: Any = None, *args: Any, **options: Any) -> 
         if isinstance(module, _DeferredModule):
             return fn(*call_args, **call_options)
         if disabled is None:
-            disabled = load_compiler(module).disable(fn, *args, **options)
+            disabled = _load_compiler(module).disable(fn, *args, **options)
         return disabled(*call_args, **call_options)
 
     # By these the compiler knows a disabled function, should it be asked to compile it after all.
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_orig_callable = fn  # type: ignore[attr-defined]
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
     return call
 
 
-def load_compiler(module: ModuleType) -> Any:
+def _load_compiler(module: ModuleType) -> Any:
     """Return the compiler, loaded or, if this thread is at that, as far as it is."""
     with _locked():
         loader = _loader_of(module)
