@@ -162,7 +162,7 @@ def _connect(
     profile: "Profile | None",
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
-    from ...gpu import assemble
+    from ...gpu import assemble, huge_pages
     from ...gpu.model.fingerprint import model_fingerprint
     from ...gpu.model.generation import read_generation_defaults
 
@@ -203,6 +203,7 @@ def _connect(
         )
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
+        huge_pages.OF_THIS_PROCESS.collapse_in_background(placement.background_cpus)
         info = _model_info(config, loaded, memory, defaults)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
