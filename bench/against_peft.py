@@ -21,6 +21,7 @@ from typing import Any
 import peft
 import torch
 from corun import Engine, SamplingParams
+from corun.gpu.huge_pages import OF_THIS_PROCESS
 from models import RANKS, VOCAB_SIZE, make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, report, seconds
 from transformers import AutoModelForCausalLM
@@ -105,6 +106,7 @@ class CorunRunner:
     """The engine, with adapters that stay on the device."""
 
     def __init__(self, engine: Engine) -> None:
+        OF_THIS_PROCESS.collapse_now()
         self._engine = engine
 
     def run(self, prompts: list[list[int]], names: list[str | None], batch: Batch) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from corun.gpu.huge_pages import OF_THIS_PROCESS
 from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.select import select_linear_backend
 from corun.runtime.config.engine import LINEAR_BACKENDS
@@ -151,6 +152,7 @@ def main() -> None:
         weight = torch.randn(shape).bfloat16()
         for make in makers:
             backends[make.name].append(make(weight, None))
+    OF_THIS_PROCESS.collapse_now()
     bytes_per_s = _memory_bytes_per_s(arguments.threads, arguments.rounds, clock)
     flops_per_s = _flops_per_s(makers, arguments.rounds, clock)
     num_weights = sum(out * features for out, features in workload.shapes())

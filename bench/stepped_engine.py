@@ -11,6 +11,7 @@ import torch
 from corun import SamplingParams
 from corun.gpu import executor as executor_module
 from corun.gpu.graph.captured_pass import CapturedPass, KernelCalls, TorchOperation
+from corun.gpu.huge_pages import OF_THIS_PROCESS
 from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.wrapper import CorunLinear
 from corun.gpu.lora.deltas import ResidentDeltas
@@ -37,6 +38,7 @@ class SteppedEngine:
     """An engine, and requests to it."""
 
     def __init__(self, core: Any, adapters: list[str], workload: Workload) -> None:
+        OF_THIS_PROCESS.collapse_now()
         self._core: EngineCore = core
         self._executor = core._executor
         self._model = self._executor._runner.model

@@ -35,7 +35,8 @@ _MAX_WASTED_SHARE = 1 / 16
 _SLOW_TOUCH_S = 1e-3  # 2 GB/s, where memory that is there is cleared at 8 and more
 _MAX_SLOW_TOUCHES = 3  # in a row, of first pages
 _MADV_COLLAPSE = 25  # since Linux 6.1
-_MAX_COLLAPSE_SHARE = 1 / 20  # of the time of a core
+# Of a core's time: while there is work to do, and while there is none.
+_BUSY_SHARE, _IDLE_SHARE = 1 / 10, 1 / 2
 
 
 def advise_huge_pages(mapping: mmap.mmap, start: int = 0, num_bytes: int | None = None) -> None:
@@ -83,18 +84,33 @@ class HugePages:
         # The tensor keeps the mapping.
         return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=start)
 
-    def collapse_in_background(self, cpus: Sequence[int] = ()) -> None:
-        """Make huge what is still to be, in a thread of its own; on ``cpus``, if any are named."""
+    def collapse_in_background(self, is_busy: Callable[[], bool], cpus: Sequence[int] = ()) -> None:
+        """Make huge what is still to be, in a thread of its own.
+
+        Args:
+            is_busy: Whether the machine has anything else to do; then it takes longer.
+            cpus: Where the thread runs; () = where the caller does.
+        """
         if self._later:
-            name = "corun-huge-pages"
             threading.Thread(
-                target=self._collapse_all, args=(cpus,), name=name, daemon=True
+                target=self._collapse_slowly,
+                args=(is_busy, cpus),
+                name="corun-huge-pages",
+                daemon=True,
             ).start()
+
+    def collapse_now(self) -> None:
+        """Make huge what is still to be: for who measures what comes next."""
+        for _ in self.collapse():
+            pass
 
     def collapse(self) -> Iterator[None]:
         """Make one page huge at each step, until the kernel has no more."""
-        while self._later:
-            reference, start, end = self._later.popleft()
+        while True:
+            try:
+                reference, start, end = self._later.popleft()
+            except IndexError:
+                return
             for page in range(start, end, HUGE_PAGE_BYTES):
                 mapping = reference()
                 if mapping is None:
@@ -120,14 +136,15 @@ class HugePages:
             _advise(mapping, start, num_bytes, mmap.MADV_NOHUGEPAGE)
             self._later.append((weakref.ref(mapping), start, start + num_bytes))
 
-    def _collapse_all(self, cpus: Sequence[int]) -> None:
+    def _collapse_slowly(self, is_busy: Callable[[], bool], cpus: Sequence[int]) -> None:
         if cpus:
             os.sched_setaffinity(0, cpus)
-        began_s, num_pages = self._clock_s(), 0
-        last_s = began_s
+        num_pages = 0
+        began_s = last_s = self._clock_s()
         for _ in self.collapse():
             num_pages += 1
-            self._sleep_s((self._clock_s() - last_s) * (1 / _MAX_COLLAPSE_SHARE - 1))
+            share = _BUSY_SHARE if is_busy() else _IDLE_SHARE
+            self._sleep_s((self._clock_s() - last_s) * (1 / share - 1))
             last_s = self._clock_s()
         _LOG.info(
             "made %d MiB of huge pages in the background in %.1f s",

@@ -7,6 +7,7 @@ module loads no torch, calling it does. What only some engines need is imported 
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -203,11 +204,23 @@ def _connect(
         )
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
-        huge_pages.OF_THIS_PROCESS.collapse_in_background(placement.background_cpus)
+        huge_pages.OF_THIS_PROCESS.collapse_in_background(
+            _has_work(weakref.ref(core)), placement.background_cpus
+        )
         info = _model_info(config, loaded, memory, defaults)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
         return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
+
+
+def _has_work(core: weakref.ref[EngineCore]) -> Callable[[], bool]:
+    """What any thread may ask, also of a core that is gone: it reads sizes of collections only."""
+
+    def ask() -> bool:
+        alive = core()
+        return alive is not None and alive.has_work
+
+    return ask
 
 
 def _plan_memory(

@@ -121,14 +121,14 @@ def test_it_is_done_in_the_background(caplog: pytest.LogCaptureFixture) -> None:
     tensor = pages.zeros(8 * MIB)
     tensor.fill_(1)
     with caplog.at_level("INFO"):
-        pages.collapse_in_background(sorted(os.sched_getaffinity(0))[:1])
+        pages.collapse_in_background(lambda: False, sorted(os.sched_getaffinity(0))[:1])
         for thread in threading.enumerate():
             if thread.name == "corun-huge-pages":
                 thread.join(30)
     assert huge_bytes_at(tensor.data_ptr()) >= 8 * MIB
     assert "made 8 MiB of huge pages" in caplog.text
     assert len(os.sched_getaffinity(0)) == len(psutil.Process().cpu_affinity() or ())
-    pages.collapse_in_background()
+    pages.collapse_in_background(lambda: False)
     assert not [thread for thread in threading.enumerate() if thread.name == "corun-huge-pages"]
 
 
