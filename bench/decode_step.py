@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from corun import Engine, SamplingParams
+from corun.gpu.huge_pages import OF_THIS_PROCESS
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.build import build_engine
 from models import VOCAB_SIZE, make_adapters, make_model
@@ -89,6 +90,7 @@ def single_stream_ms(config: EngineConfig, num_pairs: int) -> tuple[float, list[
     prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(128)]
     short, long = 8, 72
     with Engine(config) as engine:
+        OF_THIS_PROCESS.collapse_now()
 
         def answer_s(num_tokens: int) -> float:
             params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

@@ -132,6 +132,20 @@ def test_it_is_done_in_the_background(caplog: pytest.LogCaptureFixture) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "corun-huge-pages"]
 
 
+def test_it_takes_its_time_while_there_is_work() -> None:
+    needs_collapse()
+    ticks = itertools.count()
+    sleeps_s: list[float] = []
+    pages = huge_pages.HugePages(clock_s=lambda: float(next(ticks)), sleep_s=sleeps_s.append)
+    tensors = [pages.zeros(2 * MIB) for _ in range(3)]
+    tensors.append(pages.zeros(6 * MIB).fill_(1))
+    pages.collapse_in_background(iter([True, False, True]).__next__)
+    for thread in threading.enumerate():
+        if thread.name == "corun-huge-pages":
+            thread.join(30)
+    assert sleeps_s == pytest.approx([49, 0, 49])  # every page takes a second of this clock
+
+
 def test_a_kernel_that_cannot_make_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "_MADV_COLLAPSE", 9999)
     pages = slow_pages()
