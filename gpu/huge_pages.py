@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..shm.arena_pages import HUGE_PAGE_BYTES
+from ..shm.arena_pages import HUGE_PAGE_BYTES, madvise
 
 _LOG = logging.getLogger(__name__)
 
@@ -154,12 +154,7 @@ class HugePages:
 
 
 def _advise(mapping: mmap.mmap, start: int, num_bytes: int, advice: int) -> int:
-    """Advise of a range; return 0 or the number of the error. Other threads go on meanwhile."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + start)
-    if libc.madvise(address, ctypes.c_size_t(num_bytes), ctypes.c_int(advice)) == 0:
-        return 0
-    return ctypes.get_errno() or errno.EINVAL
+    return madvise(ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + start, num_bytes, advice)
 
 
 OF_THIS_PROCESS = HugePages()

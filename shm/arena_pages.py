@@ -87,13 +87,24 @@ class ArenaPages:
         return start, end
 
     def _advise(self, offset: int, num_bytes: int, advice: int) -> None:
-        """Only ever a matter of speed: what the kernel refuses is logged and done without."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        # Advice is for whole pages; the address of a segment's payload is at the start of one.
-        address = ctypes.c_void_p(self._segment.address + offset)
-        if libc.madvise(address, ctypes.c_size_t(num_bytes), advice) != 0:
-            number = ctypes.get_errno()
+        """Only ever a matter of speed: what the kernel refuses is logged and done without.
+
+        A segment's payload begins with a page.
+        """
+        number = madvise(self._segment.address + offset, num_bytes, advice)
+        if number:
             name = errno.errorcode.get(number, str(number))
             _LOG.debug(
                 "madvise(%d) of %d bytes: %s: %s", advice, num_bytes, name, os.strerror(number)
             )
+
+
+def madvise(address: int, num_bytes: int, advice: int) -> int:
+    """Advise the kernel of whole pages; return 0 or the number of the error.
+
+    Other threads of Python go on meanwhile, as they do not with ``mmap.madvise``.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0:
+        return 0
+    return ctypes.get_errno() or errno.EINVAL
