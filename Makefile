@@ -12,11 +12,12 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TYPING := $(VENV)/typing
 
-.PHONY: help serve test lint types format clean
+.PHONY: help serve test test-full lint types format clean
 
 help:
 	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
 	@echo "make test               format, lint, types, spelling and tests, as CI runs them"
+	@echo "make test-full          the same, and kernels on every lower level of instructions"
 	@echo "make lint | types       only these checks"
 	@echo "make format             rewrite the code in the house format"
 	@echo "make clean              remove $(VENV) and everything built"
@@ -26,6 +27,10 @@ serve: $(VENV)/.installed
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+# Beside them, the same tests of kernels and answers on every lower level of instructions.
+test-full: lint types
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --full --no-time-budget $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -5,10 +5,10 @@ lie in segments of shared memory; every job reads its region's header, chooses i
 walks on to the next layer. Bare: the same back end alone, the same walk, all in private memory and
 prepared before. Beside it, as a figure, one region over and over: everything in the caches.
 
-The floor is counted before: operations of shrink and expand at the rate that the register tiles
-have with operands in the first-level cache, bytes of x, A, B and y, each once, at the rate of a
-large read. The time can be no less than the longer of the two, but that layers of small ranks may
-all stay in the last-level cache.
+The floor is counted before: operations of shrink and expand at the rate of multiplications in
+registers, bytes of x, A, B and y, each once, at the rate of a large read (see ``floors``). The time
+can be no less than the longer of the two, but that layers of small ranks may all stay in the
+last-level cache.
 
 The curve (time against tokens, per rank) is what the tokens per core come from: the most that take
 no longer than ``--layer-us``, which is what the accelerator needs for its part meanwhile. The last
@@ -31,15 +31,16 @@ from typing import Any
 from corun.cpu_workers.deltas.measure import measure
 from corun.cpu_workers.deltas.select import Deltas, make_backend
 from corun.cpu_workers.deltas.table import DeltaTable
-from delta_floor import Peak, floor_of, measure_peak
+from delta_floor import floor_of, measure_peak
 from delta_walk import Walk, Workload
+from floors import Floors
 from paired import MAX_CONTROL_SPREAD, Ratio, compare, report
 
 BOUND = 0.9
 
 
 def measure_rank(
-    workload: Workload, rank: int, deltas: Deltas, peak: Peak, options: argparse.Namespace
+    workload: Workload, rank: int, deltas: Deltas, peak: Floors, options: argparse.Namespace
 ) -> tuple[dict[str, Any], bool | None]:
     """The rate as a worker relative to the bare one, and whether it holds the bound."""
     shared = Walk(workload, rank, workload.num_tokens, is_shared=True)
@@ -85,7 +86,7 @@ def judged(ratio: Ratio, control: Ratio) -> bool | None:
 
 
 def measure_curve(
-    workload: Workload, deltas: Deltas, peak: Peak, options: argparse.Namespace
+    workload: Workload, deltas: Deltas, peak: Floors, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Microseconds of a job as a worker, and its floor, against tokens, per rank."""
     curve: dict[str, Any] = {"tokens": workload.curve_tokens, "ranks": {}}

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..cpu_workers.kernels import arithmetic, isa
 from ..runtime.adapters.target_map import TargetMap
 from ..runtime.config.engine import EngineConfig
-from ..runtime.errors import ModelError, ResourceError
+from ..runtime.errors import ConfigError, ModelError, ResourceError
 from ..shm.errors import ShmError
 from .adapter_store import OpenSource
 from .attention.base import AttentionBackend
@@ -50,7 +51,7 @@ _LOG = logging.getLogger(__name__)
 
 # With these, nothing large is left to torch.
 _ALL_OWN_KERNELS = {
-    "linear": "vnni", "attention": "numba", "LoRA": "numba", "leaf kernels": "numba",
+    "linear": "numba", "attention": "numba", "LoRA": "numba", "leaf kernels": "numba",
 }  # fmt: skip
 _MAX_RESIDENT_ADAPTERS = 2048  # rows of the kernels' table, a few dozen bytes per target each
 
@@ -85,6 +86,7 @@ class LoadedModel:
             "LoRA": self.lora_backend.name,
             "leaf kernels": self.leaf_kernels_name,
             "decode graphs": self.decode_graphs,
+            "CPU instructions": arithmetic.describe(),
         }
 
     @property
@@ -109,6 +111,9 @@ def load(
     Raises ``ModelError`` or ``ConfigError`` with the reason, ``DeviceError`` if the device cannot
     be used.
     """
+    reason = isa.why_not(config.cpu_isa)
+    if reason is not None:
+        raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be used: {reason}")
     where = resolve_device(config.device)
     hf_config = load_config(source)
     dtype = resolve_dtype(config.dtype, hf_config)

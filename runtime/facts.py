@@ -12,24 +12,6 @@ from pathlib import Path
 
 from .cgroup import cgroup_cpu_quota, cgroup_memory
 
-CPU_FEATURES = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
-)
-"""The flags of /proc/cpuinfo that change which kernels are fast."""
-
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
@@ -49,7 +31,6 @@ class MachineFacts:
     allowed_cpus: tuple[int, ...]  # the affinity of this process
     cpu_quota: float | None  # CPUs' worth of time; None = no quota
     cpu_model: str
-    cpu_features: tuple[str, ...]  # of CPU_FEATURES, those present
     numa_nodes: tuple[NumaNode, ...]
     core_cpus: tuple[tuple[int, ...], ...]  # per physical core its CPUs, of the whole machine
     shm_total_bytes: int  # /dev/shm; 0 if there is none
@@ -67,7 +48,6 @@ def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
     """Read the facts of this machine, or of the tree under ``root`` that stands for one."""
     meminfo = parse_meminfo(_read_text(root / "proc/meminfo"))
     memory = cgroup_memory(root)
-    cpuinfo = _read_text(root / "proc/cpuinfo")
     shm_total_bytes, shm_available_bytes = _shm_bytes(root / "dev/shm")
     return MachineFacts(
         memory_total_bytes=meminfo["MemTotal"],
@@ -75,8 +55,7 @@ def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
         memory_available_bytes=_least(meminfo["MemAvailable"], memory.available_bytes),
         allowed_cpus=tuple(sorted(os.sched_getaffinity(0))),
         cpu_quota=cgroup_cpu_quota(root),
-        cpu_model=parse_cpu_model(cpuinfo),
-        cpu_features=parse_cpu_features(cpuinfo),
+        cpu_model=parse_cpu_model(_read_text(root / "proc/cpuinfo")),
         numa_nodes=_numa_nodes(root / "sys/devices/system/node"),
         core_cpus=_core_cpus(root / "sys/devices/system/cpu"),
         shm_total_bytes=shm_total_bytes,
@@ -104,13 +83,6 @@ def parse_cpu_model(text: str) -> str:
     """Return the first model name of /proc/cpuinfo, or "unknown"."""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1).strip() if match else "unknown"
-
-
-def parse_cpu_features(text: str) -> tuple[str, ...]:
-    """Return those of ``CPU_FEATURES`` that /proc/cpuinfo lists, in that order."""
-    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    present = set(match.group(1).split()) if match else set()
-    return tuple(feature for feature in CPU_FEATURES if feature in present)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

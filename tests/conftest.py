@@ -34,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="do not fail when a folder's tests take longer than their budget",
     )
 
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run also what repeats other tests, on lower levels of instructions",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -65,7 +71,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return GroupScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("full") is not None:
+                item.add_marker(pytest.mark.skip(reason="repeats other tests: make test-full"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
     if gpu_items and not _has_cuda():
         for item in gpu_items:

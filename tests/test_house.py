@@ -28,6 +28,7 @@ _ALLOWED_IMPORTS = {
     # Of the profiles the pure part.
     "runtime": (
         "runtime",
+        "cpu_workers.kernels.isa",  # names of levels and their environment
         "profiles.busy",
         "profiles.curve",
         "profiles.derive",
@@ -44,9 +45,16 @@ _ALLOWED_IMPORTS = {
     "runtime/engine/adapter_wiring.py": ("runtime", "gpu", "profiles"),
     "runtime/engine/coexecution.py": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
     "runtime/engine/profiling.py": ("runtime", "gpu", "profiles"),
-    "runtime/engine/process.py": ("runtime", "gpu", "shm", "profiles"),
+    "runtime/engine/process.py": (
+        "runtime",
+        "gpu",
+        "shm",
+        "profiles",
+        "cpu_workers.kernels.isa",
+    ),
     "runtime/engine/placement.py": ("runtime", "gpu", "cpu_workers"),
     "runtime/adapters/check.py": ("runtime", "gpu"),
+    "runtime/cli/env.py": ("runtime", "cpu_workers.kernels"),
     "gpu": (
         "gpu",
         "shm",

@@ -2,20 +2,19 @@
 
 import numpy as np
 
-from ..kernels import layout
-from ..kernels.delta import SCRATCH_BYTES, store_delta
+from ..kernels.arithmetic import bfloat16_tag
+from ..kernels.delta import MAX_BLOCK_TOKENS, SCRATCH_BYTES, store_delta
 from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
 from .unpack import padded_in
 
 
 class NumbaDelta:
-    """``use_bfloat16_dot`` None = if the processor has AVX512_BF16."""
+    """``tag``: the arithmetic, ``layout.BFLOAT16`` or ``BFLOAT16_DOT``; None = what pays here."""
 
     name = "numba"
 
-    def __init__(self, *, use_bfloat16_dot: bool | None = None) -> None:
-        has_dot = layout.has_bfloat16_dot() if use_bfloat16_dot is None else use_bfloat16_dot
-        self._tag: np.generic = layout.BFLOAT16_DOT if has_dot else layout.BFLOAT16
+    def __init__(self, *, tag: np.generic | None = None) -> None:
+        self._tag = bfloat16_tag() if tag is None else tag
         self._hidden = np.empty(SCRATCH_BYTES // 4, np.float32)
         self._hidden_address = int(self._hidden.ctypes.data)  # asking costs a microsecond
         self._scratch = Scratch()
@@ -28,6 +27,7 @@ class NumbaDelta:
             # The kernel reads whole units of x; behind its width lies anything.
             x = self._padded(job, width)
             x_address, x_stride = x.ctypes.data, x.strides[0]
+        wide = self._scratch.take("wide", np.float32, (MAX_BLOCK_TOKENS, width))
         store_delta(
             self._tag,
             job.region_address,
@@ -39,6 +39,7 @@ class NumbaDelta:
             job.y_address,
             job.y_stride_bytes,
             self._hidden_address,
+            int(wide.ctypes.data),
         )
 
     def _padded(self, job: DeltaJob, width: int) -> np.ndarray:

@@ -6,6 +6,8 @@ import torch
 from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
 from .unpack import TargetViews, padded_in, padded_ranks, views
 
+_VALUES_AT_ONCE = 32  # of a row, that a matrix instruction reads
+
 
 class TorchDelta:
     """Sums are float32, but h is rounded to bfloat16, once before it is scaled and once after.
@@ -30,13 +32,29 @@ class TorchDelta:
         a = self._scratch.take("a", np.uint16, (ranks, padded_in(job)))
         for target in targets:
             target.rows_of(a).reshape(target.a.shape)[:] = target.a
-        x = _bfloat16(rows_at(job.x_address, job.num_tokens, in_features, job.x_stride_bytes))
+        rows = rows_at(job.x_address, job.num_tokens, in_features, job.x_stride_bytes)
+        if in_features % _VALUES_AT_ONCE:
+            rows = self._before_zeros(rows)
+        x = _bfloat16(rows)
         hidden = _bfloat16(self._scratch.take("h", np.uint16, (job.num_tokens, ranks)))
         y = _bfloat16(bits)
         with torch.inference_mode():
             torch.mm(x, _bfloat16(a[:, :in_features]).t(), out=hidden)
             for target in targets:
                 self._expand(target, hidden, y)
+
+    def _before_zeros(self, rows: np.ndarray) -> np.ndarray:
+        """The rows, copied to where zeros follow each.
+
+        oneDNN with matrix instructions (AMX) multiplies what lies behind a row by zero, which makes
+        NaN of what is no number.
+        """
+        num_rows, width = rows.shape
+        padded = -(-width // _VALUES_AT_ONCE) * _VALUES_AT_ONCE
+        copied = self._scratch.take("x", np.uint16, (num_rows, padded))
+        copied[:, :width] = rows
+        copied[:, width:] = 0
+        return copied[:, :width]
 
     def _expand(self, target: TargetViews, hidden: torch.Tensor, y: torch.Tensor) -> None:
         place = target.place

@@ -25,10 +25,10 @@ from ...shm.region import (
 from .compiled import part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
-from .tiles import float32_at, int64_at, store_zeros
+from .tiles import float32_at, int64_at, is_widened, store_zeros, widen
 from .token_blocks import shrink_tokens, store_tokens
 
-TILES_DIGEST = "155d654f8e9e68bd"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "2e0779891ddeb66e"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What of ``shm.region`` is compiled into the cached kernel; a test holds it for the same reason.
 REGION_FORMAT = "header 64, target 64, words 0 1 2 3 4, targets 16"
@@ -114,6 +114,7 @@ def store_delta(
     y: int,
     y_stride: int,
     h: int,
+    wide: int,
 ) -> None:
     """Write the deltas of all targets of a region, side by side, for some tokens.
 
@@ -122,7 +123,8 @@ def store_delta(
     in_steps: units of 8 bytes in a padded row of x.
     x: address of bfloat16 [num_tokens, padded in]; x_stride: bytes from one token to the next.
     y: address of bfloat16 [num_tokens, padded columns of all targets]; y_stride: bytes.
-    h: address of ``SCRATCH_BYTES`` of scratch. Nothing is allocated.
+    h: address of ``SCRATCH_BYTES`` of scratch; wide: for ``BFLOAT16``, of as many bytes as
+        ``MAX_BLOCK_TOKENS`` rows of x take in float32. Nothing is allocated.
     """
     lines = region + HEADER_BYTES
     padded_ranks = 0
@@ -131,10 +133,21 @@ def store_delta(
         padded_ranks += -(-rank // RANKS_PER_TILE) * RANKS_PER_TILE
     # All targets of a token side by side.
     h_stride = 4 * padded_ranks
-    fitting = _BLOCK_BYTES // (in_steps * _STEP_BYTES) // 8 * 8
+    row_bytes = in_steps * _STEP_BYTES * (2 if is_widened(tag) else 1)
+    fitting = _BLOCK_BYTES // row_bytes // 8 * 8
     block_tokens = min(max(fitting, 8), MAX_BLOCK_TOKENS)
     for first in range(0, num_tokens, block_tokens):
         tokens = min(block_tokens, num_tokens - first)
+        rows, row_stride = x + first * x_stride, x_stride
+        if is_widened(tag):
+            for token in range(tokens):
+                widen(
+                    rows + token * x_stride,
+                    row_bytes // 4,
+                    wide + token * row_bytes,
+                    row_bytes // 2,
+                )
+            rows, row_stride = wide, row_bytes
         hidden = h
         for t in range(num_targets):
             line = lines + t * TARGET_BYTES
@@ -142,8 +155,8 @@ def store_delta(
             tiles = -(-rank // RANKS_PER_TILE)
             _shrink_target(
                 tag, region + int64_at(line, A_WORD), tiles,
-                float32_at(line + 8 * SCALING_WORD, 0), x + first * x_stride, x_stride, in_steps,
-                tokens, hidden, h_stride,
+                float32_at(line + 8 * SCALING_WORD, 0), rows, row_stride, in_steps, tokens, hidden,
+                h_stride,
             )  # fmt: skip
             hidden += 4 * tiles * RANKS_PER_TILE
         hidden = h

@@ -1,13 +1,16 @@
 """Vector instructions on one LLVM builder: what the register tiles of products are made of.
 
-Vectors are 64 bytes, which LLVM cuts to what the machine has. A *format tag* of ``layout`` selects
-code by its type. Addresses are integers in bytes.
+Vectors have 16 lanes, which LLVM cuts to what the machine has, unless a tile says how many: where
+registers are few, a tile has to know how many it takes. A *format tag* of ``layout`` selects code
+by its type. Addresses are integers in bytes.
 """
 
 from collections.abc import Callable
 
 from llvmlite import ir
 from numba import types
+
+from .isa import process_isa
 
 F32 = ir.FloatType()
 I16 = ir.IntType(16)
@@ -18,6 +21,8 @@ I32X16 = ir.VectorType(I32, 16)
 I16X16 = ir.VectorType(I16, 16)
 
 VECTOR_BYTES = 64
+_LANE_BYTES = 4
+_HIGH = 0xFFFF0000  # the bits of a pair's second bfloat16
 
 
 class _Bfloat(ir.Type):
@@ -40,13 +45,24 @@ BF16X32 = ir.VectorType(_Bfloat(), 32)
 class Emitter:
     """Vector instructions on one LLVM builder, for one format tag.
 
-    ``is_float32_product``: multiply in float32 although the machine could do pairs of bfloat16.
+    ``is_float32_product``: multiply in float32 although the machine could do pairs of bfloat16;
+    ``lanes``: float32 values of a vector.
     """
 
     def __init__(
-        self, builder: ir.IRBuilder, tag: types.Type, *, is_float32_product: bool = False
+        self,
+        builder: ir.IRBuilder,
+        tag: types.Type,
+        *,
+        is_float32_product: bool = False,
+        lanes: int = 16,
     ) -> None:
         self.builder = builder
+        self.lanes = lanes
+        self.f32s = ir.VectorType(F32, lanes)
+        self.i32s = ir.VectorType(I32, lanes)
+        self.i16s = ir.VectorType(I16, lanes)
+        self.bytes = _LANE_BYTES * lanes
         self.is_float32 = tag == types.float32
         self.has_rounding = tag == types.int16  # AVX512_BF16 rounds, too
         self.has_dot = self.has_rounding and not is_float32_product
@@ -91,42 +107,107 @@ class Emitter:
         return self.builder.call(function, values)
 
     def fma(self, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
-        """Give a * b + total for 16 float32, rounded once."""
-        return self.call("llvm.fma.v16f32", F32X16, [a, b, total])
+        """Give a * b + total, rounded once where the processor can, else twice."""
+        # What a processor cannot do at once, ``fma`` computes value by value in a library.
+        name = "fma" if process_isa().has_fma else "fmuladd"
+        return self.call(f"llvm.{name}.v{self.lanes}f32", self.f32s, [a, b, total])
+
+    def same(self, value: int) -> ir.Constant:
+        """All lanes this int32."""
+        return ir.Constant(self.i32s, [value] * self.lanes)
 
     def halves(self, bits: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The even and the odd bfloat16 of 32, as float32."""
-        shift = ir.Constant(I32X16, [16] * 16)
-        mask = ir.Constant(I32X16, [0xFFFF0000] * 16)
-        even = self.builder.bitcast(self.builder.shl(bits, shift), F32X16)
-        return even, self.builder.bitcast(self.builder.and_(bits, mask), F32X16)
+        """The even and the odd bfloat16 of twice as many as there are lanes, as float32."""
+        even = self.builder.bitcast(self.builder.shl(bits, self.same(16)), self.f32s)
+        return even, self.builder.bitcast(self.builder.and_(bits, self.same(_HIGH)), self.f32s)
+
+    def sum_of_neighbours(self, vector: ir.Value) -> ir.Value:
+        """Each even lane plus the odd one after it: half as many."""
+        kind = ir.VectorType(I32, self.lanes // 2)
+        undefined = ir.Constant(self.f32s, ir.Undefined)
+        even, odd = (
+            self.builder.shuffle_vector(
+                vector, undefined, ir.Constant(kind, list(range(first, self.lanes, 2)))
+            )
+            for first in (0, 1)
+        )
+        return self.builder.fadd(even, odd)
 
     def operands(self, bits: ir.Value) -> tuple[ir.Value, ...]:
         """What ``multiply_add`` takes, from the 64 bytes of 16 pairs or 16 floats."""
         if self.has_dot:
             return (self.builder.bitcast(bits, BF16X32),)
         if self.is_float32:
-            return (self.builder.bitcast(bits, F32X16),)
+            return (self.builder.bitcast(bits, self.f32s),)
         return self.halves(bits)
+
+    @property
+    def num_pieces(self) -> int:
+        """Multiplications that 64 bytes of a packed matrix take for each row."""
+        return 1 if self.has_dot or self.is_float32 else 2
+
+    def piece_of_columns(self, address: ir.Value, piece: int) -> ir.Value:
+        """What ``multiply_piece`` takes of a packed matrix: one of ``num_pieces`` at ``address``.
+
+        Where registers are few, two bytes before ``address`` are read, too: so each half of pairs
+        takes one operation on what lies in memory, and LLVM does not keep what it has read for the
+        other half, for which there is no room beside twelve sums.
+        """
+        if self.has_dot:
+            return self.builder.bitcast(self.load(address, self.i32s), BF16X32)
+        if self.is_float32:
+            return self.load(address, self.f32s)
+        if process_isa().has_many_registers:
+            return self.halves(self.load(address, self.i32s))[piece]
+        bits = self.load(self.offset(address, -2 if piece == 0 else 0), self.i32s)
+        return self.builder.bitcast(self.builder.and_(bits, self.same(_HIGH)), self.f32s)
+
+    def piece_of_apart(self, address: ir.Value, piece: int) -> ir.Value:
+        """The same of a matrix whose even and odd bfloat16 lie apart: see ``layout.pack_linear``.
+
+        One operation on what lies in memory makes them float32, with a zero but without a mask.
+        """
+        kind = ir.VectorType(I16, 2 * self.lanes)
+        lanes = []
+        for first in range(4 * piece, 2 * self.lanes, 8):
+            for word in range(first, first + 4):
+                lanes += [word, 2 * self.lanes + word]
+        mask = ir.Constant(ir.VectorType(I32, 2 * self.lanes), lanes)
+        zeros = ir.Constant(kind, [0] * (2 * self.lanes))
+        words = self.builder.shuffle_vector(zeros, self.load(address, kind), mask)
+        return self.builder.bitcast(words, self.f32s)
+
+    def piece_of_row(self, address: ir.Value, num_bytes: int) -> ir.Value:
+        """What ``multiply_piece`` takes of a row: 4 or 8 bytes, in all lanes."""
+        unit = self.load(address, I32 if num_bytes == _LANE_BYTES else I64)
+        splat = self.splat(unit, self.bytes // num_bytes)
+        return self.builder.bitcast(splat, BF16X32 if self.has_dot else self.f32s)
+
+    def multiply_piece(self, columns: ir.Value, row: ir.Value, total: ir.Value) -> ir.Value:
+        """Give columns * row + total."""
+        if self.has_dot:
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            return self.call(name, F32X16, [total, columns, row])
+        return self.fma(columns, row, total)
 
     def multiply_add(
         self, a: tuple[ir.Value, ...], b: tuple[ir.Value, ...], total: ir.Value
     ) -> ir.Value:
         """Give a * b + total for what ``operands`` returns; pairs of bfloat16 add two products."""
-        if self.has_dot:
-            name = "llvm.x86.avx512bf16.dpbf16ps.512"
-            return self.call(name, F32X16, [total, a[0], b[0]])
         for left, right in zip(a, b, strict=True):
-            total = self.fma(left, right, total)
+            total = self.multiply_piece(left, right, total)
         return total
 
     def loop(
         self,
         count: ir.Value,
-        totals: int,
+        totals: int | list[ir.Value],
         body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
     ) -> list[ir.Value]:
-        """Run ``body(index, totals) -> totals`` for index < count (at least once)."""
+        """Run ``body(index, totals) -> totals`` for index < count (at least once).
+
+        ``totals``: what to begin with, or of how many zeros.
+        """
         builder = self.builder
         before = builder.block
         block = builder.append_basic_block("products")
@@ -134,10 +215,12 @@ class Emitter:
         builder.branch(block)
         builder.position_at_end(block)
         index = builder.phi(I64)
-        phis = [builder.phi(F32X16) for _ in range(totals)]
+        if isinstance(totals, int):
+            totals = [ir.Constant(self.f32s, [0.0] * self.lanes)] * totals
+        phis = [builder.phi(self.f32s) for _ in totals]
         index.add_incoming(I64(0), before)
-        for phi in phis:
-            phi.add_incoming(ir.Constant(F32X16, [0.0] * 16), before)
+        for phi, total in zip(phis, totals, strict=True):
+            phi.add_incoming(total, before)
         results = body(index, list(phis))
         following = builder.add(index, I64(1))
         index.add_incoming(following, builder.block)
@@ -148,27 +231,24 @@ class Emitter:
         return results
 
     def add_rounded(self, address: ir.Value, total: ir.Value) -> None:
-        """Add 16 float32 to the 16 values of y at ``address``; round to nearest even."""
+        """Add float32 to the values of y at ``address``; round to nearest even."""
         builder = self.builder
         if self.is_float32:
-            self.store(builder.fadd(self.load(address, F32X16), total), address)
+            self.store(builder.fadd(self.load(address, self.f32s), total), address)
             return
-        sixteen = ir.Constant(I32X16, [16] * 16)
-        old = builder.shl(builder.zext(self.load(address, I16X16), I32X16), sixteen)
-        self.store_bfloat16(builder.fadd(builder.bitcast(old, F32X16), total), address)
+        old = builder.shl(builder.zext(self.load(address, self.i16s), self.i32s), self.same(16))
+        self.store_bfloat16(builder.fadd(builder.bitcast(old, self.f32s), total), address)
 
     def store_bfloat16(self, value: ir.Value, address: ir.Value) -> None:
-        """Write 16 float32 as bfloat16, rounded to nearest even; NaN stays NaN."""
+        """Write float32 as bfloat16, rounded to nearest even; NaN stays NaN."""
         builder = self.builder
         if self.has_rounding:
             # One instruction instead of ten; values below 2^-126 become zero.
-            self.store(builder.fptrunc(value, BF16X16), address)
+            self.store(builder.fptrunc(value, ir.VectorType(_Bfloat(), self.lanes)), address)
             return
-        sixteen = ir.Constant(I32X16, [16] * 16)
-        bits = builder.bitcast(value, I32X16)
-        odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(I32X16, [1] * 16))
-        half = builder.add(odd, ir.Constant(I32X16, [0x7FFF] * 16))
-        rounded = builder.add(bits, half)
-        quiet = builder.or_(bits, ir.Constant(I32X16, [0x400000] * 16))
+        bits = builder.bitcast(value, self.i32s)
+        odd = builder.and_(builder.lshr(bits, self.same(16)), self.same(1))
+        rounded = builder.add(bits, builder.add(odd, self.same(0x7FFF)))
+        quiet = builder.or_(bits, self.same(0x400000))
         chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-        self.store(builder.trunc(builder.lshr(chosen, sixteen), I16X16), address)
+        self.store(builder.trunc(builder.lshr(chosen, self.same(16)), self.i16s), address)

@@ -1,4 +1,4 @@
-"""Layouts of packed matrices on the CPU, and which arithmetic a processor has for them.
+"""Layouts of packed matrices on the CPU, and the tags that name them to kernels.
 
 LoRA matrices of any type:
 
@@ -12,10 +12,16 @@ once, from front to back. ``in`` is padded to 32 bytes, ``out`` to 16 columns.
 
 Weights of the base model, bfloat16:
 
-  W [out, in] -> [out / 16, in / 2, 16 columns, 2], padded to 64 columns and to ``in`` of 8 values
+  W [out, in] -> [out / columns, in / 2, columns, 2], padded to 64 columns and to ``in`` of 8 values
+
+where 16 columns make a panel if pairs are multiplied. Elsewhere as many do as a vector register
+holds in float32, and what was [4 columns, 2] is [2, 4 columns]: with even and odd values apart, one
+instruction makes them float32 on their way into registers.
 """
 
 import numpy as np
+
+from .isa import process_isa
 
 RANKS_PER_TILE = 8
 COLUMNS_PER_GROUP = 16
@@ -24,18 +30,14 @@ STEPS_UNROLLED = 4  # of 8 bytes each: what ``in`` is padded to
 LINEAR_STEPS_UNROLLED = 4  # of 2 values each: what ``in`` of a base weight is padded to
 GROUPS_PER_LINEAR_UNIT = 4
 
+# Rows of x that are made float32 (``tiles.widen``) are cut into chunks of so many pairs of values,
+# even ones before odd ones, which lie side by side for a block of rows.
+WIDE_STEPS = 256
+
 # Format tags: the first argument of a kernel, which selects code by its type.
 FLOAT32 = np.float32(0)
 BFLOAT16 = np.uint16(0)  # any machine
 BFLOAT16_DOT = np.int16(0)  # AVX512_BF16: twice the arithmetic per instruction
-
-
-def has_bfloat16_dot() -> bool:
-    """Whether this processor multiplies pairs of bfloat16 (AVX512_BF16)."""
-    # Here, because the layouts are also read where numba is missing.
-    import llvmlite.binding
-
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 
 
 def padded_features(in_features: int, out_features: int, itemsize: int) -> tuple[int, int]:
@@ -103,23 +105,49 @@ def padded_linear_features(in_features: int, out_features: int) -> tuple[int, in
     ) * out_multiple
 
 
-def pack_linear(weight: np.ndarray, packed: np.ndarray) -> None:
-    """Lay out W [out, in], uint16 (bfloat16 bits), for ``linear.multiply``.
+def linear_panel_columns(tag: np.generic) -> int:
+    """Columns of a panel of a base weight."""
+    return COLUMNS_PER_GROUP if tag.dtype == BFLOAT16_DOT.dtype else process_isa().lanes
 
-    packed: zeros, uint16, [padded out / 16, padded in / 2, 16, 2]; where they come from decides
-    their alignment, which should be 64 bytes.
+
+def linear_shape(out_features: int, in_features: int, tag: np.generic) -> tuple[int, int, int]:
+    """The shape of what ``pack_linear`` makes of W [out, in]."""
+    padded_in, padded_out = padded_linear_features(in_features, out_features)
+    columns = linear_panel_columns(tag)
+    return padded_out // columns, padded_in // 2, 2 * columns
+
+
+def pack_linear(weight: np.ndarray, packed: np.ndarray, tag: np.generic) -> None:
+    """Lay out W [out, in], uint16 (bfloat16 bits), for ``linear.multiply`` with ``tag``.
+
+    packed: zeros, uint16, of ``linear_shape``; where they come from decides their alignment, which
+    should be 64 bytes.
     """
     if weight.shape[1] % 2:
         weight = np.pad(weight, ((0, 0), (0, 1)))
     pairs = np.ascontiguousarray(weight).view(np.uint32)
-    target = packed.view(np.uint32)[..., 0]
-    for group in range(-(-len(pairs) // COLUMNS_PER_GROUP)):
-        rows = pairs[group * COLUMNS_PER_GROUP : (group + 1) * COLUMNS_PER_GROUP]
-        target[group, : pairs.shape[1], : len(rows)] = rows.T
+    num_pairs, columns = pairs.shape[1], linear_panel_columns(tag)
+    lines = np.zeros((packed.shape[1], columns), np.uint32)
+    for panel in range(-(-len(pairs) // columns)):
+        rows = pairs[panel * columns : (panel + 1) * columns]
+        lines[:num_pairs, : len(rows)] = rows.T
+        lines[:, len(rows) :] = 0
+        target = _by_column(packed[panel], tag)
+        target[:] = lines.view(np.uint16).reshape(target.shape)
 
 
-def unpack_linear(packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
+def unpack_linear(
+    packed: np.ndarray, out_features: int, in_features: int, tag: np.generic
+) -> np.ndarray:
     """W [out, in] as it was given to ``pack_linear``: a copy."""
-    groups, pairs = packed.shape[:2]
-    weight = packed.transpose(0, 2, 1, 3).reshape(groups * COLUMNS_PER_GROUP, 2 * pairs)
+    panels, pairs, values = packed.shape
+    lines = np.ascontiguousarray(_by_column(packed, tag)).reshape(panels, pairs, values // 2, 2)
+    weight = lines.transpose(0, 2, 1, 3).reshape(panels * values // 2, 2 * pairs)
     return np.ascontiguousarray(weight[:out_features, :in_features])
+
+
+def _by_column(lines: np.ndarray, tag: np.generic) -> np.ndarray:
+    """Lines of base weights [..., values] as [..., columns / 4, 4 columns, 2]: a view."""
+    if tag.dtype == BFLOAT16_DOT.dtype:
+        return lines.reshape(*lines.shape[:-1], -1, 4, 2)
+    return lines.reshape(*lines.shape[:-1], -1, 2, 4).swapaxes(-1, -2)

@@ -1,42 +1,141 @@
-"""Dense products on the CPU in bfloat16 with AVX512_BF16: y = x W^T + bias.
+"""Dense products on the CPU in bfloat16: y = x W^T + bias.
 
 Owns how work is cut; knows nothing of models or torch: it is handed raw addresses, the weights as
-``layout.pack_linear`` lays them out. Products accumulate in float32, from which the sum with the
-bias is rounded once.
+``layout.pack_linear`` lays them out, one layout for all processors. Products accumulate in float32,
+from which the sum with the bias is rounded once.
 
-One packed copy serves decode and prefill. Up to four tokens, four streams of weights run at the
-speed of memory; from five on, tiles of eight tokens stay near the limit of the arithmetic (218 of
-about 220 GFLOP/s of one core of a Zen 4 at 64 tokens, 30 GB/s at one). Each thread takes one
-contiguous share of the columns, so that it reads one contiguous part of the weights.
+With AVX512_BF16 an instruction multiplies pairs of x and W as they are. Elsewhere x is made float32
+once, even values before odd ones, and weights on their way into registers, one operation for a
+vector: nothing but the float32 products themselves takes time, and weights stay half as large.
+
+One packed copy serves decode and prefill. Few tokens run at the speed of memory, many near the
+limit of the arithmetic. Each thread takes one contiguous share of the columns, so that it reads
+one contiguous part of the weights.
 """
 
+from typing import Any
+
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
 from .compiled import address_of, call_function, part
 from .emitter import VECTOR_BYTES
-from .layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT
+from .isa import process_isa
+from .layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT, WIDE_STEPS
 from .linear_tiles import (
+    PANELS_OF,
     product_1x4,
     product_2x4,
     product_4x4,
     product_8x2,
     product_8x2_ahead_in_1,
     product_8x2_ahead_in_2,
+    wide_product,
 )
-from .tiles import int64_at
+from .tiles import WIDE_ROW_BYTES, clear, int64_at, is_widened, widen
 
-TILES_DIGEST = "155d654f8e9e68bd"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "2e0779891ddeb66e"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What the caller says of each matrix: see ``multiply``.
 MATRIX_FIELDS = 5
 _WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS = range(MATRIX_FIELDS)
 
+# By pairs.
 _BLOCK_TOKENS = 8
 _FEW_TOKENS = 4
+# In float32.
+_WIDE_TOKENS = max(PANELS_OF)
+_PANELS_BY_TOKENS = np.array([0, *(PANELS_OF[size] for size in sorted(PANELS_OF))])
+_LANES = process_isa().lanes
+_PANELS_PER_UNIT = GROUPS_PER_LINEAR_UNIT * COLUMNS_PER_GROUP // _LANES
 # Below this many bytes of weights, each time they are read, a thread is done before a second has
-# woken up.
+# woken up; and below so many values of x, to make them float32.
 _SERIAL_BYTES = 64 * 1024
+_SERIAL_VALUES = 16 * 1024
+
+
+@part
+def _wide_row_bytes(steps: int) -> int:
+    """Bytes of scratch that a row of x takes in float32."""
+    return -(-steps // WIDE_STEPS) * WIDE_ROW_BYTES
+
+
+def num_wide_bytes(num_tokens: int, steps: int) -> int:
+    """Bytes of scratch that ``multiply`` needs for ``layout.BFLOAT16``."""
+    return (num_tokens + _WIDE_TOKENS) * -(-steps // WIDE_STEPS) * WIDE_ROW_BYTES
+
+
+@part
+def _wide_blocks(num_tokens: int) -> tuple[int, int, int]:
+    """How tokens are cut: number of blocks, size of the first, after how many sizes are one less.
+
+    Blocks are as even as tiles of one width allow: sizes that have the same number of panels. The
+    last may have room for more tokens than there are.
+    """
+    num_blocks = -(-num_tokens // _WIDE_TOKENS)
+    size = -(-num_tokens // num_blocks)
+    if _PANELS_BY_TOKENS[size - 1] != _PANELS_BY_TOKENS[size]:
+        return num_blocks, size, num_blocks
+    return num_blocks, size, num_tokens - num_blocks * (size - 1)
+
+
+@part
+def _widen_share(
+    x: int, x_stride: int, steps: int, num_tokens: int, wide: int, first: int, last: int
+) -> None:
+    """Make blocks [first, last) float32: block by block, chunk by chunk, then token by token.
+
+    Tokens that only fill a block up become zeros.
+    """
+    _, most, num_most = _wide_blocks(num_tokens)
+    num_before = min(first, num_most)
+    token = num_before * most + (first - num_before) * (most - 1)
+    for block in range(first, last):
+        size = most if block < num_most else most - 1
+        row = wide + token * _wide_row_bytes(steps)
+        for step in range(0, steps, WIDE_STEPS):
+            num_values = 2 * min(WIDE_STEPS, steps - step)
+            for index in range(token, token + size):
+                if index < num_tokens:
+                    widen(x + index * x_stride + 4 * step, num_values, row, WIDE_ROW_BYTES // 2)
+                else:
+                    clear(row, WIDE_ROW_BYTES)
+                row += WIDE_ROW_BYTES
+        token += size
+
+
+@part
+def _multiply_units_wide(
+    weights: int, num_units: int, x: int, steps: int, bias: int, y: int, y_stride: int,
+    num_tokens: int, following: int,
+) -> None:  # fmt: skip
+    """All tokens times the columns of some units, in float32.
+
+    All blocks of tokens before the next panels, whose weights come to the second-level cache while
+    the first two are computed; after the last it is the weights at ``following``, unless that is 0.
+    Panels that are left at the end are computed together with some before them.
+    """
+    num_panels = num_units * _PANELS_PER_UNIT
+    num_blocks, most, num_most = _wide_blocks(num_tokens)
+    width = _PANELS_BY_TOKENS[most]
+    row_bytes, panel_bytes = _wide_row_bytes(steps), steps * _LANES * 4
+    for start in range(0, num_panels, width):
+        panel = min(start, num_panels - width)
+        tile = weights + panel * panel_bytes
+        ahead = tile + width * panel_bytes
+        if start + width >= num_panels:
+            ahead = following if following else tile
+        token = 0
+        for block in range(num_blocks):
+            size = most if block < num_most else most - 1
+            wide_product(
+                size, tile, panel_bytes, x + token * row_bytes, steps, bias + panel * _LANES * 4,
+                y + token * y_stride + panel * _LANES * 2, y_stride, num_tokens - token - 1, ahead,
+                num_blocks > 1,
+            )  # fmt: skip
+            token += size
+            ahead = ahead + width * WIDE_STEPS * _LANES * 2 if block == 0 else tile
 
 
 @part
@@ -93,10 +192,41 @@ def _multiply_unit(
         product_4x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, few - 1, 0)
 
 
+def _multiply_units(*arguments: Any) -> None:
+    """All tokens times the columns of some units, in the arithmetic of a format tag."""
+
+
+@overload(_multiply_units)
+def _choose_arithmetic(
+    tag: Any, weights: Any, group_bytes: Any, num_units: Any, x: Any, x_stride: Any, steps: Any,
+    bias: Any, y: Any, y_stride: Any, num_tokens: Any, following: Any,
+) -> Any:  # fmt: skip
+    def by_pairs(
+        tag: Any, weights: Any, group_bytes: Any, num_units: Any, x: Any, x_stride: Any,
+        steps: Any, bias: Any, y: Any, y_stride: Any, num_tokens: Any, following: Any,
+    ) -> Any:  # fmt: skip
+        for unit in range(num_units):
+            group = unit * GROUPS_PER_LINEAR_UNIT
+            _multiply_unit(
+                weights + group * group_bytes, group_bytes, x, x_stride, steps,
+                bias + group * VECTOR_BYTES, y + group * COLUMNS_PER_GROUP * 2, y_stride,
+                num_tokens,
+            )  # fmt: skip
+
+    def in_float32(
+        tag: Any, weights: Any, group_bytes: Any, num_units: Any, x: Any, x_stride: Any,
+        steps: Any, bias: Any, y: Any, y_stride: Any, num_tokens: Any, following: Any,
+    ) -> Any:  # fmt: skip
+        _multiply_units_wide(weights, num_units, x, steps, bias, y, y_stride, num_tokens, following)
+
+    return in_float32 if tag == types.uint16 else by_pairs
+
+
 @part
 def _multiply_share(
-    matrices: int, x: int, x_stride: int, steps: int, num_tokens: int, first: int, last: int
-) -> None:
+    tag: Any, matrices: int, x: int, x_stride: int, steps: int, num_tokens: int, first: int,
+    last: int,
+) -> None:  # fmt: skip
     """Units [first, last), counted through all matrices."""
     group_bytes = steps * VECTOR_BYTES
     unit = first
@@ -105,11 +235,16 @@ def _multiply_share(
     while unit < last:
         num_units = int64_at(matrix, _NUM_UNITS)
         end = min(last, units_before + num_units)
-        while unit < end:
+        if unit < end:
             column_group = (unit - units_before) * GROUPS_PER_LINEAR_UNIT
-            _multiply_unit(
+            following = 0
+            if end < last:
+                following = int64_at(matrix + 8 * MATRIX_FIELDS, _WEIGHTS)
+            _multiply_units(
+                tag,
                 int64_at(matrix, _WEIGHTS) + column_group * group_bytes,
                 group_bytes,
+                end - unit,
                 x,
                 x_stride,
                 steps,
@@ -117,29 +252,34 @@ def _multiply_share(
                 int64_at(matrix, Y_FIELD) + column_group * COLUMNS_PER_GROUP * 2,
                 int64_at(matrix, _Y_STRIDE),
                 num_tokens,
+                following,
             )
-            unit += 1
+            unit = end
         units_before += num_units
         matrix += 8 * MATRIX_FIELDS
 
 
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
 def multiply(
+    tag: Any,
     matrices: int,
     num_matrices: int,
     x: int,
     x_stride: int,
     steps: int,
     num_tokens: int,
+    wide: int,
     num_threads: int,
 ) -> None:
     """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
+    tag: ``layout.BFLOAT16`` or ``BFLOAT16_DOT``.
     matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of what ``pack_linear``
         returns, of its bias, float32, of y, bfloat16; bytes from one token of y to the next; units
         of 64 columns, in which weights, bias and rows of y are padded.
     x: address of bfloat16; x_stride: bytes from one token to the next; steps: pairs of values in
         a padded row of x and of the weights.
+    wide: address of ``num_wide_bytes`` of scratch, for ``BFLOAT16`` alone.
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
     """
     num_units = 0
@@ -150,7 +290,18 @@ def multiply(
     workers = min(num_threads, num_units)
     if num_units * unit_bytes * blocks <= _SERIAL_BYTES:
         workers = 1
-    whole = (matrices, x, x_stride, steps, num_tokens, np.int64(0), num_units)
+    rows = x
+    if is_widened(tag):
+        rows = wide
+        num_blocks = _wide_blocks(num_tokens)[0]
+        if workers == 1 or num_tokens * steps * 2 <= _SERIAL_VALUES:
+            _widen_share(x, x_stride, steps, num_tokens, wide, 0, num_blocks)
+        else:
+            for worker in prange(workers):
+                first = num_blocks * worker // workers
+                last = num_blocks * (worker + 1) // workers
+                _widen_share(x, x_stride, steps, num_tokens, wide, first, last)
+    whole = (tag, matrices, rows, x_stride, steps, num_tokens, np.int64(0), num_units)
     share = address_of(_multiply_share, whole)
     if workers == 1:
         call_function(share, whole)
@@ -158,4 +309,4 @@ def multiply(
     for worker in prange(workers):
         first = num_units * worker // workers
         last = num_units * (worker + 1) // workers
-        call_function(share, (matrices, x, x_stride, steps, num_tokens, first, last))
+        call_function(share, (tag, matrices, rows, x_stride, steps, num_tokens, first, last))

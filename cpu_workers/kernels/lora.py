@@ -21,10 +21,10 @@ from numba import njit, prange
 from .compiled import address_of, call_function, part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
-from .tiles import float32_at, int32_at, int64_at
+from .tiles import float32_at, int32_at, int64_at, is_widened, widen
 from .token_blocks import expand_tokens, shrink_tokens
 
-TILES_DIGEST = "155d654f8e9e68bd"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "2e0779891ddeb66e"  # sha256 of its sources, first 16 digits: see tiles.py
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 
@@ -42,8 +42,8 @@ _SERIAL_BYTES = 32 * 1024
 TARGET_FIELDS = 4
 _INDEX, _TARGET_Y, _TARGET_STRIDE, _TARGET_COLUMNS = range(TARGET_FIELDS)
 # And of each pass.
-BATCH_FIELDS = 5
-_NUM_SEGMENTS, _STARTS, _ENDS, _ROWS, _SCRATCH = range(BATCH_FIELDS)
+BATCH_FIELDS = 6
+_NUM_SEGMENTS, _STARTS, _ENDS, _ROWS, _SCRATCH, _WIDE = range(BATCH_FIELDS)
 
 # Columns of a plan: one row per target and segment, and one more for the ends.
 _START, _TOKENS, _RANK, _A, _B, _SHRINK_UNIT, _EXPAND_UNIT, _HIDDEN = range(8)
@@ -192,6 +192,12 @@ def _expand_share(
             group += _WIDE_GROUPS if is_wide else 1
 
 
+@part
+def _widen_share(x: int, x_stride: int, row_bytes: int, wide: int, first: int, last: int) -> None:
+    for token in range(first, last):
+        widen(x + token * x_stride, row_bytes // 2, wide + token * row_bytes * 2, row_bytes)
+
+
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
 def add_deltas(
     tag: Any,
@@ -229,6 +235,18 @@ def add_deltas(
         int64_at(batch, _STARTS), int64_at(batch, _ENDS), int64_at(batch, _ROWS),
         int64_at(batch, _NUM_SEGMENTS), int64_at(batch, _SCRATCH),
     )  # fmt: skip
+    if is_widened(tag):
+        row_bytes, wide = 8 * in_steps, int64_at(batch, _WIDE)
+        begin = int32_at(int64_at(batch, _STARTS), 0)
+        end = int32_at(int64_at(batch, _ENDS), int64_at(batch, _NUM_SEGMENTS) - 1)
+        if num_threads == 1 or (end - begin) * row_bytes <= _SERIAL_BYTES:
+            _widen_share(x, x_stride, row_bytes, wide, begin, end)
+        else:
+            for worker in prange(num_threads):
+                first = begin + (end - begin) * worker // num_threads
+                last = begin + (end - begin) * (worker + 1) // num_threads
+                _widen_share(x, x_stride, row_bytes, wide, first, last)
+        x, x_stride = wide, 2 * row_bytes
     shrink_units = plan[-1, _SHRINK_UNIT]
     cost = _expand_cost(plan)
     workers = num_threads

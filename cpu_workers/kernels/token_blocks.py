@@ -9,27 +9,28 @@ from typing import Any
 
 from .compiled import part
 from .tiles import (
-    expand_1x1,
-    expand_1x4,
-    expand_2x1,
-    expand_2x4,
-    expand_4x1,
-    expand_4x4,
-    shrink_1x1,
-    shrink_1x2,
-    shrink_2x1,
-    shrink_2x2,
-    shrink_4x1,
-    shrink_4x2,
-    shrink_8x1,
-    shrink_8x2,
-    store_1x1,
-    store_1x4,
-    store_2x1,
-    store_2x4,
-    store_4x1,
-    store_4x4,
+    EXPAND_TOKENS,
+    SHRINK_TOKENS,
+    add_expand_tile,
+    shrink_tile,
+    store_expand_tile,
 )
+
+_MOST_SHRUNK, _MOST_EXPANDED = SHRINK_TOKENS[0], EXPAND_TOKENS[0]
+
+
+@part
+def _block_tokens(left: int, most: int) -> int:
+    """Tokens of the next tile: the most there is one for, but four as twice two, not three and one.
+
+    Tiles have ``most`` tokens, or, if that is a power of two, also each smaller one; if it is
+    three, two and one.
+    """
+    if most == 3:
+        return 2 if left == 4 else min(left, 3)
+    if left >= 8 and most >= 8:
+        return 8
+    return 4 if left >= 4 else 2 if left >= 2 else 1
 
 
 @part
@@ -49,33 +50,15 @@ def shrink_tokens(
     """Write h = scaling * x A^T of 8 ranks, or of 16; see ``tiles`` for what is what."""
     left = num_tokens
     while left > 0:
-        num = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-        if is_pair:
-            if num == 8:
-                shrink_8x2(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
-            elif num == 4:
-                shrink_4x2(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
-            elif num == 2:
-                shrink_2x2(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
-            else:
-                shrink_1x2(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
-        elif num == 8:
-            shrink_8x1(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
-        elif num == 4:
-            shrink_4x1(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
-        elif num == 2:
-            shrink_2x1(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
-        else:
-            shrink_1x1(tag, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
+        num = _block_tokens(left, _MOST_SHRUNK)
+        shrink_tile(tag, num, is_pair, a, tile_bytes, x, x_stride, in_steps, scaling, h, h_stride)
         left -= num
         x += num * x_stride
         h += num * h_stride
 
 
-def _make_expand_tokens(wide: tuple[Any, Any, Any], narrow: tuple[Any, Any, Any]) -> Any:
-    """What computes h B^T of 64 columns (``wide``) or of 16, by tiles of 4, 2 and 1 tokens."""
-    wide_4, wide_2, wide_1 = wide
-    narrow_4, narrow_2, narrow_1 = narrow
+def _make_expand_tokens(tile: Any) -> Any:
+    """What computes h B^T of 64 columns (``is_wide``) or of 16."""
 
     @part
     def expand_tokens(
@@ -92,20 +75,8 @@ def _make_expand_tokens(wide: tuple[Any, Any, Any], narrow: tuple[Any, Any, Any]
     ) -> None:
         left = num_tokens
         while left > 0:
-            num = 4 if left >= 4 else 2 if left >= 2 else 1
-            if is_wide:
-                if num == 4:
-                    wide_4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-                elif num == 2:
-                    wide_2(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-                else:
-                    wide_1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-            elif num == 4:
-                narrow_4(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-            elif num == 2:
-                narrow_2(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
-            else:
-                narrow_1(tag, b, group_bytes, h, h_stride, steps, y, y_stride)
+            num = _block_tokens(left, _MOST_EXPANDED)
+            tile(tag, num, is_wide, b, group_bytes, h, h_stride, steps, y, y_stride)
             left -= num
             h += num * h_stride
             y += num * y_stride
@@ -114,9 +85,5 @@ def _make_expand_tokens(wide: tuple[Any, Any, Any], narrow: tuple[Any, Any, Any]
 
 
 # y += h B^T, and y = h B^T.
-expand_tokens = _make_expand_tokens(
-    (expand_4x4, expand_2x4, expand_1x4), (expand_4x1, expand_2x1, expand_1x1)
-)
-store_tokens = _make_expand_tokens(
-    (store_4x4, store_2x4, store_1x4), (store_4x1, store_2x1, store_1x1)
-)
+expand_tokens = _make_expand_tokens(add_expand_tile)
+store_tokens = _make_expand_tokens(store_expand_tile)

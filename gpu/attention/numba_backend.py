@@ -11,12 +11,8 @@ import numba
 import numpy as np
 import torch
 
-from ...cpu_workers.kernels.layout import (
-    BFLOAT16,
-    BFLOAT16_DOT,
-    FLOAT32,
-    has_bfloat16_dot,
-)
+from ...cpu_workers.kernels.arithmetic import bfloat16_tag
+from ...cpu_workers.kernels.layout import FLOAT32
 from ..graph.launch import current_capture, launch, new_output
 from ..step import AttentionMetadata
 from . import numba_kernels as kernels
@@ -45,16 +41,15 @@ class NumbaAttention:
     """The back end for float32 and bfloat16 on the CPU.
 
     Args:
-        with_pairs: Multiply pairs of bfloat16 (AVX512_BF16); None = if the machine can.
+        tag: The arithmetic for bfloat16, of ``layout``; None = what pays here.
     """
 
     name = "numba"
 
-    def __init__(self, *, with_pairs: bool | None = None) -> None:
-        can = has_bfloat16_dot() if with_pairs is None else with_pairs
+    def __init__(self, *, tag: np.generic | None = None) -> None:
         self._tags = {
             torch.float32: FLOAT32,
-            torch.bfloat16: BFLOAT16_DOT if can else BFLOAT16,
+            torch.bfloat16: bfloat16_tag() if tag is None else tag,
         }
         self._kinds: dict[Hashable, _LayerKind] = {}
         self._scratch_bytes: dict[Shape, tuple[int, int]] = {}  # of a thread, of a partial result

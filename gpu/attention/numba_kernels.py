@@ -290,7 +290,7 @@ def _digest_of_sources() -> int:
     names = ("lanes", "tile_ir", "memory_ops", "decode_tiles", "decode_walk", "prefill_tiles")
     for name in (*names, "prefill_walk", "numba_layout"):
         digest.update((here / f"{name}.py").read_bytes())
-    for name in ("emitter", "tiles", "layout", "compiled"):
+    for name in ("emitter", "isa", "tiles", "layout", "compiled"):
         digest.update((here.parents[1] / "cpu_workers" / "kernels" / f"{name}.py").read_bytes())
     return 1 + int.from_bytes(digest.digest()[:7], "little")
 

@@ -11,7 +11,7 @@ import torch
 from ..graph.launch import call_in_every_pass
 from ..step import DeltaPass, StepContext
 from .base import LinearBackend
-from .vnni import FusedProduct, VnniLinear
+from .numba_backend import FusedProduct, NumbaLinear
 
 
 class InputGroup:
@@ -36,7 +36,7 @@ class InputGroup:
         """Take in a member and return its number; it is a target if it has an index."""
         member = len(self._backends)
         self._backends.append(backend)
-        fusible = [b for b in self._backends if isinstance(b, VnniLinear)]
+        fusible = [b for b in self._backends if isinstance(b, NumbaLinear)]
         self._fused = FusedProduct(fusible) if len(fusible) == len(self._backends) else None
         if target_index is not None:
             self._targets.append((member, target_index))

@@ -7,18 +7,17 @@ from collections.abc import Mapping
 
 import torch
 
-from ...cpu_workers.kernels.layout import has_bfloat16_dot
 from ...runtime.errors import ConfigError
 from .base import LinearBackend, MakeLinear
+from .numba_backend import NumbaLinear
 from .onednn import OnednnLinear
 from .plain import PlainLinear
-from .vnni import VnniLinear
 
 _LOGGER = logging.getLogger(__name__)
 
 # In order of preference.
 _BACKENDS: Mapping[str, MakeLinear] = {
-    backend.name: backend for backend in (VnniLinear, OnednnLinear, PlainLinear)
+    backend.name: backend for backend in (NumbaLinear, OnednnLinear, PlainLinear)
 }
 # A decode step of eight requests and a chunk of a prompt; the matrix is larger than a core's
 # second-level cache, as models are.
@@ -97,8 +96,6 @@ def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     dtypes = _BACKENDS[name].dtypes
     if dtypes is not None and dtype not in dtypes:
         return f"it computes {', '.join(sorted(map(str, dtypes)))}, the model is {dtype}"
-    if name == "vnni" and not has_bfloat16_dot():
-        return "this processor has no AVX512_BF16"
     try:
         is_right = all(_is_right(name, dtype, tokens) for tokens in _PROBE_TOKENS)
     except Exception as error:  # whatever a compiler raises, the reason is logged or re-raised

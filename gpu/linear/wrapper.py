@@ -12,8 +12,8 @@ from ..step import StepContext
 from .base import LinearBackend, MakeLinear
 from .embedding import TiedEmbedding, plain_embeddings
 from .group import InputGroup
+from .numba_backend import NumbaLinear
 from .plain import PlainLinear
-from .vnni import VnniLinear
 
 
 class CorunLinear(nn.Module):
@@ -101,7 +101,7 @@ def wrap_linears(
         del linear
         for path in paths:
             _put(model, path, wrapper)
-        if isinstance(wrapper.backend, VnniLinear):
+        if isinstance(wrapper.backend, NumbaLinear):
             for path in tied:
                 _put(model, path, TiedEmbedding(wrapper.backend))
         missing.difference_update(paths)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
+from ...cpu_workers.kernels.arithmetic import bfloat16_tag
 from ...cpu_workers.kernels.lora import BATCH_FIELDS, add_deltas
 from ..graph.launch import current_capture, launch
 from ..kernel_threads import num_kernel_threads
@@ -27,25 +28,24 @@ class NumbaLora:
     layout: MatrixLayout = PACKED
 
     def __init__(
-        self, table: LoraTable, *, dtype: torch.dtype, use_bfloat16_dot: bool | None = None
+        self, table: LoraTable, *, dtype: torch.dtype, tag: np.generic | None = None
     ) -> None:
         """Serve the adapters of ``table``, in ``dtype``.
 
-        ``use_bfloat16_dot`` None = if the processor has it.
+        ``tag``: the arithmetic for bfloat16, of ``layout``; None = what pays here.
         """
         assert dtype in {torch.bfloat16, torch.float32}, dtype
         assert table.device.type == "cpu", table.device
         self._table = table
         self._dtype = dtype
-        self._tag: np.generic
-        if dtype == torch.float32:
-            self._tag = layout.FLOAT32
-        elif layout.has_bfloat16_dot() if use_bfloat16_dot is None else use_bfloat16_dot:
-            self._tag = layout.BFLOAT16_DOT
-        else:
-            self._tag = layout.BFLOAT16
+        self._tag: np.generic = layout.FLOAT32
+        if dtype == torch.bfloat16:
+            self._tag = bfloat16_tag() if tag is None else tag
+        # Scratch of a call: x A^T, and x in float32, for a processor that multiplies nothing else.
+        self._wide = torch.empty(0, dtype=torch.float32)
         self._hidden = torch.empty(0, dtype=torch.float32)
-        self._most_targets = 0  # of a call so far; ``_hidden`` has room for as many
+        # Of a call so far; scratch has room for as many.
+        self._most_targets = self._most_features = 0
         self._seen: LoraBatch | None = None  # what the following two are of
         self._has_rank: list[bool] = []  # by target: whether an adapter of the batch has it
         self._batch_fields = array("q", [0] * BATCH_FIELDS)  # stays at one address
@@ -78,12 +78,12 @@ class NumbaLora:
         """Add the deltas of targets that read the same x, in one kernel; see ``LoraBackend``."""
         assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())
         assert batch.segment_ends_host[-1] <= x.shape[0]
-        self._prepare(batch, x.shape[0], len(ys))
+        itemsize = x.element_size()
+        in_features, _ = layout.padded_features(x.shape[1], 0, itemsize)
+        self._prepare(batch, x.shape[0], len(ys), in_features)
         capture = current_capture()
         if capture is None and not any(self._has_rank[index] for index in target_indices):
             return  # a call for nothing costs as much as a small one
-        itemsize = x.element_size()
-        in_features, _ = layout.padded_features(x.shape[1], 0, itemsize)
         if in_features != x.shape[1]:
             x = F.pad(x, (0, in_features - x.shape[1]))
         padded = [self._padded(y, x.shape[0]) for y in ys]
@@ -123,11 +123,14 @@ class NumbaLora:
 
     def _prepare_replay(self, metadata: PassMetadata) -> None:
         assert metadata.lora is not None, "a pass with adapters was captured"
-        self._prepare(metadata.lora, metadata.attention.num_tokens, 0)
+        self._prepare(metadata.lora, metadata.attention.num_tokens, 0, 0)
 
-    def _prepare(self, batch: LoraBatch, num_tokens: int, num_targets: int) -> None:
-        """Tell the kernel of a batch, and that a call has so many targets at most."""
-        if batch is self._seen and num_targets <= self._most_targets:
+    def _prepare(
+        self, batch: LoraBatch, num_tokens: int, num_targets: int, in_features: int
+    ) -> None:
+        """Tell the kernel of a batch, and that a call has so many targets and features at most."""
+        has_room = num_targets <= self._most_targets and in_features <= self._most_features
+        if batch is self._seen and has_room:
             return
         ranks = self._table.host_ranks[list(batch.table_rows_host)].max(axis=0)
         self._has_rank = [rank > 0 for rank in ranks.tolist()]
@@ -137,7 +140,14 @@ class NumbaLora:
         num_values = self._most_targets * num_tokens * tiles * layout.RANKS_PER_TILE
         if self._hidden.numel() < num_values:
             self._hidden = torch.empty(num_values, dtype=torch.float32)
-        places = (batch.segment_starts, batch.segment_ends, batch.table_rows, self._hidden)
+        self._most_features = max(self._most_features, in_features)
+        if (
+            self._tag.dtype == layout.BFLOAT16.dtype
+            and self._wide.numel() < num_tokens * self._most_features
+        ):
+            self._wide = torch.empty(num_tokens * self._most_features, dtype=torch.float32)
+        scratch = (self._hidden, self._wide)
+        places = (batch.segment_starts, batch.segment_ends, batch.table_rows, *scratch)
         fields = (batch.num_segments, *(tensor.data_ptr() for tensor in places))
         for field, value in enumerate(fields):
             self._batch_fields[field] = value

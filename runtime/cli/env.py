@@ -26,10 +26,14 @@ _PACKAGES = (
     "peft",
 )
 _VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
     "CUDA_VISIBLE_DEVICES",
+    "NUMBA_CPU_FEATURES",
+    "NUMBA_CPU_NAME",
     "NUMBA_NUM_THREADS",
     "NUMBA_THREADING_LAYER",
     "OMP_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA",
     "TRITON_INTERPRET",
 )
 _GIB = 2**30
@@ -58,10 +62,16 @@ def environment(facts: MachineFacts) -> Iterator[tuple[str, str]]:
 
 
 def _machine(facts: MachineFacts) -> Iterator[tuple[str, str]]:
+    from ...cpu_workers.kernels import arithmetic, isa
+
     quota = "no quota" if facts.cpu_quota is None else f"quota of {facts.cpu_quota:g} CPUs"
     limit = facts.memory_limit_bytes
     yield "cpu", facts.cpu_model
-    yield "cpu features", ", ".join(facts.cpu_features) or "none that matter"
+    yield "cpu features", ", ".join(sorted(filter(_matters, isa.machine_features()))) or "none"
+    levels = [f"{level.name} ({level.benefit})" for level in isa.LEVELS]
+    highest = isa.LEVELS.index(isa.level_of(isa.machine_features()))
+    yield "cpu levels", "; ".join(levels[highest:])
+    yield "cpu kernels", arithmetic.describe()
     yield "cpus", f"{len(facts.allowed_cpus)} allowed, {quota}, {facts.num_cpus} used"
     yield "numa nodes", str(len(facts.numa_nodes))
     yield "memory", f"{_gib(facts.memory_total_bytes)}, {_gib(facts.memory_available_bytes)} free"
@@ -70,6 +80,11 @@ def _machine(facts: MachineFacts) -> Iterator[tuple[str, str]]:
         "/dev/shm",
         f"{_gib(facts.shm_total_bytes)}, {_gib(facts.shm_available_bytes)} free",
     )
+
+
+def _matters(feature: str) -> bool:
+    """Whether kernels of any library here are faster with it."""
+    return feature.startswith(("amx", "avx", "bf16", "f16c", "fma", "neon", "sve"))
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ...cpu_workers.kernels.isa import forcing_environment
 from ...profiles.meter import Report
 from ...profiles.picture import check_matplotlib, draw_profile
 from ...profiles.profile import Profile, ProfileError, save_profile
@@ -31,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, save, draw, and print the table and the lines to paste; return the exit code."""
     configure_logging("warning")  # a line of progress says how it goes
     config = EngineConfig(**read_flags(vars(arguments), EngineConfig))
+    os.environ.update(forcing_environment(config.cpu_isa))  # before numba and torch are loaded
     may_draw = _may_draw(is_asked=arguments.picture is not None)
     from ..engine.profiling import HowMuch, Listener, run_profile
 

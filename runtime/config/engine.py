@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 
+from ...cpu_workers.kernels import isa
 from .check import check_config
 from .cpu_list import parse_cpu_cores
 from .lora_modules import parse_lora_modules
 from .num_bytes import parse_num_bytes
 from .option import option
 
+CPU_ISAS = isa.NAMES
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs",)
-LINEAR_BACKENDS = ("auto", "vnni", "onednn", "plain")
+LINEAR_BACKENDS = ("auto", "numba", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 LEAF_KERNELS = ("auto", "off")
@@ -104,6 +106,12 @@ class EngineConfig:
         choices=DECODE_GRAPHS,
         help="Replay captured decode steps on the CPU instead of running the model's modules; auto "
         "= once a replay has given the same logits, to the bit.",
+    )
+    cpu_isa: str = option(
+        "auto",
+        choices=CPU_ISAS,
+        help="Instructions that kernels on the CPU, torch's and oneDNN's too, may use; auto = the "
+        "highest level that the processor has.",
     )
     cpu_threads: int | None = option(
         None,

@@ -26,7 +26,6 @@ def machine(
         allowed_cpus=cpus if allowed is None else allowed,
         cpu_quota=quota,
         cpu_model="x",
-        cpu_features=(),
         numa_nodes=tuple(NumaNode(i, node) for i, node in enumerate(nodes or (cpus,))),
         core_cpus=cores,
         shm_total_bytes=0,

@@ -8,7 +8,6 @@ from corun.runtime.cgroup import CgroupMemory, cgroup_cpu_quota, cgroup_memory
 from corun.runtime.facts import (
     MachineFacts,
     NumaNode,
-    parse_cpu_features,
     parse_cpu_list,
     parse_cpu_model,
     parse_meminfo,
@@ -155,7 +154,6 @@ def test_facts_of_a_container(tmp_path: Path) -> None:
     assert facts.memory_limit_bytes == 512 * 1024
     assert facts.memory_available_bytes == 512 * 1024
     assert facts.cpu_model == "Fast 9"
-    assert facts.cpu_features == ("avx2", "fma", "amx_bf16")
     assert facts.numa_nodes == (NumaNode(0, (0, 1, 4)), NumaNode(1, (2, 3)))
     assert facts.core_cpus == ((0, 2), (1, 3), (4,))  # of CPU 4 nothing is known
     assert facts.shm_total_bytes > 0
@@ -184,7 +182,6 @@ def test_quota_cuts_the_cpus(quota: float | None, expected: int) -> None:
         allowed_cpus=(0, 2, 4, 6),
         cpu_quota=quota,
         cpu_model="x",
-        cpu_features=(),
         numa_nodes=(),
         core_cpus=(),
         shm_total_bytes=0,
@@ -198,5 +195,3 @@ def test_parsers() -> None:
     assert parse_cpu_list("0-2,5,7-8\n") == (0, 1, 2, 5, 7, 8)
     assert parse_cpu_list("\n") == ()
     assert parse_cpu_model("") == "unknown"
-    assert parse_cpu_features("Features\t: fp asimd sve\n") == ("asimd", "sve")
-    assert parse_cpu_features("") == ()

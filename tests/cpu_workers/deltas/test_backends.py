@@ -12,7 +12,8 @@ from corun.cpu_workers.deltas.base import DeltaBackend, shape_of
 from corun.cpu_workers.deltas.numba_backend import NumbaDelta
 from corun.cpu_workers.deltas.numpy_backend import NumpyDelta
 from corun.cpu_workers.deltas.torch_backend import TorchDelta
-from corun.cpu_workers.kernels.layout import has_bfloat16_dot
+from corun.cpu_workers.kernels.arithmetic import bfloat16_tag
+from corun.cpu_workers.kernels.layout import BFLOAT16
 from corun.cpu_workers.kernels.regions import TargetShape, plan_packed
 from corun.shm.errors import FormatError
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from support.deltas import DeltaCase, Workplace, check_case, compute_slices, flo
 HIDDEN_ROUNDINGS = {"numba": 0, "numba-portable": 0, "numpy": 0, "torch": 2}
 MAKE: dict[str, Callable[[], DeltaBackend]] = {
     "numba": NumbaDelta,
-    "numba-portable": partial(NumbaDelta, use_bfloat16_dot=False),
+    "numba-portable": partial(NumbaDelta, tag=BFLOAT16),
     "numpy": NumpyDelta,
     "torch": TorchDelta,
 }
@@ -147,7 +148,7 @@ def test_regions_that_are_not_for_workers_are_refused() -> None:
 
 def test_the_machine_decides_about_the_dot_instruction() -> None:
     tag = NumbaDelta()._tag
-    assert tag.dtype == (np.int16 if has_bfloat16_dot() else np.uint16)
+    assert tag.dtype == bfloat16_tag().dtype
 
 
 @pytest.mark.parametrize("name", ["numba", "numpy"])

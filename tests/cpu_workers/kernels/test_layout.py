@@ -68,19 +68,28 @@ def test_pack_linear_keeps_every_value_in_place(out_features: int, in_features: 
     weight: np.ndarray = np.arange(1, out_features * in_features + 1, dtype=np.uint16)
     weight = weight.reshape(out_features, in_features)
     padded_in, padded_out = layout.padded_linear_features(in_features, out_features)
-    packed = np.zeros((padded_out // 16, padded_in // 2, 16, 2), np.uint16)
-    layout.pack_linear(weight, packed)
-    for n in range(out_features):
-        for k in range(in_features):
-            assert packed[n // 16, k // 2, n % 16, k % 2] == weight[n, k]
-    assert np.count_nonzero(packed) == weight.size
-    assert np.array_equal(layout.unpack_linear(packed, out_features, in_features), weight)
+    for tag in (layout.BFLOAT16, layout.BFLOAT16_DOT):
+        packed = np.zeros(layout.linear_shape(out_features, in_features, tag), np.uint16)
+        assert packed.size == padded_out * padded_in
+        layout.pack_linear(weight, packed, tag)
+        columns = layout.linear_panel_columns(tag)
+        for n in range(out_features):
+            for k in range(in_features):
+                pair, column = k // 2, n % columns
+                place = 2 * column + k % 2
+                if tag is layout.BFLOAT16:  # the even values of four columns before the odd ones
+                    place = column // 4 * 8 + k % 2 * 4 + column % 4
+                assert packed[n // columns, pair, place] == weight[n, k]
+        assert np.count_nonzero(packed) == weight.size
+        unpacked = layout.unpack_linear(packed, out_features, in_features, tag)
+        assert np.array_equal(unpacked, weight)
 
 
 @pytest.mark.parametrize("kernel", [delta, linear, lora])
 def test_a_change_of_the_tiles_is_a_change_of_the_cached_kernels(kernel: ModuleType) -> None:
     names = (
-        "compiled.py", "emitter.py", "layout.py", "linear_tiles.py", "tiles.py", "token_blocks.py",
+        "compiled.py", "emitter.py", "isa.py", "layout.py", "linear_tiles.py", "products.py",
+        "tiles.py", "token_blocks.py",
     )  # fmt: skip
     content = b"".join((FOLDER / name).read_bytes() for name in names)
     digest = hashlib.sha256(content).hexdigest()[:16]

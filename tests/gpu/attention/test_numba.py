@@ -6,6 +6,7 @@ from typing import Any
 import numba
 import pytest
 import torch
+from corun.cpu_workers.kernels.layout import BFLOAT16
 from corun.gpu.attention.numba_backend import NumbaAttention
 from support.attention import Call, Problem, dense_oracle, make_call
 
@@ -22,7 +23,7 @@ _FLOAT32_TOLERANCE = 1e-5
     ],
 )
 def test_bfloat16_without_products_of_pairs(settings: dict[str, Any]) -> None:
-    backend = NumbaAttention(with_pairs=False)
+    backend = NumbaAttention(tag=BFLOAT16)
     for query_lens, context_lens in (((1, 1, 1), (1, 17, 61)), ((9, 1, 33), (40, 17, 33))):
         call = make_call(Problem(query_lens, context_lens, dtype=torch.bfloat16, **settings))
         attended = backend.forward(*call.arguments())

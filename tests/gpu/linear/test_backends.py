@@ -1,20 +1,25 @@
 """Linear backends against float64, and which one is taken."""
 
 import logging
+from functools import partial
 
 import numba
+import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.kernels.layout import has_bfloat16_dot
+from corun.cpu_workers.kernels.isa import process_isa
+from corun.cpu_workers.kernels.layout import BFLOAT16, BFLOAT16_DOT
 from corun.gpu.linear import select
 from corun.gpu.linear.base import MakeLinear
-from corun.gpu.linear.onednn import OnednnLinear
+from corun.gpu.linear.numba_backend import NumbaLinear
+from corun.gpu.linear.onednn import OnednnLinear, product_dtype
 from corun.gpu.linear.plain import PlainLinear
 from corun.gpu.linear.select import select_linear_backend
-from corun.gpu.linear.vnni import VnniLinear
 from corun.runtime.errors import ConfigError
 
-needs_dot = pytest.mark.skipif(not has_bfloat16_dot(), reason="needs AVX512_BF16")
+# The arithmetics that this process can compute with, whatever it would choose.
+TAGS = [BFLOAT16, BFLOAT16_DOT] if process_isa().has_bfloat16_dot else [BFLOAT16]
+each_tag = pytest.mark.parametrize("tag", TAGS, ids=lambda tag: tag.dtype.name)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,8 @@ needs_dot = pytest.mark.skipif(not has_bfloat16_dot(), reason="needs AVX512_BF16
         (PlainLinear, torch.bfloat16),
         (OnednnLinear, torch.float32),
         (OnednnLinear, torch.bfloat16),
-        pytest.param(VnniLinear, torch.bfloat16, marks=needs_dot),
+        (OnednnLinear, torch.float16),
+        *((partial(NumbaLinear, tag=tag), torch.bfloat16) for tag in TAGS),
     ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -45,16 +51,16 @@ def test_product(make: MakeLinear, dtype: torch.dtype, has_bias: bool, tokens: i
     assert (backend.bias is None) == (bias is None)
 
 
-@needs_dot
+@each_tag
 @pytest.mark.parametrize(
     ("out_features", "in_features"), [(1, 1), (16, 2), (64, 8), (65, 9), (130, 70), (192, 320)]
 )
-def test_vnni_of_any_shape(out_features: int, in_features: int) -> None:
+def test_numba_of_any_shape(out_features: int, in_features: int, tag: np.generic) -> None:
     generator = torch.Generator().manual_seed(out_features)
     weight = torch.randn(out_features, in_features, generator=generator).bfloat16()
     bias = torch.randn(out_features, generator=generator).bfloat16()
-    backend = VnniLinear(weight, bias)
-    for tokens in (*range(18), 64, 130):
+    backend = NumbaLinear(weight, bias, tag=tag)
+    for tokens in (*range(26), 64, 127, 130):
         x = torch.randn(tokens, in_features, generator=generator).bfloat16()
         y = backend(x)
         truth = x.double() @ weight.double().t() + bias.double()
@@ -64,35 +70,37 @@ def test_vnni_of_any_shape(out_features: int, in_features: int) -> None:
     assert torch.equal(backend.weight, weight)
 
 
-@needs_dot
-def test_vnni_computes_a_token_the_same_with_any_number_of_others() -> None:
+@each_tag
+def test_numba_computes_a_token_the_same_with_any_number_of_others(tag: np.generic) -> None:
     generator = torch.Generator().manual_seed(0)
-    backend = VnniLinear(torch.randn(192, 640, generator=generator).bfloat16(), None)
+    backend = NumbaLinear(torch.randn(192, 640, generator=generator).bfloat16(), None, tag=tag)
     x = torch.randn(37, 640, generator=generator).bfloat16()
     alone = torch.cat([backend(x[token : token + 1]) for token in range(len(x))])
-    for tokens in (2, 3, 7, 8, 12, 13, 37):
+    for tokens in (*range(2, 20), 37):
         assert torch.equal(backend(x[:tokens]), alone[:tokens])
 
 
-@needs_dot
+@each_tag
 @pytest.mark.parametrize("in_features", [40, 37])
-def test_vnni_takes_rows_with_gaps_and_reads_nothing_else(in_features: int) -> None:
+def test_numba_takes_rows_with_gaps_and_reads_nothing_else(
+    in_features: int, tag: np.generic
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, in_features, generator=generator).bfloat16()
     wide = torch.full((11, 2 * in_features), float("nan")).bfloat16()
     wide[:, 3 : 3 + in_features] = torch.randn(11, in_features, generator=generator).bfloat16()
     x = wide[:, 3 : 3 + in_features]
-    backend = VnniLinear(weight, None)
+    backend = NumbaLinear(weight, None, tag=tag)
     assert torch.equal(backend(x), backend(x.contiguous()))
     transposed = x.t().contiguous().t()
     assert torch.equal(backend(transposed), backend(x.contiguous()))
 
 
-@needs_dot
+@each_tag
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_vnni_with_any_number_of_threads(num_threads: int) -> None:
+def test_numba_with_any_number_of_threads(num_threads: int, tag: np.generic) -> None:
     generator = torch.Generator().manual_seed(0)
-    backend = VnniLinear(torch.randn(448, 512, generator=generator).bfloat16(), None)
+    backend = NumbaLinear(torch.randn(448, 512, generator=generator).bfloat16(), None, tag=tag)
     x = torch.randn(5, 512, generator=generator).bfloat16()
     expected = backend(x)
     before = numba.get_num_threads()
@@ -103,9 +111,9 @@ def test_vnni_with_any_number_of_threads(num_threads: int) -> None:
         numba.set_num_threads(before)
 
 
-@needs_dot
-def test_vnni_keeps_what_is_not_a_number_to_its_token() -> None:
-    backend = VnniLinear(torch.ones(64, 8).bfloat16(), None)
+@each_tag
+def test_numba_keeps_what_is_not_a_number_to_its_token(tag: np.generic) -> None:
+    backend = NumbaLinear(torch.ones(64, 8).bfloat16(), None, tag=tag)
     x = torch.ones(3, 8).bfloat16()
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     y = backend(x)
@@ -120,8 +128,8 @@ def test_vnni_keeps_what_is_not_a_number_to_its_token() -> None:
         ("plain", torch.float32, "cpu", {"plain"}),
         ("onednn", torch.float32, "cpu", {"onednn"}),
         ("auto", torch.float32, "cpu", {"plain", "onednn"}),
-        ("auto", torch.bfloat16, "cpu", {"plain", "onednn", "vnni"}),
-        pytest.param("vnni", torch.bfloat16, "cpu", {"vnni"}, marks=needs_dot),
+        ("auto", torch.bfloat16, "cpu", {"plain", "onednn", "numba"}),
+        ("numba", torch.bfloat16, "cpu", {"numba"}),
         ("auto", torch.float32, "cuda", {"plain"}),
         ("auto", torch.float64, "cpu", {"plain"}),
     ],
@@ -145,8 +153,8 @@ def test_choice(
     [
         ("onednn", torch.float32, "cuda", "for the CPU"),
         ("onednn", torch.float64, "cpu", "it computes .*float32.*, the model is torch.float64"),
-        ("vnni", torch.float32, "cpu", "it computes torch.bfloat16"),
-        ("vnni", torch.bfloat16, "cuda", "for the CPU"),
+        ("numba", torch.float32, "cpu", "it computes torch.bfloat16"),
+        ("numba", torch.bfloat16, "cuda", "for the CPU"),
         ("cublas", torch.float32, "cpu", "unknown"),
     ],
 )
@@ -157,11 +165,18 @@ def test_refusal_names_the_flag_and_the_reason(
         select_linear_backend(name, device=device, dtype=dtype)
 
 
-def test_vnni_needs_its_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "has_bfloat16_dot", lambda: False)
-    with pytest.raises(ConfigError, match=r"--linear-backend vnni .*AVX512_BF16"):
-        select_linear_backend("vnni", device="cpu", dtype=torch.bfloat16)
-    assert select_linear_backend("auto", device="cpu", dtype=torch.bfloat16).name != "vnni"
+def test_onednn_multiplies_in_float32_what_the_processor_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
+    assert product_dtype(torch.float16) == product_dtype(torch.float32) == torch.float32
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(33, 70, generator=generator).half()
+    x = torch.randn(5, 70, generator=generator).half()
+    backend = OnednnLinear(weight, weight[:, 0])
+    truth = x.float() @ weight.t().float() + weight[:, 0].float()
+    torch.testing.assert_close(backend(x), truth.half(), rtol=2**-10, atol=1e-4)
+    assert torch.equal(backend.weight, weight)
 
 
 def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +191,9 @@ def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ({"vnni": [1.0, 10.0], "onednn": [1.0, 10.0], "plain": [2.0, 9.0]}, "vnni"),
-        ({"vnni": [1.0, 10.0], "onednn": [0.95, 9.9], "plain": [2.0, 9.0]}, "vnni"),
-        ({"vnni": [1.0, 10.0], "onednn": [0.6, 10.0], "plain": [0.5, 11.0]}, "onednn"),
+        ({"numba": [1.0, 10.0], "onednn": [1.0, 10.0], "plain": [2.0, 9.0]}, "numba"),
+        ({"numba": [1.0, 10.0], "onednn": [0.95, 9.9], "plain": [2.0, 9.0]}, "numba"),
+        ({"numba": [1.0, 10.0], "onednn": [0.6, 10.0], "plain": [0.5, 11.0]}, "onednn"),
         ({"onednn": [1.0, 10.0], "plain": [1.0, 5.0]}, "plain"),
     ],
 )

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from corun.cpu_workers.kernels.layout import has_bfloat16_dot
 from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.group import InputGroup
+from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
-from corun.gpu.linear.vnni import VnniLinear
 from corun.gpu.linear.wrapper import wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
@@ -20,7 +19,6 @@ from support.lora import make_batch
 from torch import nn
 
 WIDTHS = (70, 16, 64)
-needs_dot = pytest.mark.skipif(not has_bfloat16_dot(), reason="needs AVX512_BF16")
 
 
 class Counting:
@@ -80,7 +78,7 @@ def test_the_input_and_the_results_are_released() -> None:
     [
         (PlainLinear, torch.bfloat16),
         (OnednnLinear, torch.float32),
-        pytest.param(VnniLinear, torch.bfloat16, marks=needs_dot),
+        (NumbaLinear, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 6, 130])

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from corun.cpu_workers.kernels.layout import has_bfloat16_dot
 from corun.gpu.linear.base import MakeLinear
+from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
-from corun.gpu.linear.vnni import VnniLinear
 from corun.gpu.linear.wrapper import CorunLinear, leave_weight_files, wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
@@ -22,9 +21,6 @@ from torch import nn
 
 class SpecialLinear(nn.Linear):
     """Not exactly nn.Linear: it may compute something else."""
-
-
-needs_dot = pytest.mark.skipif(not has_bfloat16_dot(), reason="needs AVX512_BF16")
 
 
 class Tiny(nn.Module):
@@ -75,13 +71,12 @@ def test_packing_releases_the_weight_but_not_a_tied_one() -> None:
     assert torch.equal(model.lm_head.weight, tied)
 
 
-@needs_dot
 @torch.inference_mode()
 def test_a_tied_embedding_reads_the_packed_weight_and_releases_its_own() -> None:
     model = Tiny().eval().to(torch.bfloat16)
     weight = model.embed.weight.detach().clone()
     alive = weakref.ref(model.embed.weight)
-    wrap_linears(model, StepContext(), VnniLinear, {}, {})
+    wrap_linears(model, StepContext(), NumbaLinear, {}, {})
     gc.collect()
     assert alive() is None
     assert torch.equal(model.embed.weight, weight)
@@ -106,9 +101,9 @@ def test_what_is_left_of_a_model_leaves_the_mapped_file(tmp_path: Path) -> None:
 def test_a_linear_of_another_dtype_is_computed_by_torch() -> None:
     model = Tiny().eval().to(torch.bfloat16)
     model.up.to(torch.float32)
-    wrap_linears(model, StepContext(), VnniLinear, {}, {})
+    wrap_linears(model, StepContext(), NumbaLinear, {}, {})
     assert "backend=plain" in repr(model.up)
-    assert "backend=vnni" in repr(model.block["down"])
+    assert "backend=numba" in repr(model.block["down"])
 
 
 def test_features_and_dtype_can_still_be_read() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from corun.cpu_workers.kernels.layout import BFLOAT16
 from corun.gpu.lora.base import LoraBackend
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
@@ -22,7 +23,7 @@ BACKENDS: dict[str, tuple[Callable[..., LoraBackend], torch.dtype]] = {
     "torch-float16": (TorchLora, torch.float16),
     "numba-float32": (NumbaLora, torch.float32),
     "numba-bfloat16": (NumbaLora, torch.bfloat16),
-    "numba-bfloat16-portable": (partial(NumbaLora, use_bfloat16_dot=False), torch.bfloat16),
+    "numba-bfloat16-portable": (partial(NumbaLora, tag=BFLOAT16), torch.bfloat16),
 }
 
 
@@ -138,7 +139,7 @@ def test_a_token_gets_the_same_bits_in_every_company(name: str, rank: int) -> No
 @pytest.mark.parametrize("portable", [False, True])
 def test_non_finite_values_stay_in_their_row(portable: bool) -> None:
     table = LoraTable(1, 1, "cpu")
-    backend = NumbaLora(table, dtype=torch.bfloat16, use_bfloat16_dot=False if portable else None)
+    backend = NumbaLora(table, dtype=torch.bfloat16, tag=BFLOAT16 if portable else None)
     a = torch.randn(3, 64, dtype=torch.bfloat16)
     b = torch.randn(32, 3, dtype=torch.bfloat16)
     row = table.add(DeviceAdapter({0: backend.pack(a, b, 1.0)}))

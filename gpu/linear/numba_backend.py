@@ -1,15 +1,18 @@
-"""Products on the CPU in bfloat16 through corun's own kernel; needs AVX512_BF16."""
+"""Products on the CPU in bfloat16 through corun's own kernel."""
 
 import math
+import threading
 from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...cpu_workers.kernels import layout
-from ...cpu_workers.kernels.linear import MATRIX_FIELDS, Y_FIELD, multiply
+from ...cpu_workers.kernels.arithmetic import bfloat16_tag
+from ...cpu_workers.kernels.linear import MATRIX_FIELDS, Y_FIELD, multiply, num_wide_bytes
 from .. import huge_pages
 from ..graph.launch import current_capture, launch, new_output
 from ..kernel_threads import num_kernel_threads
@@ -17,27 +20,51 @@ from ..kernel_threads import num_kernel_threads
 _ITEM_BYTES = torch.bfloat16.itemsize
 
 
-class VnniLinear:
+class _Scratch(threading.local):
+    """Memory for the kernel that a thread calls next."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def at_least(self, num_bytes: int) -> torch.Tensor:
+        """So many bytes, aligned to 64; what they held is lost."""
+        if self.memory.numel() < num_bytes:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.memory
+
+
+_SCRATCH = _Scratch()
+
+
+class NumbaLinear:
     """Holds only the packed copy: a weight that nobody else refers to is released."""
 
-    name = "vnni"
+    name = "numba"
     dtypes: ClassVar[frozenset[torch.dtype] | None] = frozenset({torch.bfloat16})
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Pack ``weight`` [out_features, in_features], bfloat16."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        tag: np.generic | None = None,
+    ) -> None:
+        """Pack ``weight`` [out_features, in_features], bfloat16.
+
+        ``tag``: the arithmetic, of ``layout``; None = what pays here.
+        """
+        self.tag = tag = bfloat16_tag() if tag is None else tag
         assert weight.dtype == torch.bfloat16, weight.dtype
         self.out_features, self.in_features = weight.shape
         self.padded_in, self.padded_out = layout.padded_linear_features(
             self.in_features, self.out_features
         )
-        groups = self.padded_out // layout.COLUMNS_PER_GROUP
-        shape = (groups, self.padded_in // 2, layout.COLUMNS_PER_GROUP, 2)
-        self.packed = (
-            huge_pages.zeros(math.prod(shape) * _ITEM_BYTES).view(torch.uint16).view(shape)
-        )
+        shape = layout.linear_shape(self.out_features, self.in_features, tag)
+        memory = huge_pages.zeros(math.prod(shape) * _ITEM_BYTES)
+        self.packed = memory.view(torch.uint16).view(shape)
         bits = weight.detach().contiguous().view(torch.uint16)
-        layout.pack_linear(bits.numpy(), self.packed.numpy())
-        self._num_units = groups // layout.GROUPS_PER_LINEAR_UNIT
+        layout.pack_linear(bits.numpy(), self.packed.numpy(), tag)
+        unit_columns = layout.COLUMNS_PER_GROUP * layout.GROUPS_PER_LINEAR_UNIT
+        self._num_units = self.padded_out // unit_columns
         self.bias = None if bias is None else bias.detach()
         self.padded_bias = torch.zeros(self.padded_out, dtype=torch.float32)
         if bias is not None:
@@ -47,7 +74,8 @@ class VnniLinear:
     @property
     def weight(self) -> torch.Tensor:
         """The matrix, unpacked at each access: a copy."""
-        dense = layout.unpack_linear(self.packed.numpy(), self.out_features, self.in_features)
+        shape = self.out_features, self.in_features
+        dense = layout.unpack_linear(self.packed.numpy(), *shape, self.tag)
         return torch.from_numpy(dense).view(torch.bfloat16)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,9 +84,14 @@ class VnniLinear:
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix: int64 [...] -> bfloat16 [..., in_features]. A copy."""
-        pairs = self.packed.view(torch.int32)[..., 0]
-        group, column = indices // layout.COLUMNS_PER_GROUP, indices % layout.COLUMNS_PER_GROUP
-        rows = pairs[group, :, column].view(torch.bfloat16)
+        columns = layout.linear_panel_columns(self.tag)
+        panel, column = indices // columns, indices % columns
+        lines = self.packed.view(torch.bfloat16)
+        if self.tag.dtype == layout.BFLOAT16_DOT.dtype:
+            rows = lines.view(torch.int32)[panel, :, column].view(torch.bfloat16)
+        else:
+            fours = lines.unflatten(-1, (columns // 4, 2, 4))
+            rows = fours[panel, :, column // 4, :, column % 4].flatten(-2)
         if self.padded_in == self.in_features:
             return rows
         return rows[..., : self.in_features].contiguous()
@@ -80,7 +113,9 @@ class FusedProduct:
     Not to be called from two threads at once: what the kernel is told lies in one place.
     """
 
-    def __init__(self, backends: Sequence[VnniLinear]) -> None:
+    def __init__(self, backends: Sequence[NumbaLinear]) -> None:
+        self._tag = backends[0].tag
+        self._is_widened = self._tag.dtype == layout.BFLOAT16.dtype
         self._in_features, self._padded_in = backends[0].in_features, backends[0].padded_in
         # Not the backends, one of which owns this; their memory is read through addresses.
         self._alive = [(backend.packed, backend.padded_bias) for backend in backends]
@@ -105,16 +140,25 @@ class FusedProduct:
         for matrix, y in enumerate(results):
             matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()
         num_tokens = x.numel() // in_features
+        num_threads = num_kernel_threads()
+        wide = _SCRATCH.memory
+        if self._is_widened:
+            num_bytes = num_wide_bytes(num_tokens, self._padded_in // 2)
+            wide = _SCRATCH.at_least(num_bytes)
+        if capture is not None:
+            capture.keep(wide)
         if num_tokens:
             launch(
                 multiply,
+                self._tag,
                 matrices.buffer_info()[0],
                 self._num_matrices,
                 rows.data_ptr(),
                 stride * _ITEM_BYTES,
                 self._padded_in // 2,
                 num_tokens,
-                num_kernel_threads(),
+                wide.data_ptr(),
+                num_threads,
             )
         return [
             y if padded == out_features else y[..., :out_features].contiguous()

@@ -1,0 +1,100 @@
+"""Which arithmetic a process's kernels use for bfloat16, and how fast it is in registers alone."""
+
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from .emitter import BF16X32, F32, I32, I64, Emitter
+from .isa import is_forced, process_isa
+from .layout import BFLOAT16, BFLOAT16_DOT
+from .products import product_emitter
+
+NUM_SUMS = 12  # fit 16 registers, and hide a latency of 5 cycles at two products a cycle
+_UNROLLED = 4
+_MEASURED_LOOPS = 10_000
+_MEASURED_ROUNDS = 3
+
+
+@cache
+def bfloat16_tag() -> np.generic:
+    """The format tag of this process's kernels: by pairs where these are faster than float32.
+
+    An instruction that multiplies pairs has twice the products of one in float32; there are
+    processors that take four times as long for it (AVX512_BF16 on Intel's, which have matrix
+    instructions beside it). So the rates of both are measured, in milliseconds, unless the level is
+    forced.
+    """
+    if not process_isa().has_bfloat16_dot:
+        return BFLOAT16
+    if is_forced():
+        return BFLOAT16_DOT
+    rates = {tag.dtype: _products_per_s(tag) for tag in (BFLOAT16_DOT, BFLOAT16)}
+    is_faster = rates[BFLOAT16_DOT.dtype] > rates[BFLOAT16.dtype]
+    return BFLOAT16_DOT if is_faster else BFLOAT16
+
+
+def describe() -> str:
+    """The level of this process's kernels, in one word or with what it does not use."""
+    isa = process_isa()
+    if isa.has_bfloat16_dot and bfloat16_tag().dtype != BFLOAT16_DOT.dtype:
+        return f"{isa.name} without pairs (they are slower here than float32)"
+    return isa.name
+
+
+def products_per_loop(tag: np.generic) -> int:
+    """Products, each with its sum, of one loop of ``spin``."""
+    pairs = 2 if tag.dtype == BFLOAT16_DOT.dtype else 1
+    return pairs * process_isa().lanes * NUM_SUMS * _UNROLLED
+
+
+def _products_per_s(tag: np.generic) -> float:
+    spin(tag, _MEASURED_LOOPS)  # compiles
+    samples = []
+    for _ in range(_MEASURED_ROUNDS):
+        start = time.perf_counter()
+        spin(tag, _MEASURED_LOOPS)
+        samples.append(time.perf_counter() - start)
+    return products_per_loop(tag) * _MEASURED_LOOPS / min(samples)
+
+
+@intrinsic
+def _multiply_in_registers(typing_context: Any, tag: Any, loops: Any) -> tuple[Any, Any]:
+    """Products of as many sums as registers hold, again and again; one of the sums."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        emit = product_emitter(builder, signature.args[0])
+        factor = _ones(emit)
+
+        def body(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            for _ in range(_UNROLLED):
+                totals = [emit.multiply_piece(factor, factor, total) for total in totals]
+            return totals
+
+        first, *others = emit.loop(args[1], NUM_SUMS, body)
+        for other in others:
+            first = builder.fadd(first, other)
+        return builder.extract_element(first, I32(0))
+
+    return types.float32(tag, types.int64), codegen
+
+
+def _ones(emit: Emitter) -> ir.Value:
+    """A vector of ones, of which LLVM does not know that they are."""
+    builder = emit.builder
+    slot = builder.alloca(emit.f32s)
+    builder.store(ir.Constant(emit.f32s, [1.0] * emit.lanes), slot)
+    value = emit.load(builder.ptrtoint(slot, I64), F32)
+    bits = builder.bitcast(emit.splat(value, emit.lanes), emit.i32s)
+    return builder.bitcast(bits, BF16X32 if emit.has_dot else emit.f32s)
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def spin(tag: Any, loops: int) -> float:
+    """Multiply and add in registers alone: ``products_per_loop`` in each loop."""
+    result: float = _multiply_in_registers(tag, loops)
+    return result

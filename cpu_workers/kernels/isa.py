@@ -1,0 +1,151 @@
+"""What the processor can compute with, in one place: instruction set levels, and how one is forced.
+
+A level is what kernels are written for: how many values a vector holds, how many vectors stay in
+registers, whether pairs of bfloat16 are multiplied by one instruction. All of a process's kernels
+are of one level, because numba compiles for one target. ``auto`` is the highest that the processor
+has; a lower one is forced by the environment that a process starts with, so that torch's and
+oneDNN's products keep to it as well.
+
+Loads nothing but the standard library; what asks the processor imports llvmlite.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True, slots=True)
+class CpuIsa:
+    """One level. Features are named as LLVM names them."""
+
+    name: str
+    features: frozenset[str]  # what a processor must have, more than the next lower level
+    lanes: int  # float32 values of a vector register
+    has_many_registers: bool  # 32 vectors, else 16
+    has_fma: bool
+    has_bfloat16_dot: bool
+    benefit: str  # what it is for, in words
+    llvm_cpu: str
+    environment: Mapping[str, str]  # holds other libraries to the level
+
+
+_AVX2 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"})
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+
+# From the highest to the lowest; a processor that has one has all below it.
+LEVELS = (
+    CpuIsa(
+        "avx512-bf16", frozenset({"avx512bf16"}), 16, True, True, True,
+        "products of bfloat16 pairs, two per value of 512-bit vectors", "x86-64-v4",
+        {
+            "ATEN_CPU_CAPABILITY": "avx512",
+            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        },
+    ),
+    CpuIsa(
+        "avx512", _AVX512, 16, True, True, False,
+        "bfloat16 weights, float32 products in 512-bit vectors", "x86-64-v4",
+        {
+            "ATEN_CPU_CAPABILITY": "avx512",
+            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        },
+    ),
+    CpuIsa(
+        "avx2", _AVX2, 8, False, True, False,
+        "bfloat16 weights, float32 products in 256-bit vectors", "x86-64-v3",
+        {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        },
+    ),
+    CpuIsa(
+        "generic", frozenset(), 4, False, False, False,
+        "bfloat16 weights, float32 products in 128-bit vectors", "generic",
+        {
+            "ATEN_CPU_CAPABILITY": "default",
+            "ONEDNN_MAX_CPU_ISA": "SSE41",
+            "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        },
+    ),
+)  # fmt: skip
+
+AUTO = "auto"
+NAMES = (AUTO, *(level.name for level in LEVELS))
+
+
+def forcing_environment(name: str) -> dict[str, str]:
+    """The variables that hold a process to a level, set before it loads any library.
+
+    Nothing for ``auto``.
+    """
+    if name == AUTO:
+        return {}
+    level = next(level for level in LEVELS if level.name == name)
+    features = ",".join(f"+{feature}" for feature in sorted(_needed(level)))
+    return {
+        "NUMBA_CPU_NAME": level.llvm_cpu, "NUMBA_CPU_FEATURES": features, **level.environment
+    }  # fmt: skip
+
+
+def level_of(features: frozenset[str]) -> CpuIsa:
+    """The highest level whose features are all among these."""
+    return next(level for level in LEVELS if _needed(level) <= features)
+
+
+@cache
+def machine_features() -> frozenset[str]:
+    """What the processor and its system allow, by LLVM's names."""
+    import llvmlite.binding
+
+    features = llvmlite.binding.get_host_cpu_features()
+    return frozenset(name for name, is_there in features.items() if is_there)
+
+
+@cache
+def process_isa() -> CpuIsa:
+    """The level of the kernels of this process: what numba compiles for."""
+    from numba import config
+
+    if config.CPU_FEATURES is None:
+        features = machine_features()
+        if not config.ENABLE_AVX:
+            features = frozenset(name for name in features if not name.startswith("avx"))
+        return level_of(features)
+    asked = {name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+")}
+    return level_of(frozenset(asked))
+
+
+def is_forced() -> bool:
+    """Whether somebody has said what numba compiles for."""
+    from numba import config
+
+    return config.CPU_FEATURES is not None
+
+
+def why_not(name: str) -> str | None:
+    """Why this process cannot compute at a level; None if it does."""
+    if name == AUTO:
+        return None
+    level = next(level for level in LEVELS if level.name == name)
+    missing = _needed(level) - machine_features()
+    if missing:
+        highest = level_of(machine_features()).name
+        return (
+            f"this processor has no {', '.join(sorted(missing))}; the highest level that it has "
+            f"is {highest}"
+        )
+    if process_isa() is level:
+        return None
+    variables = " ".join(f"{key}={value}" for key, value in forcing_environment(name).items())
+    return (
+        f"this process compiles for {process_isa().name}; give the engine a process of its own "
+        f"(own_process=True), or start this one with {variables}"
+    )
+
+
+def _needed(level: CpuIsa) -> frozenset[str]:
+    lower = LEVELS[LEVELS.index(level) :]
+    return frozenset().union(*(each.features for each in lower))

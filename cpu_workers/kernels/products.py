@@ -1,0 +1,111 @@
+"""The inner loop that all register tiles of products share: a few rows times a few panels.
+
+A *panel* of a packed matrix is a vector register's worth of columns or ranks: a vector for each
+step. Rows hold 4 or 8 bytes a step and piece, which go to all lanes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba import types
+
+from .emitter import I64, VECTOR_BYTES, Emitter
+from .isa import process_isa
+
+# Where a piece of a row lies at a step: (row, piece, step) -> address.
+PlaceOf = Callable[[int, int, ir.Value], ir.Value]
+
+
+def product_emitter(
+    builder: ir.IRBuilder, tag: types.Type, *, is_float32_product: bool = False
+) -> Emitter:
+    """An emitter whose vectors are the processor's registers."""
+    return Emitter(builder, tag, is_float32_product=is_float32_product, lanes=process_isa().lanes)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A few rows times a few panels, step by step.
+
+    panels: addresses at step 0; each step is ``line_bytes`` further.
+    place_of: where rows lie; unit_bytes: what of a row goes to all lanes, 4 or 8 bytes.
+    """
+
+    emit: Emitter
+    panels: Sequence[ir.Value]
+    num_rows: int
+    place_of: PlaceOf
+    unit_bytes: int
+    line_bytes: int = VECTOR_BYTES
+    are_words_apart: bool = False  # of panels, see ``Emitter.piece_of_apart``
+
+    @property
+    def num_sums(self) -> int:
+        """Vectors of sums: [row * panels + panel]."""
+        return self.num_rows * len(self.panels)
+
+    def add_step(self, step: ir.Value, row_step: ir.Value, totals: list[ir.Value]) -> None:
+        """Add the products of one step to ``totals``; rows count steps on their own.
+
+        The shorter side stays in registers, while the other comes one by one. Beside the sums and
+        one of the other side there is a zero or a mask; where it does not fit, some panels stay at
+        a time, and rows are read again for the others.
+        """
+        room = 32 if process_isa().has_many_registers else 14 - self.num_sums
+        num_panels = len(self.panels)
+        for piece in range(self.emit.num_pieces):
+            if self.num_rows < num_panels and self.num_rows <= room:
+                values = [self._value(r, piece, row_step) for r in range(self.num_rows)]
+                for p in range(num_panels):
+                    column = self._column(p, piece, step)
+                    for r, value in enumerate(values):
+                        self._add(r, p, column, value, totals)
+                continue
+            for first in range(0, num_panels, room):
+                held = range(first, min(first + room, num_panels))
+                columns = [self._column(p, piece, step) for p in held]
+                for r in range(self.num_rows):
+                    value = self._value(r, piece, self._anew(row_step) if first else row_step)
+                    for p, column in zip(held, columns, strict=True):
+                        self._add(r, p, column, value, totals)
+
+    def _add(
+        self, r: int, p: int, column: ir.Value, value: ir.Value, totals: list[ir.Value]
+    ) -> None:
+        slot = r * len(self.panels) + p
+        totals[slot] = self.emit.multiply_piece(column, value, totals[slot])
+
+    def _value(self, r: int, piece: int, step: ir.Value) -> ir.Value:
+        return self.emit.piece_of_row(self.place_of(r, piece, step), self.unit_bytes)
+
+    def _column(self, p: int, piece: int, step: ir.Value) -> ir.Value:
+        address = self.emit.offset(self.panels[p], step, self.line_bytes)
+        if self.are_words_apart:
+            # Both pieces at once would need a register more.
+            return self.emit.piece_of_apart(self._anew(address) if piece else address, piece)
+        return self.emit.piece_of_columns(address, piece)
+
+    def _anew(self, place: ir.Value) -> ir.Value:
+        """The same, of which LLVM does not know, so that it reads there once more.
+
+        It would keep what it has read before, for which there is no register, in memory.
+        """
+        builder = self.emit.builder
+        nothing = builder.lshr(self.panels[0], I64(62))  # addresses have 47 bits
+        return builder.add(place, nothing)
+
+
+def choose(builder: ir.IRBuilder, key: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
+    """Run the code of the case that ``key`` names; there must be one."""
+    wrong, after = builder.append_basic_block("wrong"), builder.append_basic_block("after")
+    switch = builder.switch(key, wrong)
+    for value, emit_case in cases.items():
+        block = builder.append_basic_block(f"tile_{value}")
+        switch.add_case(I64(value), block)
+        builder.position_at_end(block)
+        emit_case()
+        builder.branch(after)
+    builder.position_at_end(wrong)
+    builder.unreachable()
+    builder.position_at_end(after)

@@ -1,0 +1,49 @@
+"""Kernels and answers on every level of instructions below this machine's, in forced processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from corun.cpu_workers.kernels import isa
+
+_ROOT = Path(__file__).parent.parent
+_KERNELS = (
+    "tests/cpu_workers/deltas", "tests/cpu_workers/kernels", "tests/gpu/attention",
+    "tests/gpu/leaf", "tests/gpu/linear", "tests/gpu/lora",
+)  # fmt: skip
+_PARITY = ("tests/parity", "tests/e2e/test_answers.py")
+_LEVELS = [level.name for level in isa.LEVELS]
+_RUN_S = 1500
+
+
+def _run(level: str, paths: tuple[str, ...]) -> None:
+    if isa.why_not(level) is not None and "has no" in str(isa.why_not(level)):
+        pytest.skip(f"this machine cannot compute at {level}: {isa.why_not(level)}")
+    command = [sys.executable, "-m", "pytest", "-q", "--no-time-budget", *paths]
+    # Not a part of the run that started it.
+    inherited = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
+    done = subprocess.run(
+        command,
+        cwd=_ROOT,
+        env=inherited | isa.forcing_environment(level),
+        capture_output=True,
+        text=True,
+        timeout=_RUN_S,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(_RUN_S)
+@pytest.mark.parametrize("level", _LEVELS)
+def test_kernels(level: str) -> None:
+    _run(level, _KERNELS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(_RUN_S)
+@pytest.mark.parametrize("level", _LEVELS)
+def test_parity_with_transformers_and_peft(level: str) -> None:
+    _run(level, _PARITY)
