@@ -23,12 +23,11 @@ from ...shm.region import (
     TARGET_BYTES,
 )
 from .compiled import part
-from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
 from .tiles import float32_at, int64_at, is_widened, store_zeros, widen
-from .token_blocks import shrink_tokens, store_tokens
+from .token_blocks import shrink_target, store_target
 
-TILES_DIGEST = "2e0779891ddeb66e"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "2a1c53977c5ee4d8"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What of ``shm.region`` is compiled into the cached kernel; a test holds it for the same reason.
 REGION_FORMAT = "header 64, target 64, words 0 1 2 3 4, targets 16"
@@ -41,58 +40,6 @@ _ITEM_BYTES = 2  # bfloat16
 
 # What ``store_delta`` needs as scratch, for any region.
 SCRATCH_BYTES = 4 * MAX_BLOCK_TOKENS * MAX_TARGETS * MAX_RANK
-
-
-@part
-def _shrink_target(
-    tag: Any,
-    a: int,
-    tiles: int,
-    scaling: Any,
-    x: int,
-    x_stride: int,
-    in_steps: int,
-    num_tokens: int,
-    h: int,
-    h_stride: int,
-) -> None:
-    """All ranks of one target; two tiles of 8 ranks for all tokens before the next two."""
-    tile_bytes = in_steps * VECTOR_BYTES
-    tile = 0
-    while tile < tiles:
-        is_pair = tile + 1 < tiles
-        shrink_tokens(
-            tag, a, tile_bytes, is_pair, x, x_stride, in_steps, scaling,
-            h + 4 * tile * RANKS_PER_TILE, h_stride, num_tokens,
-        )  # fmt: skip
-        num_tiles = 2 if is_pair else 1
-        tile += num_tiles
-        a += num_tiles * tile_bytes
-
-
-@part
-def _store_target(
-    tag: Any,
-    b: int,
-    rank: int,
-    num_groups: int,
-    h: int,
-    h_stride: int,
-    num_tokens: int,
-    y: int,
-    y_stride: int,
-) -> None:
-    """All columns of one target; 64 of them for all tokens before the next, whose B is cached."""
-    steps = -(-rank // 2)
-    group_bytes = steps * VECTOR_BYTES
-    group = 0
-    while group < num_groups:
-        is_wide = num_groups - group >= 4
-        store_tokens(tag, b, group_bytes, is_wide, h, h_stride, steps, y, y_stride, num_tokens)
-        done = 4 if is_wide else 1
-        group += done
-        b += done * group_bytes
-        y += done * COLUMNS_PER_GROUP * _ITEM_BYTES
 
 
 @part
@@ -153,7 +100,7 @@ def store_delta(
             line = lines + t * TARGET_BYTES
             rank = int64_at(line, RANK_WORD)
             tiles = -(-rank // RANKS_PER_TILE)
-            _shrink_target(
+            shrink_target(
                 tag, region + int64_at(line, A_WORD), tiles,
                 float32_at(line + 8 * SCALING_WORD, 0), rows, row_stride, in_steps, tokens, hidden,
                 h_stride,
@@ -168,9 +115,9 @@ def store_delta(
             if rank == 0:
                 _store_nothing(num_groups, tokens, columns, y_stride)
             else:
-                _store_target(
-                    tag, region + int64_at(line, B_WORD), rank, num_groups, hidden, h_stride,
-                    tokens, columns, y_stride,
+                store_target(
+                    tag, region + int64_at(line, B_WORD), -(-rank // 2), num_groups, hidden,
+                    h_stride, tokens, columns, y_stride, COLUMNS_PER_GROUP * _ITEM_BYTES,
                 )  # fmt: skip
             hidden += 4 * -(-rank // RANKS_PER_TILE) * RANKS_PER_TILE
             columns += num_groups * COLUMNS_PER_GROUP * _ITEM_BYTES

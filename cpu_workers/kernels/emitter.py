@@ -240,7 +240,10 @@ class Emitter:
         self.store_bfloat16(builder.fadd(builder.bitcast(old, self.f32s), total), address)
 
     def store_bfloat16(self, value: ir.Value, address: ir.Value) -> None:
-        """Write float32 as bfloat16, rounded to nearest even; NaN stays NaN."""
+        """Write results of arithmetic on bfloat16 as bfloat16, rounded to nearest even.
+
+        NaN stays NaN: of such a NaN no bit is set that is cut off, so that rounding keeps it.
+        """
         builder = self.builder
         if self.has_rounding:
             # One instruction instead of ten; values below 2^-126 become zero.
@@ -249,6 +252,4 @@ class Emitter:
         bits = builder.bitcast(value, self.i32s)
         odd = builder.and_(builder.lshr(bits, self.same(16)), self.same(1))
         rounded = builder.add(bits, builder.add(odd, self.same(0x7FFF)))
-        quiet = builder.or_(bits, self.same(0x400000))
-        chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-        self.store(builder.trunc(builder.lshr(chosen, self.same(16)), self.i16s), address)
+        self.store(builder.trunc(builder.lshr(rounded, self.same(16)), self.i16s), address)

@@ -22,19 +22,23 @@ from .compiled import address_of, call_function, part
 from .emitter import VECTOR_BYTES
 from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
 from .tiles import float32_at, int32_at, int64_at, is_widened, widen
-from .token_blocks import expand_tokens, shrink_tokens
+from .token_blocks import add_target, expand_tokens, shrink_target, shrink_tokens
 
-TILES_DIGEST = "2e0779891ddeb66e"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "2a1c53977c5ee4d8"  # sha256 of its sources, first 16 digits: see tiles.py
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 
 _SHRINK_TOKENS = 8
 _EXPAND_TOKENS = 4
+_BLOCK_TOKENS = 24  # whose x stays in the second-level cache; twice what any tile takes at once
 _EXPAND_OVERHEAD_RANKS = 16  # what a unit costs beside its ranks: y is read and written
 # 128 columns are the smallest work of a thread. Half as many cost more to find than to compute
 # where ranks are small: 16 tokens, 16 adapters of rank 8, a model's q, k, v and o: 1.1 ms, and 0.8.
 _GROUPS_PER_UNIT = 8
 _WIDE_GROUPS = 4  # what ``expand_tokens`` takes at a time, if there are as many
+# From so many tokens of a thread on, threads share out tokens and not units: each makes x float32,
+# shrinks and expands without waiting for the others, and reads what it has written itself.
+_TOKENS_OF_THREAD = 4
 # Below this many bytes of A one thread is done before a second has woken up.
 _SERIAL_BYTES = 32 * 1024
 
@@ -198,6 +202,71 @@ def _widen_share(x: int, x_stride: int, row_bytes: int, wide: int, first: int, l
         widen(x + token * x_stride, row_bytes // 2, wide + token * row_bytes * 2, row_bytes)
 
 
+@part
+def _token_cost(plan: Plan, num_segments: int, segment: int, in_steps: int) -> int:
+    """What one token of a segment costs, over all targets."""
+    cost = in_steps
+    for p in range(segment, plan.shape[0] - 1, num_segments):
+        cost += plan[p, _RANK] * (in_steps + plan[p, _NUM_GROUPS])
+    return cost
+
+
+@part
+def _token_at(plan: Plan, num_segments: int, in_steps: int, cost: int) -> int:
+    """The token before which tokens cost ``cost`` together; one past the last if they are less."""
+    token = 0
+    for s in range(num_segments):
+        token_cost = _token_cost(plan, num_segments, s, in_steps)
+        if cost < plan[s, _TOKENS] * token_cost:
+            return int(plan[s, _START] + cost // token_cost)
+        cost -= plan[s, _TOKENS] * token_cost
+        token = plan[s, _START] + plan[s, _TOKENS]
+    return int(token)
+
+
+@part
+def _tokens_share(
+    tag: Any,
+    plan: Plan,
+    num_segments: int,
+    itemsize: int,
+    x: int,
+    x_stride: int,
+    in_steps: int,
+    wide: int,
+    begin: int,
+    end: int,
+) -> None:
+    """All targets of tokens [begin, end), segment by segment, some tokens at a time."""
+    row_bytes = 8 * in_steps * (2 if is_widened(tag) else 1)
+    for s in range(num_segments):
+        first = max(begin, plan[s, _START])
+        last = min(end, plan[s, _START] + plan[s, _TOKENS])
+        while first < last:
+            count = min(last - first, _BLOCK_TOKENS)
+            rows, stride = x + first * x_stride, x_stride
+            if is_widened(tag):
+                rows, stride = wide + first * row_bytes, row_bytes
+                _widen_share(x, x_stride, row_bytes // 2, wide, first, first + count)
+            for p in range(s, plan.shape[0] - 1, num_segments):
+                rank = plan[p, _RANK]
+                if rank == 0:
+                    continue
+                tiles = -(-rank // RANKS_PER_TILE)
+                h_stride = 4 * tiles * RANKS_PER_TILE
+                h = plan[p, _HIDDEN] + (first - plan[p, _START]) * h_stride
+                shrink_target(
+                    tag, plan[p, _A], tiles, float32_at(plan[p, _SCALING], 0), rows, stride,
+                    in_steps, count, h, h_stride,
+                )  # fmt: skip
+                add_target(
+                    tag, plan[p, _B], -(-rank * itemsize // 4), plan[p, _NUM_GROUPS], h, h_stride,
+                    count, plan[p, _Y] + first * plan[p, _Y_STRIDE], plan[p, _Y_STRIDE],
+                    COLUMNS_PER_GROUP * itemsize,
+                )  # fmt: skip
+            first += count
+
+
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
 def add_deltas(
     tag: Any,
@@ -235,18 +304,36 @@ def add_deltas(
         int64_at(batch, _STARTS), int64_at(batch, _ENDS), int64_at(batch, _ROWS),
         int64_at(batch, _NUM_SEGMENTS), int64_at(batch, _SCRATCH),
     )  # fmt: skip
+    num_segments, wide = int64_at(batch, _NUM_SEGMENTS), int64_at(batch, _WIDE)
+    num_tokens = token_cost = 0
+    for s in range(num_segments):
+        num_tokens += plan[s, _TOKENS]
+        token_cost += plan[s, _TOKENS] * _token_cost(plan, num_segments, s, in_steps)
+    if num_tokens >= _TOKENS_OF_THREAD * num_threads:
+        begin, end = plan[0, _START], plan[num_segments - 1, _START]
+        end += plan[num_segments - 1, _TOKENS]
+        all_tokens = (
+            tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, begin, end,
+        )  # fmt: skip
+        tokens = address_of(_tokens_share, all_tokens)
+        if num_threads == 1:
+            call_function(tokens, all_tokens)
+            return
+        for worker in prange(num_threads):
+            cost = token_cost * worker // num_threads
+            first = _token_at(plan, num_segments, in_steps, cost)
+            cost = token_cost * (worker + 1) // num_threads
+            last = _token_at(plan, num_segments, in_steps, cost)
+            call_function(
+                tokens,
+                (tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, first, last),
+            )
+        return
     if is_widened(tag):
-        row_bytes, wide = 8 * in_steps, int64_at(batch, _WIDE)
-        begin = int32_at(int64_at(batch, _STARTS), 0)
-        end = int32_at(int64_at(batch, _ENDS), int64_at(batch, _NUM_SEGMENTS) - 1)
-        if num_threads == 1 or (end - begin) * row_bytes <= _SERIAL_BYTES:
-            _widen_share(x, x_stride, row_bytes, wide, begin, end)
-        else:
-            for worker in prange(num_threads):
-                first = begin + (end - begin) * worker // num_threads
-                last = begin + (end - begin) * (worker + 1) // num_threads
-                _widen_share(x, x_stride, row_bytes, wide, first, last)
-        x, x_stride = wide, 2 * row_bytes
+        for s in range(num_segments):
+            start = plan[s, _START]
+            _widen_share(x, x_stride, 8 * in_steps, wide, start, start + plan[s, _TOKENS])
+        x, x_stride = wide, 16 * in_steps
     shrink_units = plan[-1, _SHRINK_UNIT]
     cost = _expand_cost(plan)
     workers = num_threads

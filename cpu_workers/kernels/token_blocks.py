@@ -8,7 +8,10 @@ after the other.
 from typing import Any
 
 from .compiled import part
+from .emitter import VECTOR_BYTES
+from .layout import RANKS_PER_TILE
 from .tiles import (
+    EXPAND_STREAMS,
     EXPAND_TOKENS,
     SHRINK_TOKENS,
     add_expand_tile,
@@ -57,6 +60,33 @@ def shrink_tokens(
         h += num * h_stride
 
 
+@part
+def shrink_target(
+    tag: Any,
+    a: int,
+    tiles: int,
+    scaling: Any,
+    x: int,
+    x_stride: int,
+    in_steps: int,
+    num_tokens: int,
+    h: int,
+    h_stride: int,
+) -> None:
+    """All ranks of one target; two tiles of 8 ranks for all tokens before the next two."""
+    tile_bytes = in_steps * VECTOR_BYTES
+    tile = 0
+    while tile < tiles:
+        is_pair = tile + 1 < tiles
+        shrink_tokens(
+            tag, a, tile_bytes, is_pair, x, x_stride, in_steps, scaling,
+            h + 4 * tile * RANKS_PER_TILE, h_stride, num_tokens,
+        )  # fmt: skip
+        num_tiles = 2 if is_pair else 1
+        tile += num_tiles
+        a += num_tiles * tile_bytes
+
+
 def _make_expand_tokens(tile: Any) -> Any:
     """What computes h B^T of 64 columns (``is_wide``) or of 16."""
 
@@ -87,3 +117,35 @@ def _make_expand_tokens(tile: Any) -> Any:
 # y += h B^T, and y = h B^T.
 expand_tokens = _make_expand_tokens(add_expand_tile)
 store_tokens = _make_expand_tokens(store_expand_tile)
+
+
+def _make_expand_target(tokens: Any) -> Any:
+    @part
+    def expand_target(
+        tag: Any,
+        b: int,
+        steps: int,
+        num_groups: int,
+        h: int,
+        h_stride: int,
+        num_tokens: int,
+        y: int,
+        y_stride: int,
+        y_group_bytes: int,
+    ) -> None:
+        """All columns of one target; 64 of them for all tokens before the next."""
+        group_bytes = steps * VECTOR_BYTES
+        group = 0
+        while group < num_groups:
+            is_wide = num_groups - group >= EXPAND_STREAMS
+            tokens(tag, b, group_bytes, is_wide, h, h_stride, steps, y, y_stride, num_tokens)
+            done = EXPAND_STREAMS if is_wide else 1
+            group += done
+            b += done * group_bytes
+            y += done * y_group_bytes
+
+    return expand_target
+
+
+add_target = _make_expand_target(expand_tokens)
+store_target = _make_expand_target(store_tokens)

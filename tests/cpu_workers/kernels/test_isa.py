@@ -36,8 +36,9 @@ def test_auto_forces_nothing() -> None:
 
 def _in_process(code: str, environment: dict[str, str]) -> str:
     command = [sys.executable, "-c", code]
+    inherited = {key: value for key, value in os.environ.items() if "NUMBA_" not in key}
     done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=True
+        command, env=inherited | environment, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
 
