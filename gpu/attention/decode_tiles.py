@@ -7,6 +7,7 @@ totals and factors of a head fill its lanes of one vector. Addresses and strides
 The sums of a row are kept in the order of its units' vectors: see ``tile_ir``.
 """
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -25,6 +26,7 @@ from .tile_ir import (
     tile,
     unit_elements,
     unit_vectors,
+    vectors_at_once,
 )
 
 CHUNK_ELEMENTS = 64
@@ -61,25 +63,27 @@ def _make_score(num_heads: int) -> Any:
         for slot in sums:
             builder.store(constant(0.0), slot)
 
-        def add_unit(load: Any, offset: ir.Value) -> None:
+        def add_unit(load: Any, offset: ir.Value, keys: range) -> None:
             heads = [emit.operands(load(builder.add(row, offset))) for row in rows]
-            for k, column in enumerate(columns):
-                key = emit.operands(load(builder.add(column, offset)))
+            for k in keys:
+                key = emit.operands(load(builder.add(columns[k], offset)))
                 for h, head in enumerate(heads):
                     slot = sums[h * num_keys + k]
                     builder.store(emit.multiply_add(key, head, builder.load(slot)), slot)
 
         elements = I64(unit_elements(emit))
-        num_units = builder.sdiv(dim, elements)
-        with cgutils.for_range(builder, num_units) as loop:
-            offset = builder.mul(loop.index, I64(VECTOR_BYTES))
-            for column in columns:
-                emit.prefetch(builder.add(builder.add(column, offset), ahead))
-            add_unit(lambda address: load_unit(emit, address), offset)
-        rest = builder.srem(dim, elements)
-        with builder.if_then(builder.icmp_signed(">", rest, I64(0)), likely=False):
-            offset = builder.mul(num_units, I64(VECTOR_BYTES))
-            add_unit(lambda address: load_part(emit, address, rest), offset)
+        num_units, rest = builder.sdiv(dim, elements), builder.srem(dim, elements)
+        at_once = max(1, vectors_at_once(LANES) // num_heads)
+        for first in range(0, num_keys, at_once):
+            keys = range(first, min(first + at_once, num_keys))
+            with cgutils.for_range(builder, num_units) as loop:
+                offset = builder.mul(loop.index, I64(VECTOR_BYTES))
+                for k in keys:
+                    emit.prefetch(builder.add(builder.add(columns[k], offset), ahead))
+                add_unit(partial(load_unit, emit), offset, keys)
+            with builder.if_then(builder.icmp_signed(">", rest, I64(0)), likely=False):
+                offset = builder.mul(num_units, I64(VECTOR_BYTES))
+                add_unit(partial(load_part, emit, count=rest), offset, keys)
         emit.store(fold_each(builder, [builder.load(slot) for slot in sums], builder.fadd), scores)
 
     return score
@@ -170,15 +174,20 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
         keys_per_step = 2 if emit.has_dot else 1
         weight_bytes = 2 if emit.has_dot else 4
 
-        def load_units(key: ir.Value) -> list[ir.Value]:
+        at_once = min(num_vectors, max(1, vectors_at_once(num_heads * num_vectors) // num_heads))
+
+        def load_units(key: ir.Value, first: int) -> list[ir.Value]:
             row = builder.add(base, builder.mul(key, value_bytes))
-            for u in range(num_units):
-                emit.prefetch(builder.add(emit.offset(row, u * VECTOR_BYTES), ahead))
+            if first == 0:
+                for u in range(num_units):
+                    emit.prefetch(builder.add(emit.offset(row, u * VECTOR_BYTES), ahead))
             if not is_whole:
                 return [load_part(emit, row, rest)]
             return [load_unit(emit, emit.offset(row, u * VECTOR_BYTES)) for u in range(num_units)]
 
-        def body(step: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        def add_step(
+            step: ir.Value, totals: list[ir.Value], first: int, count: int
+        ) -> list[ir.Value]:
             key = builder.mul(step, I64(keys_per_step))
             parts: list[tuple[ir.Value, ...]] = []
             if emit.has_dot:
@@ -186,36 +195,39 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
                 following = builder.add(key, I64(1))
                 is_there = builder.icmp_signed("<", following, last_key)
                 following = builder.select(is_there, following, last_key)
-                for a, b in zip(load_units(key), load_units(following), strict=True):
+                units = zip(load_units(key, first), load_units(following, first), strict=True)
+                for a, b in units:
                     parts += [emit.operands(pairs) for pairs in interleave(emit, a, b)]
             else:
-                for unit in load_units(key):
+                for unit in load_units(key, first):
                     parts += [(part,) for part in emit.operands(unit)]
+            parts = parts[first : first + count]
             vector, lane = builder.sdiv(key, I64(num_keys)), builder.srem(key, I64(num_keys))
-            first = builder.add(builder.mul(vector, I64(LANES)), lane)
+            place_of_key = builder.add(builder.mul(vector, I64(LANES)), lane)
             results = []
             for h in range(num_heads):
-                place = builder.add(first, I64(h * num_keys))
+                place = builder.add(place_of_key, I64(h * num_keys))
                 bits = emit.load(emit.offset(weights, place, weight_bytes), I32)
                 splat = builder.bitcast(emit.splat(bits, LANES), F32X16)
                 weight = emit.operands(splat) if emit.has_dot else (splat,)
-                for part, total in zip(
-                    parts, totals[h * num_vectors : (h + 1) * num_vectors], strict=True
-                ):
+                for part, total in zip(parts, totals[h * count : (h + 1) * count], strict=True):
                     if emit.has_dot:
                         results.append(emit.multiply_add(part, weight, total))
                     else:
                         results.append(emit.fma(part[0], weight[0], total))
             return results
 
-        count = builder.sdiv(builder.add(last_key, I64(keys_per_step)), I64(keys_per_step))
-        totals = emit.loop(count, num_heads * num_vectors, body)
-        for h in range(num_heads):
-            row = builder.add(sums, builder.mul(sum_bytes, I64(h)))
-            for v in range(num_vectors):
-                place = emit.offset(row, v * VECTOR_BYTES)
-                old = emit.load(place, F32X16)
-                emit.store(builder.fadd(old, totals[h * num_vectors + v]), place)
+        num_steps = builder.sdiv(builder.add(last_key, I64(keys_per_step)), I64(keys_per_step))
+        for first in range(0, num_vectors, at_once):
+            count = min(at_once, num_vectors - first)
+            body = partial(add_step, first=first, count=count)
+            totals = emit.loop(num_steps, num_heads * count, body)
+            for h in range(num_heads):
+                row = builder.add(sums, builder.mul(sum_bytes, I64(h)))
+                for v in range(count):
+                    place = emit.offset(row, (first + v) * VECTOR_BYTES)
+                    old = emit.load(place, F32X16)
+                    emit.store(builder.fadd(old, totals[h * count + v]), place)
 
     return add_values
 

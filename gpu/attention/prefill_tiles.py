@@ -14,6 +14,7 @@ order of its units' vectors: see ``tile_ir``. Addresses and strides are in bytes
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -52,6 +53,7 @@ from .tile_ir import (
     tile,
     unit_elements,
     unit_vectors,
+    vectors_at_once,
 )
 
 TILE_ROWS = 4
@@ -177,22 +179,29 @@ def _multiply(
     """
     product = _products(emit)
 
-    def body(step: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-        base = columns_of(step)
+    def add_step(step: ir.Value, totals: list[ir.Value], first: int, count: int) -> list[ir.Value]:
+        base = emit.offset(columns_of(step), first * VECTOR_BYTES)
         columns = [
             product.operands(emit.load(emit.offset(base, v * VECTOR_BYTES), I32X16))
-            for v in range(num_vectors)
+            for v in range(count)
         ]
         results = []
         for r, row in enumerate(rows):
             bits = emit.splat(emit.load(emit.offset(row, step, STEP_BYTES), I32), LANES)
             factors = product.operands(bits)
             for v, column in enumerate(columns):
-                total = totals[r * num_vectors + v]
-                results.append(product.multiply_add(column, factors, total))
+                results.append(product.multiply_add(column, factors, totals[r * count + v]))
         return results
 
-    return emit.loop(num_steps, TILE_ROWS * num_vectors, body)
+    at_once = max(1, vectors_at_once(TILE_ROWS * num_vectors) // TILE_ROWS)
+    products: list[list[ir.Value]] = [[] for _ in rows]
+    for first in range(0, num_vectors, at_once):
+        count = min(at_once, num_vectors - first)
+        body = partial(add_step, first=first, count=count)
+        totals = emit.loop(num_steps, TILE_ROWS * count, body)
+        for r in range(len(rows)):
+            products[r] += totals[r * count : (r + 1) * count]
+    return [total for row_products in products for total in row_products]
 
 
 def _make_score(num_vectors: int) -> Any:

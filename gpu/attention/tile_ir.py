@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...cpu_workers.kernels.emitter import I32, I32X16, I64, VECTOR_BYTES, Emitter
+from ...cpu_workers.kernels.isa import process_isa
 from .lanes import LANES, load_first, shuffle, store_first
 
 I16X32 = ir.VectorType(ir.IntType(16), 32)
@@ -49,6 +50,11 @@ def tile(*names: str, result: Any = types.void, floats: Sequence[str] = ()) -> A
         return intrinsic(typed)
 
     return decorate
+
+
+def vectors_at_once(wanted: int) -> int:
+    """Sums of 16 lanes that stay in registers, at most as many as are wanted."""
+    return wanted if process_isa().has_many_registers else min(wanted, 4)
 
 
 def unit_elements(emit: Emitter) -> int:
