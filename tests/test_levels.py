@@ -37,13 +37,7 @@ def _run(level: str, paths: tuple[str, ...]) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(_RUN_S)
+@pytest.mark.parametrize("paths", [_PARITY, _KERNELS], ids=["parity", "kernels"])
 @pytest.mark.parametrize("level", _LEVELS)
-def test_kernels(level: str) -> None:
-    _run(level, _KERNELS)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(_RUN_S)
-@pytest.mark.parametrize("level", _LEVELS)
-def test_parity_with_transformers_and_peft(level: str) -> None:
-    _run(level, _PARITY)
+def test_on_a_level(level: str, paths: tuple[str, ...]) -> None:
+    _run(level, paths)

@@ -1,8 +1,8 @@
 """Dense products on the CPU in bfloat16: y = x W^T + bias.
 
 Owns how work is cut; knows nothing of models or torch: it is handed raw addresses, the weights as
-``layout.pack_linear`` lays them out, one layout for all processors. Products accumulate in float32,
-from which the sum with the bias is rounded once.
+``layout.pack_linear`` lays them out for an arithmetic. Products accumulate in float32, from which
+the sum with the bias is rounded once.
 
 With AVX512_BF16 an instruction multiplies pairs of x and W as they are. Elsewhere x is made float32
 once, even values before odd ones, and weights on their way into registers, one operation for a

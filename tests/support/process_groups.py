@@ -18,6 +18,8 @@ _PINNED = (
     "tests/parity/test_coexecution",
     "tests/profiles/measure/",
 )
+# Each of its tests is a run of others, minutes long.
+_EACH_ALONE = "tests/test_levels.py"
 # The demo, served once.
 _SERVED = tuple(
     f"tests/e2e/test_{name}.py" for name in ("adapter_updates", "answers", "readme", "sampling")
@@ -35,4 +37,5 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """Gives groups to processes, in the order in which their first tests were found."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid.partition("::")[0])
+        path = nodeid.partition("::")[0]
+        return nodeid if path == _EACH_ALONE else group_of(path)
