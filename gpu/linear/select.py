@@ -19,9 +19,9 @@ _LOGGER = logging.getLogger(__name__)
 _BACKENDS: Mapping[str, MakeLinear] = {
     backend.name: backend for backend in (NumbaLinear, OnednnLinear, PlainLinear)
 }
-# A decode step of eight requests and a chunk of a prompt; the matrix is larger than a core's
-# second-level cache, as models are.
-_MEASURED_TOKENS = (8, 128)
+# Decode steps of one request and of eight, and a chunk of a prompt; the matrix is larger than a
+# core's second-level cache, as models are.
+_MEASURED_TOKENS = (1, 8, 128)
 _MEASURED_FEATURES = 1024
 _MEASURED_TURNS = 2
 _MEASURED_ROUNDS = 8
