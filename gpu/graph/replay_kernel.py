@@ -32,8 +32,9 @@ _LLVM_TYPES = {
 }
 _ATTEND = "q" * 13 + "ddq"
 _ADD_DELTAS = "q" * 13
+_MULTIPLY = "q" * 8
 SIGNATURES = (
-    "q" * 7,  # products
+    *(tag + _MULTIPLY for tag in "hH"),
     "qqqqqqfbq",  # norms
     "q" * 9,  # gated activations
     "q" * 17,  # rotations
