@@ -19,7 +19,7 @@ _RUN_S = 1500
 
 
 def _run(level: str, paths: tuple[str, ...]) -> None:
-    if isa.why_not(level) is not None and "has no" in str(isa.why_not(level)):
+    if level not in [each.name for each in isa.machine_levels()]:
         pytest.skip(f"this machine cannot compute at {level}: {isa.why_not(level)}")
     command = [sys.executable, "-m", "pytest", "-q", "--no-time-budget", *paths]
     # Not a part of the run that started it.

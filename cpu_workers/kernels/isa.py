@@ -104,6 +104,11 @@ def machine_features() -> frozenset[str]:
     return frozenset(name for name, is_there in features.items() if is_there)
 
 
+def machine_levels() -> tuple[CpuIsa, ...]:
+    """The levels that this machine has, from the highest to the lowest."""
+    return LEVELS[LEVELS.index(level_of(machine_features())) :]
+
+
 @cache
 def process_isa() -> CpuIsa:
     """The level of the kernels of this process: what numba compiles for."""
@@ -132,10 +137,9 @@ def why_not(name: str) -> str | None:
     level = next(level for level in LEVELS if level.name == name)
     missing = _needed(level) - machine_features()
     if missing:
-        highest = level_of(machine_features()).name
         return (
             f"this processor has no {', '.join(sorted(missing))}; the highest level that it has "
-            f"is {highest}"
+            f"is {machine_levels()[0].name}"
         )
     if process_isa() is level:
         return None

@@ -24,7 +24,7 @@ from .layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
 from .tiles import float32_at, int32_at, int64_at, is_widened, widen
 from .token_blocks import add_target, expand_tokens, shrink_target, shrink_tokens
 
-TILES_DIGEST = "2a1c53977c5ee4d8"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "5ffb2bf27382aeac"  # sha256 of its sources, first 16 digits: see tiles.py
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 
@@ -296,7 +296,7 @@ def add_deltas(
     batch: address of int64 [BATCH_FIELDS]: what differs from pass to pass, so that a call may be
         made again as it was. Number of segments; addresses of int32 [segments], first token, one
         past the last, table row; address of float32 scratch, for each target and segment tokens *
-        (rank rounded up to 8).
+        (rank rounded up to 8); of more of it, as many values as x has, for ``BFLOAT16``.
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
     """
     plan = _make_plan(

@@ -68,9 +68,8 @@ def _machine(facts: MachineFacts) -> Iterator[tuple[str, str]]:
     limit = facts.memory_limit_bytes
     yield "cpu", facts.cpu_model
     yield "cpu features", ", ".join(sorted(filter(_matters, isa.machine_features()))) or "none"
-    levels = [f"{level.name} ({level.benefit})" for level in isa.LEVELS]
-    highest = isa.LEVELS.index(isa.level_of(isa.machine_features()))
-    yield "cpu levels", "; ".join(levels[highest:])
+    levels = [f"{level.name} ({level.benefit})" for level in isa.machine_levels()]
+    yield "cpu levels", "; ".join(levels)
     yield "cpu kernels", arithmetic.describe()
     yield "cpus", f"{len(facts.allowed_cpus)} allowed, {quota}, {facts.num_cpus} used"
     yield "numa nodes", str(len(facts.numa_nodes))

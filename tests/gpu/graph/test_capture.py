@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from corun.cpu_workers.kernels.isa import process_isa
+from corun.cpu_workers.kernels.layout import BFLOAT16, BFLOAT16_DOT
 from corun.gpu.graph.capture import OutputMemory, capture_pass
 from corun.gpu.graph.captured_pass import CapturedPass, KernelCalls
 from corun.gpu.graph.launch import (
@@ -15,6 +17,7 @@ from corun.gpu.graph.launch import (
     new_output,
 )
 from corun.gpu.leaf import residual
+from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.model.lower import PackedRows, lower
 from corun.gpu.step import PassMetadata
 
@@ -84,6 +87,22 @@ def test_kernels_and_operations_in_their_order() -> None:
     graph = check(run)
     kernels = [part.num_calls for part in graph.parts if isinstance(part, KernelCalls)]
     assert kernels == [7]
+
+
+@pytest.mark.parametrize("tag", [BFLOAT16, BFLOAT16_DOT], ids=lambda tag: tag.dtype.name)
+def test_linears_of_each_arithmetic_are_captured(tag: np.generic) -> None:
+    """Whichever back end this machine would choose."""
+    if tag is BFLOAT16_DOT and not process_isa().has_bfloat16_dot:
+        pytest.skip("this process has no AVX512_BF16")
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(10, 64, generator=generator).bfloat16()
+    linear = NumbaLinear(torch.randn(64, 64, generator=generator).bfloat16(), None, tag=tag)
+
+    def run(first: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return linear(torch.nn.functional.embedding(first, embedding))
+
+    graph = capture(run)
+    assert isinstance(graph, CapturedPass), graph
 
 
 def test_memory_of_outputs_is_used_again_when_nothing_refers_to_it() -> None:
