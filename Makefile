@@ -30,7 +30,7 @@ test: lint types
 
 # Beside them, the same tests of kernels and answers on every lower level of instructions.
 test-full: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --full --no-time-budget $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --full $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

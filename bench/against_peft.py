@@ -1,11 +1,12 @@
 """How many times transformers + PEFT's mixed-adapter batch does the engine compute?
 
 Both get the same batch of prompts, each with an adapter of its own (ranks 8 to 128), and produce
-the same number of tokens greedily, in turn (ABBA), on the same cores with the same instructions.
+the same number of tokens greedily, in turn (ABBA), on the same cores with the same instructions, or
+on the same GPU. The bounds are of CPUs: with a GPU nothing is judged.
 PEFT has a process of its own, as anybody's would: its threads would count among those of the
 engine's process (see ``models.one_torch_thread``).
 
-    python bench/against_peft.py [--pairs 7]
+    python bench/against_peft.py [--pairs 7] [--device cpu]
 """
 
 import argparse
@@ -22,7 +23,6 @@ import peft
 import torch
 from corun import Engine, SamplingParams
 from corun.cpu_workers.kernels.isa import process_isa
-from corun.gpu.huge_pages import OF_THIS_PROCESS
 from models import RANKS, VOCAB_SIZE, make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, report, seconds
 from transformers import AutoModelForCausalLM
@@ -53,8 +53,8 @@ _REQUIRED_WITHOUT_PAIRS = 4.0
 class PeftModel:
     """transformers + PEFT, as its documentation says to run mixed batches."""
 
-    def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    def __init__(self, model: Path, adapters: dict[str, Path], device: str) -> None:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device)
         names = list(adapters)
         self._model = peft.PeftModel.from_pretrained(base, adapters[names[0]], names[0])
         for name in names[1:]:
@@ -63,7 +63,7 @@ class PeftModel:
 
     def run(self, prompts: list[list[int]], names: list[str], batch: Batch) -> None:
         """Generate for one batch."""
-        inputs = torch.tensor(prompts)
+        inputs = torch.tensor(prompts, device=self._model.device)
         with torch.inference_mode():
             self._model.generate(
                 input_ids=inputs,
@@ -76,10 +76,10 @@ class PeftModel:
             )
 
 
-def _serve_peft(pipe: Connection, model: Path, adapters: dict[str, Path]) -> None:
+def _serve_peft(pipe: Connection, model: Path, adapters: dict[str, Path], device: str) -> None:
     """Run what comes through the pipe, and answer that it is done."""
     transformers_logging.disable_progress_bar()
-    theirs = PeftModel(model, adapters)
+    theirs = PeftModel(model, adapters, device)
     with contextlib.suppress(EOFError):
         while True:
             theirs.run(*pipe.recv())
@@ -89,10 +89,10 @@ def _serve_peft(pipe: Connection, model: Path, adapters: dict[str, Path]) -> Non
 class PeftRunner:
     """A ``PeftModel`` in a process of its own."""
 
-    def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
+    def __init__(self, model: Path, adapters: dict[str, Path], device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, model, adapters)
+        arguments = (theirs, model, adapters, device)
         self._process = context.Process(target=_serve_peft, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -109,7 +109,6 @@ class CorunRunner:
     """The engine, with adapters that stay on the device."""
 
     def __init__(self, engine: Engine) -> None:
-        OF_THIS_PROCESS.collapse_now()
         self._engine = engine
 
     def run(self, prompts: list[list[int]], names: list[str | None], batch: Batch) -> None:
@@ -159,8 +158,8 @@ def measure(batch: Batch, ours: CorunRunner, theirs: PeftRunner, num_pairs: int)
     }
 
 
-def judge(cell: dict[str, Any]) -> dict[str, bool | None]:
-    """Whether each bound of a cell holds; None = the control was too noisy to say."""
+def judge(cell: dict[str, Any], device: str) -> dict[str, bool | None]:
+    """Whether each bound of a cell holds; None = not judged, with a GPU or a noisy control."""
     batch = cell["batch"]
     label = f"{batch['num_requests']} requests"
     has_pairs = process_isa().has_bfloat16_dot
@@ -172,27 +171,34 @@ def judge(cell: dict[str, Any]) -> dict[str, bool | None]:
         ),
     }
     is_noisy = cell["control_spread"] > MAX_CONTROL_SPREAD
-    return dict.fromkeys(bounds) if is_noisy else dict(bounds)
+    return dict.fromkeys(bounds) if is_noisy or device != "cpu" else dict(bounds)
 
 
 def main() -> None:
     """Run all cells and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=7)
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_gpu else "cpu")
     arguments = parser.parse_args()
+    device = arguments.device
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory) / "model")
         adapters = make_adapters(model, Path(directory) / "adapters")
-        theirs = PeftRunner(model, adapters)
+        theirs = PeftRunner(model, adapters, device)
         with Engine(
-            model=str(model), dtype="bfloat16", lora_dir=str(Path(directory) / "adapters")
+            model=str(model),
+            device=device,
+            dtype="bfloat16",
+            lora_dir=str(Path(directory) / "adapters"),
         ) as engine:
             print("\n".join(engine.get_model_info().summary), flush=True)
             ours = CorunRunner(engine)
             cells = [measure(batch, ours, theirs, arguments.pairs) for batch in BATCHES]
-    bounds = {name: held for cell in cells for name, held in judge(cell).items()}
-    report("against_peft", {"ranks": RANKS, "model": "llama-150m bf16"}, {"cells": cells}, bounds)
+    bounds = {name: held for cell in cells for name, held in judge(cell, device).items()}
+    workload = {"ranks": RANKS, "model": "llama-150m bf16", "device": device}
+    report("against_peft", workload, {"cells": cells}, bounds)
 
 
 if __name__ == "__main__":

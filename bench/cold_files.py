@@ -11,22 +11,26 @@ is JSON.
 
 import argparse
 import logging
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cold.rig import PLANNER, Rig, engine_and_worker_cpus, make_config, start_rig
-from cold.workload import SIZES, adapter_name, make_adapters, make_model
-from corun.profiles.profile import save_profile
+from cold.rig import (
+    PLANNER,
+    Rig,
+    engine_and_worker_cpus,
+    make_config,
+    start_rig,
+    with_measured_profile,
+)
+from cold.workload import SIZES, adapter_name, make_adapters
 from corun.runtime.adapters.checkpoint import Checkpoint
-from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.profiling import HowMuch, Listener, run_profile
+from models import save_model
 from paired import compare, report
 from transformers.utils import logging as transformers_logging
 
@@ -45,27 +49,33 @@ def main() -> None:
     size = SIZES[options.size]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        model = make_model(directory / "model", size)
+        model = directory / "model"
+        save_model(size, model)
         make_adapters(directory / "adapters", size, [(r, _TARGETS) for r in (_RANK, _OTHER_RANK)])
         weights = directory / "adapters" / adapter_name(_RANK, _TARGETS)
         num_bytes = (weights / "adapter_model.safetensors").stat().st_size
         config = make_config(model, directory / "adapters", options.profile, cpus)
         config = replace(config, host_adapter_bytes=f"{3 * num_bytes // 2 // _MIB}MiB")
         if options.profile is None:
-            config = _with_measured_profile(config, options.keep_profile or directory / "p.json")
+            path = options.keep_profile or directory / "profile.json"
+            config = with_measured_profile(config, path, _PROFILE_S, _say)
         with (
-            start_rig(config, size.vocab, lambda line: print(line, flush=True)) as rig,
+            start_rig(config, size.vocab_size, _say) as rig,
             _throttled(options.disk_mb_per_s * 1e6),  # always, for the planner learns how fast
         ):
             figures = _measure(rig, options, num_bytes)
     ratio = figures["planner_over_async_load"]["median"]
-    workload = {"size": asdict(size), "rank": _RANK, "targets": _TARGETS, **vars(options)}
+    workload = {"rank": _RANK, "targets": _TARGETS, **vars(options)}
     report(
         "cold_files",
         {key: str(value) for key, value in workload.items()},
         figures,
         {f"first token at most {_MAX_RATIO:g} of async_load's": ratio <= _MAX_RATIO},
     )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _options() -> argparse.Namespace:
@@ -79,23 +89,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep-profile", type=Path, help="where to save the one measured")
     parser.add_argument("--log-level", default="warning")
     return parser.parse_args()
-
-
-def _with_measured_profile(config: EngineConfig, path: Path) -> EngineConfig:
-    """Measure one as ``corun profile`` does; the engine computes with what was measured."""
-    listener = Listener(lambda line: print(line, flush=True), lambda _: None, lambda _: None)
-    allowed = os.sched_getaffinity(0)
-    profile = run_profile(config, HowMuch("quick", _PROFILE_S), listener).profile
-    os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
-    save_profile(profile, path)
-    linear, attention, lora, *_ = profile.subject.settings.backends
-    return replace(
-        config,
-        profile=str(path),
-        linear_backend=linear,
-        attention_backend=attention,
-        lora_backend=lora,
-    )
 
 
 def _measure(rig: Rig, options: argparse.Namespace, num_bytes: int) -> dict[str, Any]:

@@ -15,10 +15,9 @@ measures; links and worker speeds of cells are put into them by arithmetic. The 
 
 import argparse
 import logging
-import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from cold import ablations
 from cold.cells import CellResult, Clock, describe_waits, measure_cell
 from cold.gaps import measure_gaps
 from cold.picture import draw
-from cold.rig import Rig, engine_and_worker_cpus, make_config, start_rig
+from cold.rig import Rig, engine_and_worker_cpus, make_config, start_rig, with_measured_profile
 from cold.verdicts import judge_cells, judge_gaps
 from cold.workload import (
     DEFAULT_CELLS,
@@ -35,11 +34,10 @@ from cold.workload import (
     Cell,
     full_cells,
     make_adapters,
-    make_model,
 )
 from corun.profiles.profile import Profile, save_profile
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.profiling import HowMuch, Listener, run_profile
+from models import save_model
 from paired import report
 from transformers.utils import logging as transformers_logging
 
@@ -60,10 +58,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         folders = _make_files(directory, options.size, cells)
-        config = make_config(*folders, options.profile, engine_and_worker)
+        config = make_config(*folders, options.profile, engine_and_worker, options.device)
         if options.profile is None:
-            config = _with_measured_profile(config, directory, options.profile_s)
-        with start_rig(config, SIZES[options.size].vocab, _say) as rig:
+            path = directory / "profile.json"
+            config = with_measured_profile(config, path, options.profile_s, _say)
+        with start_rig(config, SIZES[options.size].vocab_size, _say) as rig:
             print("\n".join(rig.summary), flush=True)
             profile = rig.profile
             figures, bounds = _measure(rig, cells, options)
@@ -72,8 +71,8 @@ def main() -> None:
                 _long_ablations(profile, config, options, directory)
             )
     workload = {
-        "size": asdict(SIZES[options.size]), "rounds": options.rounds, "cpus": engine_and_worker,
-        "gap_pairs": options.gap_pairs, "arrivals": options.arrivals,
+        "size": options.size, "device": options.device, "rounds": options.rounds,
+        "cpus": engine_and_worker, "gap_pairs": options.gap_pairs, "arrivals": options.arrivals,
     }  # fmt: skip
     report("cold_start", workload, figures, bounds)
 
@@ -118,6 +117,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cells", type=int, nargs="+", metavar="N", help="only these, from 1 on")
     parser.add_argument("--ablations", action="store_true", help="all of them: minutes more")
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, help="of a cell; default: 15, quick 3")
     parser.add_argument("--gap-pairs", type=int, help="default: 15, quick 2")
     parser.add_argument("--arrivals", type=int, default=8, help="in a measurement of gaps")
@@ -139,33 +139,12 @@ def _options() -> argparse.Namespace:
 
 def _make_files(directory: Path, size: str, cells: Sequence[Cell]) -> tuple[Path, Path]:
     """The model and all adapters that are needed."""
-    model = make_model(directory / "model", SIZES[size])
+    model = directory / "model"
+    save_model(SIZES[size], model)
     ablation = {(_ABLATION_CELL.rank, _ABLATION_CELL.targets)}
     needed = {(cell.rank, cell.targets) for cell in cells} | _GAP_ADAPTERS | ablation
     make_adapters(directory / "adapters", SIZES[size], sorted(needed))
     return model, directory / "adapters"
-
-
-def _with_measured_profile(config: EngineConfig, directory: Path, budget_s: float) -> EngineConfig:
-    """Measure a profile as ``corun profile`` does, in so many seconds.
-
-    Returns the options of an engine that computes with the kernels that were measured.
-    """
-    print(f"measuring a profile for about {budget_s:.0f} s", flush=True)
-    listener = Listener(_say, lambda _: None, lambda _: None)
-    allowed = os.sched_getaffinity(0)
-    profile = run_profile(config, HowMuch("quick", budget_s), listener).profile
-    os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
-    path = directory / "profile.json"
-    save_profile(profile, path)
-    linear, attention, lora, *_ = profile.subject.settings.backends
-    return replace(
-        config,
-        profile=str(path),
-        linear_backend=linear,
-        attention_backend=attention,
-        lora_backend=lora,
-    )
 
 
 def _run_cells(
@@ -236,7 +215,7 @@ def _long_ablations(
     pairs = 3 if options.quick else _ABLATION_PAIRS
     path = directory / "one-group.json"
     save_profile(ablations.with_one_layer_group(profile), path)
-    with start_rig(replace(config, profile=str(path)), SIZES[options.size].vocab, _say) as rig:
+    with start_rig(replace(config, profile=str(path)), SIZES[options.size].vocab_size, _say) as rig:
         one_group = ablations.pipelined_over_cached(rig, _ABLATION_CELL, pairs)
     return {
         "one_layer_group": one_group,

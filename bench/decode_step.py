@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from corun import Engine, SamplingParams
-from corun.gpu.huge_pages import OF_THIS_PROCESS
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.build import build_engine
 from models import VOCAB_SIZE, make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, Ratio, compare, ratio_of, report, seconds
-from stepped_engine import SteppedEngine, Workload
+from stepped_engine import SteppedEngine, Steps
 
 MAX_OVER_LINEARS, JUDGED_BATCH = 1.5, 8
 MAX_SINGLE_STREAM_MS = 11.0
@@ -90,7 +89,6 @@ def single_stream_ms(config: EngineConfig, num_pairs: int) -> Ratio:
     prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(128)]
     short, long = 8, 72
     with Engine(config) as engine:
-        OF_THIS_PROCESS.collapse_now()
 
         def answer_s(num_tokens: int) -> float:
             params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
@@ -124,7 +122,7 @@ def main() -> None:
     """Measure and print."""
     arguments = _parse_arguments()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    workload = Workload()
+    steps = Steps()
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -148,7 +146,7 @@ def main() -> None:
             print(f"single stream: {figures['single_stream_ms']}", flush=True)
         assembly = build_engine(config, on_progress=lambda _: None, own_process=True)
         print("\n".join(assembly.info.summary), flush=True)
-        engine = SteppedEngine(assembly.core, adapters, workload)
+        engine = SteppedEngine(assembly.core, adapters, steps)
         for batch in arguments.batches:
             cell = figures[f"batch {batch}"] = measure(engine, batch, arguments.pairs)
             print(f"batch {batch}: {cell}", flush=True)
@@ -163,7 +161,7 @@ def main() -> None:
             figures[f"prefill {num_tokens}"] = cell
             print(f"prefill {num_tokens}: {cell}", flush=True)
         assembly.close()
-    report("decode_step", asdict(workload) | vars(arguments), figures, bounds)
+    report("decode_step", asdict(steps) | vars(arguments), figures, bounds)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ from typing import Any
 from corun.cpu_workers.deltas.measure import measure
 from corun.cpu_workers.deltas.select import Deltas, make_backend
 from corun.cpu_workers.deltas.table import DeltaTable
+from corun.runtime.config.engine import DELTA_BACKENDS
 from delta_floor import floor_of, measure_peak
-from delta_walk import Walk, Workload
+from delta_walk import Shapes, Walk
 from floors import Floors
 from paired import MAX_CONTROL_SPREAD, Ratio, compare, report
 
@@ -40,12 +41,12 @@ BOUND = 0.9
 
 
 def measure_rank(
-    workload: Workload, rank: int, deltas: Deltas, peak: Floors, options: argparse.Namespace
+    shapes: Shapes, rank: int, deltas: Deltas, peak: Floors, options: argparse.Namespace
 ) -> tuple[dict[str, Any], bool | None]:
     """The rate as a worker relative to the bare one, and whether it holds the bound."""
-    shared = Walk(workload, rank, workload.num_tokens, is_shared=True)
-    private = Walk(workload, rank, workload.num_tokens, is_shared=False)
-    floor = floor_of(shared.region, workload.num_tokens, peak)
+    shared = Walk(shapes, rank, shapes.num_tokens, is_shared=True)
+    private = Walk(shapes, rank, shapes.num_tokens, is_shared=False)
+    floor = floor_of(shared.region, shapes.num_tokens, peak)
     print(f"rank {rank}: at least {floor.time_us:.0f} us by count", flush=True)
 
     def worker() -> float:
@@ -63,7 +64,7 @@ def measure_rank(
     ratio, bare_us, worker_us = compare(bare, worker, options.pairs, progress=f"rank {rank}")
     control, _, _ = compare(worker, worker, options.pairs)
     of_cached, cached_us, _ = compare(cached, worker, options.pairs)
-    backend = deltas.choose(shared.region, workload.num_tokens).name
+    backend = deltas.choose(shared.region, shapes.num_tokens).name
     shared.close()
     private.close()
     times_us = {"worker": worker_us, "bare": bare_us, "bare_cached": cached_us}
@@ -86,14 +87,14 @@ def judged(ratio: Ratio, control: Ratio) -> bool | None:
 
 
 def measure_curve(
-    workload: Workload, deltas: Deltas, peak: Floors, options: argparse.Namespace
+    shapes: Shapes, deltas: Deltas, peak: Floors, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Microseconds of a job as a worker, and its floor, against tokens, per rank."""
-    curve: dict[str, Any] = {"tokens": workload.curve_tokens, "ranks": {}}
-    for rank in workload.curve_ranks:
+    curve: dict[str, Any] = {"tokens": shapes.curve_tokens, "ranks": {}}
+    for rank in shapes.curve_ranks:
         times_us, floors_us = [], []
-        for tokens in workload.curve_tokens:
-            walk = Walk(workload, rank, tokens, is_shared=True)
+        for tokens in shapes.curve_tokens:
+            walk = Walk(shapes, rank, tokens, is_shared=True)
             walk.as_worker_us(deltas, 2)
             times_us.append(round(walk.as_worker_us(deltas, options.jobs), 1))
             floors_us.append(round(floor_of(walk.region, tokens, peak).time_us, 1))
@@ -101,7 +102,7 @@ def measure_curve(
         curve["ranks"][rank] = {
             "time_us": times_us,
             "floor_us": floors_us,
-            "tokens_per_core": _tokens_within(options.layer_us, workload.curve_tokens, times_us),
+            "tokens_per_core": _tokens_within(options.layer_us, shapes.curve_tokens, times_us),
         }
         print(f"curve of rank {rank}: {times_us}", flush=True)
     return curve
@@ -156,38 +157,38 @@ def _alone(cpu: int | None) -> int:
 def main() -> None:
     """Measure both ranks against the bare product, then the curve; print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", default="auto", choices=("auto", "numba", "numpy", "torch"))
+    parser.add_argument("--backend", default="auto", choices=DELTA_BACKENDS)
     parser.add_argument("--cpu", type=int, help="where to run; the last one allowed if not given")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--jobs", type=int, default=64, help="per measurement; its median counts")
     parser.add_argument("--layer-us", type=float, default=300.0)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--curve-json", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="a small workload, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     options = parser.parse_args()
     cpu = _alone(options.cpu)
-    workload = Workload()
+    shapes = Shapes()
     if options.tiny:
-        workload = Workload(256, (256, 64, 64), 8, (4,), 2, (4, 8), (1, 8, 16))
-    names = ("numba", "numpy", "torch") if options.backend == "auto" else (options.backend,)
+        shapes = Shapes(256, (256, 64, 64), 8, (4,), 2, (4, 8), (1, 8, 16))
+    names = DELTA_BACKENDS[1:] if options.backend == "auto" else (options.backend,)
     table: DeltaTable = measure(
         [make_backend(name) for name in names],
-        in_features=workload.in_features, columns=workload.columns,
+        in_features=shapes.in_features, columns=shapes.columns,
     )  # fmt: skip
     deltas = Deltas(table)
     peak = measure_peak()
     figures: dict[str, Any] = {"cpu": cpu, "peak": asdict(peak), "table": table.to_json()}
     bounds: dict[str, bool | None] = {}
-    for rank in workload.ranks:
-        figures[f"rank_{rank}"], holds = measure_rank(workload, rank, deltas, peak, options)
+    for rank in shapes.ranks:
+        figures[f"rank_{rank}"], holds = measure_rank(shapes, rank, deltas, peak, options)
         bounds[f"rank {rank}: at least {BOUND} of the bare rate"] = holds
-    curve = figures["curve"] = measure_curve(workload, deltas, peak, options)
+    curve = figures["curve"] = measure_curve(shapes, deltas, peak, options)
     if options.curve_json:
         options.curve_json.write_text(json.dumps(curve))
     if options.picture:
         draw(curve, options.layer_us, options.picture)
     settings = {key: getattr(options, key) for key in ("backend", "pairs", "jobs", "layer_us")}
-    report("delta", asdict(workload) | settings, figures, bounds)
+    report("delta", asdict(shapes) | settings, figures, bounds)
 
 
 if __name__ == "__main__":

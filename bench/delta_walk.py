@@ -15,7 +15,7 @@ from paired import seconds
 
 
 @dataclass(frozen=True)
-class Workload:
+class Shapes:
     """Frozen: figures of two runs compare only if these agree."""
 
     in_features: int = 4096
@@ -59,11 +59,11 @@ class Memory:
 class Walk:
     """Jobs of all layers of one adapter, one after the other."""
 
-    def __init__(self, workload: Workload, rank: int, tokens: int, *, is_shared: bool) -> None:
-        targets = [TargetShape(rank, n, 0.5) for n in workload.columns]
-        self.region: Region = plan_packed(workload.in_features, ITEM_BYTES, targets)
-        self.num_layers, self.num_tokens = workload.num_layers, tokens
-        self._x_bytes = tokens * workload.in_features * ITEM_BYTES
+    def __init__(self, shapes: Shapes, rank: int, tokens: int, *, is_shared: bool) -> None:
+        targets = [TargetShape(rank, n, 0.5) for n in shapes.columns]
+        self.region: Region = plan_packed(shapes.in_features, ITEM_BYTES, targets)
+        self.num_layers, self.num_tokens = shapes.num_layers, tokens
+        self._x_bytes = tokens * shapes.in_features * ITEM_BYTES
         self._y_bytes = tokens * self.region.y_columns * ITEM_BYTES
         self._memory = Memory(
             {
@@ -73,14 +73,14 @@ class Walk:
             },
             is_shared=is_shared,
         )
-        self._fill(workload, rank)
+        self._fill(shapes, rank)
         self._next = itertools.cycle(range(self.num_layers))
 
-    def _fill(self, workload: Workload, rank: int) -> None:
-        rng = np.random.default_rng(workload.seed)
+    def _fill(self, shapes: Shapes, rank: int) -> None:
+        rng = np.random.default_rng(shapes.seed)
         matrices = [
-            Matrices(_random(rng, rank, workload.in_features), _random(rng, n, rank))
-            for n in workload.columns
+            Matrices(_random(rng, rank, shapes.in_features), _random(rng, n, rank))
+            for n in shapes.columns
         ]
         arena, x = (self._memory.buffers[name] for name in ("bench arena", "bench x"))
         first = arena[: self.region.num_bytes]

@@ -45,7 +45,7 @@ _NUM_BATCHES = 21
 
 
 @dataclass(frozen=True)
-class Workload:
+class Messages:
     """Frozen: figures of two runs compare only if these agree."""
 
     tokens: int = 16
@@ -84,9 +84,9 @@ def _ping(address: int, first: int, num_rounds: int) -> bool:
     return True
 
 
-def _round_trips_us(workload: Workload, cpu: int) -> list[float]:
+def _round_trips_us(messages: Messages, cpu: int) -> list[float]:
     """Microseconds of one round trip of a word, by batch."""
-    num_rounds, values = workload.rounds, []
+    num_rounds, values = messages.rounds, []
     with Segment.create(4096, kind=WORDS_KIND) as segment:
         command = ("words", segment.fd, cpu, num_rounds * (_NUM_BATCHES + 1))
         with _peers([command], [segment.fd]):
@@ -102,10 +102,10 @@ def _round_trips_us(workload: Workload, cpu: int) -> list[float]:
 class Mailboxes:
     """Invokes all receivers by mailbox."""
 
-    def __init__(self, control: Control, rings: Rings, workload: Workload) -> None:
+    def __init__(self, control: Control, rings: Rings, messages: Messages) -> None:
         self._shape = rings.shape
-        self._workload = workload
-        boxes = [control.mailbox(0, worker) for worker in range(control.num_workers)]
+        self._messages = messages
+        boxes = [control.mailbox(worker) for worker in range(control.num_workers)]
         self._ends = [ProducerEnd(box) for box in boxes]
         self._supervisors = [SupervisorEnd(box) for box in boxes]
 
@@ -116,13 +116,13 @@ class Mailboxes:
 
     def __call__(self) -> None:
         """Invoke every receiver once, and take their results."""
-        workload, shape = self._workload, self._shape
+        messages, shape = self._messages, self._shape
         for worker, end in enumerate(self._ends):
-            sequence, stride_bytes = end.next_sequence, workload.hidden * 2
+            sequence, stride_bytes = end.next_sequence, messages.hidden * 2
             end.publish(
                 Job(
-                    sequence, 1, 0, shape.x_offset(0, worker, sequence),
-                    shape.y_offset(0, worker, sequence), workload.tokens, stride_bytes,
+                    sequence, 1, 0, shape.x_offset(worker, sequence),
+                    shape.y_offset(worker, sequence), messages.tokens, stride_bytes,
                     stride_bytes, 100,
                 )
             )  # fmt: skip
@@ -151,15 +151,15 @@ class Sockets:
 
 
 @contextlib.contextmanager
-def _mailboxes(workload: Workload, cpus: Sequence[int]) -> Iterator[Mailboxes]:
+def _mailboxes(messages: Messages, cpus: Sequence[int]) -> Iterator[Mailboxes]:
     """Receivers by mailbox, one to an entry of ``cpus``."""
-    shape = RingShape(1, len(cpus), 2, workload.payload_bytes, workload.payload_bytes)
+    shape = RingShape(len(cpus), 2, messages.payload_bytes, messages.payload_bytes)
     spin_ns = SPIN_NS if len(set(cpus)) == len(cpus) else 0
     with Control.create(num_workers=len(cpus)) as control, Rings.create(shape) as rings:
         commands = [
             ("mailbox", control.fd, cpu, worker, spin_ns) for worker, cpu in enumerate(cpus)
         ]
-        mailboxes = Mailboxes(control, rings, workload)
+        mailboxes = Mailboxes(control, rings, messages)
         with _peers(commands, [control.fd]):
             mailboxes.announce(WorkerStatus.RUNNING)
             yield mailboxes
@@ -197,14 +197,14 @@ def _median_us(invoke: Callable[[], None], num_invocations: int) -> float:
     return statistics.median(times)
 
 
-def _compare(workload: Workload, num_receivers: int, others: Sequence[int]) -> dict[str, Any]:
+def _compare(messages: Messages, num_receivers: int, others: Sequence[int]) -> dict[str, Any]:
     """Mailboxes against both kinds of sockets, and against themselves."""
     cpus = [others[index % len(others)] for index in range(num_receivers)]
     figures: dict[str, Any] = {"receivers_share_cores": len(set(cpus)) < num_receivers}
     with (
-        _mailboxes(workload, cpus) as mailboxes,
+        _mailboxes(messages, cpus) as mailboxes,
         _sockets(0, cpus) as sockets,
-        _sockets(workload.payload_bytes, cpus) as loaded_sockets,
+        _sockets(messages.payload_bytes, cpus) as loaded_sockets,
     ):
         by_name: dict[str, Callable[[], None]] = {
             "mailbox": mailboxes,
@@ -215,9 +215,9 @@ def _compare(workload: Workload, num_receivers: int, others: Sequence[int]) -> d
             _median_us(invoke, 50)  # they start up, and warm up
         for name, other in by_name.items():
             ratio, ours, theirs = compare(
-                lambda: _median_us(mailboxes, workload.invocations),
-                lambda other=other: _median_us(other, workload.invocations),  # type: ignore[misc]
-                workload.pairs,
+                lambda: _median_us(mailboxes, messages.invocations),
+                lambda other=other: _median_us(other, messages.invocations),  # type: ignore[misc]
+                messages.pairs,
             )
             if name == "mailbox":
                 figures["mailbox_us"] = _summary(ours + theirs)
@@ -245,17 +245,17 @@ def _is_at_most(summary: dict[str, float], bound: float) -> bool | None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    default = Workload()
+    default = Messages()
     parser.add_argument("--receivers", type=int, nargs="+", default=default.receivers)
     for name in ("pairs", "invocations", "rounds"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
     arguments = vars(parser.parse_args())
-    workload = Workload(**{**arguments, "receivers": tuple(arguments["receivers"])})
+    messages = Messages(**{**arguments, "receivers": tuple(arguments["receivers"])})
     own, *others = sorted(os.sched_getaffinity(0))
     if not others:
         parser.error("this needs two CPUs; allow it more (taskset)")
     os.sched_setaffinity(0, {own})
-    round_trip = _summary(_round_trips_us(workload, others[0]))
+    round_trip = _summary(_round_trips_us(messages, others[0]))
     print(f"round trip of a word: {round_trip['median']:.3f} us", flush=True)
     figures: dict[str, Any] = {
         "cpu_of_producer": own,
@@ -263,8 +263,8 @@ def main() -> None:
         "round_trip_us": round_trip,
     }
     bounds = {"round_trip_at_most_1_us": _is_at_most(round_trip, MAX_ROUND_TRIP_US)}
-    for num_receivers in workload.receivers:
-        row = figures[f"{num_receivers} receivers"] = _compare(workload, num_receivers, others)
+    for num_receivers in messages.receivers:
+        row = figures[f"{num_receivers} receivers"] = _compare(messages, num_receivers, others)
         described = ", ".join(
             f"{name} {value['median']:.1f}" for name, value in row.items() if name.endswith("_us")
         )
@@ -272,7 +272,7 @@ def main() -> None:
         print(f"{num_receivers} receivers{shared}: {described}", flush=True)
         if num_receivers == 1:
             bounds["invocation_at_most_30_us"] = _is_at_most(row["mailbox_us"], MAX_INVOCATION_US)
-    report("invocation", asdict(workload), figures, bounds)
+    report("invocation", asdict(messages), figures, bounds)
 
 
 if __name__ == "__main__":

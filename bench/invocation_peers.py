@@ -36,7 +36,7 @@ def answer_words(fd: int, num_rounds: int) -> None:
 def answer_mailbox(fd: int, worker: int, spin_ns: int) -> None:
     """A worker's loop without arithmetic."""
     control = Control.attach(fd)
-    end = WorkerEnd(control.mailbox(0, worker), 1)
+    end = WorkerEnd(control.mailbox(worker), 1)
     if not end.wait_running(TIMEOUT_S):
         raise TimeoutError("no supervisor announces this worker")
     while end.is_running():

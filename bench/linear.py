@@ -3,21 +3,21 @@
 The linears of a model of twelve layers and a vocabulary, in bfloat16 (or ``--dtype``), with every
 backend that works here and batches from a decode step of one request to a chunk of a prompt. All
 matrices are walked in turn, as a model does, so that they come from memory and not from a cache;
-those that read the same x are computed as the engine computes them. The time of each such group is
-its least over all rounds, in which the backends take turns. Two floors of the processor stand
-beside them, see ``floors``: reading the weights once, and the multiplications in registers. Judged,
-of corun's own backend: its share of the higher floor.
+those that read the same x are computed as the engine computes them, and corun's own kernels are
+called as a replayed decode pass calls them, without Python between. Two floors of the processor
+stand beside them, see ``floors``: reading the weights once, and the multiplications in registers.
 
-With one thread the clock is the thread's own, which stands still while others use the core. The
-last line is JSON.
+Memory speeds of a shared machine change within seconds, so a walk and the floors are measured in
+turn (ABBA), and judged is the median share over pairs, against a control of floors with floors.
+The last line is JSON.
 
-    python bench/linear.py [--table] [--tokens 1 2 4 8 16 32 64 128] [--rounds 15]
-    taskset -c 0 python bench/linear.py --threads 1
+    python bench/linear.py [--table] [--tokens 1 2 4 8 16 32 64 128] [--rounds 41]
+    python bench/linear.py --threads 1
 """
 
 import argparse
 import logging
-import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,20 +25,23 @@ from typing import Any
 
 import numba
 import torch
-from corun.gpu.huge_pages import OF_THIS_PROCESS
+from corun.gpu.kernel_threads import set_kernel_threads
+from corun.gpu.launcher import capturing
 from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.numba_backend import FusedProduct, NumbaLinear
 from corun.gpu.linear.select import select_linear_backend
+from corun.gpu.replay.capture import Capture
+from corun.gpu.replay.captured_pass import CapturedPass
 from corun.runtime.config.engine import LINEAR_BACKENDS
 from corun.runtime.errors import ConfigError
-from floors import FloorMeter
-from paired import report
+from floors import Clock, FloorMeter, Floors, least_s
+from paired import MAX_CONTROL_SPREAD, ratio_of, report
 
 Product = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Workload:
+class Shapes:
     """Frozen: figures of two runs compare only if these agree."""
 
     num_layers: int = 12
@@ -74,24 +77,68 @@ def _together(matrices: list[LinearBackend]) -> Product:
     return lambda x: [matrix(x) for matrix in matrices]
 
 
-def _measure_ms(
-    backends: dict[str, list[Product]],
-    inputs: list[torch.Tensor],
-    rounds: int,
-    clock: Callable[[], float],
-    meter: FloorMeter,
-) -> dict[str, float]:
-    """Milliseconds of all groups by backend, measured in turn with the floors."""
-    meter.start_again()
-    least = {name: [math.inf] * len(inputs) for name in backends}
+def _walk_of(products: list[Product], inputs: list[torch.Tensor]) -> Callable[[], object]:
+    """What computes all groups, one after the other."""
+    if not all(isinstance(product, FusedProduct) for product in products):
+        return lambda: [product(x) for product, x in zip(products, inputs, strict=True)]
+    capture = Capture()
+    with capturing(capture):
+        for product, x in zip(products, inputs, strict=True):
+            product(capture.keep(x))
+    captured = capture.end(inputs[0], inputs[0], inputs[0])
+    assert isinstance(captured, CapturedPass), captured
+
+    def replay() -> None:
+        for part in captured.parts:  # what they read lives as long as the whole
+            part.run()
+
+    return replay
+
+
+@dataclass
+class _Rounds:
+    """Milliseconds of each round: the floors before and after corun's own walk, and all walks."""
+
+    floors: list[tuple[Floors, Floors]]
+    walks: dict[str, list[float]]
+
+
+def _measure(
+    walks: dict[str, Callable[[], object]], rounds: int, clock: Clock, meter: FloorMeter
+) -> _Rounds:
+    """All walks in turn; the first one between two measurements of the floors."""
+    found = _Rounds([], {name: [] for name in walks})
+    (own, walk), *others = walks.items()
     for _ in range(rounds):
-        meter.measure()
-        for name, groups in backends.items():
-            for index, (multiply, x) in enumerate(zip(groups, inputs, strict=True)):
-                start = clock()
-                multiply(x)
-                least[name][index] = min(least[name][index], clock() - start)
-    return {name: sum(times) * 1e3 for name, times in least.items()}
+        before = meter.once()
+        found.walks[own].append(1e3 * least_s(walk, 1, clock))
+        found.floors.append((before, meter.once()))
+        for name, other in others:
+            found.walks[name].append(1e3 * least_s(other, 1, clock))
+    return found
+
+
+def _judge(
+    found: _Rounds, flops: float, num_bytes: float, bound: float
+) -> tuple[dict[str, Any], bool | None]:
+    """A row of figures, and whether the share of the higher floor reaches ``bound``."""
+    pairs = [
+        [floors.least_ms(flops=flops, num_bytes=num_bytes) for floors in pair]
+        for pair in found.floors
+    ]
+    own = next(iter(found.walks.values()))
+    share = ratio_of([sum(pair) / 2 / ms for pair, ms in zip(pairs, own, strict=True)])
+    control = ratio_of([before / after for before, after in pairs])
+
+    def median_ms(flops: float, num_bytes: float) -> float:
+        each = [f.least_ms(flops=flops, num_bytes=num_bytes) for pair in found.floors for f in pair]
+        return round(statistics.median(each), 2)
+
+    row = {name: round(statistics.median(times), 2) for name, times in found.walks.items()}
+    row |= {"memory floor": median_ms(0, num_bytes), "arithmetic floor": median_ms(flops, 0)}
+    is_judged = control.spread <= MAX_CONTROL_SPREAD
+    figures = {**row, "share": share.to_json(), "control": control.to_json()}
+    return figures, share.median >= bound if is_judged else None
 
 
 def _bound_of(tokens: int) -> float:
@@ -103,13 +150,15 @@ def _bound_of(tokens: int) -> float:
     return 0.88 if tokens < 128 else 0.92
 
 
-def _table(figures: dict[str, dict[str, float]], names: list[str]) -> str:
+def _table(figures: dict[str, dict[str, Any]], names: list[str]) -> str:
     """Markdown: milliseconds of every batch size, and the first backend's share of its floor."""
     head = ["tokens", *names, "memory floor", "arithmetic floor", f"{names[0]}: share of the floor"]
     lines = [head, ["---"] * len(head)]
     for tokens, row in figures.items():
         values = [f"{row[name]:.1f}" for name in head[1:-1]]
-        lines.append([tokens, *values, f"{row['share']:.2f}"])
+        share = row["share"]
+        described = f"{share['median']:.2f} ({share['low']:.2f} to {share['high']:.2f})"
+        lines.append([tokens, *values, described])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -118,53 +167,61 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=numba.get_num_threads())
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--table", action="store_true", help="print the times as Markdown, too")
-    arguments = parser.parse_args()
-    numba.set_num_threads(arguments.threads)
-    torch.set_num_threads(arguments.threads)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    clock = time.thread_time if arguments.threads == 1 else time.perf_counter
-    workload = Workload()
-    dtype = _dtype(arguments.dtype)
-    torch.manual_seed(workload.seed)
+def _backends(shapes: Shapes, dtype: torch.dtype) -> dict[str, list[Product]]:
+    """The products of all groups by every back end."""
+    torch.manual_seed(shapes.seed)
     makers = _makers(dtype)
     backends: dict[str, list[Product]] = {make.name: [] for make in makers}
-    for in_features, outputs in workload.groups():
+    for in_features, outputs in shapes.groups():
         weights = [torch.randn(out, in_features).to(dtype) for out in outputs]
         for make in makers:
             backends[make.name].append(_together([make(weight, None) for weight in weights]))
-    OF_THIS_PROCESS.collapse_now()
+    return backends
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--threads", type=int, default=numba.get_num_threads())
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--table", action="store_true", help="print the times as Markdown, too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = _arguments()
+    set_kernel_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    clock = time.thread_time if arguments.threads == 1 else time.perf_counter
+    shapes = Shapes()
+    dtype = _dtype(arguments.dtype)
+    backends = _backends(shapes, dtype)
     meter = FloorMeter(arguments.threads, clock=clock)
-    num_weights = sum(features * sum(outputs) for features, outputs in workload.groups())
+    num_weights = sum(features * sum(outputs) for features, outputs in shapes.groups())
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
-    widths = sorted({features for features, _ in workload.groups()})
+    widths = sorted({features for features, _ in shapes.groups()})
     with torch.inference_mode():
         for tokens in arguments.tokens:
             x_of = {features: torch.randn(tokens, features).to(dtype) for features in widths}
-            inputs = [x_of[features] for features, _ in workload.groups()]
-            times = _measure_ms(backends, inputs, arguments.rounds, clock, meter)
-            floors = meter.floors
-            memory_ms = floors.least_ms(flops=0, num_bytes=dtype.itemsize * num_weights)
-            arithmetic_ms = floors.least_ms(flops=2 * num_weights * tokens, num_bytes=0)
-            share = max(memory_ms, arithmetic_ms) / next(iter(times.values()))
-            floor = {"memory floor": memory_ms, "arithmetic floor": arithmetic_ms, "share": share}
-            row = {name: round(value, 3) for name, value in (times | floor).items()}
-            figures[str(tokens)] = {**row, "floors": asdict(floors)}
-            if next(iter(times)) == "numba":
-                bounds[f"{tokens} tokens"] = share >= _bound_of(tokens)
-            described = ", ".join(f"{name} {value:.2f}" for name, value in row.items())
-            print(f"{tokens:4} tokens, ms: {described}; {floors}", flush=True)
+            inputs = [x_of[features] for features, _ in shapes.groups()]
+            walks = {name: _walk_of(products, inputs) for name, products in backends.items()}
+            found = _measure(walks, arguments.rounds, clock, meter)
+            row, is_reached = _judge(
+                found, 2 * num_weights * tokens, dtype.itemsize * num_weights, _bound_of(tokens)
+            )
+            figures[str(tokens)] = row
+            if next(iter(walks)) == NumbaLinear.name:
+                bounds[f"{tokens} tokens"] = is_reached
+            described = ", ".join(f"{name} {value}" for name, value in row.items())
+            print(f"{tokens:4} tokens, ms: {described}", flush=True)
     if arguments.table:
         print(_table(figures, list(backends)))
-    report("linear", {**asdict(workload), **vars(arguments)}, figures, bounds)
+    figures["instructions"] = meter.floors.instructions
+    report("linear", {**asdict(shapes), **vars(arguments)}, figures, bounds)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from corun.gpu.graph.launch import capturing
 from corun.gpu.kernel_threads import set_kernel_threads
+from corun.gpu.launcher import capturing
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.step import LoraBatch, PassMetadata

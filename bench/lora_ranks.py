@@ -34,7 +34,7 @@ UNIFORM_RANKS = (8, 16, 24, 32, 64)
 
 
 @dataclass(frozen=True)
-class Workload:
+class Shapes:
     """Frozen: figures of two runs compare only if these agree."""
 
     num_layers: int = 12
@@ -47,23 +47,23 @@ class Workload:
 class Setup:
     """All adapters, and one step over all targets."""
 
-    def __init__(self, workload: Workload, device: str, dtype: torch.dtype, tokens: int) -> None:
+    def __init__(self, shapes: Shapes, device: str, dtype: torch.dtype, tokens: int) -> None:
         """Put every batch's adapters on the device; no two requests of a batch share one."""
-        self.widths = workload.out_features * workload.num_layers
-        uniform = {f"rank {rank}": (rank,) * workload.num_requests for rank in UNIFORM_RANKS}
+        self.widths = shapes.out_features * shapes.num_layers
+        uniform = {f"rank {rank}": (rank,) * shapes.num_requests for rank in UNIFORM_RANKS}
         self.ranks_of = {**uniform, "mixed": MIXED}
         capacity = sum(len(ranks) for ranks in self.ranks_of.values())
         self._table = LoraTable(len(self.widths), capacity, device)
         self._backend = select_lora_backend("auto", table=self._table, device=device, dtype=dtype)
         self.backend_name = self._backend.name
-        torch.manual_seed(workload.seed)
-        num_tokens = workload.num_requests * tokens
-        self._x = torch.randn(num_tokens, workload.in_features).to(device, dtype)
+        torch.manual_seed(shapes.seed)
+        num_tokens = shapes.num_requests * tokens
+        self._x = torch.randn(num_tokens, shapes.in_features).to(device, dtype)
         self._outputs = [
             torch.zeros(num_tokens, n, device=device, dtype=dtype) for n in self.widths
         ]
         self._batches = {
-            name: self._batch([self._add(rank, workload) for rank in ranks], tokens, ranks)
+            name: self._batch([self._add(rank, shapes) for rank in ranks], tokens, ranks)
             for name, ranks in self.ranks_of.items()
         }
         self._flushed = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -71,11 +71,11 @@ class Setup:
             torch.cuda.synchronize if device == "cuda" else lambda: None
         )
 
-    def _add(self, rank: int, workload: Workload) -> int:
+    def _add(self, rank: int, shapes: Shapes) -> int:
         backend: LoraBackend = self._backend
         targets = {
             index: backend.pack(
-                torch.randn(rank, workload.in_features), torch.randn(width, rank) * 1e-3, 0.5
+                torch.randn(rank, shapes.in_features), torch.randn(width, rank) * 1e-3, 0.5
             )
             for index, width in enumerate(self.widths)
         }
@@ -161,16 +161,16 @@ def main() -> None:
     numba.set_num_threads(arguments.threads)
     if arguments.rounds < 7:
         parser.error("fewer than 7 rounds give no 90 % interval worth the name")
-    workload = Workload()
+    shapes = Shapes()
     setup = Setup(
-        workload, arguments.device, getattr(torch, arguments.dtype), arguments.tokens_per_request
+        shapes, arguments.device, getattr(torch, arguments.dtype), arguments.tokens_per_request
     )
     run_round(setup, 1)  # compiles, touches every page
     rounds = [run_round(setup, arguments.steps) for _ in range(arguments.rounds)]
     figures, passed = evaluate(setup, rounds)
     for name, step_ms in figures["step_ms"].items():
         print(f"{name:12} {step_ms:8.3f} ms")
-    described = {**asdict(workload), **vars(arguments), "backend": setup.backend_name}
+    described = {**asdict(shapes), **vars(arguments), "backend": setup.backend_name}
     report("lora_ranks", described, figures, {f"mixed_over_predicted <= {BOUND}": passed})
 
 

@@ -1,17 +1,20 @@
 """The model and the adapters of the benchmarks: random weights, real shapes."""
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 8000
 RANKS = (8, 16, 32, 64, 128) * 2
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_TARGETS = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
 
 
 @contextlib.contextmanager
@@ -73,23 +76,55 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-@one_torch_thread()
 def make_adapters(model: Path, directory: Path) -> dict[str, Path]:
     """Save ten adapters of ranks 8 to 128, two of each, on q, k, v and o."""
-    adapters = {}
-    for index, rank in enumerate(RANKS):
-        base = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        config = peft.LoraConfig(
-            r=rank,
-            lora_alpha=rank,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            task_type="CAUSAL_LM",
-        )
-        adapted = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.02)
-        path = directory / f"adapter-{index}-r{rank}"
-        adapted.save_pretrained(path)
-        adapters[path.name] = path
-    return adapters
+    config = LlamaConfig.from_pretrained(model)
+    paths = [directory / f"adapter-{index}-r{rank}" for index, rank in enumerate(RANKS)]
+    for index, path in enumerate(paths):
+        save_adapter(path, config, RANKS[index], ATTENTION_TARGETS, seed=index)
+    return {path.name: path for path in paths}
+
+
+def save_adapter(
+    path: Path, config: LlamaConfig, rank: int, targets: Sequence[str], *, seed: int
+) -> None:
+    """Save a PEFT adapter of random bfloat16 values, which changes what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
+        for name, shape in _shapes(config, rank, targets)
+    }
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(targets),
+    }
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def _shapes(
+    config: LlamaConfig, rank: int, targets: Sequence[str]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Names and shapes of an adapter's tensors."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    kv = hidden // config.num_attention_heads * config.num_key_value_heads
+    widths = {
+        "q_proj": (hidden, hidden),
+        "k_proj": (hidden, kv),
+        "v_proj": (hidden, kv),
+        "o_proj": (hidden, hidden),
+        "gate_proj": (hidden, intermediate),
+        "up_proj": (hidden, intermediate),
+        "down_proj": (intermediate, hidden),
+    }
+    for layer in range(config.num_hidden_layers):
+        for target in targets:
+            block = "self_attn" if target in ATTENTION_TARGETS else "mlp"
+            prefix = f"base_model.model.model.layers.{layer}.{block}.{target}"
+            in_features, out_features = widths[target]
+            yield f"{prefix}.lora_A.weight", (rank, in_features)
+            yield f"{prefix}.lora_B.weight", (out_features, rank)

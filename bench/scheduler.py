@@ -1,16 +1,16 @@
 """Does scheduling stay cheap beside a step? Microseconds of one schedule + update.
 
 All rows decode, spread over as many adapters as asked for; the executor is a stub that returns a
-token per row, whose time is not counted. Prints one JSON line last.
+token per row, whose time is not counted. The last line is JSON.
+
+    python bench/scheduler.py [--steps 400] [--adapters 10]
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import time
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
 from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterCache
@@ -30,6 +30,8 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
+from load import Workload, make_jobs
+from paired import report
 
 BOUND_US = {64: 300.0}  # a step on a fast accelerator takes a few milliseconds
 BLOCK_BYTES = 1 << 20
@@ -52,6 +54,21 @@ def make_scheduler(num_rows: int, max_tokens: int) -> Scheduler:
     )
 
 
+def add_requests(scheduler: Scheduler, workload: Workload) -> None:
+    """Let all requests of ``workload`` wait."""
+    for index, job in enumerate(make_jobs(workload)):
+        adapter = workload.adapters.index(job.model)
+        request = Request(
+            request_id=RequestId(index + 1),
+            prompt_token_ids=tuple(job.prompt),
+            sampling=SamplingParams(max_tokens=job.output_tokens),
+            arrival_s=float(index),
+            adapter_id=AdapterId(adapter),
+            adapter_bytes=BLOCK_BYTES * bool(adapter),
+        )
+        scheduler.add_request(request, 0.0)
+
+
 def results_of(plan: StepPlan) -> list[StepResult | TransferResult]:
     """What an executor would return."""
     rows = tuple(
@@ -64,20 +81,10 @@ def results_of(plan: StepPlan) -> list[StepResult | TransferResult]:
     return [*transfers, StepResult(plan.step_id, rows)]
 
 
-def measure(num_rows: int, num_adapters: int, num_waiting: int, num_steps: int) -> dict[str, float]:
+def measure(num_rows: int, workload: Workload, num_steps: int) -> dict[str, float]:
     """Time ``num_steps`` decode steps of ``num_rows`` rows; microseconds."""
-    scheduler = make_scheduler(num_rows, num_steps + 32)
-    for index in range(num_rows + num_waiting):
-        adapter = index % (num_adapters + 1)
-        request = Request(
-            request_id=RequestId(index + 1),
-            prompt_token_ids=(1,) * PROMPT_TOKENS,
-            sampling=SamplingParams(max_tokens=num_steps + 32),
-            arrival_s=float(index),
-            adapter_id=AdapterId(adapter),
-            adapter_bytes=BLOCK_BYTES * bool(adapter),
-        )
-        scheduler.add_request(request, 0.0)
+    scheduler = make_scheduler(num_rows, workload.output_tokens)
+    add_requests(scheduler, workload)
     schedule_us: list[float] = []
     update_us: list[float] = []
     while len(schedule_us) < num_steps:
@@ -96,8 +103,7 @@ def measure(num_rows: int, num_adapters: int, num_waiting: int, num_steps: int) 
     both_us = [one + other for one, other in zip(schedule_us, update_us, strict=True)]
     return {
         "num_rows": num_rows,
-        "num_adapters": num_adapters,
-        "num_waiting": num_waiting,
+        "num_waiting": workload.num_requests - num_rows,
         "schedule_us": round(statistics.median(schedule_us), 1),
         "update_us": round(statistics.median(update_us), 1),
         "both_us": round(statistics.median(both_us), 1),
@@ -105,49 +111,26 @@ def measure(num_rows: int, num_adapters: int, num_waiting: int, num_steps: int) 
     }
 
 
-def commit() -> str:
-    """The commit measured."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-
-
 def main() -> None:
     """Measure 64 and 256 rows, with and without a queue."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400, help="Decode steps per setting.")
-    parser.add_argument("--adapters", type=int, default=10, help="Adapters beside the base.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=400, help="decode steps per setting")
+    parser.add_argument("--adapters", type=int, default=10, help="adapters beside the base")
     options = parser.parse_args()
-    figures = []
+    adapters = ("", *(f"adapter-{index}" for index in range(options.adapters)))
+    figures: dict[str, Any] = {}
+    bounds: dict[str, bool | None] = {}
     for num_rows in (64, 256):
         for num_waiting in (0, 512):
-            figure = measure(num_rows, options.adapters, num_waiting, options.steps)
-            print(figure)
-            figures.append(figure)
-    passes = {
-        f"both_us_{num_rows}_rows": max(
-            figure["both_us"] for figure in figures if figure["num_rows"] == num_rows
-        )
-        <= bound_us
-        for num_rows, bound_us in BOUND_US.items()
-    }
-    print(
-        json.dumps(
-            {
-                "bench": "scheduler",
-                "setup": {"steps": options.steps, "prompt_tokens": PROMPT_TOKENS},
-                "commit": commit(),
-                "machine": {"cpu": platform.machine(), "python": platform.python_version()},
-                "bound_us": BOUND_US,
-                "figures": figures,
-                "pass": passes,
-            }
-        )
-    )
+            workload = Workload(num_rows + num_waiting, PROMPT_TOKENS, options.steps + 32, adapters)
+            figure = measure(num_rows, workload, options.steps)
+            name = f"{num_rows} rows, {num_waiting} waiting"
+            print(name, figure, flush=True)
+            figures[name] = figure
+            if num_rows in BOUND_US:
+                bound_us = BOUND_US[num_rows]
+                bounds[f"{name}: <= {bound_us:g} us"] = figure["both_us"] <= bound_us
+    report("scheduler", asdict(workload) | vars(options), figures, bounds)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from corun import SamplingParams
 from corun.gpu import executor as executor_module
-from corun.gpu.graph.captured_pass import CapturedPass, KernelCalls, TorchOperation
-from corun.gpu.huge_pages import OF_THIS_PROCESS
 from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.wrapper import CorunLinear
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.model.runner import ModelRunner
 from corun.gpu.model.sampler import Sampler
+from corun.gpu.replay.captured_pass import CapturedPass, KernelCalls, TorchOperation
 from corun.runtime.engine.core import EngineCore
 from corun.runtime.engine.messages import AddRequest
 from models import VOCAB_SIZE
@@ -26,7 +25,7 @@ from transformers import AttentionInterface
 
 
 @dataclass(frozen=True)
-class Workload:
+class Steps:
     """Frozen: figures of two runs compare only if these agree."""
 
     prompt_tokens: int = 138
@@ -37,26 +36,25 @@ class Workload:
 class SteppedEngine:
     """An engine, and requests to it."""
 
-    def __init__(self, core: Any, adapters: list[str], workload: Workload) -> None:
-        OF_THIS_PROCESS.collapse_now()
+    def __init__(self, core: Any, adapters: list[str], steps: Steps) -> None:
         self._core: EngineCore = core
         self._executor = core._executor
         self._model = self._executor._runner.model
         self._adapters = adapters
-        self._workload = workload
-        self._rng = random.Random(workload.seed)
+        self._steps = steps
+        self._rng = random.Random(steps.seed)
         self._num_requests = 0
         modules = [m for m in self._model.modules() if isinstance(m, CorunLinear)]
         self._widths = {module._group: module.in_features for module in modules}
 
     def step_ms(self, batch: int, *, with_adapters: bool) -> float:
         """Median milliseconds of decode steps of a batch."""
-        self._begin(batch, self._workload.prompt_tokens, with_adapters=with_adapters)
+        self._begin(batch, self._steps.prompt_tokens, with_adapters=with_adapters)
         return statistics.median(self._finish())
 
     def part_ms(self, batch: int, *, with_adapters: bool) -> dict[str, float]:
         """Milliseconds per decode step of each part's own, with clocks around all parts."""
-        self._begin(batch, self._workload.prompt_tokens, with_adapters=with_adapters)
+        self._begin(batch, self._steps.prompt_tokens, with_adapters=with_adapters)
         clock = PartClock()
         with clock.around(self._parts()):
             num_steps = len(self._finish())
@@ -87,7 +85,7 @@ class SteppedEngine:
         *inner, head = self._widths
         samples = []
         with torch.inference_mode():
-            for _ in range(self._workload.num_steps):
+            for _ in range(self._steps.num_steps):
                 start = time.perf_counter()
                 for group in inner:
                     group._base_products(inputs[self._widths[group]])
@@ -104,7 +102,7 @@ class SteppedEngine:
             prompt = tuple(self._rng.randrange(3, VOCAB_SIZE) for _ in range(prompt_tokens))
             sampling = SamplingParams(
                 temperature=0,
-                max_tokens=max_tokens or self._workload.num_steps + 1,
+                max_tokens=max_tokens or self._steps.num_steps + 1,
                 ignore_eos=True,
                 seed=0,
             )

@@ -38,6 +38,7 @@ from corun.runtime.engine.messages import (
     Shutdown,
     StepOutputs,
     ToEngine,
+    TokenizerSpec,
 )
 
 STEP_S = 0.02
@@ -84,7 +85,9 @@ def tell_tokens(sock: socket.socket, model: str, num_streams: int) -> None:
         eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=1 << 20, memory_bytes=1 << 30,
         max_num_waiting=1024, model_path=model, device_choices={"signal": "none"}, summary=(),
     )  # fmt: skip
-    channel.send(Ready(info, ()))
+    channel.send(
+        Ready(info, (), TokenizerSpec(Path(model, "tokenizer.json").read_text(), {}, None))
+    )
     remaining: dict[int, int] = {}
     is_running = False
     number = 0

@@ -25,7 +25,7 @@ from corun.runtime.engine.messages import AddRequest, FromEngine, StepOutputs
 from corun.runtime.sampling import SamplingParams
 from paired import MAX_CONTROL_SPREAD, compare
 
-MAX_SLOWDOWN = 1.05
+MAX_SLOWDOWN = 1.10
 PROMPT_TOKENS = 4
 OUTPUT_TOKENS = 36
 # Tokens of the noting request that count: all requests decode between them. It is sent last, so

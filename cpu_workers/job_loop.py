@@ -41,7 +41,7 @@ class JobLoop:
         self._arena = Segment.attach(setup.descriptors.arena, kind=KIND)
         self._rings = Rings.attach(setup.descriptors.rings)
         self._control = Control.attach(setup.descriptors.control)
-        self._end = WorkerEnd(self._control.mailbox(0, setup.worker), setup.generation)
+        self._end = WorkerEnd(self._control.mailbox(setup.worker), setup.generation)
         self._deltas = Deltas(DeltaTable.from_json(json.loads(setup.settings.delta_table)))
         for name in self._deltas.names:
             _warm_up(make_backend(name))

@@ -61,7 +61,7 @@ class SupervisorKeeper:
         self.last_trouble = ""
         self._setup = setup
         self._mailboxes = [
-            SupervisorEnd(control.mailbox(0, worker)) for worker in range(len(setup.worker_cpus))
+            SupervisorEnd(control.mailbox(worker)) for worker in range(len(setup.worker_cpus))
         ]
         self._counts = WorkerCounts()
         self._num_spawned = [0] * len(self._mailboxes)

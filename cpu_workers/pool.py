@@ -76,7 +76,7 @@ class WorkerPool:
                 )
             )
             self._ends = [
-                ProducerEnd(self.control.mailbox(0, worker)) for worker in range(num_workers)
+                ProducerEnd(self.control.mailbox(worker)) for worker in range(num_workers)
             ]
             self._slots = [self._slots_of(worker) for worker in range(num_workers)]
             descriptors = Descriptors(self.control.fd, self.rings.fd, arena.fd)
@@ -207,7 +207,7 @@ class WorkerPool:
         """Places of x and y in the rings, by job number modulo their number."""
         shape = self.rings.shape
         return [
-            (shape.x_offset(0, worker, slot), shape.y_offset(0, worker, slot))
+            (shape.x_offset(worker, slot), shape.y_offset(worker, slot))
             for slot in range(shape.num_slots)
         ]
 

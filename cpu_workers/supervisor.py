@@ -87,7 +87,7 @@ class Supervisor:
         self._seats = [
             Seat(
                 WorkerSetup(worker, generation, cpu, setup.descriptors, settings),
-                SupervisorEnd(self._control.mailbox(0, worker)),
+                SupervisorEnd(self._control.mailbox(worker)),
                 self._link.send,
                 _MAX_STEP_NS,
             )

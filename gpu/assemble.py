@@ -21,7 +21,6 @@ from .coexec.assistant import Assistant
 from .device.host_memory import TorchDevice
 from .device.select import DeviceOptions, make_device
 from .executor import AdapterFetch, DeviceExecutor
-from .graph.decode_graphs import select_decode_graphs
 from .host_adapters import ArenaSize, GroupLayers, HostAdapters, one_group
 from .leaf.install import select_leaf_kernels
 from .linear.plain import PlainLinear
@@ -43,6 +42,7 @@ from .model.probe import (
 from .model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
+from .model.select import OFF, select_decode_graphs
 from .model.targets import build_target_map, record_input_groups, with_input_groups
 from .model.threads import choose_threads, limit_torch_threads, probe_tokens
 from .step import StepContext
@@ -72,7 +72,7 @@ class LoadedModel:
     attention_backend: AttentionBackend
     linear_backend_name: str
     leaf_kernels_name: str
-    decode_graphs: str  # on or off
+    decode_graphs: str  # of ``model.select``
     weight_bytes: int  # of the model as it was loaded
     rope_max_len: int | None
     recompute_at_tokens: int | None
@@ -191,7 +191,7 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     loaded.hook.attach(loaded.attention_backend, pool)
     return ModelRunner(
         loaded.model, loaded.context, loaded.hook, pool, loaded.lora_backend,
-        with_graphs=loaded.decode_graphs == "on",
+        with_graphs=loaded.decode_graphs != OFF,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ _GROUPS = {
     "corun.cpu_workers.kernels.linear": "linear products",
     "corun.gpu.leaf": "norms, rotary embeddings and activations",
     "corun.gpu.attention": "attention",
-    "corun.gpu.graph": "replays of decode passes",
+    "corun.gpu.replay": "replays of decode passes",
 }
 _NAMES = tuple(dict.fromkeys(_GROUPS.values()))
 _TOLD_S = 1.0  # a kernel that took so long gets a line of its own

@@ -4,22 +4,23 @@ A product over matrices in pages of 4 KiB spends part of its time on address tra
 kernel is asked for huge pages before the first touch, where it gives any to shared memory.
 """
 
-import ctypes
-import errno
 import logging
-import os
 from pathlib import Path
 
 from .backing import available_memory_bytes
+from .huge_pages import (
+    HUGE_PAGE_BYTES,
+    MADV_HUGEPAGE,
+    MADV_NOHUGEPAGE,
+    MADV_POPULATE_WRITE,
+    advise,
+)
 from .segment import Segment
 
 _LOG = logging.getLogger(__name__)
 
-HUGE_PAGE_BYTES = 2 << 20
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _GIVEN = ("always", "within_size", "advise")  # settings under which advice, or nothing, is needed
-
-_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 14, 15, 23
 
 
 def huge_page_setting(path: Path = _SETTING) -> str:
@@ -54,7 +55,7 @@ class ArenaPages:
         if not is_elastic:
             self._take(0, segment.num_bytes)
         elif self._wants_huge:
-            self._advise(0, segment.num_bytes, _MADV_NOHUGEPAGE)
+            self._advise(0, segment.num_bytes, MADV_NOHUGEPAGE)
 
     def take(self, offset: int, num_bytes: int) -> None:
         """Have memory for a range; its contents are kept. Raises ``SpaceError``."""
@@ -67,7 +68,7 @@ class ArenaPages:
             return
         start, end = self._huge_interior(offset, num_bytes)
         if self._wants_huge and end > start:
-            self._advise(start, end - start, _MADV_NOHUGEPAGE)
+            self._advise(start, end - start, MADV_NOHUGEPAGE)
         self._segment.give_back(offset, num_bytes)
 
     def _take(self, offset: int, num_bytes: int) -> None:
@@ -75,8 +76,8 @@ class ArenaPages:
         # Only a touch makes huge pages, allocation does not. It is not tried on a machine that has
         # too little memory, for which somebody would be killed: ``allocate`` says so instead.
         if self._wants_huge and end > start and num_bytes <= available_memory_bytes():
-            self._advise(start, end - start, _MADV_HUGEPAGE)
-            self._advise(start, end - start, _MADV_POPULATE_WRITE)
+            self._advise(start, end - start, MADV_HUGEPAGE)
+            self._advise(start, end - start, MADV_POPULATE_WRITE)
         self._segment.allocate(offset, num_bytes)
 
     def _huge_interior(self, offset: int, num_bytes: int) -> tuple[int, int]:
@@ -87,24 +88,5 @@ class ArenaPages:
         return start, end
 
     def _advise(self, offset: int, num_bytes: int, advice: int) -> None:
-        """Only ever a matter of speed: what the kernel refuses is logged and done without.
-
-        A segment's payload begins with a page.
-        """
-        number = madvise(self._segment.address + offset, num_bytes, advice)
-        if number:
-            name = errno.errorcode.get(number, str(number))
-            _LOG.debug(
-                "madvise(%d) of %d bytes: %s: %s", advice, num_bytes, name, os.strerror(number)
-            )
-
-
-def madvise(address: int, num_bytes: int, advice: int) -> int:
-    """Advise the kernel of whole pages; return 0 or the number of the error.
-
-    Other threads of Python go on meanwhile, as they do not with ``mmap.madvise``.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0:
-        return 0
-    return ctypes.get_errno() or errno.EINVAL
+        # A segment's payload begins with a page.
+        advise(self._segment.address + offset, num_bytes, advice)

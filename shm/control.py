@@ -1,4 +1,4 @@
-"""The control segment: the mailboxes of all (producer rank, worker) pairs."""
+"""The control segment: the mailboxes of all workers."""
 
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,12 +27,11 @@ _GEOMETRY = structure(CONTROL_FIELDS, LINE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """Where one (producer rank, worker) pair talks: addresses in this process.
+    """Where the producer and one worker talk: addresses in this process.
 
     ``buffer`` is the mailbox itself; it stays mapped while this is held.
     """
 
-    rank: int
     worker: int
     num_slots: int
     address: int
@@ -54,9 +53,8 @@ class Mailbox:
 class Control:
     """The control segment, from the side of whoever made it or got its descriptor."""
 
-    def __init__(self, segment: Segment, num_ranks: int, num_workers: int, num_slots: int) -> None:
+    def __init__(self, segment: Segment, num_workers: int, num_slots: int) -> None:
         self.segment = segment
-        self.num_ranks = num_ranks
         self.num_workers = num_workers
         self.num_slots = num_slots
 
@@ -64,7 +62,6 @@ class Control:
     def create(
         cls,
         *,
-        num_ranks: int = 1,
         num_workers: int,
         num_slots: int = 256,
         first_sequence: int = 1,
@@ -75,17 +72,16 @@ class Control:
         ``num_slots`` is a power of two, so that slots follow each other where sequence numbers
         wrap around. Raises ``ShmError`` and its kinds.
         """
-        _check_shape(num_ranks, num_workers, num_slots)
-        num_bytes = LINE_BYTES + num_ranks * num_workers * mailbox_bytes(num_slots)
+        _check_shape(num_workers, num_slots)
+        num_bytes = LINE_BYTES + num_workers * mailbox_bytes(num_slots)
         segment = Segment.create(num_bytes, kind=CONTROL_KIND, backing=backing)
-        _GEOMETRY.pack_into(segment.buffer, 0, num_ranks, num_workers, num_slots)
-        control = cls(segment, num_ranks, num_workers, num_slots)
+        _GEOMETRY.pack_into(segment.buffer, 0, num_workers, num_slots)
+        control = cls(segment, num_workers, num_slots)
         before_first = wrap(first_sequence - 1).to_bytes(4, "little", signed=True)
-        for rank in range(num_ranks):
-            for worker in range(num_workers):
-                buffer = control.mailbox(rank, worker).buffer
-                for name in ("published", "ready", "done", "started"):
-                    buffer[offset_of(name) : offset_of(name) + 4] = before_first
+        for worker in range(num_workers):
+            buffer = control.mailbox(worker).buffer
+            for name in ("published", "ready", "done", "started"):
+                buffer[offset_of(name) : offset_of(name) + 4] = before_first
         return control
 
     @classmethod
@@ -95,7 +91,7 @@ class Control:
         shape = _GEOMETRY.unpack_from(segment.buffer, 0)
         try:
             _check_shape(*shape)
-            if segment.num_bytes != LINE_BYTES + shape[0] * shape[1] * mailbox_bytes(shape[2]):
+            if segment.num_bytes != LINE_BYTES + shape[0] * mailbox_bytes(shape[1]):
                 raise ShmError(f"{segment.num_bytes} bytes")
         except ShmError as error:
             segment.close()
@@ -107,15 +103,13 @@ class Control:
         """To be handed over."""
         return self.segment.fd
 
-    def mailbox(self, rank: int, worker: int) -> Mailbox:
-        """The mailbox of a producer's rank and a worker."""
-        assert 0 <= rank < self.num_ranks and 0 <= worker < self.num_workers, (rank, worker)
+    def mailbox(self, worker: int) -> Mailbox:
+        """The mailbox of a worker."""
+        assert 0 <= worker < self.num_workers, worker
         size = mailbox_bytes(self.num_slots)
-        start = LINE_BYTES + (rank * self.num_workers + worker) * size
+        start = LINE_BYTES + worker * size
         address = self.segment.address + start
-        return Mailbox(
-            rank, worker, self.num_slots, address, self.segment.buffer[start : start + size]
-        )
+        return Mailbox(worker, self.num_slots, address, self.segment.buffer[start : start + size])
 
     def close(self) -> None:
         """Close the descriptor; the memory goes with the last mailbox that is held."""
@@ -133,8 +127,8 @@ class Control:
         self.close()
 
 
-def _check_shape(num_ranks: int, num_workers: int, num_slots: int) -> None:
-    if num_ranks < 1 or num_workers < 1:
-        raise ShmError(f"{num_ranks} ranks and {num_workers} workers have no mailbox")
+def _check_shape(num_workers: int, num_slots: int) -> None:
+    if num_workers < 1:
+        raise ShmError(f"{num_workers} workers have no mailbox")
     if num_slots < 2 or num_slots & (num_slots - 1) or num_slots > 2**20:
         raise ShmError(f"a mailbox of {num_slots} slots: it must be a power of two, 2 to 2^20")

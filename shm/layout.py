@@ -35,11 +35,10 @@ _SUPERVISOR = "supervisor"
 _FOR_DEAD = "worker while running or stopping; supervisor at other times"
 
 CONTROL_FIELDS = (
-    Field("num_ranks", 0, "int32", "creator", "all", "producers: ranks of tensor parallelism"),
-    Field("num_workers", 4, "int32", "creator", "all", "workers"),
-    Field("num_slots", 8, "int32", "creator", "all", "jobs that a mailbox holds, a power of two"),
+    Field("num_workers", 0, "int32", "creator", "all", "workers"),
+    Field("num_slots", 4, "int32", "creator", "all", "jobs that a mailbox holds, a power of two"),
 )
-"""Line at the start of the control segment; mailboxes follow, by rank and then by worker."""
+"""Line at the start of the control segment; mailboxes follow, by worker."""
 
 MAILBOX_FIELDS = (
     Field("published", 0, "int32", _HOST, "worker, supervisor",
@@ -82,13 +81,12 @@ RESULT_FIELDS = (
 """One result, in the slot of its job."""
 
 RINGS_FIELDS = (
-    Field("num_ranks", 0, "int32", "creator", "all", "as in the control segment"),
-    Field("num_workers", 4, "int32", "creator", "all", "as in the control segment"),
-    Field("num_slots", 8, "int32", "creator", "all", "slots of each ring, a power of two"),
-    Field("x_slot_bytes", 16, "int64", "creator", "all", "bytes of a slot of x"),
-    Field("y_slot_bytes", 24, "int64", "creator", "all", "bytes of a slot of y"),
+    Field("num_workers", 0, "int32", "creator", "all", "as in the control segment"),
+    Field("num_slots", 4, "int32", "creator", "all", "slots of each ring, a power of two"),
+    Field("x_slot_bytes", 8, "int64", "creator", "all", "bytes of a slot of x"),
+    Field("y_slot_bytes", 16, "int64", "creator", "all", "bytes of a slot of y"),
 )
-"""Line at the start of the rings; by rank and then by worker follow slots of x, then of y."""
+"""Line at the start of the rings; by worker follow slots of x, then of y."""
 
 
 def structure(fields: tuple[Field, ...], num_bytes: int) -> struct.Struct:

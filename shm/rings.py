@@ -1,10 +1,10 @@
 """The x and y rings: where activations go to a worker, and its deltas come back.
 
-Per (producer rank, worker) a ring of slots of x and one of y, all in one segment. A slot holds
-bf16 rows, contiguous: x [tokens, in features] of a job, y [tokens, padded out columns].
+Per worker a ring of slots of x and one of y, all in one segment. A slot holds bf16 rows,
+contiguous: x [tokens, in features] of a job, y [tokens, padded out columns].
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Self
 
@@ -25,15 +25,14 @@ _GEOMETRY = structure(RINGS_FIELDS, LINE_BYTES)
 class RingShape:
     """How many slots there are, and how large they are: decided once, at start."""
 
-    num_ranks: int
     num_workers: int
     num_slots: int  # of each ring: a power of two, at least 2
     x_slot_bytes: int
     y_slot_bytes: int
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.num_workers < 1:
-            raise ShmError(f"{self.num_ranks} ranks and {self.num_workers} workers have no rings")
+        if self.num_workers < 1:
+            raise ShmError(f"{self.num_workers} workers have no rings")
         if self.num_slots < 2 or self.num_slots & (self.num_slots - 1):
             raise ShmError(
                 f"a ring of {self.num_slots} slots: it must be a power of two, 2 or more"
@@ -46,7 +45,6 @@ class RingShape:
     def for_widths(
         cls,
         *,
-        num_ranks: int = 1,
         num_workers: int,
         num_slots: int,
         max_slice_tokens: int,
@@ -58,7 +56,7 @@ class RingShape:
         ``max_out_columns`` counts the padded columns of all targets of a group together.
         """
         return cls(
-            num_ranks, num_workers, num_slots,
+            num_workers, num_slots,
             _whole_lines(max_slice_tokens * max_in_features * ITEM_BYTES),
             _whole_lines(max_slice_tokens * max_out_columns * ITEM_BYTES),
         )  # fmt: skip
@@ -66,24 +64,24 @@ class RingShape:
     @property
     def num_bytes(self) -> int:
         """Of the segment."""
-        return LINE_BYTES + self.num_ranks * self.num_workers * self._pair_bytes
+        return LINE_BYTES + self.num_workers * self._worker_bytes
 
     @property
-    def _pair_bytes(self) -> int:
+    def _worker_bytes(self) -> int:
         return self.num_slots * (self.x_slot_bytes + self.y_slot_bytes)
 
-    def x_offset(self, rank: int, worker: int, sequence: int) -> int:
+    def x_offset(self, worker: int, sequence: int) -> int:
         """Of the slot of x of a job, in the segment."""
-        return self._start(rank, worker) + sequence % self.num_slots * self.x_slot_bytes
+        return self._start(worker) + sequence % self.num_slots * self.x_slot_bytes
 
-    def y_offset(self, rank: int, worker: int, sequence: int) -> int:
+    def y_offset(self, worker: int, sequence: int) -> int:
         """Of the slot of y of a job, in the segment."""
-        y_start = self._start(rank, worker) + self.num_slots * self.x_slot_bytes
+        y_start = self._start(worker) + self.num_slots * self.x_slot_bytes
         return y_start + sequence % self.num_slots * self.y_slot_bytes
 
-    def _start(self, rank: int, worker: int) -> int:
-        assert 0 <= rank < self.num_ranks and 0 <= worker < self.num_workers, (rank, worker)
-        return LINE_BYTES + (rank * self.num_workers + worker) * self._pair_bytes
+    def _start(self, worker: int) -> int:
+        assert 0 <= worker < self.num_workers, worker
+        return LINE_BYTES + worker * self._worker_bytes
 
 
 class Rings:
@@ -103,10 +101,7 @@ class Rings:
     def create(cls, shape: RingShape, *, backing: Backing = "auto") -> Self:
         """Make the rings, all zero. Raises ``ShmError`` and its kinds."""
         segment = Segment.create(shape.num_bytes, kind=RINGS_KIND, backing=backing)
-        _GEOMETRY.pack_into(
-            segment.buffer, 0, shape.num_ranks, shape.num_workers, shape.num_slots,
-            shape.x_slot_bytes, shape.y_slot_bytes,
-        )  # fmt: skip
+        _GEOMETRY.pack_into(segment.buffer, 0, *astuple(shape))
         return cls(segment, shape)
 
     @classmethod

@@ -62,7 +62,7 @@ def remove_stale_names(directory: Path = DIRECTORY) -> list[str]:
     removed = []
     try:
         entries = sorted(os.listdir(directory))
-    except FileNotFoundError:
+    except OSError:
         return []
     for entry in entries:
         match = _NAME.fullmatch(entry)
@@ -71,7 +71,8 @@ def remove_stale_names(directory: Path = DIRECTORY) -> list[str]:
         uid, pid, ticks = (int(group) for group in match.groups())
         if uid != os.getuid() or Process(pid, ticks).is_alive():
             continue
-        with contextlib.suppress(FileNotFoundError):
+        # It may be gone, or belong to somebody else in spite of its name.
+        with contextlib.suppress(OSError):
             (directory / entry).unlink()
             removed.append(entry)
     if removed:

@@ -29,12 +29,6 @@ _ROOT = Path(__file__).parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--no-time-budget",
-        action="store_true",
-        help="do not fail when a folder's tests take longer than their budget",
-    )
-
-    parser.addoption(
         "--full",
         action="store_true",
         help="run also what repeats other tests, on lower levels of instructions",
@@ -50,8 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         {
             folder: factor * seconds
             for folder, seconds in settings["tool"]["corun"]["test-budget-s"].items()
-        },
-        enforced=not config.getoption("--no-time-budget"),
+        }
     )
     if not hasattr(config, "workerinput"):  # the process that started the others adds up
         config.pluginmanager.register(budget, "corun-time-budget")

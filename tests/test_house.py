@@ -97,9 +97,6 @@ _POLICY = (
     "runtime.adapters.target_map",
     "runtime.engine.core",
     "runtime.engine.messages",
-    # Not policy, but what property tests run on.
-    "gpu.device.symbolic_explore",
-    "gpu.device.symbolic_run",
 )
 _POLICY_PACKAGES = (
     "runtime/scheduler",
@@ -165,6 +162,18 @@ def test_folders_import_only_what_they_may() -> None:
         # The version is the root's only name that the inside needs.
         if item.target != "__version__"
         and not any(_is_below(item.target, allowed) for allowed in _allowed(item.file))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_what_runs_the_model_knows_that_passes_are_replayed() -> None:
+    """Kernels are called by ``gpu.launcher``, whoever notes it."""
+    wrong = [
+        f"{item.file}:{item.line} imports {item.target}"
+        for path in _product_files()
+        if not _name(path).startswith(("gpu/replay/", "gpu/model/"))
+        for item in _imports(path)
+        if _is_below(item.target, "gpu.replay")
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -21,7 +21,7 @@ _RUN_S = 1500
 def _run(level: str, paths: tuple[str, ...]) -> None:
     if level not in [each.name for each in isa.machine_levels()]:
         pytest.skip(f"this machine cannot compute at {level}: {isa.why_not(level)}")
-    command = [sys.executable, "-m", "pytest", "-q", "--no-time-budget", *paths]
+    command = [sys.executable, "-m", "pytest", "-q", *paths]
     # Not a part of the run that started it.
     inherited = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
     done = subprocess.run(

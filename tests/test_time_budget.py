@@ -10,7 +10,7 @@ from support.time_budget import TimeBudget
 
 
 def _budget() -> TimeBudget:
-    return TimeBudget({"tests": 1, "tests/a/b": 2}, enforced=True)
+    return TimeBudget({"tests": 1, "tests/a/b": 2})
 
 
 def test_a_test_counts_to_the_nearest_folder() -> None:
@@ -31,16 +31,14 @@ def test_times_add_up() -> None:
     assert budget.exceeded() == ["tests"]
 
 
-@pytest.mark.parametrize(
-    ("budget_s", "enforced", "code"), [(0, True, 1), (0, False, 0), (60, True, 0)]
-)
-def test_a_run_over_budget_fails(
-    tmp_path: Path, repository: Path, budget_s: float, enforced: bool, code: int
+@pytest.mark.parametrize("budget_s", [0, 60])
+def test_a_run_over_budget_says_so_and_passes(
+    tmp_path: Path, repository: Path, budget_s: float
 ) -> None:
     (tmp_path / "conftest.py").write_text(
         "from support.time_budget import TimeBudget\n"
         "def pytest_configure(config):\n"
-        f"    budget = TimeBudget({{'.': {budget_s}}}, enforced={enforced})\n"
+        f"    budget = TimeBudget({{'.': {budget_s}}})\n"
         "    config.pluginmanager.register(budget)\n"
     )
     (tmp_path / "test_x.py").write_text("def test_pass():\n    pass\n")
@@ -51,5 +49,5 @@ def test_a_run_over_budget_fails(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == code, done.stdout
+    assert done.returncode == 0, done.stdout
     assert ("exceeded" in done.stdout) == (budget_s == 0)

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from corun.cpu_workers.pool import WorkerPool
 from corun.gpu.device.cpu import CpuDevice
-from corun.gpu.device.cpu_wait import wait_clock
-from corun.gpu.device.link import PacedLink
+from corun.gpu.device.cuda import CudaDevice
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import LinkModel, MachineModel
-from corun.profiles.profile import Profile
+from corun.profiles.profile import Profile, save_profile
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.build import EngineAssembly, build_engine
 from corun.runtime.engine.coexecution import Coexecution
 from corun.runtime.engine.messages import AddRequest
+from corun.runtime.engine.profiling import HowMuch, Listener, run_profile
 from corun.runtime.plan import RequestId
 from corun.runtime.planner.planner import Planner, PlannerConfig
 from corun.runtime.planner.strategy import LoadStrategy
@@ -38,7 +38,6 @@ STRATEGIES = tuple(strategy.value for strategy in LoadStrategy)
 _GIB = 2**30
 _STEP_TIMEOUT_S = 1.0
 _REQUEST_TIMEOUT_S = 120.0
-_LONG_SLEEP_S = 0.001
 _FREE_LINK_BYTES_PER_S = 50.0 * _GIB
 
 
@@ -79,33 +78,23 @@ class Slowness:
         return self.worker_slowdown * self.natural_ratio
 
 
-def _sleep(duration_s: float) -> None:
-    """Short ones to a few microseconds, for which the core is not left alone; others about.
-
-    A transfer starts where the one before it should have ended, so lateness does not add up.
-    """
-    if duration_s > _LONG_SLEEP_S:
-        time.sleep(duration_s)
-    else:
-        wait_clock(time.monotonic_ns() + round(duration_s * 1e9))
-
-
 class Rig:
     """See the module."""
 
     def __init__(self, assembly: EngineAssembly, vocab: int) -> None:
         coexecution = assembly.coexecution
         assert coexecution is not None and coexecution.pool is not None, "co-execution is off"
-        assert isinstance(assembly.device, CpuDevice), "the bench paces the CPU device's link"
+        assert isinstance(assembly.device, CpuDevice | CudaDevice)
         self.core = assembly.core
         self.summary = assembly.info.summary
         self._assembly = assembly
-        self._device = assembly.device
+        self._link = assembly.device.link
         self._coexecution: Coexecution = coexecution
         self.pool: WorkerPool = coexecution.pool
         self.profile: Profile = coexecution.profile
         self._waits = WaitRecorder(self.pool)
-        coexecution.assistant.observer = self._waits
+        if isinstance(assembly.device, CpuDevice):  # elsewhere the host runs ahead of its waits
+            coexecution.assistant.observer = self._waits
         self._rng = random.Random(0)
         self._vocab = vocab
         self._next_id = 1
@@ -134,8 +123,7 @@ class Rig:
     def set_up(self, link_bytes_per_s: float, worker_slowdown: float) -> None:
         """Exchange link, workers and all planners, once nothing is under way."""
         self.finish()
-        latency_us = self._device.link.latency_us
-        self._device.link = PacedLink(link_bytes_per_s / _GIB, latency_us, sleep=_sleep)
+        self._link.change_bandwidth(link_bytes_per_s / _GIB)
         self.pool.slowdown = worker_slowdown
         model = _changed(self.profile.model, link_bytes_per_s, worker_slowdown)
         self._planners = {
@@ -272,12 +260,12 @@ def engine_and_worker_cpus() -> tuple[int, int]:
 
 
 def make_config(
-    model: Path, adapters: Path, profile: Path | None, cpus: tuple[int, int]
+    model: Path, adapters: Path, profile: Path | None, cpus: tuple[int, int], device: str = "cpu"
 ) -> EngineConfig:
     """The options of every engine here: ``cpus`` of the engine and of the worker."""
     return EngineConfig(
         model=str(model),
-        device="cpu",
+        device=device,
         dtype="bfloat16",
         lora_dir=str(adapters),
         engine_cores=str(cpus[0]),
@@ -287,6 +275,29 @@ def make_config(
         max_num_seqs=16,
         profile=None if profile is None else str(profile),
         memory_gib=2.0,
+    )
+
+
+def with_measured_profile(
+    config: EngineConfig, path: Path, budget_s: float, say: Callable[[str], None]
+) -> EngineConfig:
+    """Measure a profile as ``corun profile`` does, in so many seconds, and save it.
+
+    Returns the options of an engine that computes with the kernels that were measured.
+    """
+    say(f"measuring a profile for about {budget_s:.0f} s")
+    allowed = os.sched_getaffinity(0)
+    listener = Listener(say, lambda _: None, lambda _: None)
+    profile = run_profile(config, HowMuch("quick", budget_s), listener).profile
+    os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
+    save_profile(profile, path)
+    linear, attention, lora, *_ = profile.subject.settings.backends
+    return replace(
+        config,
+        profile=str(path),
+        linear_backend=linear,
+        attention_backend=attention,
+        lora_backend=lora,
     )
 
 

@@ -42,6 +42,25 @@ BF16X16 = ir.VectorType(_Bfloat(), 16)
 BF16X32 = ir.VectorType(_Bfloat(), 32)
 
 
+def bfloat16_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The bfloat16, as int16, of a result of arithmetic on bfloat16, rounded to nearest even.
+
+    value: one float32 or a vector of them. NaN stays NaN: of such a NaN no bit is set that is cut
+    off, so that rounding keeps it.
+    """
+    word, half = I32, I16
+    if isinstance(value.type, ir.VectorType):
+        word, half = (ir.VectorType(kind, value.type.count) for kind in (I32, I16))
+
+    def same(number: int) -> ir.Constant:
+        return ir.Constant(word, number if word is I32 else [number] * word.count)
+
+    bits = builder.bitcast(value, word)
+    odd = builder.and_(builder.lshr(bits, same(16)), same(1))
+    rounded = builder.add(bits, builder.add(odd, same(0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, same(16)), half)
+
+
 class Emitter:
     """Vector instructions on one LLVM builder, for one format tag.
 
@@ -77,13 +96,16 @@ class Emitter:
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer, align=2)
 
-    def prefetch(self, address: ir.Value) -> None:
-        """Ask for the cache line at ``address``, which need not be valid."""
+    def prefetch(self, address: ir.Value, *, is_near: bool = False) -> None:
+        """Ask for the cache line at ``address``, which need not be valid.
+
+        Into the second-level cache, or (``is_near``) the first.
+        """
         line = self.builder.inttoptr(address, ir.IntType(8).as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [line.type, I32, I32, I32])
         function = self.builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
-        # To read, into the second-level cache, data.
-        self.builder.call(function, [line, I32(0), I32(2), I32(1)])
+        # To read; data.
+        self.builder.call(function, [line, I32(0), I32(3 if is_near else 2), I32(1)])
 
     def offset(self, address: ir.Value, index: ir.Value | int, scale: int = 1) -> ir.Value:
         """The address ``index`` * ``scale`` bytes further."""
@@ -240,16 +262,10 @@ class Emitter:
         self.store_bfloat16(builder.fadd(builder.bitcast(old, self.f32s), total), address)
 
     def store_bfloat16(self, value: ir.Value, address: ir.Value) -> None:
-        """Write results of arithmetic on bfloat16 as bfloat16, rounded to nearest even.
-
-        NaN stays NaN: of such a NaN no bit is set that is cut off, so that rounding keeps it.
-        """
+        """Write results of arithmetic on bfloat16: see ``bfloat16_bits``."""
         builder = self.builder
         if self.has_rounding:
             # One instruction instead of ten; values below 2^-126 become zero.
             self.store(builder.fptrunc(value, ir.VectorType(_Bfloat(), self.lanes)), address)
             return
-        bits = builder.bitcast(value, self.i32s)
-        odd = builder.and_(builder.lshr(bits, self.same(16)), self.same(1))
-        rounded = builder.add(bits, builder.add(odd, self.same(0x7FFF)))
-        self.store(builder.trunc(builder.lshr(rounded, self.same(16)), self.i16s), address)
+        self.store(bfloat16_bits(builder, value), address)

@@ -35,7 +35,7 @@ from .linear_tiles import (
 )
 from .tiles import WIDE_ROW_BYTES, clear, int64_at, is_widened, widen
 
-TILES_DIGEST = "5ffb2bf27382aeac"  # sha256 of its sources, first 16 digits: see tiles.py
+TILES_DIGEST = "a65330805493d44f"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What the caller says of each matrix: see ``multiply``.
 MATRIX_FIELDS = 5
@@ -50,9 +50,11 @@ _PANELS_BY_TOKENS = np.array([0, *(PANELS_OF[size] for size in sorted(PANELS_OF)
 _LANES = process_isa().lanes
 _PANELS_PER_UNIT = GROUPS_PER_LINEAR_UNIT * COLUMNS_PER_GROUP // _LANES
 # Below this many bytes of weights, each time they are read, a thread is done before a second has
-# woken up; and below so many values of x, to make them float32.
+# woken up.
 _SERIAL_BYTES = 64 * 1024
-_SERIAL_VALUES = 16 * 1024
+# Up to so many values of x each thread makes them all float32 for itself: that costs it less than
+# to fetch from another core what that one has just written.
+_OWN_VALUES = 64 * 1024
 
 
 @part
@@ -61,9 +63,14 @@ def _wide_row_bytes(steps: int) -> int:
     return -(-steps // WIDE_STEPS) * WIDE_ROW_BYTES
 
 
-def num_wide_bytes(num_tokens: int, steps: int) -> int:
+def num_wide_bytes(num_tokens: int, steps: int, num_threads: int) -> int:
     """Bytes of scratch that ``multiply`` needs for ``layout.BFLOAT16``."""
-    return (num_tokens + _WIDE_TOKENS) * -(-steps // WIDE_STEPS) * WIDE_ROW_BYTES
+    num_copies = num_threads if 2 * num_tokens * steps <= _OWN_VALUES else 1
+    # The last block of a copy is filled up.
+    return num_copies * (num_tokens + _WIDE_TOKENS) * -(-steps // WIDE_STEPS) * WIDE_ROW_BYTES
+
+
+_num_wide_bytes = part(num_wide_bytes)
 
 
 @part
@@ -135,7 +142,7 @@ def _multiply_units_wide(
                 num_blocks > 1,
             )  # fmt: skip
             token += size
-            ahead = ahead + width * WIDE_STEPS * _LANES * 2 if block == 0 else tile
+            ahead = ahead + width * panel_bytes // 2 if block == 0 else tile
 
 
 @part
@@ -224,10 +231,16 @@ def _choose_arithmetic(
 
 @part
 def _multiply_share(
-    tag: Any, matrices: int, x: int, x_stride: int, steps: int, num_tokens: int, first: int,
-    last: int,
+    tag: Any, matrices: int, x: int, x_stride: int, steps: int, num_tokens: int, wide: int,
+    first: int, last: int,
 ) -> None:  # fmt: skip
-    """Units [first, last), counted through all matrices."""
+    """Units [first, last), counted through all matrices.
+
+    wide: scratch of this share, in which it makes x float32 for itself; 0 = x is as it should be.
+    """
+    if is_widened(tag) and wide:
+        _widen_share(x, x_stride, steps, num_tokens, wide, 0, _wide_blocks(num_tokens)[0])
+        x = wide
     group_bytes = steps * VECTOR_BYTES
     unit = first
     units_before = 0
@@ -290,18 +303,18 @@ def multiply(
     workers = min(num_threads, num_units)
     if num_units * unit_bytes * blocks <= _SERIAL_BYTES:
         workers = 1
-    rows = x
+    copy_bytes = 0
     if is_widened(tag):
-        rows = wide
-        num_blocks = _wide_blocks(num_tokens)[0]
-        if workers == 1 or num_tokens * steps * 2 <= _SERIAL_VALUES:
-            _widen_share(x, x_stride, steps, num_tokens, wide, 0, num_blocks)
-        else:
+        copy_bytes = _num_wide_bytes(num_tokens, steps, 1)
+        if workers > 1 and 2 * num_tokens * steps > _OWN_VALUES:
+            num_blocks = _wide_blocks(num_tokens)[0]
             for worker in prange(workers):
                 first = num_blocks * worker // workers
                 last = num_blocks * (worker + 1) // workers
                 _widen_share(x, x_stride, steps, num_tokens, wide, first, last)
-    whole = (tag, matrices, rows, x_stride, steps, num_tokens, np.int64(0), num_units)
+            x = wide
+            wide = copy_bytes = 0
+    whole = (tag, matrices, x, x_stride, steps, num_tokens, wide, np.int64(0), num_units)
     share = address_of(_multiply_share, whole)
     if workers == 1:
         call_function(share, whole)
@@ -309,4 +322,5 @@ def multiply(
     for worker in prange(workers):
         first = num_units * worker // workers
         last = num_units * (worker + 1) // workers
-        call_function(share, (tag, matrices, rows, x_stride, steps, num_tokens, first, last))
+        own = wide + worker * copy_bytes
+        call_function(share, (tag, matrices, x, x_stride, steps, num_tokens, own, first, last))

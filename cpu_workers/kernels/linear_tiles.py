@@ -27,7 +27,6 @@ PANELS_OF = (
     else {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
 )
 _WIDE_UNROLLED = 4
-_OWN_AHEAD_BYTES = 1536
 
 
 def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> Any:
@@ -195,8 +194,8 @@ def wide_product(
     ``last_token`` are computed for nothing. All shapes add in the same order: a token's result
     does not depend on how many are computed with it.
 
-    ahead: address of as many panels, which are asked for, or half of them (``is_half``). They need
-    not be valid. A single token asks for its own.
+    ahead: address of what comes next, of which as many bytes are asked for as the tile has, or half
+    of them (``is_half``). It need not be valid.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
@@ -209,9 +208,7 @@ def wide_product(
                     builder.add(weights, builder.mul(panel_bytes, I64(p)))
                     for p in range(PANELS_OF[size])
                 ]
-                prefetch = _prefetch_own(emit, panels)
-                if size > 1:
-                    prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
+                prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
                 totals = _sums(emit, panels, size, x, steps, prefetch)
                 _write(emit, size, totals, bias, y, y_stride, last)
 
@@ -231,34 +228,21 @@ def wide_product(
     return types.void(*[types.int64] * 10, types.boolean), codegen
 
 
-def _prefetch_own(emit: Emitter, panels: list[ir.Value]) -> Callable[[ir.Value, ir.Value], None]:
-    """Ask for the lines of a tile's own panels, a little before they are read."""
-    builder = emit.builder
-
-    def prefetch(chunk: ir.Value, row_step: ir.Value) -> None:
-        step = builder.add(builder.mul(chunk, I64(WIDE_STEPS)), row_step)
-        for panel in panels:
-            place = emit.offset(panel, step, emit.bytes)
-            for distance in range(0, _WIDE_UNROLLED * emit.bytes, VECTOR_BYTES):
-                emit.prefetch(emit.offset(place, _OWN_AHEAD_BYTES + distance))
-
-    return prefetch
-
-
 def _prefetch_ahead(
     emit: Emitter, num_panels: int, ahead: ir.Value, *, is_half: bool
 ) -> Callable[[ir.Value, ir.Value], None]:
-    """Ask for the panels at ``ahead``: of each chunk's share for lines of many pages at once.
+    """Ask for the lines of a tile, or of half of one, from ``ahead`` on, in the order they lie in.
 
-    So the machine itself sees as many streams and reads ahead in each.
+    One stream, which the machine itself sees and reads ahead in. Into the first-level cache, even
+    where they do not fit: on their way they come to the second.
     """
-    num_lines = num_panels * _WIDE_UNROLLED * emit.bytes // VECTOR_BYTES
-    run_bytes = WIDE_STEPS // _WIDE_UNROLLED * VECTOR_BYTES
+    builder = emit.builder
+    step_bytes = num_panels * emit.bytes // (2 if is_half else 1)
 
     def prefetch(chunk: ir.Value, row_step: ir.Value) -> None:
-        start = emit.offset(ahead, chunk, num_lines * run_bytes)
-        start = emit.offset(start, row_step, VECTOR_BYTES // _WIDE_UNROLLED)
-        for line in range(num_lines // (2 if is_half else 1)):
-            emit.prefetch(emit.offset(start, line * run_bytes))
+        step = builder.add(builder.mul(chunk, I64(WIDE_STEPS)), row_step)
+        start = emit.offset(ahead, step, step_bytes)
+        for distance in range(0, _WIDE_UNROLLED * step_bytes, VECTOR_BYTES):
+            emit.prefetch(emit.offset(start, distance), is_near=True)
 
     return prefetch

@@ -13,7 +13,7 @@ import torch
 
 from ...cpu_workers.kernels.arithmetic import bfloat16_tag
 from ...cpu_workers.kernels.layout import FLOAT32
-from ..graph.launch import current_capture, launch, new_output
+from ..launcher import current_capture, launch, new_output
 from ..step import AttentionMetadata
 from . import numba_kernels as kernels
 from .base import AttentionParams

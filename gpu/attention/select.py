@@ -10,6 +10,7 @@ import logging
 import numba
 import torch
 
+from ...runtime.config.engine import ATTENTION_BACKENDS
 from ...runtime.errors import ConfigError
 from .base import AttentionBackend
 from .numba_backend import NumbaAttention
@@ -19,7 +20,6 @@ from .torch_backend import TorchAttention
 _LOGGER = logging.getLogger(__name__)
 
 _FLAG = "--attention-backend"
-_NAMES = ("auto", "numba", "triton", "torch")
 
 
 class _UnusableError(Exception):
@@ -36,8 +36,9 @@ def select_attention_backend(
     Raises:
         ConfigError: ``name`` is unknown, or was asked for and does not work here.
     """
-    if name not in _NAMES:
-        raise ConfigError(f"{_FLAG}: no back end {name!r}; choose one of {', '.join(_NAMES)}")
+    if name not in ATTENTION_BACKENDS:
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ConfigError(f"{_FLAG}: no back end {name!r}; choose one of {known}")
     if name == "auto":
         return _select_best(device, dtype)
     try:

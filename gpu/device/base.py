@@ -3,8 +3,8 @@
 A device runs *streams*: queues whose operations take effect one after the other, in the order in
 which they were enqueued, and beside the caller. Between streams, and between a stream and other
 processes, there is no order but the one that events and words make. Three implementations keep
-these promises: CUDA, the CPU (a thread per stream), and a symbolic one that computes nothing and
-runs the streams in every legal order.
+these promises: CUDA, the CPU (a thread per stream), and in the tests a symbolic one that computes
+nothing and runs the streams in every legal order.
 
 An operation takes effect between two moments that nobody else sees; "done" below means that its
 effects are visible to every stream that an event orders behind it, and to every process that a

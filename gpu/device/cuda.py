@@ -77,7 +77,7 @@ class CudaDevice:
         link: PacedLink | None = None,
     ) -> None:
         self._runtime = runtime
-        self._link = link if link is not None else PacedLink()
+        self.link = link if link is not None else PacedLink()
         self._lock = threading.Lock()
         self._streams = StreamTable(runtime, MAX_STREAMS)
         self._memories: list[HostMemory] = []
@@ -113,7 +113,7 @@ class CudaDevice:
             registration=self._by.registrations.registrar.name,
             signal=self._by.signaller.name,
             wait=self._by.waiter.name,
-            link=self._link.describe(),
+            link=self.link.describe(),
         )
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
@@ -268,13 +268,13 @@ class CudaDevice:
             self._await_end(self._streams.all(), _GRACE_S)
 
     def _make_transfers(self) -> Transfers:
-        pacing = Pacing(self._link, self._work, self._gates)
+        pacing = Pacing(self.link, self._work, self._gates)
         return Transfers(
             self._runtime,
             self._by.registrations,
             self._by.copies,
-            link=self._link,
-            pacing=pacing if self._link.is_paced else None,
+            link=self.link,
+            pacing=pacing if self.link.is_paced else None,
         )
 
     def _begin(self, stream: Stream) -> StreamState:

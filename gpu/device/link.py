@@ -138,6 +138,13 @@ class _FreeLane:
         return self._busy_s + under_way_s, len(self._active)
 
 
+def _lanes(gib_per_s: float | None) -> "dict[Direction, _SharedLane | _FreeLane]":
+    return {
+        direction: _FreeLane() if gib_per_s is None else _SharedLane(gib_per_s * _GIB)
+        for direction in Direction
+    }
+
+
 class PacedLink:
     """Says when transfers end, and makes their callers wait until then. Thread-safe."""
 
@@ -163,10 +170,16 @@ class PacedLink:
         self._lock = threading.Lock()
         self._num_started = 0
         self._num_bytes = dict.fromkeys(Direction, 0)
-        self._lanes: dict[Direction, _SharedLane | _FreeLane] = {
-            direction: _SharedLane(gib_per_s * _GIB) if gib_per_s is not None else _FreeLane()
-            for direction in Direction
-        }
+        self._lanes: dict[Direction, _SharedLane | _FreeLane] = _lanes(gib_per_s)
+
+    def change_bandwidth(self, gib_per_s: float) -> None:
+        """Be another link from now on; no transfer may be under way, and it must be paced."""
+        assert self.is_paced, "what is not paced may have been left out by the device"
+        with self._lock:
+            now_s = self._clock()
+            assert not any(lane.at(now_s)[1] for lane in self._lanes.values()), "a transfer is open"
+            self.gib_per_s = gib_per_s
+            self._lanes = _lanes(gib_per_s)
 
     @property
     def is_paced(self) -> bool:

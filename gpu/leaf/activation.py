@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from ..graph.launch import launch, new_output
 from ..kernel_threads import num_kernel_threads
+from ..launcher import launch, new_output
 from . import kernels
 
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")

@@ -9,54 +9,13 @@ one would wake up for less than it costs.
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, prange, types
-from numba.extending import intrinsic
+from numba import carray, njit, prange
 
+from ...cpu_workers.kernels.bfloat16 import pointer, rounded, widened
 from ...cpu_workers.kernels.compiled import address_of, call_function, part
 
 # Values of a call below which one thread computes them all: about 10 us.
 _SERIAL_VALUES = 32 * 1024
-
-
-@intrinsic
-def _pointer(typingctx: Any, address: types.Type, like: types.Type) -> tuple[Any, Any]:
-    """A pointer to values of ``like``'s type at ``address``."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        kind = context.get_value_type(signature.return_type)
-        return builder.inttoptr(args[0], kind)
-
-    return types.CPointer(like)(types.int64, like), codegen
-
-
-@intrinsic
-def _widened(typingctx: Any, bits: types.Type) -> tuple[Any, Any]:
-    """The float32 of a bfloat16."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        word = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], word), word(16)), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def _rounded(typingctx: Any, value: types.Type) -> tuple[Any, Any]:
-    """The bfloat16 nearest to a result of arithmetic on bfloat16, ties to even; NaN stays NaN.
-
-    Of such a NaN the quiet bit is set and no bit is that is cut off, so that it needs no care.
-    """
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        word = ir.IntType(32)
-        bits = builder.bitcast(args[0], word)
-        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-        rounded = builder.add(bits, builder.add(odd, word(0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, word(16)), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
-
 
 _BITS = np.uint16(0)
 _PAIR = np.uint32(0)
@@ -69,7 +28,7 @@ _LOW_HALF, _HALF_BITS = np.uint32(0xFFFF), np.uint32(16)
 def _inverse_rms(x: np.ndarray, epsilon: np.float32) -> Any:
     total = np.float32(0)
     for i in range(len(x)):
-        value = _widened(x[i])
+        value = widened(x[i])
         total += value * value
     return np.float32(1) / np.sqrt(total / np.float32(len(x)) + epsilon)
 
@@ -79,18 +38,18 @@ def _norm_share(
     x: int, x_stride: int, scale: int, y: int, features: int, epsilon: np.float32,
     rounds_twice: bool, first: int, last: int,
 ) -> None:  # fmt: skip
-    factors = carray(_pointer(scale, _FLOAT), (features,))
+    factors = carray(pointer(scale, _FLOAT), (features,))
     for row in range(first, last):
-        values = carray(_pointer(x + 2 * row * x_stride, _BITS), (features,))
-        results = carray(_pointer(y + 2 * row * features, _BITS), (features,))
+        values = carray(pointer(x + 2 * row * x_stride, _BITS), (features,))
+        results = carray(pointer(y + 2 * row * features, _BITS), (features,))
         inverse = _inverse_rms(values, epsilon)
         if rounds_twice:
             for i in range(features):
-                normed = _widened(_rounded(_widened(values[i]) * inverse))
-                results[i] = _rounded(normed * factors[i])
+                normed = widened(rounded(widened(values[i]) * inverse))
+                results[i] = rounded(normed * factors[i])
         else:
             for i in range(features):
-                results[i] = _rounded((_widened(values[i]) * inverse) * factors[i])
+                results[i] = rounded((widened(values[i]) * inverse) * factors[i])
 
 
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
@@ -118,11 +77,11 @@ def norm(
 
 @part
 def _add_share(a: int, b: int, y: int, first: int, last: int) -> None:
-    lefts = carray(_pointer(a, _BITS), (last,))
-    rights = carray(_pointer(b, _BITS), (last,))
-    results = carray(_pointer(y, _BITS), (last,))
+    lefts = carray(pointer(a, _BITS), (last,))
+    rights = carray(pointer(b, _BITS), (last,))
+    results = carray(pointer(y, _BITS), (last,))
     for i in range(first, last):
-        results[i] = _rounded(_widened(lefts[i]) + _widened(rights[i]))
+        results[i] = rounded(widened(lefts[i]) + widened(rights[i]))
 
 
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
@@ -147,14 +106,14 @@ def _gated_share(
     gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, features: int,
     first: int, last: int,
 ) -> None:  # fmt: skip
-    activated = carray(_pointer(table, _BITS), (65536,))
+    activated = carray(pointer(table, _BITS), (65536,))
     for row in range(first, last):
-        gates = carray(_pointer(gate + 2 * row * gate_stride, _BITS), (features,))
-        ups = carray(_pointer(up + 2 * row * up_stride, _BITS), (features,))
-        results = carray(_pointer(y + 2 * row * features, _BITS), (features,))
+        gates = carray(pointer(gate + 2 * row * gate_stride, _BITS), (features,))
+        ups = carray(pointer(up + 2 * row * up_stride, _BITS), (features,))
+        results = carray(pointer(y + 2 * row * features, _BITS), (features,))
         # Two loops: the first cannot use vectors, the second can. Pairs spare reads and writes.
-        gate_pairs = carray(_pointer(gate + 2 * row * gate_stride, _PAIR), (features // 2,))
-        result_pairs = carray(_pointer(y + 2 * row * features, _PAIR), (features // 2,))
+        gate_pairs = carray(pointer(gate + 2 * row * gate_stride, _PAIR), (features // 2,))
+        result_pairs = carray(pointer(y + 2 * row * features, _PAIR), (features // 2,))
         for i in range(features // 2):
             pair = gate_pairs[i]
             low = np.uint32(activated[pair & _LOW_HALF])
@@ -162,7 +121,7 @@ def _gated_share(
         if features % 2:
             results[features - 1] = activated[gates[features - 1]]
         for i in range(features):
-            results[i] = _rounded(_widened(results[i]) * _widened(ups[i]))
+            results[i] = rounded(widened(results[i]) * widened(ups[i]))
 
 
 @njit(error_model="numpy", cache=True, nogil=True, parallel=True)
@@ -195,16 +154,16 @@ def _rotate_heads(
     """All heads of one token."""
     half = len(cos) // 2
     for head in range(num_heads):
-        values = carray(_pointer(x + 2 * head * head_stride, _BITS), (dim,))
-        results = carray(_pointer(y + 2 * head * dim, _BITS), (dim,))
+        values = carray(pointer(x + 2 * head * head_stride, _BITS), (dim,))
+        results = carray(pointer(y + 2 * head * dim, _BITS), (dim,))
         for i in range(half):
-            a, b = _widened(values[i]), _widened(values[half + i])
-            near = _widened(_rounded(a * _widened(cos[i])))
-            far = _widened(_rounded(-b * _widened(sin[i])))
-            results[i] = _rounded(near + far)
-            near = _widened(_rounded(b * _widened(cos[half + i])))
-            far = _widened(_rounded(a * _widened(sin[half + i])))
-            results[half + i] = _rounded(near + far)
+            a, b = widened(values[i]), widened(values[half + i])
+            near = widened(rounded(a * widened(cos[i])))
+            far = widened(rounded(-b * widened(sin[i])))
+            results[i] = rounded(near + far)
+            near = widened(rounded(b * widened(cos[half + i])))
+            far = widened(rounded(a * widened(sin[half + i])))
+            results[half + i] = rounded(near + far)
         for i in range(2 * half, dim):
             results[i] = values[i]
 
@@ -215,8 +174,8 @@ def _rotate_tokens(
     cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
 ) -> None:  # fmt: skip
     for token in range(first, last):
-        cosines = carray(_pointer(cos + 2 * token * table_stride, _BITS), (rotary_dim,))
-        sines = carray(_pointer(sin + 2 * token * table_stride, _BITS), (rotary_dim,))
+        cosines = carray(pointer(cos + 2 * token * table_stride, _BITS), (rotary_dim,))
+        sines = carray(pointer(sin + 2 * token * table_stride, _BITS), (rotary_dim,))
         _rotate_heads(
             x + 2 * token * token_stride, head_stride, num_heads, dim, cosines, sines,
             y + 2 * token * num_heads * dim,

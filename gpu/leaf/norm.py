@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..graph.launch import launch, new_output
 from ..kernel_threads import num_kernel_threads
+from ..launcher import launch, new_output
 from . import kernels
 
 

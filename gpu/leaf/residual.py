@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..graph.launch import launch, new_output
 from ..kernel_threads import num_kernel_threads
+from ..launcher import launch, new_output
 from . import kernels
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.launch import launch, new_output
 from ..kernel_threads import num_kernel_threads
+from ..launcher import launch, new_output
 from . import kernels
 
 _NAME = "apply_rotary_pos_emb"

@@ -1,28 +1,15 @@
 """An embedding whose rows are read from the packed weight of the output head it is tied to."""
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
-
-class RowSource(Protocol):
-    """Holds one weight matrix and can give single rows of it."""
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The matrix [num_embeddings, features], unpacked at each access."""
-        ...
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix: int64 [...] -> [..., features]."""
-        ...
+from .numba_backend import NumbaLinear
 
 
 class TiedEmbedding(nn.Module):
     """Stands for an ``nn.Embedding``, so that the matrix is in memory once."""
 
-    def __init__(self, source: RowSource) -> None:
+    def __init__(self, source: NumbaLinear) -> None:
         super().__init__()
         self._source = source
 

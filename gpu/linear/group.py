@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from ..graph.launch import call_in_every_pass
+from ..launcher import call_in_every_pass
 from ..step import DeltaPass, StepContext
 from .base import LinearBackend
 from .numba_backend import FusedProduct, NumbaLinear

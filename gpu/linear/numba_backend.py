@@ -14,8 +14,8 @@ from ...cpu_workers.kernels import layout
 from ...cpu_workers.kernels.arithmetic import bfloat16_tag
 from ...cpu_workers.kernels.linear import MATRIX_FIELDS, Y_FIELD, multiply, num_wide_bytes
 from .. import huge_pages
-from ..graph.launch import current_capture, launch, new_output
 from ..kernel_threads import num_kernel_threads
+from ..launcher import current_capture, launch, new_output
 
 _ITEM_BYTES = torch.bfloat16.itemsize
 
@@ -143,7 +143,7 @@ class FusedProduct:
         num_threads = num_kernel_threads()
         wide = _SCRATCH.memory
         if self._is_widened:
-            num_bytes = num_wide_bytes(num_tokens, self._padded_in // 2)
+            num_bytes = num_wide_bytes(num_tokens, self._padded_in // 2, num_threads)
             wide = _SCRATCH.at_least(num_bytes)
         if capture is not None:
             capture.keep(wide)

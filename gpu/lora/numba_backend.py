@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from ...cpu_workers.kernels import layout
 from ...cpu_workers.kernels.arithmetic import bfloat16_tag
 from ...cpu_workers.kernels.lora import BATCH_FIELDS, add_deltas
-from ..graph.launch import current_capture, launch
 from ..kernel_threads import num_kernel_threads
+from ..launcher import current_capture, launch
 from ..step import LoraBatch, PassMetadata
 from .base import PackedLora
 from .matrix_layout import PACKED, MatrixLayout

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from ...runtime.config.engine import LORA_BACKENDS
 from ...runtime.errors import ConfigError
 from ..step import LoraBatch
 from .base import LoraBackend
@@ -11,8 +12,6 @@ from .table import DeviceAdapter, LoraTable
 from .torch_backend import TorchLora
 
 _LOGGER = logging.getLogger(__name__)
-
-_NAMES = ("auto", "numba", "triton", "torch")
 
 
 def select_lora_backend(
@@ -25,8 +24,9 @@ def select_lora_backend(
     work here. The probe compiles the kernels.
     """
     device = torch.device(device)
-    if name not in _NAMES:
-        raise ConfigError(f"--lora-backend {name!r} is unknown; choose one of {', '.join(_NAMES)}")
+    if name not in LORA_BACKENDS:
+        known = ", ".join(LORA_BACKENDS)
+        raise ConfigError(f"--lora-backend {name!r} is unknown; choose one of {known}")
     if name == "torch":
         return _chosen(TorchLora(table, dtype=dtype), "as asked")
     wanted = name if name != "auto" else "triton" if device.type == "cuda" else "numba"

@@ -3,7 +3,7 @@
 Owns what can be refused before a forward pass; the parity probe refuses the rest.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from ...runtime.config.engine import DTYPES
 from ...runtime.errors import ConfigError, ModelError
-from .meta_tensors import CheapMetaTensors
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+_DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPES if name != "auto"
 }
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -79,7 +77,7 @@ def load_model(
     _check_layer_types(config)
     _check_weight_files(source)
     try:
-        with _no_progress_bars(), CheapMetaTensors():
+        with _no_progress_bars():
             model, loading = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 config=config,

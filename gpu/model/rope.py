@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..graph.launch import current_capture
+from ..launcher import current_capture
 from ..step import StepContext
 
 

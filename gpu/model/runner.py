@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..graph.decode_graphs import DecodeGraphs, RunPass
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
+from ..replay.decode_graphs import DecodeGraphs, RunPass
 from ..step import DeltaPass, PassMetadata, StepContext
 from .attention_hook import PagedAttentionHook
 from .kv_pool import KvPool

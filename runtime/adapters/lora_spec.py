@@ -14,6 +14,7 @@ from .path_regex import path_regex
 
 ALL_LINEAR = "all-linear"
 _PLAIN_NAME = re.compile(r"\w+")
+_FIRST_INDEX = r".*?\.[^.]*\.(?P<layer>\d+)\."
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class LoraSpec:
             return False
         if isinstance(self.target_modules, str):
             wants_all = self.target_modules.lower() == ALL_LINEAR
-            return wants_all or path_regex(self.target_modules).fullmatch(path)
+            return wants_all or path_regex(self.target_modules).fullmatch(path) is not None
         if path in self.target_modules:  # a full path is taken whatever its layer
             return True
         return _is_named(self.target_modules, path) and self._takes_layer_of(path)
@@ -82,13 +83,17 @@ class LoraSpec:
 
     def _layer_of(self, path: str) -> int | None:
         """The first index in ``path``, or the one that follows a name of ``layers_pattern``."""
-        # The names have one shape each, so that ``re`` has nothing to try but where they are.
-        patterns = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
+        patterns = [layers_pattern_regex(name) for name in self.layers_pattern] or [_FIRST_INDEX]
         for pattern in patterns:
-            match = re.match(rf"{pattern}\.(?P<layer>\d+)\.", path)
-            if match:
-                return int(match["layer"])
+            match = path_regex(pattern).match(path)
+            if match:  # with alternatives in a name maybe without an index
+                return None if match["layer"] is None else int(match["layer"])
         return None
+
+
+def layers_pattern_regex(name: str) -> str:
+    """What a name of layers_pattern stands for; the group "layer" is the index behind it."""
+    return rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\."
 
 
 def pattern_key_regex(key: str) -> str:
@@ -99,7 +104,7 @@ def pattern_key_regex(key: str) -> str:
 def _is_named(names: tuple[str, ...] | str, path: str) -> bool:
     """Whether a regex matches the whole path, or a name of the list is the path or its end."""
     if isinstance(names, str):
-        return path_regex(names).fullmatch(path)
+        return path_regex(names).fullmatch(path) is not None
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
@@ -109,7 +114,7 @@ def _from_pattern(pattern: Sequence[tuple[str, float]], path: str, default: floa
     A key is a regex; one that matches only as plain text counts last, as in PEFT.
     """
     for key, value in pattern:
-        if _PLAIN_NAME.fullmatch(key):  # most are, and need no walk
+        if _PLAIN_NAME.fullmatch(key):  # most are, and need no regex
             if path == key or path.endswith(f".{key}"):
                 return value
         elif path_regex(pattern_key_regex(key)).match(path):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import AdapterError
-from .lora_spec import LoraSpec, pattern_key_regex
-from .path_regex import PathRegex, path_regex
+from .lora_spec import LoraSpec, layers_pattern_regex, pattern_key_regex
+from .path_regex import path_regex
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -201,11 +201,8 @@ def _check_combinations(spec: LoraSpec, reader: "_Fields") -> None:
 
 def _check_patterns(spec: LoraSpec, reader: "_Fields") -> None:
     for name in spec.layers_pattern:
-        if not reader.regex("layers_pattern", name).is_fixed:
-            raise reader.error(
-                "layers_pattern",
-                f"{name!r} holds repetitions or alternatives, which are not served",
-            )
+        reader.regex("layers_pattern", name)
+        reader.regex("layers_pattern", layers_pattern_regex(name))
     for field, pairs in (
         ("rank_pattern", spec.rank_pattern),
         ("alpha_pattern", spec.alpha_pattern),
@@ -288,9 +285,9 @@ class _Fields:
             raise self.error(name, "must be an object of module patterns")
         return tuple((key, check(name, item)) for key, item in value.items())
 
-    def regex(self, name: str, pattern: str) -> PathRegex:
+    def regex(self, name: str, pattern: str) -> None:
         try:
-            return path_regex(pattern)
+            path_regex(pattern)
         except ValueError as error:
             shown = pattern if len(pattern) <= 200 else pattern[:200] + "..."
             raise self.error(name, f"{shown!r} is refused: {error}") from error

@@ -9,13 +9,13 @@ holds the bytes, and frees what this module says may be freed.
     remove        -> draining no new request; freed at once, or with the last reference
 """
 
-import difflib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
 from ..engine.messages import AdapterInfo
 from ..errors import AdapterError, AdapterUnavailableError, UnknownModelError
+from ..near_names import near_names
 from ..plan import AdapterId
 
 LoadId = NewType("LoadId", int)  # one attempt to load; never reused
@@ -208,8 +208,8 @@ class AdapterRegistry:
 
     def near_names(self, name: str) -> str:
         """A phrase that names what ``name`` may have been meant for, or nothing."""
-        near = difflib.get_close_matches(name, [*self.base_names, *self._entries], n=3)
-        return f"; near names: {', '.join(near)}" if near else ""
+        known = [*self.base_names, *self._entries]
+        return near_names(name, known, "; near names: {}", joint=", ", show=str)
 
     def check_invariants(self) -> None:
         """Assert that every version is either served or draining with references."""

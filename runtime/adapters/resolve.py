@@ -4,12 +4,12 @@ Owns every check that needs no arithmetic: names, shapes, ranks, types, and that
 file say the same. Values are checked when they are converted, where the arithmetic is.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import AdapterError
+from ..near_names import near_names
 from .lora_spec import ALL_LINEAR, LoraSpec
 from .resolved import FLOAT_BYTES, RawTensor, ResolvedAdapter, TargetLora
 from .target_map import EXPERTS_REASON, Target, TargetMap
@@ -47,12 +47,15 @@ def resolve_adapter(
 ) -> ResolvedAdapter:
     """Match ``tensors`` with targets and check names, shapes, ranks and types.
 
-    Raises ``ResolveError`` with every problem found.
+    Raises ``ResolveError`` with every problem found, or with a pattern that takes too long.
     """
     resolver = _Resolver(spec, target_map, max_rank)
-    for tensor in tensors:
-        resolver.add(tensor)
-    return resolver.finish()
+    try:
+        for tensor in tensors:
+            resolver.add(tensor)
+        return resolver.finish()
+    except TimeoutError as error:
+        raise ResolveError([str(error)]) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,7 @@ class _Resolver:
         if "experts" in path.split("."):
             return EXPERTS_REASON
         names = [target.path for target in self._map.targets]
-        near = difflib.get_close_matches(path, names, n=2, cutoff=0.8)
-        hint = f"; near names: {', '.join(near)}" if near else ""
+        hint = near_names(path, names, "; near names: {}", joint=", ", show=str, most=2, cutoff=0.8)
         return f"the model has no linear module {path}{hint}"
 
     def _check_announced(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import ConfigError, CorunError
-from ..imports.lean import lean_imports
 from ..process_end import leave
 from .parser import parse_arguments
 
@@ -31,20 +30,15 @@ EXIT_INTERRUPTED = 130
 
 def console() -> NoReturn:
     """Run the process's command line and end the process: the ``corun`` command."""
-    lean_imports()
-    leave(main(owns_process=True))
+    leave(main())
 
 
-def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
-    """Run the command line ``argv`` (default: the process's) and return the exit code.
-
-    ``owns_process``: nobody else uses this process, so what is the whole process's may be set.
-    """
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and return the exit code."""
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         debug = vars(arguments).get("log_level") == "debug"
         configure_logging("debug" if debug else "info")
-        arguments.owns_process = owns_process
         return _run_command(arguments)
     except CorunError as error:
         return _report(error)

@@ -12,7 +12,6 @@ from ..config.lora_modules import parse_lora_modules
 from ..config.serve import ServeConfig
 from ..engine.spawn import spawn_engine
 from ..errors import ConfigError
-from ..imports.availability import leave_out_torch
 from .main import configure_logging
 
 
@@ -20,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it; return the exit code."""
     engine_config, serve_config = serve_configs(arguments)
     configure_logging(serve_config.log_level)
-    return _serve(engine_config, serve_config, owns_process=arguments.owns_process)
+    return _serve(engine_config, serve_config)
 
 
 def serve_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
@@ -49,12 +48,9 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
         raise ConfigError(f"--chat-template {template}: no such file")
 
 
-def _serve(engine_config: EngineConfig, serve_config: ServeConfig, *, owns_process: bool) -> int:
+def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
     # The engine needs longest to start, so it begins before anything else is imported.
     with contextlib.closing(spawn_engine(serve_config.log_level)) as spawned:
-        # A tokenizer's own code may use what it likes.
-        if owns_process and not engine_config.trust_remote_code:
-            leave_out_torch()
         import asyncio
 
         from ..server.run import serve

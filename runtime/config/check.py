@@ -3,12 +3,12 @@
 Every message says which option, what it got and which limit it met.
 """
 
-import difflib
 import math
 from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ConfigError
+from ..near_names import near_names
 from .option import OptionSpec, option_specs
 
 _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -52,8 +52,7 @@ def parse_text(spec: OptionSpec, text: str) -> Any:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean …?)"`` with the nearest known words, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
+    return near_names(word, known, " (did you mean {}?)", show=str, most=2)
 
 
 def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ...cpu_workers.kernels import isa
+from ..planner.strategy import LoadStrategy
 from .check import check_config
 from .cpu_list import parse_cpu_cores
 from .lora_modules import parse_lora_modules
@@ -18,7 +19,7 @@ ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 LEAF_KERNELS = ("auto", "off")
 DECODE_GRAPHS = ("auto", "off")
-LOAD_STRATEGIES = ("auto", "blocking", "async_load", "pipelined", "assisted")
+LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy))
 DEVICE_REGISTRATIONS = ("auto", "driver", "runtime", "bounce")
 DEVICE_SIGNALS = ("auto", "stream-op", "triton", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")

@@ -7,7 +7,6 @@ from ..errors import ConfigError
 from .check import check_config
 from .option import option
 
-STREAM_WRITES = ("auto", "asgi")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -37,12 +36,6 @@ class ServeConfig:
         minimum=0,
         maximum=86400,
         help="Seconds that running requests get to finish after SIGTERM.",
-    )
-    stream_writes: str = option(
-        "auto",
-        choices=STREAM_WRITES,
-        help="How the parts of streams reach their connections: auto = straight, where the HTTP "
-        "server is as we know it; asgi = through its general interface, at more processor time.",
     )
     metrics_prefix: str = option("corun", help="Prefix of the Prometheus names, e.g. vllm.")
     log_level: str = option("info", choices=LOG_LEVELS, help="What is logged.")

@@ -1,14 +1,9 @@
 """The demo that corun serves when no model is named: a tiny language model and four adapters.
 
-Light on purpose: the paths and the unseen examples need neither torch nor transformers.
+``bench/train_demo.py`` in corun's repository made its files.
 """
 
 from pathlib import Path
-
-from .chat import chat_prompt
-from .tasks import unseen_examples
-
-__all__ = ["chat_prompt", "demo_adapters_path", "demo_model_path", "unseen_examples"]
 
 _DATA_PATH = Path(__file__).parent / "data"
 
@@ -21,3 +16,8 @@ def demo_model_path() -> Path:
 def demo_adapters_path() -> Path:
     """Directory that holds one PEFT adapter directory per task, named after it."""
     return _DATA_PATH / "adapters"
+
+
+def chat_prompt(text: str) -> str:
+    """What the chat template makes of one user message: the prompt for plain completions."""
+    return f"<|user|>{text}<|assistant|>"

@@ -7,13 +7,13 @@ module loads no torch, calling it does. What only some engines need is imported 
 import contextlib
 import dataclasses
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...shm.stale import remove_stale_names
 from ..adapters.sources import AdapterSource, collect_sources
 from ..collector import collection_paused, keep_imported, keep_living
 from ..config.demo import model_name, with_demo
@@ -35,7 +35,7 @@ from .adapter_wiring import (
     register_adapters,
 )
 from .core import CoreConfig, EngineCore
-from .messages import CpuWorkerStats, ModelInfo
+from .messages import CpuWorkerStats, ModelInfo, TokenizerSpec
 from .placement import Placement, place_engine
 from .resources import (
     ArenaPlan,
@@ -47,6 +47,7 @@ from .resources import (
     plan_shared_arena,
 )
 from .summary import summary_lines
+from .tokenizer import load_tokenizer, spec_of
 
 if TYPE_CHECKING:
     from ...gpu.assemble import LoadedModel
@@ -69,6 +70,7 @@ class EngineAssembly:
         self.adapters = adapters
         self.device = device
         self.coexecution = coexecution  # None where the kernels read the arena itself
+        self.tokenizer: TokenizerSpec | None = None
         self._close = close
 
     def close(self) -> None:
@@ -84,7 +86,8 @@ def build_engine(
     Args:
         config: The options.
         on_progress: Told what is being done, for people.
-        own_process: Whether what is the whole process's (threads, collector) may be set.
+        own_process: Whether the front end is in another process, so that what is this one's
+            (threads, collector) may be set.
 
     Raises:
         CorunError: With the reason why the engine cannot start.
@@ -116,23 +119,29 @@ def _build(
     config: EngineConfig, on_progress: Callable[[str], None], *, own_process: bool
 ) -> EngineAssembly:
     assert config.model is not None
+    remove_stale_names()
     with _imports(own_process=own_process):
         from ...gpu import assemble
+        from ...gpu.kernel_threads import set_kernel_threads
         from ...gpu.model.load import ModelSource, load_config
         from ...gpu.model.threads import set_threads
 
     facts = read_machine_facts()
     placement = place_engine(config, facts)
     num_cpus = placement.machine.num_cpus
-    # A pinned engine with more threads than cores would wait at every barrier, so asking for cores
-    # is asking for as many threads, also in somebody else's process.
-    if own_process or placement.plan.engine_cpus:
-        set_threads(config.cpu_threads or num_cpus)
+    num_threads = config.cpu_threads or num_cpus
+    # torch's threads are the whole process's. A pinned engine with more threads than cores would
+    # wait at every barrier, so asking for cores is asking for as many, also in somebody else's.
+    if own_process or config.cpu_threads is not None or config.engine_cores is not None:
+        set_threads(num_threads)
+    set_kernel_threads(num_threads)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     # What can be refused before the weights are read should not cost the time to read them.
+    hf_config = load_config(source)
     if config.max_model_len is not None:
-        _max_model_len(config, load_config(source).get_text_config(), rope_limit=None)
+        _max_model_len(config, hf_config.get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
+    tokenizer = _tokenizer_spec(config, on_progress) if own_process else None
     loaded = assemble.load(source, config, on_progress, placement.background_cpus)
     try:
         on_progress("comparing logits with transformers (parity probe)")
@@ -147,10 +156,23 @@ def _build(
             from .profiling import profile_for
 
             profile = profile_for(config, loaded, placement, facts)
-        return _connect(config, source, loaded, adapters, on_progress, placement, profile)
+        assembly = _connect(config, source, loaded, adapters, on_progress, placement, profile)
     except BaseException:
         loaded.close()
         raise
+    assembly.tokenizer = tokenizer
+    return assembly
+
+
+def _tokenizer_spec(
+    config: EngineConfig, on_progress: Callable[[str], None]
+) -> TokenizerSpec | None:
+    """What saves the front end's process transformers and torch."""
+    assert config.model is not None
+    if config.trust_remote_code:  # a tokenizer's own code may do anything
+        return None
+    on_progress("reading the tokenizer")
+    return spec_of(load_tokenizer(config.model, revision=config.revision))
 
 
 def _connect(
@@ -163,7 +185,7 @@ def _connect(
     profile: "Profile | None",
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
-    from ...gpu import assemble, huge_pages
+    from ...gpu import assemble
     from ...gpu.model.fingerprint import model_fingerprint
     from ...gpu.model.generation import read_generation_defaults
 
@@ -204,23 +226,10 @@ def _connect(
         )
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
-        huge_pages.OF_THIS_PROCESS.collapse_in_background(
-            _has_work(weakref.ref(core)), placement.background_cpus
-        )
         info = _model_info(config, loaded, memory, defaults)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
         return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
-
-
-def _has_work(core: weakref.ref[EngineCore]) -> Callable[[], bool]:
-    """What any thread may ask, also of a core that is gone: it reads sizes of collections only."""
-
-    def ask() -> bool:
-        alive = core()
-        return alive is not None and alive.has_work
-
-    return ask
 
 
 def _plan_memory(

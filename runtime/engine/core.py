@@ -20,8 +20,8 @@ from .request import Request
 _logger = logging.getLogger(__name__)
 
 
-class AdapterSource(Protocol):
-    """Where adapter names are resolved and references are counted: the registry."""
+class AdapterVersions(Protocol):
+    """Where adapter names are resolved and references are counted: the manager, or its registry."""
 
     def resolve(self, name: str) -> AdapterVersion:
         """Return the version that new requests use.
@@ -58,7 +58,7 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        adapters: AdapterSource,
+        adapters: AdapterVersions,
         config: CoreConfig,
         *,
         clock: Callable[[], float],

@@ -32,6 +32,7 @@ from .messages import (
     StartupProgress,
     StepOutputs,
     ToEngine,
+    TokenizerSpec,
 )
 
 _LAST_WORDS_TIMEOUT_S = 2.0
@@ -102,6 +103,11 @@ class EngineAssembly(Protocol):
     @property
     def adapters(self) -> AdapterManager:
         """Registers adapters."""
+        ...
+
+    @property
+    def tokenizer(self) -> TokenizerSpec | None:
+        """What a front end in another process makes the tokenizer from, if it can."""
         ...
 
     def close(self) -> None:
@@ -267,7 +273,8 @@ def serve_channel(
             return False
         raise
     try:
-        channel.send(Ready(assembly.info, tuple(assembly.adapters.infos())))
+        adapters = tuple(assembly.adapters.infos())
+        channel.send(Ready(assembly.info, adapters, assembly.tokenizer))
         EngineLoop(assembly, channel).run()
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
     finally:

@@ -107,11 +107,20 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     summary: tuple[str, ...]  # lines for the log
 
 
+class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A tokenizer that is made with the ``tokenizers`` package alone."""
+
+    backend: str  # its JSON
+    special_tokens: dict[str, str]  # as chat templates name them: bos_token and the like
+    chat_template: str | dict[str, str] | None  # one, or several by name
+
+
 class Ready(Message, frozen=True):
     """The engine serves."""
 
     model: ModelInfo
     adapters: tuple[AdapterInfo, ...]
+    tokenizer: TokenizerSpec | None = None  # None: a front end loads it with transformers
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

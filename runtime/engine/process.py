@@ -23,7 +23,6 @@ from ...cpu_workers.kernels.isa import forcing_environment
 from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
 from ..errors import CorunError
-from ..imports.lean import lean_imports
 from ..process_end import leave
 from .channel import Channel, ChannelError, receive_one_frame
 from .loop import BuildEngine, serve_channel
@@ -53,7 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     _own_this_process(options.parent_pid, options.log_level)
-    lean_imports()
     os.set_inheritable(options.fd, False)
     sock = socket.socket(fileno=options.fd)
     try:

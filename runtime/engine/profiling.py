@@ -162,7 +162,6 @@ def _measure(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, subject: Subject,
     how_much: HowMuch, listener: Listener,
 ) -> Profile:  # fmt: skip
-    from ...gpu import huge_pages
     from ...gpu.device.select import DeviceOptions, make_device
     from ...profiles.measure.cpu_use import CpuUseSampler
     from ...profiles.measure.effort import EFFORTS
@@ -176,7 +175,6 @@ def _measure(
     allowed = os.sched_getaffinity(0)
     cpus = sorted(allowed.union(plan.worker_cpus))
     _look_at_machine(cpus)
-    huge_pages.OF_THIS_PROCESS.collapse_now()  # as they are while an engine serves
     # A device of its own, because streams come before a device's first operation.
     device = make_device(loaded.model.device, DeviceOptions.of(config))
     try:

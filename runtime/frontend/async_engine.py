@@ -20,10 +20,12 @@ from ..engine.messages import (
     ModelInfo,
     OperationDone,
     StepOutputs,
+    TokenizerSpec,
 )
+from ..engine.tokenizer import load_tokenizer
 from ..errors import EngineDeadError
 from ..sampling import SamplingParams
-from .delivery import Delivery, Take
+from .codec import codec_from_spec, codec_of
 from .inputs import Prompt, default_sampling, make_config
 from .lora_client import LoraClient
 from .outputs import LoRARequest, RequestOutput
@@ -46,37 +48,26 @@ class AsyncEngine:
     ) -> None:
         config = with_demo(make_config(config, options))
         client: EngineClient = ProcessClient(config) if own_process else ThreadClient(config)
-        self._set_up(client, None, config.model if own_process else None)
+        self._set_up(client, None)
 
     @classmethod
     def from_client(
-        cls,
-        client: EngineClient,
-        *,
-        chat_template: str | None = None,
-        tokenizer_path: str | None = None,
+        cls, client: EngineClient, *, chat_template: str | None = None
     ) -> "AsyncEngine":
-        """Use ``client``, not yet started; ``chat_template`` replaces the model's own.
-
-        ``tokenizer_path`` is the model that the engine will have: the tokenizer is loaded while
-        the engine starts. Only for an engine in another process, because transformers does not
-        bear two threads that import it at once.
-        """
+        """Use ``client``, not yet started; ``chat_template`` replaces the model's own."""
         engine = cls.__new__(cls)
-        engine._set_up(client, chat_template, tokenizer_path)
+        engine._set_up(client, chat_template)
         return engine
 
-    def _set_up(
-        self, client: EngineClient, chat_template: str | None, tokenizer_path: str | None
-    ) -> None:
+    def _set_up(self, client: EngineClient, chat_template: str | None) -> None:
         self._client = client
         self._chat_template = chat_template
-        self._tokenizer_path = tokenizer_path
         self._requests = RequestClient(client)
         self._loras = LoraClient(client)
         self._stats = StatsClient(client)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
+        self._hf: Any = None  # the tokenizer of transformers, where it has been needed
         self._starting: asyncio.Task[None] | None = None
         self._error: EngineDeadError | None = None
         self._dead = asyncio.Event()
@@ -95,32 +86,16 @@ class AsyncEngine:
         self._check_alive()
 
     async def _start(self) -> None:
-        early = None
-        if self._tokenizer_path is not None:
-            early = asyncio.ensure_future(self._load_tokenizer(self._tokenizer_path))
-        try:
-            ready = await self._client.start(self._receive, self._die)
-        except BaseException:
-            if early is not None:  # whatever became of it, the engine's reason is the one to tell
-                early.cancel()
-                await asyncio.gather(early, return_exceptions=True)
-            raise
+        ready = await self._client.start(self._receive, self._die)
         self._loras.directory.replace(ready.adapters)
-        path = ready.model.model_path
-        assert self._tokenizer_path in {None, path}, (self._tokenizer_path, path)
-        self._tokenizer = await (early or self._load_tokenizer(path))
         self._model = ready.model
+        self._tokenizer = await asyncio.to_thread(self._make_tokenizer, ready.tokenizer)
         self._requests.begin(ready.model, self._tokenizer)
 
-    async def _load_tokenizer(self, path: str) -> Tokenizer:
-        config = self._client.config
-        return await asyncio.to_thread(
-            Tokenizer.load,
-            path,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            chat_template=self._chat_template,
-        )
+    def _make_tokenizer(self, spec: TokenizerSpec | None) -> Tokenizer:
+        if spec is not None:
+            return Tokenizer(codec_from_spec(spec, chat_template=self._chat_template))
+        return Tokenizer(codec_of(self.get_tokenizer(), chat_template=self._chat_template))
 
     async def shutdown(self) -> None:
         """End the engine; open requests fail with ``EngineDeadError``. Idempotent."""
@@ -168,8 +143,15 @@ class AsyncEngine:
         return self._tokenizer
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of transformers."""
-        return self.tokenizer.hf
+        """Return the tokenizer of transformers, loaded when it is first needed."""
+        if self._hf is None:
+            config = self._client.config
+            self._hf = load_tokenizer(
+                self.get_model_info().model_path,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+            )
+        return self._hf
 
     def get_model_info(self) -> ModelInfo:
         """Return what the engine is: name, device, limits."""
@@ -243,33 +225,6 @@ class AsyncEngine:
                 yield output
                 if output.finished:
                     return
-
-    async def deliver(
-        self,
-        take: Take,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        lora_request: LoRARequest | str | None = None,
-        cache_salt: str = "",
-        add_special_tokens: bool = True,
-    ) -> None:
-        """``generate``, but with a call of ``take`` for each output, in the turn of its arrival.
-
-        For many streams at once: no task is woken for an output. ``take`` must not block; where
-        it cannot take another output yet, it returns what is to be awaited first, and what comes
-        meanwhile is merged. Returns after the last output; cancelling it aborts the request.
-        Raises what ``generate`` and ``take`` raise.
-        """
-        await self.start()
-        await self._loras.resolve(lora_request)
-        asked = await self._requests.read(
-            prompt, sampling_params, request_id, lora_request, cache_salt, add_special_tokens
-        )
-        delivery = Delivery(take)
-        with self._requests.opened(asked, delivery.notify) as generation:
-            await delivery.run(generation)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator yields what there is, with finish reason "abort"."""

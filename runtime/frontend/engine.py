@@ -18,8 +18,10 @@ from ..config.engine import EngineConfig
 from ..engine.messages import AdapterInfo, AddAdapter, EngineStats, ModelInfo, RemoveAdapter
 from ..engine.process import load_factory
 from ..engine.spawn import DEFAULT_FACTORY
+from ..engine.tokenizer import load_tokenizer
 from ..sampling import SamplingParams
 from .batch import BatchItem, read_batch
+from .codec import codec_of
 from .engine_thread import EngineThread
 from .generation import Generation
 from .inputs import (
@@ -66,11 +68,12 @@ class Engine:
         self._finalizer = weakref.finalize(self, self._thread.close)
         self._model = self._thread.info
         try:
-            self._tokenizer = Tokenizer.load(
+            self._hf = load_tokenizer(
                 self._model.model_path,
                 revision=self._config.revision,
                 trust_remote_code=self._config.trust_remote_code,
             )
+            self._tokenizer = Tokenizer(codec_of(self._hf))
         except BaseException:
             self.close()
             raise
@@ -94,7 +97,7 @@ class Engine:
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers."""
-        return self._tokenizer.hf
+        return self._hf
 
     def get_model_info(self) -> ModelInfo:
         """Return what the engine is: name, device, limits."""

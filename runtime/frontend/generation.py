@@ -99,35 +99,24 @@ class Choice:
 
     def output(self) -> CompletionOutput:
         """Return what is new since this was last told, and everything."""
-        output = CompletionOutput(
-            index=self._index,
-            new_text="",
-            new_token_ids=(),
-            new_logprobs=None,
-            cumulative_logprob=None,
-            finish_reason=None,
-            stop_reason=None,
-            history=self._history,
-            num_pieces=0,
-            num_tokens=0,
-        )
-        self.tell(output)
-        return output
-
-    def tell(self, output: CompletionOutput) -> None:
-        """Change ``output``, an earlier one of this choice, into what ``output()`` returns."""
         history = self._history
         first_token, first_piece = self._num_tokens_told, self._num_pieces_told
-        output.num_tokens = self._num_tokens_told = len(history.token_ids)
-        output.num_pieces = self._num_pieces_told = len(history.pieces)
-        output.new_text = "".join(history.pieces[first_piece:])
-        output.new_token_ids = history.token_ids[first_token:]
-        if history.logprobs is not None:
-            output.new_logprobs = history.logprobs[first_token:]
-            output.cumulative_logprob = self._cumulative_logprob
-        output.finish_reason = self.finish_reason
-        output.stop_reason = self._stop_reason
-        output.adapter_start = self._adapter_start
+        self._num_tokens_told = len(history.token_ids)
+        self._num_pieces_told = len(history.pieces)
+        logprobs = history.logprobs
+        return CompletionOutput(
+            index=self._index,
+            new_text="".join(history.pieces[first_piece:]),
+            new_token_ids=history.token_ids[first_token:],
+            new_logprobs=None if logprobs is None else logprobs[first_token:],
+            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            history=history,
+            num_pieces=self._num_pieces_told,
+            num_tokens=self._num_tokens_told,
+            adapter_start=self._adapter_start,
+        )
 
     def fail(self, error: CorunError) -> None:
         """End with ``error``."""
@@ -227,12 +216,3 @@ class Generation:
             finished=self.has_ended,
             lora_request=asked.lora_request,
         )
-
-    def tell(self, output: RequestOutput) -> None:
-        """Change ``output``, an earlier one, into what ``output()`` returns.
-
-        Cheaper than a new one, where nobody keeps the earlier one.
-        """
-        for choice, told in zip(self._choices.values(), output.outputs, strict=True):
-            choice.tell(told)
-        output.finished = self.has_ended

@@ -3,12 +3,12 @@
 Pure bookkeeping: paths and names. Knows nothing of channels or of how adapters are loaded.
 """
 
-import difflib
 import os
 from collections.abc import Iterable
 
 from ..engine.messages import AdapterInfo
 from ..errors import AdapterUnavailableError, RequestError, UnknownModelError
+from ..near_names import near_names
 from .outputs import LoRARequest
 
 
@@ -37,7 +37,8 @@ class LoraDirectory:
     def check_known(self, name: str) -> None:
         """Raise ``UnknownModelError`` unless an adapter has this name."""
         if name not in self._infos:
-            raise UnknownModelError(unknown_adapter(name, self._infos), param="lora_request")
+            hint = near_names(name, self._infos, joint=", ")
+            raise UnknownModelError(f"no adapter is named {name!r}{hint}", param="lora_request")
 
     def check_name(self, name: str) -> None:
         """Raise unless requests can name this adapter."""
@@ -52,13 +53,6 @@ class LoraDirectory:
 def adapter_path(lora: LoRARequest) -> str:
     """Return the path of an adapter as the engine must hear it, from whatever directory it runs."""
     return os.path.abspath(os.path.expanduser(lora.lora_path))
-
-
-def unknown_adapter(name: str, names: Iterable[str]) -> str:
-    """Return a message that says what is not there and what is similar."""
-    near = difflib.get_close_matches(name, list(names), n=3)
-    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-    return f"no adapter is named {name!r}{hint}"
 
 
 def check_lora_request(lora: object) -> LoRARequest:

@@ -1,60 +1,37 @@
-"""Text to tokens and back, and the model's chat template, around transformers' tokenizer.
+"""Text to tokens and back, and the model's chat template, as the front ends use them.
 
-Owns special tokens (added exactly once), checks of token ids, and the thread in which long texts
-are encoded so that an event loop never stalls. Knows nothing of requests or of the engine.
+Owns special tokens (added exactly once), checks of texts and of token ids, and the thread in which
+long texts are encoded so that an event loop never stalls. Knows nothing of requests or of the
+engine.
 """
 
 import asyncio
 import operator
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, SupportsIndex
 
-from ..errors import ModelError, RequestError
-from .token_stream import REPLACEMENT, Decode, Decoder, WindowStream
+from ..errors import RequestError
+from .chat_template import RENDER_ERRORS
+from .codec import Codec
+from .token_stream import REPLACEMENT, Decoder, WindowStream
 from .token_text import token_bytes
 
 _MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to the thread
-_PROBE_TEXT = " The 3 cafés,\n\tmore…"
-# transformers replaces its module while it is imported: a second thread that waits for the first
-# one's import would be left with the old module, which lacks every name.
-_IMPORT_LOCK = threading.Lock()
-_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class Tokenizer:
-    """A tokenizer as the front ends use it. ``hf`` is the one of transformers."""
+    """A tokenizer with what every kind of them needs around it."""
 
-    def __init__(self, hf: Any, *, chat_template: str | None = None) -> None:
-        self.hf = hf
-        if chat_template is not None:
-            self.hf.chat_template = chat_template
-        self._backend = _plain_backend(hf)
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
         self._pool: ThreadPoolExecutor | None = None
         self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
-        self._decoders = {skip: Decoder(self._decoding(skip)) for skip in (False, True)}
+        self._decoders = {
+            skip: Decoder(codec.decoding(skip_special_tokens=skip)) for skip in (False, True)
+        }
         self._anchor_ids: list[int] | None = None
-
-    @classmethod
-    def load(
-        cls,
-        path: str,
-        *,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        chat_template: str | None = None,
-    ) -> "Tokenizer":
-        """Load from a directory or hub id. Raises ``ModelError`` if there is no tokenizer."""
-        try:
-            hf = _import_auto_tokenizer().from_pretrained(
-                path, revision=revision, trust_remote_code=trust_remote_code
-            )
-        # Tokenizer files fail in many ways (JSON, missing packages, Rust errors): all mean this.
-        except Exception as error:
-            raise ModelError(f"no tokenizer can be loaded from {path!r}: {error}") from error
-        return cls(hf, chat_template=chat_template)
 
     def close(self) -> None:
         """End the encoding thread. Idempotent."""
@@ -77,16 +54,11 @@ class Tokenizer:
                 f"the prompt is not valid Unicode: {error.reason} at character {error.start}",
                 param="prompt",
             ) from error
-        if self._backend is not None:
-            encoding = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )[0]
-            return list(encoding.ids)
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """``encode`` that leaves the event loop free while it works on a long text."""
-        if len(text) <= _MAX_INLINE_CHARS and self._backend is not None:
+        if len(text) <= _MAX_INLINE_CHARS and self._codec.is_quick:
             return self.encode(text, add_special_tokens=add_special_tokens)
         if self._pool is None:
             # One thread: tokenizers written in Python need not be safe for several.
@@ -102,26 +74,20 @@ class Tokenizer:
         **template_arguments: Any,
     ) -> str:
         """Render ``messages`` as the model's prompt. Raises ``RequestError`` if that fails."""
-        from jinja2 import TemplateError
-
-        if not self.hf.chat_template:
+        if not self._codec.has_chat_template:
             raise RequestError(
                 "the model has no chat template; give one with --chat-template FILE "
                 "or use /v1/completions",
                 param="messages",
             )
         try:
-            text = self.hf.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **template_arguments,
+            return self._codec.render(
+                messages, add_generation_prompt=add_generation_prompt, **template_arguments
             )
-        except (TemplateError, *_TEMPLATE_ERRORS) as error:
+        except RENDER_ERRORS as error:
             raise RequestError(
                 f"the model's chat template refuses the messages: {error}", param="messages"
             ) from error
-        return str(text)
 
     # Tokens to text.
 
@@ -142,13 +108,8 @@ class Tokenizer:
         """
         return self._token_text(token_id)
 
-    def _decoding(self, skip_special_tokens: bool) -> Decode:
-        if self._backend is not None:
-            return partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
-        return partial(_decode_with_python, self.hf, skip_special_tokens=skip_special_tokens)
-
     def _make_token_text(self, token_id: int) -> str:
-        raw = token_bytes(self.hf.convert_ids_to_tokens(token_id))
+        raw = token_bytes(self._codec.token_name(token_id))
         if self._anchor_ids is None:
             self._anchor_ids = self.encode("a", add_special_tokens=False)
         # After another token, because the first token of a text may lose its space.
@@ -184,39 +145,4 @@ def _integer(position: int, value: object) -> int:
         return operator.index(value)
     raise RequestError(
         f"token {position} of the prompt is {value!r}, token ids are integers", param="prompt"
-    )
-
-
-def _import_auto_tokenizer() -> Any:
-    with _IMPORT_LOCK:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer
-
-
-def _plain_backend(hf: Any) -> Any:
-    """Return the Rust tokenizer behind ``hf`` if it alone gives the same tokens, else None.
-
-    Called directly it lets other threads run, and never changes state that threads share.
-    """
-    if not getattr(hf, "is_fast", False):
-        return None
-    backend = hf.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    for add_special_tokens in (True, False):
-        expected = list(hf.encode(_PROBE_TEXT, add_special_tokens=add_special_tokens))
-        encoding = backend.encode_batch_fast([_PROBE_TEXT], add_special_tokens=add_special_tokens)
-        if list(encoding[0].ids) != expected:
-            return None
-    return backend
-
-
-def _decode_with_python(hf: Any, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-    return str(
-        hf.decode(
-            list(token_ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
     )

@@ -16,7 +16,6 @@ from .completions import CompletionEndpoint
 from .errors import ClientGoneError, ErrorReply, error_response, response_of, routing_error
 from .lora_routes import LoraRoutes
 from .metrics import ServerMetrics
-from .parts import RAW_SEND
 from .state import ServerState
 
 # Probes and scrapers carry no key.
@@ -111,7 +110,6 @@ class _Gate:
             await self._app(scope, receive, send)
             return
         counted = _StatusOf(send)
-        scope[RAW_SEND] = send
         try:
             if self._is_allowed(scope):
                 await self._app_for(scope)(scope, receive, counted)

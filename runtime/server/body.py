@@ -4,7 +4,6 @@ Turns every fault of the bytes into one clear message with the offending field. 
 what the fields mean.
 """
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.types import Receive, Scope
 
+from ..near_names import near_names
 from .errors import ClientGoneError, HttpError
 from .refusals import refuse_not_served
 
@@ -111,7 +111,7 @@ def _describe(exc: ValidationError, model: type[RequestModel]) -> HttpError:
     param = field_path(finding["loc"])
     kind, value = finding["type"], finding["input"]
     if kind == "extra_forbidden":
-        hint = did_you_mean(str(finding["loc"][-1]), list(model.model_fields))
+        hint = near_names(str(finding["loc"][-1]), model.model_fields)
         message = f"{show(param)} is not a field that is served here{hint}"
         return HttpError(400, message, code="unknown_field", param=param)
     if kind == "missing":
@@ -130,12 +130,6 @@ def field_path(location: tuple[int | str, ...]) -> str:
         else:
             path += f".{part}" if path else part
     return path[:MAX_SHOWN_CHARS]
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """Return ``; did you mean …?`` with the nearest of ``known``, or nothing."""
-    near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(repr(match) for match in near)}?" if near else ""
 
 
 def show(value: object) -> str:

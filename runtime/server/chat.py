@@ -38,6 +38,8 @@ _RESERVED_ARGUMENTS = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "sanitize_control_tokens",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",

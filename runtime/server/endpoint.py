@@ -6,7 +6,6 @@ streams are written without a response object in between.
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -56,7 +55,7 @@ class GenerationEndpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
-        stream = EventStream(scope, receive, send, self.state.part_writers)
+        stream = EventStream(scope, receive, send)
         try:
             self.state.check_accepting()
             with self.state.open_requests.track() as request:
@@ -100,9 +99,14 @@ class GenerationEndpoint(ABC):
 
     async def _answer_stream(self, form: Form, stream: EventStream) -> None:
         encoder = form.chunk_encoder()
-        taker = _StreamTaker(encoder, stream)
         metrics = self.state.metrics
-        runs = await run(self.state.engine, form.generation, metrics, taker.take)
+
+        async def take(index: int, output: RequestOutput) -> None:
+            events = encoder.encode(index, output)
+            if events:
+                await stream.write(events)
+
+        runs = await run(self.state.engine, form.generation, metrics, take)
         last = encoder.last_event(
             usage_of(final_outputs(runs)) if form.stream_usage else None,
             timing_of(runs, metrics.clock()) if form.timing else None,
@@ -130,19 +134,5 @@ class GenerationEndpoint(ABC):
         await stream.reply(msgspec.json.encode(answer))
 
 
-class _StreamTaker:
-    """Writes what is new in every output as it comes."""
-
-    __slots__ = ("_encoder", "_stream")
-
-    def __init__(self, encoder: ChunkEncoder, stream: EventStream) -> None:
-        self._encoder = encoder
-        self._stream = stream
-
-    def take(self, index: int, output: RequestOutput) -> Awaitable[None] | None:
-        events = self._encoder.encode(index, output)
-        return self._stream.write(events) if events else None
-
-
-def _take_nothing(index: int, output: RequestOutput) -> None:
+async def _take_nothing(index: int, output: RequestOutput) -> None:
     """A whole answer is made of the last outputs."""

@@ -4,12 +4,11 @@
 of processes, tensors or the scheduler.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..engine.messages import AdapterInfo, EngineStats, ModelInfo
-from ..frontend.delivery import Take
-from ..frontend.outputs import LoRARequest
+from ..frontend.outputs import LoRARequest, RequestOutput
 from ..sampling import SamplingParams
 
 
@@ -43,19 +42,18 @@ class EnginePort(Protocol):
         """The tokenizer, with the chat template."""
         ...
 
-    async def deliver(
+    def generate(
         self,
-        take: Take,
         prompt: str | list[int],
         sampling_params: SamplingParams,
         request_id: str,
         *,
         lora_request: str | None = None,
         cache_salt: str = "",
-    ) -> None:
-        """Have ``take`` take every output until all choices have ended; cancelling it aborts them.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what is new whenever it is asked for, until all choices have ended.
 
-        What ``take`` returns, if anything, is awaited before it is called again.
+        Closing the generator aborts them.
         """
         ...
 

@@ -5,6 +5,7 @@ Knows nothing of the shape of answers.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from ..frontend.outputs import RequestOutput
@@ -13,8 +14,8 @@ from .engine_port import EnginePort
 from .metrics import RequestTimer, ServerMetrics
 from .responses import AdapterStartInfo, Timing, Usage
 
-# Takes an output of the prompt with this index, as the engine's ``deliver`` has it taken.
-TakeOutput = Callable[[int, RequestOutput], Awaitable[None] | None]
+# Takes an output of the prompt with this index; what comes meanwhile is merged into the next.
+TakeOutput = Callable[[int, RequestOutput], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +32,27 @@ class Generation:
 class PromptRun(RequestTimer):
     """One prompt of an HTTP request: its latest output, and when its outputs came."""
 
-    __slots__ = ("_index", "_take", "latest")
+    __slots__ = ("latest",)
 
-    def __init__(self, metrics: ServerMetrics, index: int, take: TakeOutput) -> None:
+    def __init__(self, metrics: ServerMetrics) -> None:
         super().__init__(metrics)
-        self._index = index
-        self._take = take
         self.latest: RequestOutput | None = None
-
-    def take(self, output: RequestOutput) -> Awaitable[None] | None:
-        """Take the next output and hand it on."""
-        self.observe(output)
-        self.latest = output
-        return self._take(self._index, output)
 
 
 async def run(
     engine: EnginePort, generation: Generation, metrics: ServerMetrics, take: TakeOutput
 ) -> list[PromptRun]:
-    """Have ``take`` take all outputs of all prompts, each in the turn in which it arrives.
+    """Have ``take`` take all outputs of all prompts, those of one prompt one after the other.
 
     Returns the prompts in their order when all have ended. Cancelling it aborts every prompt; so
     does the failure of one of them, which is raised.
     """
-    runs = [PromptRun(metrics, index, take) for index in range(len(generation.prompts))]
+    runs = [PromptRun(metrics) for _ in generation.prompts]
     if len(runs) == 1:
-        await _run_one(engine, generation, 0, runs[0])
+        await _run_one(engine, generation, 0, runs[0], take)
         return runs
     tasks = [
-        asyncio.ensure_future(_run_one(engine, generation, index, one))
+        asyncio.ensure_future(_run_one(engine, generation, index, one, take))
         for index, one in enumerate(runs)
     ]
     try:
@@ -72,17 +65,21 @@ async def run(
 
 
 async def _run_one(
-    engine: EnginePort, generation: Generation, index: int, prompt_run: PromptRun
+    engine: EnginePort, generation: Generation, index: int, prompt_run: PromptRun, take: TakeOutput
 ) -> None:
     single = len(generation.prompts) == 1
-    await engine.deliver(
-        prompt_run.take,
+    outputs = engine.generate(
         generation.prompts[index],
         generation.sampling,
         generation.request_id if single else f"{generation.request_id}-{index}",
         lora_request=generation.adapter_name,
         cache_salt=generation.cache_salt,
     )
+    async with aclosing(outputs):
+        async for output in outputs:
+            prompt_run.observe(output)
+            prompt_run.latest = output
+            await take(index, output)
 
 
 def final_outputs(runs: Sequence[PromptRun]) -> list[RequestOutput]:

@@ -9,8 +9,9 @@ from starlette.responses import Response
 from ..engine.messages import AdapterInfo
 from ..errors import NotServedError, RequestError, UnknownModelError
 from ..frontend.outputs import LoRARequest
+from ..near_names import near_names
 from .basic_routes import adapter_dict
-from .body import RequestModel, did_you_mean, parse_body, read_body
+from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
 from .state import ServerState
 
@@ -68,7 +69,7 @@ class LoraRoutes:
         body = parse_body(UnloadRequest, await self._read(request))
         if self._find(body.lora_name) is None:
             names = [adapter.name for adapter in self._state.engine.list_loras()]
-            hint = did_you_mean(body.lora_name, names)
+            hint = near_names(body.lora_name, names)
             raise UnknownModelError(
                 f"there is no adapter {body.lora_name[:100]!r} here{hint}", param="lora_name"
             )

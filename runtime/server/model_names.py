@@ -1,11 +1,11 @@
 """Which model a request means: the base under its served names, an adapter, or base:adapter."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..engine.messages import AdapterInfo
 from ..errors import AdapterUnavailableError, UnknownModelError
+from ..near_names import near_names
 
 MAX_NAMES_SHOWN = 5
 _SERVED_STATES = ("ready", "loading")
@@ -63,9 +63,9 @@ class ModelNames:
         shown = model if len(model) <= 100 else model[:99] + "…"
         message = f"there is no model or adapter {shown!r} here"
         wanted = self._without_base(model) or model
-        near = difflib.get_close_matches(wanted[:200], known, n=3, cutoff=0.5)
-        if near:
-            return f"{message}; did you mean {' or '.join(repr(name) for name in near)}?"
+        hint = near_names(wanted, known, cutoff=0.5)
+        if hint:
+            return message + hint
         listed = ", ".join(repr(name) for name in known[:MAX_NAMES_SHOWN])
         more = len(known) - MAX_NAMES_SHOWN
         return f"{message}; served are {listed}" + (f" and {more} more" if more > 0 else "")

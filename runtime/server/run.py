@@ -52,17 +52,13 @@ async def serve(
     chat_template = _read_template(serve_config.chat_template)
     stop = StopSignals()
     with bind(serve_config.host, serve_config.port) as sock, _handled_signals(stop):
-        tokenizer_path = None
         if make_client is None:
             client: EngineClient = ProcessClient(
                 engine_config, log_level=serve_config.log_level, spawned=spawned
             )
-            tokenizer_path = engine_config.model
         else:
             client = make_client(engine_config)
-        engine = AsyncEngine.from_client(
-            client, chat_template=chat_template, tokenizer_path=tokenizer_path
-        )
+        engine = AsyncEngine.from_client(client, chat_template=chat_template)
         try:
             if not await _start(engine, stop, owns_process=make_client is None):
                 _logger.info("stopped before the engine was ready")
@@ -107,7 +103,7 @@ async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) 
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         await importing
-        if owns_process:  # what was imported would be looked at now, for a fifth of a second
+        if owns_process:  # what was imported would be looked at again and again
             keep_imported()
     if starting.done():
         starting.result()
@@ -135,6 +131,5 @@ def _settings(
         allow_lora_updates=environment.get(ALLOW_VARIABLE, "") == "1",
         block_size=engine_config.block_size,
         max_num_seqs=engine_config.max_num_seqs,
-        stream_writes=serve_config.stream_writes,
         version=__version__,
     )

@@ -3,13 +3,9 @@
 Knows nothing of what the events say.
 """
 
-from collections.abc import Awaitable
-
 from starlette.types import Receive, Scope, Send
 
-from .eager import begin
 from .errors import error_reply, error_response
-from .parts import PartWriter, PartWriters
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _HEADERS = (
@@ -22,33 +18,21 @@ _HEADERS = (
 class EventStream:
     """The answer to one HTTP request: nothing yet, a stream of events, or a whole body."""
 
-    __slots__ = ("_parts", "_receive", "_scope", "_send", "_started", "_writers", "request_id")
+    __slots__ = ("_receive", "_scope", "_send", "_started", "request_id")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, writers: PartWriters) -> None:
-        self._writers = writers
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._started = False
-        self._parts: PartWriter | None = None  # past ``send``, where that is possible
         self.request_id = ""  # what the answer's headers say
 
-    def write(self, events: bytes) -> Awaitable[None] | None:
-        """Send complete events now; the first call also sends the status line.
-
-        Returns what to await before the next call if the client does not read as fast, else None.
-        Needs no task.
-        """
-        if self._parts is not None and self._parts.write(events):
-            return None
-        return begin(self._send_events(events))
-
-    async def _send_events(self, events: bytes) -> None:
+    async def write(self, events: bytes) -> None:
+        """Send complete events, as soon as the client has room; first the status line."""
         if not self._started:
             self._started = True
             headers = [*_HEADERS, (b"x-request-id", self.request_id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            self._parts = self._writers.find(self._scope)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self, events: bytes) -> None:

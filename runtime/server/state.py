@@ -9,7 +9,6 @@ from .errors import SHUTTING_DOWN, HttpError
 from .lifecycle import OpenRequests
 from .metrics import MetricLabels, ServerMetrics
 from .model_names import ModelNames, Target
-from .parts import PartWriters
 
 DEFAULT_MAX_BODY_BYTES = 32 << 20
 
@@ -25,7 +24,6 @@ class AppSettings:
     allow_lora_updates: bool = False
     block_size: int = 16  # tokens
     max_num_seqs: int = 256
-    stream_writes: str = "auto"  # auto | asgi
     version: str = "unknown"
 
 
@@ -38,7 +36,6 @@ class ServerState:
     names: ModelNames
     metrics: ServerMetrics
     created_s: int  # Unix time, for /v1/models
-    part_writers: PartWriters
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     draining: bool = False  # no new requests; those that run may finish
 
@@ -65,5 +62,4 @@ def make_state(engine: EnginePort, settings: AppSettings, *, now_s: int) -> Serv
         max_num_seqs=settings.max_num_seqs,
     )
     metrics = ServerMetrics(engine, labels)
-    part_writers = PartWriters(is_wanted=settings.stream_writes == "auto")
-    return ServerState(engine, settings, names, metrics, now_s, part_writers)
+    return ServerState(engine, settings, names, metrics, now_s)

@@ -4,9 +4,19 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from load import Job, http_sender
+from load import Job, Workload, http_sender, make_jobs
 
 JOB = Job([5, 6], "", 3)
+
+
+def test_a_workload_is_drawn_anew_the_same() -> None:
+    workload = Workload(400, 5, 3, ("a", "b", "c"), alpha=2.0, vocab_size=50)
+    jobs = make_jobs(workload)
+    assert jobs == make_jobs(workload) and len(jobs) == 400
+    assert {len(job.prompt) for job in jobs} == {5} and {job.output_tokens for job in jobs} == {3}
+    assert all(3 <= token < 50 for job in jobs for token in job.prompt)
+    of_a, of_b, of_c = (sum(job.model == name for job in jobs) for name in workload.adapters)
+    assert of_a > 2 * of_b > 2 * of_c > 0  # 1, 1/4, 1/9
 
 
 def tokens_of(parts: Sequence[bytes]) -> list[int]:

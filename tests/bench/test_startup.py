@@ -7,10 +7,10 @@ from startup import judge
 @pytest.mark.parametrize(
     ("warm_s", "controls_s", "expected"),
     [
-        ([4.9, 4.0], [1.0, 1.0], True),
-        ([4.9, 4.0], [1.0, 2.0], True),
-        ([4.9, 5.0], [1.0, 1.2], False),
-        ([4.9, 5.0], [1.0, 1.3], None),
+        ([6.9, 4.0], [1.0, 1.0], True),
+        ([6.9, 4.0], [1.0, 2.0], True),
+        ([6.9, 7.0], [1.0, 1.2], False),
+        ([6.9, 7.0], [1.0, 1.3], None),
     ],
 )
 def test_judge(warm_s: list[float], controls_s: list[float], expected: bool | None) -> None:

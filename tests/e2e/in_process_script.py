@@ -13,6 +13,7 @@ import threading
 import warnings
 from typing import Any
 
+import numba
 import torch
 from corun import AsyncEngine, Engine, LoRARequest, SamplingParams
 from corun.runtime.demo import chat_prompt, demo_adapters_path
@@ -26,6 +27,7 @@ def global_state() -> dict[str, Any]:
     root = logging.getLogger()
     return {
         "torch threads": torch.get_num_threads(),
+        "threads of numba here": numba.get_num_threads(),
         "torch interop threads": torch.get_num_interop_threads(),
         "default dtype": str(torch.get_default_dtype()),
         "grad": torch.is_grad_enabled(),
@@ -58,9 +60,25 @@ async def use_both() -> list[str]:
     return [first.outputs[0].text, last.outputs[0].text]
 
 
+torch_threads: list[int] = []  # what anybody set
+set_num_threads = torch.set_num_threads
+
+
+def note_num_threads(nthreads: int) -> None:
+    torch_threads.append(nthreads)
+    set_num_threads(nthreads)
+
+
+torch.set_num_threads = note_num_threads
+numba.get_num_threads()  # the first question starts numba's threads, which moves OMP_NUM_THREADS
 before = global_state()
 answers = asyncio.run(use_both())
 after = global_state()
 changed = [name for name, value in before.items() if after[name] != value]
+with Engine(cpu_threads=1):
+    pass
 threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("corun")]
-json.dump({"answers": answers, "changed": changed, "threads": threads}, sys.stdout)
+json.dump(
+    {"answers": answers, "changed": changed, "torch threads": torch_threads, "threads": threads},
+    sys.stdout,
+)

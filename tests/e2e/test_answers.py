@@ -5,7 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
-from corun.runtime.demo import chat_prompt, unseen_examples
+from corun.runtime.demo import chat_prompt
+from demo.tasks import unseen_examples
 from openai import NotFoundError, OpenAI
 from support.demo_answers import ADAPTERS, BASE, Question, ask_all, questions, share_right
 from support.serving import Served

@@ -17,8 +17,6 @@ from support.demo_answers import ADAPTERS, BASE, Question, ask_all, questions
 from support.model_profiles import Figures, save_made_up_profile
 from support.serving import (
     Served,
-    cpu_seconds_of_ended_children,
-    cpu_seconds_so_far,
     wait_until,
 )
 
@@ -27,9 +25,6 @@ NUM_QUESTIONS = 3  # of each adapter
 HIT_EVERY_S = 0.25
 RESTART_TIMEOUT_S = 60.0
 MAX_ROUNDS = 3  # until a hit falls into a pass that workers assist
-# All processes together, whatever else the machine does; interpreters that look at all that they
-# have loaded once more before they end take three times as much.
-MAX_CPU_S_TO_END = 0.8
 FAULTS = ("corun:cpu_worker_failed_jobs_total", "corun:retried_rows_total")
 
 
@@ -51,16 +46,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
     environment = {"CORUN_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    others_s = cpu_seconds_of_ended_children()
     with Served(*options, environment=environment) as served:
         yield served
         processes = all_processes(served)
-        before_s = cpu_seconds_so_far(processes)
         served.process.terminate()
         assert served.process.wait(20) == 0
         _, alive = psutil.wait_procs(processes, timeout=10)
         assert not alive
-        assert cpu_seconds_of_ended_children() - others_s - before_s <= MAX_CPU_S_TO_END
 
 
 def all_processes(server: Served) -> list[psutil.Process]:

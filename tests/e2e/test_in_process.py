@@ -19,7 +19,8 @@ from corun import (
     StepFailedError,
     UnknownModelError,
 )
-from corun.runtime.demo import chat_prompt, demo_adapters_path, unseen_examples
+from corun.runtime.demo import chat_prompt, demo_adapters_path
+from demo.tasks import unseen_examples
 from support.demo_answers import ADAPTERS
 from support.overflow import make_overflowing
 
@@ -152,6 +153,7 @@ def test_script_without_a_main_guard() -> None:
     assert json.loads(done.stdout) == {
         "answers": ["IN A LOOP", "pool a ni"],
         "changed": [],
+        "torch threads": [1],  # of the engine that was to have one
         "threads": [],
     }
     assert done.stderr == ""

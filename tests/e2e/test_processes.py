@@ -1,10 +1,20 @@
 """What the processes of a server hold in memory."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import psutil
 from corun.runtime.demo import chat_prompt
-from support.serving import Served
+from support.serving import ANSWER_TIMEOUT_S, Served
+
+_SERVER = """
+import sys
+from corun.runtime.cli.main import main
+status = main(["serve", "--port", "0"])
+print(status, sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
 
 
 def libraries_of(process: psutil.Process) -> set[str]:
@@ -19,5 +29,28 @@ def test_each_holds_what_it_uses(server: Served) -> None:
     front, engine = psutil.Process(server.process.pid), server.engine
     assert "libtorch_cpu" in libraries_of(engine)
     assert "libtorch_cpu" not in libraries_of(front)
-    # The compilers of torch and Triton: nothing is compiled by them on a CPU.
-    assert not [name for name in libraries_of(engine) if "triton" in name]
+
+
+def test_the_server_process_imports_neither_torch_nor_transformers() -> None:
+    """After it has encoded, rendered and decoded what there is."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", _SERVER]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as server:
+        assert server.stdout is not None and server.stderr is not None
+        log = []
+        for line in server.stderr:
+            log.append(line)
+            if " at http://" in line:
+                break
+        else:
+            raise AssertionError("".join(log))
+        url = log[-1].split()[-1]
+        messages = [{"role": "user", "content": "hello"}]
+        for path, body in (
+            ("/chat/completions", {"messages": messages, "max_tokens": 40, "logprobs": True}),
+            ("/completions", {"prompt": "a" * 400, "max_tokens": 4, "echo": True}),
+        ):
+            answer = httpx.post(url + path, json=body, timeout=ANSWER_TIMEOUT_S)
+            assert answer.status_code == 200, answer.text
+        server.terminate()
+        assert server.communicate(timeout=30)[0] == "0 []\n"

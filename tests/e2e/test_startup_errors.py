@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from corun import AdapterError, ConfigError, CorunError, Engine, ModelError, ResourceError
-from corun.runtime.demo import demo_adapters_path
+from corun.runtime.demo import demo_adapters_path, demo_model_path
 from support.serving import START_TIMEOUT_S, corun_command
 
 NUM_AT_ONCE = 2
@@ -42,6 +42,11 @@ def high_rank(directory: Path) -> list[str]:
     return ["--max-lora-rank", "8", "--lora-modules", f"sum={demo_adapters_path() / 'add'}"]
 
 
+def without_tokenizer(directory: Path) -> list[str]:
+    ignored = shutil.ignore_patterns("tokenizer*")
+    return [str(shutil.copytree(demo_model_path(), directory / "mute", ignore=ignored))]
+
+
 def yaml_file(directory: Path) -> list[str]:
     (directory / "serve.yaml").write_text("max-model-length: 100\n")
     return ["--config", str(directory / "serve.yaml")]
@@ -52,6 +57,7 @@ CASES = {
     "wrong value": Case(lambda _: ["--dtype", "int3"], USAGE, "--dtype.*int3.*bfloat16"),
     "unknown YAML key": Case(yaml_file, USAGE, "max-model-length.*max-model-len"),
     "adapter missing": Case(missing_module, USAGE, "--lora-modules a .*no such directory"),
+    "no tokenizer": Case(without_tokenizer, FAILED, "no tokenizer can be loaded from .*mute"),
     "rank over the limit": Case(high_rank, FAILED, "sum.*rank 64.*8.*--max-lora-rank"),
 }
 if not torch.cuda.is_available():

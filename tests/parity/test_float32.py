@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.runtime.engine.messages import EngineStats
 from support.architectures import ARCHITECTURES
 from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
-from transformers import AutoConfig
 
 MAX_RELATIVE_ERROR = 1e-4
 
@@ -74,7 +74,7 @@ def test_preempted_requests(case: ParityCase) -> None:
     params = [dataclasses.replace(GREEDY, max_tokens=24)] * len(requests)
     stats = check(
         case, requests, params, max_num_batched_tokens=64, block_size=4,
-        max_model_len=32, memory_gib=(25 * kv_block_bytes(case) + adapter_bytes(case)) / 2**30,
+        max_model_len=32, memory_gib=room_gib(case, num_blocks=25, adapters=1.0),
     )  # fmt: skip
     assert stats.num_preemptions > 0
 
@@ -82,34 +82,21 @@ def test_preempted_requests(case: ParityCase) -> None:
 def test_adapters_that_do_not_fit_together(case: ParityCase) -> None:
     """Adapters are evicted for others, loaded again, and answer the same."""
     requests = make_requests(case, seed=3, count=10, max_prompt_tokens=12)
-    room_bytes = 0.7 * adapter_bytes(case) + 12 * kv_block_bytes(case)
     stats = check(
         case, requests, [GREEDY] * len(requests), block_size=4, max_model_len=20,
-        memory_gib=room_bytes / 2**30,
+        memory_gib=room_gib(case, num_blocks=12, adapters=0.7),
     )  # fmt: skip
-    assert stats.adapter_bytes_used < adapter_bytes(case)
+    assert stats.adapter_bytes_used < case.adapter_bytes(torch.float32)
 
 
-def adapter_bytes(case: ParityCase) -> int:
-    """Bytes of all adapters on the device."""
-    with Engine(model=str(case.directory), device="cpu", dtype="float32") as engine:
-        for name, path in case.adapters.items():
-            engine.add_lora(LoRARequest(name, 1, str(path)))
-        return sum(info.num_bytes for info in engine.list_loras())
-
-
-def kv_block_bytes(case: ParityCase) -> int:
-    """Bytes of a block of four tokens of the test models."""
-    config = AutoConfig.from_pretrained(case.directory)
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    num_layers, keys_and_values, num_tokens, dim, itemsize = 2, 2, 4, 16, 4
-    return int(num_layers * keys_and_values * num_kv_heads * num_tokens * dim * itemsize)
+def room_gib(case: ParityCase, *, num_blocks: int, adapters: float) -> float:
+    """Memory for so many blocks of four tokens, and for a share of all adapters."""
+    adapter_bytes = adapters * case.adapter_bytes(torch.float32)
+    return (num_blocks * case.kv_block_bytes(4, torch.float32) + adapter_bytes) / 2**30
 
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -14,10 +14,10 @@ from corun.shm.words import wrap
 
 
 def test_mailboxes_lie_apart_in_lines_of_their_own() -> None:
-    with Control.create(num_ranks=2, num_workers=3, num_slots=4) as control:
-        boxes = [control.mailbox(rank, worker) for rank in range(2) for worker in range(3)]
+    with Control.create(num_workers=3, num_slots=4) as control:
+        boxes = [control.mailbox(worker) for worker in range(3)]
         starts = [box.address - control.segment.address for box in boxes]
-        assert starts == [LINE_BYTES + index * mailbox_bytes(4) for index in range(6)]
+        assert starts == [LINE_BYTES + index * mailbox_bytes(4) for index in range(3)]
         assert all(start % LINE_BYTES == 0 for start in starts)
         assert starts[-1] + mailbox_bytes(4) == control.segment.num_bytes
         slots = {box.job_offset(n) for box in boxes for n in range(2**31 - 3, 2**31 + 3)}
@@ -31,31 +31,26 @@ def test_all_words_start_before_the_first_job(first: int) -> None:
         Control.create(num_workers=1, num_slots=2, first_sequence=first) as control,
         Control.attach(control.fd) as other,
     ):
-        box = other.mailbox(0, 0)
+        box = other.mailbox(0)
         for name in ("published", "ready", "done", "started"):
             assert load_acquire(box.word(name)) == wrap(first - 1)
         end = ProducerEnd(box)
         assert end.next_sequence == wrap(first)
         assert end.state() == WorkerState(0, WorkerStatus.ABSENT)
-        assert (other.num_ranks, other.num_workers, other.num_slots) == (1, 1, 2)
+        assert (other.num_workers, other.num_slots) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_workers", "num_slots"),
-    [(0, 1, 4), (1, 0, 4), (1, 1, 1), (1, 1, 12), (1, 1, 2**21)],
-)
-def test_shapes_that_cannot_be_are_refused(
-    num_ranks: int, num_workers: int, num_slots: int
-) -> None:
+@pytest.mark.parametrize(("num_workers", "num_slots"), [(0, 4), (1, 1), (1, 12), (1, 2**21)])
+def test_shapes_that_cannot_be_are_refused(num_workers: int, num_slots: int) -> None:
     with pytest.raises(ShmError):
-        Control.create(num_ranks=num_ranks, num_workers=num_workers, num_slots=num_slots)
+        Control.create(num_workers=num_workers, num_slots=num_slots)
 
 
 def test_attach_refuses_other_segments() -> None:
     with Segment.create(4096, kind="control") as segment:
         with pytest.raises(FormatError, match="does not fit its shape"):
             Control.attach(segment.fd)
-        segment.buffer[:12] = b"".join(n.to_bytes(4, "little") for n in (1, 9, 64))
+        segment.buffer[:8] = b"".join(n.to_bytes(4, "little") for n in (9, 64))
         with pytest.raises(FormatError, match="does not fit its shape"):
             Control.attach(segment.fd)
     with Segment.create(4096, kind="rings") as segment, pytest.raises(FormatError, match="rings"):
@@ -64,14 +59,14 @@ def test_attach_refuses_other_segments() -> None:
 
 def test_a_held_mailbox_stays_mapped() -> None:
     control = Control.create(num_workers=1)
-    end = ProducerEnd(control.mailbox(0, 0))
+    end = ProducerEnd(control.mailbox(0))
     fd = control.fd
     control.close()
     control.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     with pytest.raises(ShmError, match="closed"):
-        control.mailbox(0, 0)
+        control.mailbox(0)
     assert end.can_publish() and not end.is_done(end.next_sequence)
 
 
@@ -85,6 +80,6 @@ def test_a_state_is_one_word(status: WorkerStatus, generation: int) -> None:
 
 def test_words_have_addresses_by_name() -> None:
     with Control.create(num_workers=1) as control:
-        box = control.mailbox(0, 0)
+        box = control.mailbox(0)
         addresses = [box.word(field.name) - box.address for field in MAILBOX_FIELDS]
         assert addresses == [field.offset for field in MAILBOX_FIELDS]

@@ -24,7 +24,7 @@ class Ends:
     """All three ends of a mailbox, in one process, with a worker running."""
 
     def __init__(self, control: Control) -> None:
-        box = control.mailbox(0, 0)
+        box = control.mailbox(0)
         self.producer = ProducerEnd(box)
         self.supervisor = SupervisorEnd(box)
         self.worker = WorkerEnd(box, 1)

@@ -30,7 +30,7 @@ class MailboxHistory(RuleBasedStateMachine):
         self.control = Control.create(
             num_workers=1, num_slots=_NUM_SLOTS, first_sequence=first, backing="memfd"
         )
-        box = self.control.mailbox(0, 0)
+        box = self.control.mailbox(0)
         self.producer, self.supervisor = ProducerEnd(box), SupervisorEnd(box)
         self.next_sequence = wrap(first)
         self.run_replacement()

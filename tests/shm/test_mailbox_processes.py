@@ -25,8 +25,8 @@ class Pair:
     def __init__(self, control: Control, rings: Rings) -> None:
         self.fds = [control.fd, rings.fd]
         self.rings = rings
-        self.producer = ProducerEnd(control.mailbox(0, 0))
-        self.supervisor = SupervisorEnd(control.mailbox(0, 0))
+        self.producer = ProducerEnd(control.mailbox(0))
+        self.supervisor = SupervisorEnd(control.mailbox(0))
 
     def worker(
         self, generation: int, hang_at: int = _NEVER
@@ -139,7 +139,7 @@ from corun.shm.control import Control
 from corun.shm.mailbox import SupervisorEnd
 from corun.shm.park import wait_until
 control = Control.attach(int(sys.argv[1]))
-box = control.mailbox(0, 0)
+box = control.mailbox(0)
 wait_until(box.word("waiter_sleeps"), 1, timeout_s=60)
 print(SupervisorEnd(box).fail_outstanding())
 """

@@ -17,17 +17,15 @@ from hypothesis import strategies as st
 
 @given(
     st.integers(1, 3),
-    st.integers(1, 3),
     st.sampled_from([2, 4, 8]),
     st.integers(1, 40),
     st.integers(1, 70),
     st.integers(1, 70),
 )
 def test_slots_hold_the_largest_slice_and_do_not_overlap(
-    num_ranks: int, num_workers: int, num_slots: int, tokens: int, width: int, columns: int
+    num_workers: int, num_slots: int, tokens: int, width: int, columns: int
 ) -> None:
     shape = RingShape.for_widths(
-        num_ranks=num_ranks,
         num_workers=num_workers,
         num_slots=num_slots,
         max_slice_tokens=tokens,
@@ -35,12 +33,10 @@ def test_slots_hold_the_largest_slice_and_do_not_overlap(
         max_out_columns=columns,
     )
     ranges = [(0, LINE_BYTES)]
-    for rank in range(num_ranks):
-        for worker in range(num_workers):
-            for sequence in range(num_slots):
-                x = shape.x_offset(rank, worker, sequence)
-                y = shape.y_offset(rank, worker, sequence)
-                ranges += [(x, x + shape.x_slot_bytes), (y, y + shape.y_slot_bytes)]
+    for worker in range(num_workers):
+        for sequence in range(num_slots):
+            x, y = shape.x_offset(worker, sequence), shape.y_offset(worker, sequence)
+            ranges += [(x, x + shape.x_slot_bytes), (y, y + shape.y_slot_bytes)]
     ranges.sort()
     assert all(start % LINE_BYTES == 0 for start, _ in ranges)
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(ranges))
@@ -51,9 +47,9 @@ def test_slots_hold_the_largest_slice_and_do_not_overlap(
 
 @pytest.mark.parametrize("last", [2**31 - 1, 2**32 - 1])
 def test_slots_follow_each_other_over_the_wrap(last: int) -> None:
-    shape = RingShape(1, 2, 4, 128, 64)
+    shape = RingShape(2, 4, 128, 64)
     steps = [wrap(last + step) for step in range(-3, 5)]
-    x = [shape.x_offset(0, 1, sequence) for sequence in steps]
+    x = [shape.x_offset(1, sequence) for sequence in steps]
     assert x[:4] == x[4:] and len(set(x)) == 4
     assert x == sorted(x[:4]) * 2
 
@@ -65,7 +61,7 @@ def test_rows_are_shared_bf16() -> None:
     with Rings.create(shape) as rings, Rings.attach(rings.fd) as other:
         assert other.shape == shape
         values = torch.randn(3, 40).bfloat16()
-        offset = shape.x_offset(0, 0, 1)
+        offset = shape.x_offset(0, 1)
         x = torch.from_numpy(rings.rows(offset, 3, 40)).view(torch.bfloat16)
         x.copy_(values)
         seen = other.rows(offset, 3, 40)
@@ -78,9 +74,8 @@ def test_rows_are_shared_bf16() -> None:
 
 
 def test_shapes_that_cannot_be_are_refused() -> None:
-    shape = RingShape(1, 1, 2, 64, 64)
+    shape = RingShape(1, 2, 64, 64)
     for change in (
-        {"num_ranks": 0},
         {"num_workers": 0},
         {"num_slots": 1},
         {"num_slots": 6},
@@ -97,7 +92,7 @@ def test_attach_refuses_other_segments() -> None:
         pytest.raises(FormatError, match="do not fit their shape"),
     ):
         Rings.attach(segment.fd)
-    with Rings.create(RingShape(1, 1, 2, 64, 64)) as rings:
-        rings.segment.buffer[8] = 4
+    with Rings.create(RingShape(1, 2, 64, 64)) as rings:
+        rings.segment.buffer[4] = 4
         with pytest.raises(FormatError, match="do not fit their shape"):
             Rings.attach(rings.fd)

@@ -1,53 +1,29 @@
 """Names of dead owners are removed; those of the living and of others are not."""
 
+import logging
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from corun.shm.stale import Process, own_name, remove_stale_names, start_ticks, this_process
+from support.half_made_segment import half_made_segment
 from support.processes import line_of, program
-
-# Stopped between the two calls, where a kill leaves the name behind.
-_CREATOR = """
-import sys
-import posix_ipc
-real = posix_ipc.unlink_shared_memory
-def stop(name):
-    print(name, flush=True)
-    sys.stdin.readline()
-    real(name)
-posix_ipc.unlink_shared_memory = stop
-from corun.shm.segment import Segment
-Segment.create(4096, kind="test", backing="posix")
-print("made", flush=True)
-"""
-
-
-def test_a_name_left_by_a_kill_is_removed_at_the_next_start() -> None:
-    with program(_CREATOR) as creator:
-        name = line_of(creator).removeprefix("/")
-        assert name in os.listdir("/dev/shm")
-        assert name not in remove_stale_names()  # its owner lives
-        assert name in os.listdir("/dev/shm")
-        creator.kill()
-        assert creator.wait(60) == -signal.SIGKILL
-        assert name in remove_stale_names()
-        assert name not in os.listdir("/dev/shm")
 
 
 def test_an_owner_survives_the_removal_of_its_name() -> None:
     """By somebody who sees other processes: another container on the same /dev/shm."""
-    with program(_CREATOR) as creator:
-        name = line_of(creator)
-        os.unlink(f"/dev/shm{name}")
+    with half_made_segment() as half_made:
+        os.unlink(f"/dev/shm/{half_made.name}")
+        creator = half_made.creator
         assert creator.stdin is not None
         creator.stdin.write("\n")
         creator.stdin.flush()
         assert line_of(creator) == "made"
 
 
-def test_only_own_dead_names_are_removed(tmp_path: Path) -> None:
+def test_only_own_dead_names_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     uid, pid = os.getuid(), os.getpid()
     ticks = this_process().start_ticks
     dead = [f"corun-{uid}-{pid}-{ticks - 1}-0", f"corun-{uid}-4194999-5-17"]
@@ -60,7 +36,10 @@ def test_only_own_dead_names_are_removed(tmp_path: Path) -> None:
     ]
     for name in dead + kept:
         (tmp_path / name).touch()
+    kept.append(f"corun-{uid}-4194999-5-1")
+    (tmp_path / kept[-1]).mkdir()  # not ours to remove, whatever it is called
     assert sorted(remove_stale_names(tmp_path)) == sorted(dead)
+    assert all(name in caplog.text for name in dead)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
     assert remove_stale_names(tmp_path / "missing") == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from corun.runtime.scheduler.cold import ColdChunk
 from support.cold_engine import Answer, Chunks
-from support.parity import ADAPTER_SPECS, VOCAB_SIZE, AdapterSpec, Bfloat16Errors, ParityCase
+from support.parity import ADAPTER_SPECS, VOCAB_SIZE, AdapterSpec, HalfErrors, ParityCase
 
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 MAX_TIE = 0.5  # nats: nearer than that to the best, a token may be drawn instead in bfloat16
@@ -33,7 +33,7 @@ def prompts(count: int, seed: int = 0, num_tokens: int = 24) -> list[list[int]]:
 
 def check(case: ParityCase, answers: Sequence[Answer]) -> None:
     """All are complete, as near to the truth as PEFT is, and greedy up to near-ties."""
-    errors = Bfloat16Errors(case)
+    errors = HalfErrors(case)
     for answer in answers:
         assert (answer.finish_reason, answer.error) == ("length", None), answer
         errors.add(answer.adapter, answer.prompt, answer.token_ids, answer.candidates)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corun.runtime.demo import demo_model_path, unseen_examples
-from corun.runtime.demo.tasks import TASKS
+from corun.runtime.demo import demo_model_path
+from demo.tasks import TASKS, unseen_examples
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 

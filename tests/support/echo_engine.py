@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -15,7 +14,6 @@ from corun.runtime.errors import (
     OverloadedError,
     RequestError,
 )
-from corun.runtime.frontend.delivery import Take
 from corun.runtime.frontend.outputs import (
     AdapterStart,
     ChoiceHistory,
@@ -129,14 +127,7 @@ class FakeEngine:
     async def remove_lora(self, lora_name: str) -> None:
         del self.adapters[lora_name]
 
-    async def deliver(self, take: Take, *arguments: Any, **options: Any) -> None:
-        async with aclosing(self._outputs(*arguments, **options)) as outputs:
-            async for output in outputs:
-                rest = take(output)
-                if rest is not None:
-                    await rest
-
-    async def _outputs(
+    async def generate(
         self,
         prompt: str | list[int],
         sampling_params: SamplingParams,

@@ -20,6 +20,7 @@ from corun.runtime.engine.messages import (
     OperationDone,
     RemoveAdapter,
     RequestUpdate,
+    TokenizerSpec,
 )
 from corun.runtime.errors import (
     AdapterError,
@@ -30,6 +31,7 @@ from corun.runtime.errors import (
 from corun.runtime.plan import TokenLogprobs
 
 FACTORY = "support.fake_engine:build"
+TELLING_FACTORY = "support.fake_engine:build_telling"
 BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 260  # two more than the tokenizer knows: models pad their vocabulary
 MAX_MODEL_LEN = 4096
@@ -207,6 +209,7 @@ class FakeAssembly:
         self.adapters = FakeAdapters()
         self.core = FakeCore(config, self.adapters.paths)
         self.info = model_info(str(config.model))
+        self.tokenizer: TokenizerSpec | None = None
         self.num_closed = 0
 
     def close(self) -> None:
@@ -248,6 +251,17 @@ def build(
         on_progress("still loading")
         time.sleep(0.001)
     return FakeAssembly(config)
+
+
+def build_telling(
+    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+) -> FakeAssembly:
+    """A factory whose engine tells of its tokenizer, as one in a process of its own does."""
+    from corun.runtime.engine.tokenizer import load_tokenizer, spec_of
+
+    assembly = build(config, on_progress=on_progress, own_process=own_process)
+    assembly.tokenizer = spec_of(load_tokenizer(str(config.model)))
+    return assembly
 
 
 def save_tokenizer(directory: Path, *, chat_template: str | None = None) -> str:

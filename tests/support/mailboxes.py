@@ -17,7 +17,7 @@ from corun.shm.rings import Rings
 
 control_fd, rings_fd, generation, hang_at = map(int, sys.argv[1:5])
 control, rings = Control.attach(control_fd), Rings.attach(rings_fd)
-end = WorkerEnd(control.mailbox(0, 0), generation)
+end = WorkerEnd(control.mailbox(0), generation)
 print("ready", flush=True)
 if not end.wait_running(60):
     sys.exit("never announced")
@@ -47,8 +47,8 @@ def make_job(end: ProducerEnd, rings: Rings, generation: int) -> Job:
         sequence=sequence,
         generation=generation,
         arena_offset=0,
-        x_offset=shape.x_offset(box.rank, box.worker, sequence),
-        y_offset=shape.y_offset(box.rank, box.worker, sequence),
+        x_offset=shape.x_offset(box.worker, sequence),
+        y_offset=shape.y_offset(box.worker, sequence),
         num_tokens=NUM_TOKENS,
         x_stride_bytes=NUM_COLUMNS * 2,
         y_stride_bytes=NUM_COLUMNS * 2,

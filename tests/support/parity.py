@@ -8,10 +8,11 @@ from typing import Any
 
 import peft
 import torch
+from corun import Engine, LoRARequest
 from support.architectures import make_model, save_model
 from support.peft_adapters import edit_config, save_adapter
 from support.tokenizers import save_word_tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 96
 MAX_LOGPROBS = 20
@@ -87,6 +88,21 @@ class ParityCase:
         ends = range(first, len(token_ids))
         return torch.cat([self._rows_after(adapter, dtype, token_ids[:end], 1) for end in ends])
 
+    def adapter_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all adapters on the device."""
+        name = str(dtype).removeprefix("torch.")
+        with Engine(model=str(self.directory), device="cpu", dtype=name) as engine:
+            for adapter, path in self.adapters.items():
+                engine.add_lora(LoRARequest(adapter, 1, str(path)))
+            return sum(info.num_bytes for info in engine.list_loras())
+
+    def kv_block_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of a block of so many tokens."""
+        config = AutoConfig.from_pretrained(self.directory)
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        num_layers, keys_and_values, dim = 2, 2, 16
+        return int(num_layers * keys_and_values * num_tokens * num_kv_heads * dim * dtype.itemsize)
+
     def _rows_after(
         self, adapter: str | None, dtype: torch.dtype, tokens: list[int], count: int
     ) -> torch.Tensor:
@@ -113,11 +129,12 @@ class ParityCase:
         return self._models[key]
 
 
-class Bfloat16Errors:
-    """Errors against float32 truth, beside those of PEFT's own bfloat16 at the same places."""
+class HalfErrors:
+    """Errors against float32 truth, beside those of PEFT in ``dtype`` at the same places."""
 
-    def __init__(self, case: ParityCase) -> None:
+    def __init__(self, case: ParityCase, dtype: torch.dtype = torch.bfloat16) -> None:
         self._case = case
+        self._dtype = dtype
         self._ours: list[torch.Tensor] = []
         self._theirs: list[torch.Tensor] = []
 
@@ -129,7 +146,7 @@ class Bfloat16Errors:
         assert len(candidates) == len(token_ids) > 0
         tokens, first = [*prompt, *token_ids], len(prompt)
         truth = self._case.truth(adapter, tokens, first, torch.float32)
-        half = self._case.truth(adapter, tokens, first, torch.bfloat16)
+        half = self._case.truth(adapter, tokens, first, self._dtype)
         for position, found in enumerate(candidates):
             ids = list(found)
             logprobs = torch.tensor([found[i] for i in ids])

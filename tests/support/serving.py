@@ -2,12 +2,11 @@
 
 import os
 import re
-import resource
 import subprocess
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -103,17 +102,6 @@ class Served:
     def _wait_ready(self) -> None:
         assert self._ready.wait(START_TIMEOUT_S), "\n".join(self.log_lines)
         assert self.url, "\n".join(self.log_lines)
-
-
-def cpu_seconds_of_ended_children() -> float:
-    """Processor time of the processes that this one has reaped, and of those that they reaped."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def cpu_seconds_so_far(processes: Sequence[psutil.Process]) -> float:
-    """Processor time of processes that live, and of those that they reaped."""
-    return sum(sum(process.cpu_times()[:4]) for process in processes)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

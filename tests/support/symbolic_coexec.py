@@ -17,8 +17,6 @@ from corun.gpu.coexec.cold_deltas import ColdDeltas, GroupKey
 from corun.gpu.coexec.gateway import WorkerGateway
 from corun.gpu.coexec.handover import AddByCopy, Exchange, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
-from corun.gpu.device.symbolic import Recording, SymbolicDevice
-from corun.gpu.device.symbolic_program import Buffer
 from corun.gpu.lora.adapter_layout import GroupPlan, TargetMatrices
 from corun.gpu.lora.base import PackedLora
 from corun.gpu.lora.matrix_layout import PACKED, ROWS
@@ -26,6 +24,8 @@ from corun.gpu.step import LoraBatch
 from corun.runtime.adapters.target_map import Target
 from corun.shm.arena_entry import Region as Place
 from corun.shm.region import Region, TargetSize, plan_region
+from support.streams.symbolic import Recording, SymbolicDevice
+from support.streams.symbolic_program import Buffer
 from support.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch, one
 from support.symbolic_workers import SymbolicPool
 

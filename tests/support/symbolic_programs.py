@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import hypothesis.strategies as st
 from corun.gpu.device.base import Event
-from corun.gpu.device.symbolic import SymbolicDevice
-from corun.gpu.device.symbolic_program import (
+from support.streams.symbolic import SymbolicDevice
+from support.streams.symbolic_program import (
     HOST,
     Access,
     Begin,
@@ -23,7 +23,7 @@ from corun.gpu.device.symbolic_program import (
     Wait,
     WaitEvent,
 )
-from corun.gpu.device.symbolic_run import Choices, Chooser, Priorities
+from support.streams.symbolic_run import Choices, Chooser, Priorities
 
 _BUFFERS = [Buffer("a"), Buffer("b")]
 _Place = tuple[int, int]  # agent and step

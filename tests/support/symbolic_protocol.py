@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from corun.gpu.device.base import Event
-from corun.gpu.device.symbolic import Recording, SymbolicDevice
-from corun.gpu.device.symbolic_program import Buffer
+from support.streams.symbolic import Recording, SymbolicDevice
+from support.streams.symbolic_program import Buffer
 
 # Sequence numbers wrap around on the way.
 _FIRST_SEQUENCE = 2**31 - 1

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from corun.gpu.device.base import Stream
-from corun.gpu.device.symbolic import SymbolicDevice
-from corun.gpu.device.symbolic_program import Buffer
-from corun.gpu.device.symbolic_tape import Process
+from support.streams.symbolic import SymbolicDevice
+from support.streams.symbolic_program import Buffer
+from support.streams.symbolic_tape import Process
 
 
 class SymbolicTensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 from corun.cpu_workers.slices import SliceJob
 from corun.gpu.device.base import Word
-from corun.gpu.device.symbolic import SymbolicDevice
-from corun.gpu.device.symbolic_program import Buffer
-from corun.gpu.device.symbolic_tape import Process
 from corun.shm.job import Job
 from corun.shm.words import wrap
+from support.streams.symbolic import SymbolicDevice
+from support.streams.symbolic_program import Buffer
+from support.streams.symbolic_tape import Process
 from support.symbolic_tensors import SymbolicTensor
 
 _FIRST_SEQUENCE = 2**31 - 2  # wraps around on the way

@@ -8,15 +8,16 @@ import pytest
 
 
 class TimeBudget:
-    """Sums the durations of tests per folder and fails the run where a budget is exceeded.
+    """Sums the durations of tests per folder and tells where a budget is exceeded.
+
+    Only that: how long a test takes is also the affair of what else the machine does.
 
     ``budgets_s`` maps a folder, relative to pytest's root, to wall-clock seconds. A test counts
     to the nearest folder above it that has a budget, with its set-up and tear-down.
     """
 
-    def __init__(self, budgets_s: Mapping[str, float], *, enforced: bool) -> None:
+    def __init__(self, budgets_s: Mapping[str, float]) -> None:
         self._budgets_s = dict(budgets_s)
-        self._enforced = enforced
         self._spent_s: dict[str, float] = defaultdict(float)
 
     def add(self, test_path: str, duration_s: float) -> None:
@@ -38,11 +39,6 @@ class TimeBudget:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.add(report.nodeid.partition("::")[0], report.duration)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self._enforced and self.exceeded() and exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("time budgets")
         exceeded = self.exceeded()
@@ -50,5 +46,3 @@ class TimeBudget:
             line = f"{folder:<32} {seconds:7.1f} s of {self._budgets_s[folder]:5.0f} s"
             over = "  exceeded" if folder in exceeded else ""
             terminalreporter.write_line(line + over, red=bool(over))
-        if exceeded and self._enforced:
-            terminalreporter.write_line("a folder of tests takes too long", red=True)

@@ -150,7 +150,7 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float = WAIT_TIMEOUT_S) -
 
 def has_begun(driver: Driver, worker: int, job: Job) -> bool:
     """Whether the worker computes this job right now."""
-    current = SupervisorEnd(driver.pool.control.mailbox(0, worker)).activity().job
+    current = SupervisorEnd(driver.pool.control.mailbox(worker)).activity().job
     return current is not None and current.sequence == job.sequence
 
 

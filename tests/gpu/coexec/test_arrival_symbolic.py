@@ -9,16 +9,16 @@ import pytest
 from corun.gpu.adapter_arrival import Copied
 from corun.gpu.adapter_copier import AdapterCopier
 from corun.gpu.device.base import UnrecordedEventError
-from corun.gpu.device.symbolic_explore import explore
-from corun.gpu.device.symbolic_findings import (
+from hypothesis import given, settings
+from support.streams.symbolic_explore import explore
+from support.streams.symbolic_findings import (
     Finding,
     MissingRelease,
     ReadBeforeWrite,
     SlotInUse,
     UseAfterHandOn,
 )
-from corun.gpu.device.symbolic_run import Chooser, run
-from hypothesis import given, settings
+from support.streams.symbolic_run import Chooser, run
 from support.symbolic_coexec import ColdEngine, Shape, recording
 from support.symbolic_programs import choosers
 from support.symbolic_tensors import as_torch

@@ -14,8 +14,11 @@ from corun.gpu.coexec.gateway import WorkerGateway
 from corun.gpu.coexec.handover import Exchange, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import DeviceError, Stream
-from corun.gpu.device.symbolic_explore import explore
-from corun.gpu.device.symbolic_findings import (
+from corun.shm.errors import RingFullError, WorkerUnavailableError
+from corun.shm.job import Job
+from hypothesis import given, settings
+from support.streams.symbolic_explore import explore
+from support.streams.symbolic_findings import (
     Finding,
     Overlap,
     OverwriteBeforeRead,
@@ -23,10 +26,7 @@ from corun.gpu.device.symbolic_findings import (
     TwoWriters,
     UseAfterHandOn,
 )
-from corun.gpu.device.symbolic_run import Chooser, run
-from corun.shm.errors import RingFullError, WorkerUnavailableError
-from corun.shm.job import Job
-from hypothesis import given, settings
+from support.streams.symbolic_run import Chooser, run
 from support.symbolic_coexec import ColdEngine, Shape, recording
 from support.symbolic_programs import choosers
 

@@ -134,7 +134,7 @@ def test_a_failed_item_leaves_out_all_but_signals(
 def test_a_paced_copy_takes_as_long_as_the_link() -> None:
     """The link's own clock is compared, which no busy machine can hurry."""
     num_bytes = 1 << 16
-    link = PacedLink(num_bytes / 0.02 / 2**30)
+    link = PacedLink(num_bytes / 0.2 / 2**30)
     page = mmap.mmap(-1, num_bytes)
     with fake_device(link=link) as (device, gpu):
         stream = device.stream("paced")
@@ -145,13 +145,13 @@ def test_a_paced_copy_takes_as_long_as_the_link() -> None:
             device.copy(stream, on_device, memory.tensor(0, (num_bytes,), torch.uint8))
         ran_s: list[float] = []
         device.launch(stream, lambda: gpu.launch(lambda: ran_s.append(time.monotonic())))
-        assert time.monotonic() - started_s < 0.05, "the caller is not held"
+        assert time.monotonic() - started_s < 0.5, "the caller is not held"
         device.synchronize(timeout_s=10.0)
-        assert ran_s[0] - started_s >= 0.06, "nothing behind a paced copy runs before its end"
+        assert ran_s[0] - started_s >= 0.6, "nothing behind a paced copy runs before its end"
         stats = link.stats(Direction.TO_DEVICE)
         assert stats.num_bytes == 3 * num_bytes
         assert stats.num_transfers == 0
-        assert stats.busy_s == pytest.approx(0.06)
+        assert stats.busy_s == pytest.approx(0.6)
 
 
 class NotedLink(PacedLink):

@@ -8,6 +8,7 @@ from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_probe import StuckStreamError
 from corun.gpu.device.host_memory import DeviceChoices
 from corun.gpu.device.link import PacedLink
+from corun.runtime.config.engine import DEVICE_REGISTRATIONS, DEVICE_SIGNALS
 from corun.runtime.errors import ConfigError
 from support.fake_cuda import FakeGpu, fake_device
 
@@ -16,6 +17,10 @@ def _choices(faults: str = "", **arguments: Any) -> tuple[str, str, str]:
     gpu = FakeGpu(frozenset(faults.split(", ")))
     with fake_device(gpu, **arguments) as (device, _):
         return device.choices.registration, device.choices.signal, device.choices.wait
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return f"choose one of {', '.join(choices)}$"
 
 
 def test_the_first_rungs_are_taken_where_everything_works() -> None:
@@ -85,9 +90,9 @@ def test_the_reason_of_each_refusal_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "--device-signal: host (probed)" in caplog.text
 
 
-@pytest.mark.parametrize("registration", ["driver", "runtime", "bounce"])
-@pytest.mark.parametrize("signal", ["stream-op", "triton", "host"])
-@pytest.mark.parametrize("wait", ["stream-op", "triton", "host"])
+@pytest.mark.parametrize("registration", DEVICE_REGISTRATIONS[1:])
+@pytest.mark.parametrize("signal", DEVICE_SIGNALS[1:])
+@pytest.mark.parametrize("wait", DEVICE_SIGNALS[1:])
 def test_every_rung_can_be_forced(registration: str, signal: str, wait: str) -> None:
     options = {"registration": registration, "signal": signal, "wait": wait}
     if registration == "bounce" and (signal, wait) != ("host", "host"):
@@ -116,7 +121,9 @@ def test_runtime_registration_works_without_bindings() -> None:
         ("signal", "signal comes first", {"signal": "stream-op"}, "came after it"),
         ("wait", "wait_value", {"wait": "stream-op"}, "cuStreamWaitValue32"),
         ("wait", "wait passes", {"wait": "triton"}, "did not hold the stream"),
-        ("wait", "", {"wait": "blocking"}, "choose one of auto, stream-op, triton, host"),
+        ("registration", "", {"registration": "mapped"}, _one_of(DEVICE_REGISTRATIONS)),
+        ("signal", "", {"signal": "blocking"}, _one_of(DEVICE_SIGNALS)),
+        ("wait", "", {"wait": "blocking"}, _one_of(DEVICE_SIGNALS)),
     ],
 )
 def test_a_forced_rung_that_fails_is_an_error(

@@ -3,12 +3,12 @@
 import logging
 from functools import partial
 
-import numba
 import numpy as np
 import pytest
 import torch
 from corun.cpu_workers.kernels.isa import process_isa
 from corun.cpu_workers.kernels.layout import BFLOAT16, BFLOAT16_DOT
+from corun.gpu.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.linear import select
 from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.numba_backend import NumbaLinear
@@ -97,18 +97,22 @@ def test_numba_takes_rows_with_gaps_and_reads_nothing_else(
 
 
 @each_tag
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_numba_with_any_number_of_threads(num_threads: int, tag: np.generic) -> None:
+@pytest.mark.parametrize("tokens", [5, 130])  # few: each thread makes x float32 for itself
+def test_numba_with_any_number_of_threads(tokens: int, tag: np.generic) -> None:
     generator = torch.Generator().manual_seed(0)
     backend = NumbaLinear(torch.randn(448, 512, generator=generator).bfloat16(), None, tag=tag)
-    x = torch.randn(5, 512, generator=generator).bfloat16()
-    expected = backend(x)
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(num_threads, before))
+    x = torch.randn(tokens, 512, generator=generator).bfloat16()
+    before = num_kernel_threads()
+    results = []
     try:
-        assert torch.equal(backend(x), expected)
+        for num_threads in (1, 2):
+            set_kernel_threads(num_threads)
+            results.append(backend(x))
     finally:
-        numba.set_num_threads(before)
+        set_kernel_threads(before)
+    assert torch.equal(*results)
+    truth = x.float() @ backend.weight.float().t()
+    torch.testing.assert_close(results[0].float(), truth, rtol=2**-7, atol=2**-3)
 
 
 @each_tag

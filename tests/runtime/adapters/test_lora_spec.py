@@ -36,7 +36,11 @@ def make_spec(**fields: Any) -> LoraSpec:
 
 
 names = st.lists(st.sampled_from(_NAMES), min_size=1, max_size=3, unique=True)
-layer_names = st.sampled_from([None, "layers", ["layers"], ["h", "layers"], ["block"], []])
+_LAYER_NAMES = [
+    *(None, "layers", ["layers"], ["h", "layers"], ["block"], []),
+    *("h|layers", r"l\w+s", ["(?:layers|h)"], ["x", ".*"], r"block\.1|layers"),
+]
+layer_names = st.sampled_from(_LAYER_NAMES)
 
 
 @given(

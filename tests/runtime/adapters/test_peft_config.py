@@ -128,8 +128,8 @@ def test_initialisations_that_keep_the_base_are_accepted(value: object) -> None:
         {"layers_to_transform": [1.5]},
         {"layers_pattern": "layers"},  # needs layers_to_transform
         {"layers_pattern": ["("], "layers_to_transform": [0]},
-        {"layers_pattern": ["(a+)+"], "layers_to_transform": [0]},
-        {"target_modules": r"(a)\1"},
+        {"layers_pattern": [")("], "layers_to_transform": [0]},
+        {"target_modules": "[[:alpha:]]*"},
         {"target_modules": ".*q_proj", "layers_to_transform": [0]},
         {"base_model_name_or_path": 3},
     ],

@@ -119,6 +119,12 @@ def test_a_tower_with_layers_of_the_same_names_is_not_the_decoder() -> None:
     assert any("no linear module" in problem for problem in found)
 
 
+def test_a_pattern_that_takes_too_long() -> None:
+    hostile = "(?:.|..)+[?!]"
+    (problem,) = problems(all_pairs(), target_modules=hostile)
+    assert hostile in problem and "0.1 s" in problem
+
+
 def test_rank_and_alpha_patterns() -> None:
     spec = make_spec(
         rank_pattern=((r"layers\.1\.self_attn\.q_proj", 6),),

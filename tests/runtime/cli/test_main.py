@@ -101,26 +101,6 @@ def test_a_server_that_cannot_start_leaves_no_engine(capsys: pytest.CaptureFixtu
     assert psutil.Process().children() == others
 
 
-@pytest.mark.parametrize(
-    ("owns_process", "argv", "is_left_out"),
-    [(True, [], True), (False, [], False), (True, ["--trust-remote-code"], False)],
-)
-def test_torch_is_left_out_of_a_process_of_its_own_alone(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    owns_process: bool,
-    argv: list[str],
-    is_left_out: bool,
-) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr("corun.runtime.cli.serve.leave_out_torch", lambda: calls.append(True))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert main(["serve", "--port", port, *argv], owns_process=owns_process) == 2
-    assert "in use" in capsys.readouterr().err
-    assert calls == [True] * is_left_out
-
-
 def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--log-level", "debug", "--port", "-5"]) == 2
     err = capsys.readouterr().err

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from corun.runtime.demo import chat_prompt, demo_adapters_path, demo_model_path
-from corun.runtime.demo.adapter_training import adapter_configs
-from corun.runtime.demo.evaluation import answer_all, evaluate
-from corun.runtime.demo.tasks import TASKS
+from demo.adapter_training import adapter_configs
+from demo.evaluation import answer_all, evaluate
+from demo.tasks import TASKS
 from peft import PeftConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

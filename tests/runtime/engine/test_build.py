@@ -14,6 +14,7 @@ from corun.runtime.engine import build
 from corun.runtime.errors import ConfigError
 from support.architectures import save_model
 from support.fake_engine import save_tokenizer
+from support.half_made_segment import half_made_segment
 from support.model_profiles import save_made_up_profile
 from support.peft_adapters import save_adapter
 from support.residue import named_segments
@@ -53,6 +54,19 @@ def test_engines_that_are_closed_leave_nothing(options: dict[str, Any]) -> None:
         assert held() == before
 
 
+def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(
+    options: dict[str, Any],
+) -> None:
+    with half_made_segment() as left, half_made_segment() as living:
+        assert {left.name, living.name} <= set(os.listdir("/dev/shm"))
+        left.creator.kill()
+        left.creator.wait()
+        answer(options)
+        names = os.listdir("/dev/shm")
+        assert left.name not in names
+        assert living.name in names
+
+
 @pytest.mark.parametrize("step", ["_plan_memory", "_make_scheduler", "_model_info"])
 def test_a_failed_start_leaves_nothing(
     options: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +91,12 @@ def test_an_adapter_that_was_named_must_be_servable(
     with pytest.raises(Exception, match="adapter 'x'"):
         Engine(**options, lora_modules=(f"x={tmp_path}",))
     assert held() == before
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_told(options: dict[str, Any]) -> None:
+    plain, remote = EngineConfig(**options), EngineConfig(**options, trust_remote_code=True)
+    assert build._tokenizer_spec(plain, lambda _: None) is not None
+    assert build._tokenizer_spec(remote, lambda _: None) is None
 
 
 def profile_of(options: dict[str, Any], directory: Path) -> str:

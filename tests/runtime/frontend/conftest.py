@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from corun.runtime.engine.tokenizer import load_tokenizer
+from corun.runtime.frontend.codec import codec_of
 from corun.runtime.frontend.tokenizer import Tokenizer
 from support.fake_engine import save_tokenizer
 
@@ -16,7 +18,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory that ``AutoTokenizer`` loads."""
+    """A directory with a tokenizer."""
     directory: Path = tmp_path_factory.mktemp("tokenizer")
     return save_tokenizer(directory, chat_template=CHAT_TEMPLATE)
 
@@ -24,4 +26,4 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: str) -> Tokenizer:
     """The tokenizer in that directory."""
-    return Tokenizer.load(tokenizer_dir)
+    return Tokenizer(codec_of(load_tokenizer(tokenizer_dir)))

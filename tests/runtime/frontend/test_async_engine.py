@@ -25,7 +25,7 @@ from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
 from support import fake_engine
-from support.fake_engine import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN
+from support.fake_engine import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
 
 TESTS_DIR = Path(__file__).parents[2]
 MAX_DEATH_S = 2.0
@@ -355,6 +355,25 @@ def test_a_failed_start_is_raised_to_all(harness: Harness) -> None:
             with pytest.raises(ModelError, match="cannot load"):
                 await engine.start()
         await engine.shutdown()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("factory", [FACTORY, TELLING_FACTORY])
+def test_a_given_chat_template_and_the_tokenizer_of_transformers(
+    harness: Harness, factory: str
+) -> None:
+    async def run() -> None:
+        client = ThreadClient(harness.config(), factory=factory)
+        template = "{{ messages[0].content }}{{ eos_token }}"
+        async with AsyncEngine.from_client(client, chat_template=template) as engine:
+            messages = [{"role": "user", "content": "Hi"}]
+            assert engine.tokenizer.apply_chat_template(messages) == "Hi</s>"
+            (*_, last) = await collect(engine, "told", params())
+            assert last.outputs[0].text == "told"
+            hf = engine.get_tokenizer()
+            assert hf.decode(engine.tokenizer.encode("told")) == "<s>told"
+            assert engine.get_tokenizer() is hf
 
     asyncio.run(run())
 

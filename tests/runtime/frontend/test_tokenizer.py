@@ -1,14 +1,14 @@
 """Encoding, templates, checks and incremental decoding with tokenizers of several kinds."""
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from corun.runtime.errors import ModelError, RequestError
+from corun.runtime.engine.tokenizer import load_tokenizer, spec_of
+from corun.runtime.errors import RequestError
+from corun.runtime.frontend.codec import codec_from_spec, codec_of
 from corun.runtime.frontend.token_text import token_bytes
 from corun.runtime.frontend.tokenizer import Tokenizer, check_token_ids
 from hypothesis import given
@@ -44,7 +44,8 @@ def byte_fallback_tokenizer() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    return Tokenizer(codec_of(fast))
 
 
 class SlowTokenizer:
@@ -64,13 +65,26 @@ class SlowTokenizer:
         return f"<0x{token_id:02X}>"
 
 
-@pytest.fixture(params=["bytes", "fallback", "slow"])
-def any_tokenizer(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
+def slow_tokenizer() -> Tokenizer:
+    return Tokenizer(codec_of(SlowTokenizer()))
+
+
+def told_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
+    """As a front end makes it whose engine is in another process."""
+    spec = spec_of(load_tokenizer(path))
+    assert spec is not None
+    return Tokenizer(codec_from_spec(spec, chat_template=chat_template))
+
+
+@pytest.fixture(params=["bytes", "told", "fallback", "slow"])
+def any_tokenizer(
+    request: pytest.FixtureRequest, tokenizer: Tokenizer, tokenizer_dir: str
+) -> Tokenizer:
     if request.param == "bytes":
         return tokenizer
-    if request.param == "fallback":
-        return byte_fallback_tokenizer()
-    return Tokenizer(SlowTokenizer())
+    if request.param == "told":
+        return told_tokenizer(tokenizer_dir)
+    return byte_fallback_tokenizer() if request.param == "fallback" else slow_tokenizer()
 
 
 def stream_pieces(tokenizer: Tokenizer, prompt: list[int], token_ids: list[int]) -> list[str]:
@@ -124,17 +138,14 @@ def test_a_missing_chat_template_is_named(tmp_path: Path) -> None:
     path = save_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "Hi"}]
     with pytest.raises(RequestError, match="--chat-template"):
-        Tokenizer.load(path).apply_chat_template(messages)
-    given_one = Tokenizer.load(path, chat_template="{{ messages[0]['content'] }}!")
+        told_tokenizer(path).apply_chat_template(messages)
+    with pytest.raises(RequestError, match="--chat-template"):
+        slow_tokenizer().apply_chat_template(messages)
+    given_one = told_tokenizer(path, "{{ messages[0]['content'] }}!")
     assert given_one.apply_chat_template(messages) == "Hi!"
-    broken = Tokenizer.load(path, chat_template="{{ messages[0]['content'] + 1 }}")
+    broken = told_tokenizer(path, "{{ messages[0]['content'] + 1 }}")
     with pytest.raises(RequestError, match="refuses the messages"):
         broken.apply_chat_template(messages)
-
-
-def test_a_directory_without_tokenizer_is_a_model_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no tokenizer can be loaded"):
-        Tokenizer.load(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -148,14 +159,14 @@ def test_token_ids_outside_the_vocabulary(token_ids: list[int], text: str) -> No
 
 @given(st.lists(st.integers(0, 255)), st.lists(st.integers(0, 255), max_size=60))
 def test_any_bytes_give_the_text_of_decoding_at_once(prompt: list[int], output: list[int]) -> None:
-    tokenizer = Tokenizer(SlowTokenizer())
+    tokenizer = slow_tokenizer()
     streamed = "".join(stream_pieces(tokenizer, [*prompt, 32], output))
     assert streamed.rstrip("\ufffd") == bytes(output).decode(errors="replace").rstrip("\ufffd")
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_the_stream_equals_decoding_at_once(prompt: str, text: str) -> None:
-    tokenizer = Tokenizer(SlowTokenizer())
+    tokenizer = slow_tokenizer()
     pieces = stream_pieces(tokenizer, list(prompt.encode()), list(text.encode()))
     assert "".join(pieces).rstrip("\ufffd") == text.rstrip("\ufffd")
     assert all(piece in text for piece in pieces)
@@ -229,23 +240,3 @@ def test_token_ids_of_other_integer_types() -> None:
     assert {type(token_id) for token_id in checked} == {int}
     with pytest.raises(RequestError, match=r"token 1 of the prompt is 1\.5"):
         check_token_ids([0, 1.5], vocab_size=3)  # type: ignore[list-item]
-
-
-def test_two_threads_load_at_once() -> None:
-    program = (
-        "import threading, time\n"
-        "from corun.runtime.errors import ModelError\n"
-        "from corun.runtime.frontend.tokenizer import Tokenizer\n"
-        "def load():\n"
-        "    try:\n"
-        "        Tokenizer.load('/no/such/directory')\n"
-        "    except ModelError as error:\n"
-        "        print(error)\n"
-        "threading.Thread(target=load).start()\n"
-        "time.sleep(0.05)\n"
-        "load()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    said = done.stdout.count("no tokenizer can be loaded from '/no/such/directory': ")
-    assert said == 2, (done.stdout, done.stderr)
-    assert "ImportError" not in done.stdout + done.stderr

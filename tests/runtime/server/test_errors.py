@@ -238,9 +238,10 @@ def test_echo_with_logprobs(http: httpx.Client) -> None:
     check_error(response, 400, "not_served", "echo", "logprobs")
 
 
-def test_reserved_template_argument(http: httpx.Client) -> None:
-    response = http.post(CHAT, content=chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}))
-    check_error(response, 400, "not_served", "chat_template_kwargs.chat_template")
+@pytest.mark.parametrize("name", ["chat_template", "self"])
+def test_reserved_template_argument(http: httpx.Client, name: str) -> None:
+    response = http.post(CHAT, content=chat(chat_template_kwargs={name: "{{ 1 }}"}))
+    check_error(response, 400, "not_served", f"chat_template_kwargs.{name}")
 
 
 def test_unknown_routes_and_methods(http: httpx.Client) -> None:

@@ -1,7 +1,6 @@
 """``serve``: what is checked before the model is loaded, and signals before it is ready."""
 
 import asyncio
-import json
 import signal
 import socket
 import subprocess
@@ -131,10 +130,12 @@ def test_signal_before_ready(number: signal.Signals) -> None:
 
 _WHOLE_SERVER = """
 import asyncio, logging, sys
+from pathlib import Path
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.engine.messages import (
     AbortRequests, AddRequest, EngineStats, ModelInfo, Ready, RequestUpdate, StepOutputs,
+    TokenizerSpec,
 )
 from corun.runtime.server.run import serve
 
@@ -148,9 +149,9 @@ class Client:
         return Ready(ModelInfo(
             name="words", dtype="float32", device="cpu", max_model_len=1 << 30, vocab_size=3,
             eos_token_ids=(0,), default_sampling={}, kv_capacity_tokens=1, memory_bytes=1,
-            max_num_waiting=1, model_path=sys.argv[1], device_choices={},
+            max_num_waiting=1, model_path="words", device_choices={},
             summary=("a summary of the model",),
-        ), ())
+        ), (), TokenizerSpec(Path(sys.argv[1]).read_text(), {}, None))
 
     def send(self, message):
         match message:
@@ -175,19 +176,18 @@ raise SystemExit(asyncio.run(serve(EngineConfig(), config, make_client=Client)))
 
 
 @pytest.fixture
-def tokenizer_dir(tmp_path: Path) -> Path:
+def tokenizer_file(tmp_path: Path) -> Path:
     """A tokenizer of three words."""
     backend = Tokenizer(WordLevel({"<end>": 0, "again": 1, "hello": 2}, unk_token="<end>"))
     backend.pre_tokenizer = Whitespace()
-    backend.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return tmp_path
+    path = tmp_path / "tokenizer.json"
+    backend.save(str(path))
+    return path
 
 
-def test_sigterm_ends_a_server_that_serves(tokenizer_dir: Path) -> None:
+def test_sigterm_ends_a_server_that_serves(tokenizer_file: Path) -> None:
     """From the start to the exit code with real signals; only the engine is a fake."""
-    with running(_WHOLE_SERVER, str(tokenizer_dir)) as (process, output):
+    with running(_WHOLE_SERVER, str(tokenizer_file)) as (process, output):
         assert output.readline() == "a summary of the model\n"
         url = output.readline().split()[-1]
         body = {"prompt": "hello", "stream": True, "max_tokens": 1_000_000}

@@ -11,18 +11,25 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import pytest
 import uvicorn
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.messages import AbortRequests, AddRequest, RequestUpdate
-from corun.runtime.frontend.delivery import Delivery, Take
-from corun.runtime.frontend.request_client import RequestClient
+from corun.runtime.engine.channel_client import OnDeath, OnMessage
+from corun.runtime.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    Ready,
+    RequestUpdate,
+    StepOutputs,
+    ToEngine,
+    TokenizerSpec,
+)
+from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.token_stream import Decoder, WindowStream
+from corun.runtime.frontend.tokenizer import Tokenizer
 from corun.runtime.server.app import build_app
-from corun.runtime.server.parts import RAW_SEND, PartWriter, PartWriters
 from corun.runtime.server.state import AppSettings, make_state
 from support.echo_engine import FakeEngine, FakeTokenizer
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 SMALL_BUFFER_BYTES = 4096
 HIGH_WATER_BYTES = 64 << 10  # of asyncio's and uvloop's transports
@@ -35,54 +42,59 @@ class CharacterTokenizer(FakeTokenizer):
         return WindowStream(Decoder(self.decode), prompt)
 
 
-class PlayedEngine(FakeEngine):
-    """The real front end over an engine that does what the test says."""
+class PlayedClient:
+    """Satisfies ``EngineClient``: an engine that does what the test says."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.config = EngineConfig()
         self.open_ids: list[int] = []
         self.aborted_ids: list[int] = []
-        self._requests = RequestClient(self)  # type: ignore[arg-type]  # it only sends
-        self._requests.begin(self.get_model_info(), CharacterTokenizer())  # type: ignore[arg-type]
+        self._tell: OnMessage | None = None
 
-    def send(self, message: AddRequest | AbortRequests) -> None:
+    async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
+        self._tell = on_message
+        return Ready(FakeEngine().get_model_info(), ())
+
+    def send(self, message: ToEngine) -> None:
         if isinstance(message, AddRequest):
             self.open_ids.append(message.request_id)
-        else:
+        elif isinstance(message, AbortRequests):
             self.aborted_ids += message.request_ids
             self.open_ids = [key for key in self.open_ids if key not in message.request_ids]
 
-    async def deliver(self, take: Take, *arguments: Any, **options: Any) -> None:
-        prompt, params, request_id = arguments
-        lora, salt = options["lora_request"], options["cache_salt"]
-        asked = await self._requests.read(prompt, params, request_id, lora, salt, False)
-        delivery = Delivery(take)
-        with self._requests.opened(asked, delivery.notify) as generation:
-            await delivery.run(generation)
+    async def close(self) -> None:
+        pass
 
     def step(self, text: str, *, reason: str | None = None) -> None:
         """Have every open request get ``text``, a token per character, in one message."""
+        assert self._tell is not None
         tokens = tuple(map(ord, text))
         updates = [RequestUpdate(key, tokens, finish_reason=reason) for key in self.open_ids]
         if reason is not None:
             self.open_ids = []
-        self._requests.take(updates)
+        self._tell(StepOutputs(tuple(updates), EngineStats()))
+
+
+class Engine(AsyncEngine):
+    """The real front end, with a tokenizer that loads nothing."""
+
+    def _make_tokenizer(self, spec: TokenizerSpec | None) -> Tokenizer:
+        return CharacterTokenizer()  # type: ignore[return-value]  # what the server needs of one
 
 
 class Server:
-    """uvicorn over a ``PlayedEngine`` on the running loop."""
+    """uvicorn over a ``PlayedClient`` on the running loop."""
 
-    def __init__(self, listener: socket.socket, *, writes: str) -> None:
-        self.engine = PlayedEngine()
-        self.state = make_state(self.engine, AppSettings(stream_writes=writes), now_s=0)
-        app = build_app(self.state)
-        config = uvicorn.Config(app, log_config=None, lifespan="off")
-        self._server = uvicorn.Server(config)
+    def __init__(self, listener: socket.socket) -> None:
+        self.engine = PlayedClient()
+        self._front_end = Engine.from_client(self.engine)
         self._listener = listener
 
     async def start(self) -> None:
-        config = self._server.config
+        await self._front_end.start()
+        self.state = make_state(self._front_end, AppSettings(), now_s=0)
+        config = uvicorn.Config(build_app(self.state), log_config=None, lifespan="off")
+        self._server = uvicorn.Server(config)
         config.load()
         self._server.lifespan = config.lifespan_class(config)
         await self._server.startup(sockets=[self._listener])
@@ -122,11 +134,11 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(*, writes: str = "auto") -> AsyncIterator[tuple[Server, Client]]:
+async def serving() -> AsyncIterator[tuple[Server, Client]]:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as sock:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
-        server = Server(listener, writes=writes)
+        server = Server(listener)
         await server.start()
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, listener.getsockname())
@@ -174,20 +186,9 @@ def chunks(answer: bytes) -> list[bytes]:
     return parts[:-1]
 
 
-@pytest.mark.parametrize("writes", ["auto", "asgi"])
-def test_a_step_is_one_write(writes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With uvicorn's ``send`` and past it the same bytes go out, in the same parts."""
-    written = []
-    write = PartWriter.write
-
-    def noting_write(writer: PartWriter, part: bytes) -> bool:
-        written.append(part)
-        return write(writer, part)
-
-    monkeypatch.setattr(PartWriter, "write", noting_write)
-
+def test_a_step_is_one_write() -> None:
     async def body() -> None:
-        async with serving(writes=writes) as (server, client):
+        async with serving() as (server, client):
             await client.post(n=2)
             await opened(server, 2)
             server.engine.step("a")
@@ -202,15 +203,13 @@ def test_a_step_is_one_write(writes: str, monkeypatch: pytest.MonkeyPatch) -> No
             last = events(b"".join(chunks(b"\r\n\r\n" + await client.read_to_end())))
             assert [one["choices"][0]["text"] for one in last] == ["e", "e"]
             assert {one["choices"][0]["finish_reason"] for one in last} == {"length"}
-            assert len(written) == (4 if writes == "auto" else 0)
 
     run(body)
 
 
-@pytest.mark.parametrize("writes", ["auto", "asgi"])
-def test_a_client_that_does_not_read_costs_no_more_memory(writes: str) -> None:
+def test_a_client_that_does_not_read_costs_no_more_memory() -> None:
     async def body() -> None:
-        async with serving(writes=writes) as (server, client):
+        async with serving() as (server, client):
             await client.post(max_tokens=4000)
             await opened(server)
             num_steps = 0
@@ -218,10 +217,9 @@ def test_a_client_that_does_not_read_costs_no_more_memory(writes: str) -> None:
             while num_steps < 3000:
                 server.engine.step("x")
                 num_steps += 1
-                if num_steps % 50 == 0:
-                    await asyncio.sleep(0)
-                    transport = transport or server.connection().transport
-                    assert transport.get_write_buffer_size() < HIGH_WATER_BYTES + 2000
+                await asyncio.sleep(0)
+                transport = transport or server.connection().transport
+                assert transport.get_write_buffer_size() < HIGH_WATER_BYTES + 2000
             assert transport is not None
             assert transport.get_write_buffer_size() > HIGH_WATER_BYTES // 2
             server.engine.step("y", reason="length")
@@ -242,6 +240,7 @@ def test_a_client_that_leaves_is_aborted_whether_it_reads_or_not() -> None:
                 await opened(server)
                 for _ in range(num_steps):
                     server.engine.step("x")
+                    await asyncio.sleep(0)
                 client.close()
                 await until(partial(bool, server.engine.aborted_ids))
                 assert server.engine.open_ids == []
@@ -279,13 +278,3 @@ def test_a_connection_serves_one_stream_after_the_other() -> None:
                 assert answer[-1]["usage"]["completion_tokens"] == len(text)
 
     run(body)
-
-
-def test_another_server_is_told_of_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    changed = object.__new__(RequestResponseCycle)  # as if uvicorn had renamed all it has
-    writers = PartWriters(is_wanted=True)
-    for send in (changed.send, print, None):
-        assert writers.find({RAW_SEND: send}) is None
-    assert ["through ASGI" in record.getMessage() for record in caplog.records] == [True]
-    assert PartWriters(is_wanted=False).find({RAW_SEND: None}) is None
-    assert len(caplog.records) == 1

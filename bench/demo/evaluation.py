@@ -1,0 +1,64 @@
+"""How well the base and each adapter do on inputs that no training has seen.
+
+Answers are generated greedily by transformers and PEFT and must be right to the last character.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from corun.runtime.demo import chat_prompt
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from demo.tasks import TASKS, unseen_examples
+
+MAX_ANSWER_TOKENS = 48
+
+
+def evaluate(
+    model_path: Path, adapters_path: Path, dtype: torch.dtype, num_examples: int, seed: int
+) -> dict[str, tuple[float, float]]:
+    """Per task the share of right answers of (its adapter, the base) on unseen inputs."""
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+    tokenizer.padding_side = "left"
+    names = list(TASKS)
+    model = PeftModel.from_pretrained(base, adapters_path / names[0], adapter_name=names[0])
+    for name in names[1:]:
+        model.load_adapter(adapters_path / name, adapter_name=name)
+    model.eval()
+    scores: dict[str, tuple[float, float]] = {}
+    for name in names:
+        examples = unseen_examples(name, num_examples, seed)
+        model.set_adapter(name)
+        with_adapter = share_right(model, tokenizer, examples)
+        with model.disable_adapter():
+            scores[name] = (with_adapter, share_right(model, tokenizer, examples))
+    return scores
+
+
+def share_right(
+    model: PeftModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[tuple[str, str]]
+) -> float:
+    """Share of ``examples`` whose whole answer is what ``model`` says to the prompt."""
+    answers = answer_all(model, tokenizer, [prompt for prompt, _ in examples])
+    right = sum(a == wanted for a, (_, wanted) in zip(answers, examples, strict=True))
+    return right / len(examples)
+
+
+def answer_all(
+    model: PeftModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
+) -> list[str]:
+    """The answers to ``prompts``, each the only message of its conversation, in one batch.
+
+    ``tokenizer`` must pad on the left.
+    """
+    inputs = tokenizer([chat_prompt(text) for text in prompts], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    answers: list[str] = tokenizer.batch_decode(
+        tokens[:, num_prompt_tokens:], skip_special_tokens=True
+    )
+    return answers

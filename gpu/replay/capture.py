@@ -1,0 +1,249 @@
+"""Watches one pass of a model and notes what it computes.
+
+Kernels of ours note themselves (``launcher``). Operations of torch are seen where torch dispatches
+them. What cannot be repeated without Python between is refused: values that Python code read from
+tensors, shapes that depend on values, random numbers. The pass itself goes on then, unwatched.
+"""
+
+import struct
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..launcher import capturing
+from ..leaf import residual
+from ..step import PassMetadata
+from .captured_pass import Callback, CapturedPass, KernelCalls, Part, TorchOperation
+from .replay_kernel import LETTERS, SIGNATURES
+
+Thing = TypeVar("Thing")
+
+_CACHE_LINE_BYTES = 64
+_NOT_REPEATABLE = frozenset(
+    {
+        torch.Tag.data_dependent_output,
+        torch.Tag.dynamic_output_shape,
+        torch.Tag.nondeterministic_seeded,
+    }
+)
+# What these return may hold anything, so there is nothing to repeat.
+_UNINITIALISED = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
+_READS = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+)
+_PACKED_AS = {"q": "q", "d": "d", "f": "f4x", "h": "h6x", "H": "H6x", "b": "?7x"}
+
+
+class OutputMemory:
+    """Memory for what kernels compute, used again when torch lets go of it.
+
+    Nothing but the kernels' calls keeps it alive in between, in whose order it is used again.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by bytes
+        self._all: list[np.ndarray] = []
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of any content, aligned to a cache line."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        free = self._free[num_bytes]
+        block = free.pop() if free else self._new_block(num_bytes)
+        # Torch holds this view, not the block, until the last tensor on it is gone.
+        view = block.view()
+        weakref.finalize(view, free.append, block).atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def _new_block(self, num_bytes: int) -> np.ndarray:
+        memory = np.empty(num_bytes + _CACHE_LINE_BYTES, np.uint8)
+        start = -memory.ctypes.data % _CACHE_LINE_BYTES
+        self._all.append(memory)
+        return memory[start : start + num_bytes]
+
+
+class Capture:
+    """One pass while it is being captured; see ``KernelCapture``."""
+
+    def __init__(self) -> None:
+        self.refusal: str | None = None  # what the pass does that a replay could not do
+        self._parts: list[Part] = []
+        self._is_paused = False
+        self._memory = OutputMemory()
+        self._kept: list[object] = [self._memory]
+        self._preparations: dict[Hashable, Callable[[PassMetadata], None]] = {}
+
+    # For the kernels.
+
+    def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
+        """Call the kernel and note the call."""
+        kernel(*arguments)
+        kinds = tuple(numba.typeof(argument) for argument in arguments)
+        letters = "".join(LETTERS.get(kind, "?") for kind in kinds)
+        if letters not in SIGNATURES:
+            return self.refuse(f"a kernel is called with {kinds}")
+        compiled = kernel.overloads[kinds]
+        name = compiled.fndesc.llvm_cfunc_wrapper_name
+        packed = struct.pack("<" + "".join(_PACKED_AS[letter] for letter in letters), *arguments)
+        if not self._parts or not isinstance(self._parts[-1], KernelCalls):
+            self._parts.append(KernelCalls())
+        calls = self._parts[-1]
+        assert isinstance(calls, KernelCalls)
+        function = compiled.library.get_pointer_to_function(name)
+        calls.append(SIGNATURES.index(letters), function, packed)
+
+    def new_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See ``OutputMemory``."""
+        return self._memory.tensor(shape, dtype)
+
+    def keep(self, thing: Thing) -> Thing:
+        """Keep it as long as the captured pass."""
+        self._kept.append(thing)
+        return thing
+
+    def callback(self, call: Callable[[], None]) -> None:
+        """Note it, and nothing that it does."""
+        self._parts.append(Callback(call))
+        self._is_paused = True
+        try:
+            with capturing(None):
+                call()
+        finally:
+            self._is_paused = False
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether what is computed now belongs to the graph."""
+        return self.refusal is None and not self._is_paused
+
+    def refuse(self, reason: str) -> None:
+        """Look no further."""
+        self.refusal = self.refusal or reason
+
+    def before_replay(self, key: Hashable, prepare: Callable[[PassMetadata], None]) -> None:
+        """Note what has to be called."""
+        self._preparations.setdefault(key, prepare)
+
+    # For torch.
+
+    def operation(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call an operation of torch and note what repeats it."""
+        if not self.is_watching:
+            return function(*arguments, **named)
+        if function is torch.ops.aten.add.Tensor and not named and residual.can_add(arguments):
+            return residual.add(*arguments)
+        returned = function(*arguments, **named)
+        tags = _NOT_REPEATABLE.intersection(function.tags)
+        if tags and not _is_harmless(function, arguments):
+            self.refuse(f"{function} is {', '.join(tag.name for tag in tags)}")
+        elif not _is_of_tensors(returned):
+            self.refuse(f"{function} returns {type(returned).__name__}")
+        elif function._schema.name in _UNINITIALISED:
+            self.keep(returned)
+        else:
+            self._note(function, arguments, named, returned)
+        return returned
+
+    def _note(
+        self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any
+    ) -> None:
+        """Note an operation, unless it only made views."""
+        is_writing = function._schema.is_mutable
+        results = () if is_writing else tuple(_new_tensors(returned, (arguments, named)))
+        if results and len(results) != sum(1 for _ in _tensors(returned)):
+            self.refuse(f"{function} returns views and new tensors")
+        elif is_writing or results:
+            self._parts.append(TorchOperation(function, arguments, named, results))
+
+    def end(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits: torch.Tensor
+    ) -> CapturedPass | str:
+        """What was captured, or why it cannot be."""
+        return self.refusal or CapturedPass(
+            input_ids, position_ids, logits, self._parts, tuple(self._preparations.values()),
+            self._kept,
+        )  # fmt: skip
+
+
+class _WatchReads(TorchFunctionMode):
+    """Refuses what reads a tensor's values without computing anything."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS and self._capture.is_watching:
+            self._capture.refuse(f"Tensor.{func.__name__} reads values")
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(TorchDispatchMode):
+    """Hands what torch computes in this thread to a capture."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capture = capture
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._capture.operation(func, args, kwargs or {})
+
+
+def capture_pass(
+    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> tuple[torch.Tensor, CapturedPass | str]:
+    """Run a pass once, and capture it; returns its logits, and why there is no graph if so."""
+    capture = Capture()
+    input_ids, position_ids = input_ids.clone(), position_ids.clone()
+    with capturing(capture), _WatchReads(capture), _Watch(capture):
+        logits = run(input_ids, position_ids)
+    return logits, capture.end(input_ids, position_ids, logits)
+
+
+def _is_of_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_of_tensors(item) for item in value)
+    return value is None or isinstance(value, torch.Tensor)
+
+
+def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether a call repeats itself although the operation does not with other arguments."""
+    if function is torch.ops.aten.index.Tensor:  # only masks make the shape depend on values
+        indices = _tensors(arguments[1])
+        return all(index.dtype not in (torch.bool, torch.uint8) for index in indices)
+    is_dropout = function is torch.ops.aten.dropout.default
+    return is_dropout and len(arguments) == 3 and not arguments[2]  # input, share, is training
+
+
+def _new_tensors(returned: Any, given: Any) -> Iterator[torch.Tensor]:
+    """Those tensors of what was returned that are not views of what was given."""
+    # Weights that oneDNN has packed are opaque, and nothing can be a view of them.
+    known = {t.untyped_storage().data_ptr() for t in _tensors(given) if not t.is_mkldnn}
+    for tensor in _tensors(returned):
+        if tensor.untyped_storage().data_ptr() not in known:
+            yield tensor
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,138 @@
+"""Replays decode passes that were captured, instead of running the model's modules again.
+
+A decode pass of so many rows computes the same each time, on other numbers. Run by Python, a small
+model spends a quarter of it on being told so. A graph is captured when its number of rows comes for
+the second time, and replayed only after it has given the bits that the modules gave, for inputs
+that it was not captured with.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol, Self
+
+import torch
+
+from ..kernel_threads import num_kernel_threads
+from ..step import PassMetadata
+from .capture import capture_pass
+from .captured_pass import CapturedPass
+
+_LOG = logging.getLogger(__name__)
+
+# Of a pass. With more, Python is a small part of the time, and each graph has memory of its own.
+_MAX_TOKENS = 32
+
+
+class RunPass(Protocol):
+    """Computes one pass of the model."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the logits [1, len(logit_indices), vocabulary]; the next pass may change them."""
+        ...
+
+
+class _Deltas(Enum):
+    """Whose deltas a pass adds."""
+
+    NOBODY = auto()
+    RESIDENT = auto()  # of adapters on the device: their kernels are in the graph
+    OTHER = auto()  # the graph asks for them, group by group
+
+    @classmethod
+    def of(cls, metadata: PassMetadata) -> Self:
+        if metadata.deltas is None:
+            return cls.NOBODY
+        return cls.RESIDENT if metadata.deltas.is_repeatable else cls.OTHER
+
+
+# Tokens, threads of the kernels, whose deltas.
+_Kind = tuple[int, int, _Deltas]
+
+
+@dataclass(slots=True)
+class DecodeGraphs:
+    """Stands for ``run_modules``; one thread at a time."""
+
+    run_modules: RunPass
+    _met: set[_Kind] = field(default_factory=set)
+    _captured: dict[_Kind, CapturedPass] = field(default_factory=dict)  # not yet verified
+    _verified: dict[_Kind, CapturedPass] = field(default_factory=dict)
+    _is_off: bool = False
+
+    @property
+    def num_verified(self) -> int:
+        """Kinds of passes that are replayed."""
+        return len(self._verified)
+
+    def __call__(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> torch.Tensor:  # fmt: skip
+        """See ``RunPass``."""
+        num_tokens = input_ids.shape[1]
+        is_decode = metadata.attention.max_query_len == 1 and len(logit_indices) == num_tokens
+        if self._is_off or not is_decode or num_tokens > _MAX_TOKENS:
+            return self.run_modules(input_ids, position_ids, logit_indices, metadata)
+        kind = (num_tokens, num_kernel_threads(), _Deltas.of(metadata))
+        graph = self._verified.get(kind)
+        if graph is not None:
+            return graph.replay(input_ids, position_ids, metadata)
+        if self._may_capture(kind):
+            return self._capture(kind, input_ids, position_ids, logit_indices, metadata)
+        logits = self.run_modules(input_ids, position_ids, logit_indices, metadata)
+        if kind in self._captured:
+            self._verify(kind, logits, input_ids, position_ids, metadata)
+        self._met.add(kind)
+        return logits
+
+    def _may_capture(self, kind: _Kind) -> bool:
+        *size, deltas = kind
+        if deltas is _Deltas.OTHER:
+            # Such a pass cannot be computed twice for a check. But for the deltas it is one that
+            # has been checked.
+            return any((*size, known) in self._verified for known in _Deltas)
+        return kind in self._met and kind not in self._captured
+
+    def _capture(
+        self, kind: _Kind, input_ids: torch.Tensor, position_ids: torch.Tensor,
+        logit_indices: torch.Tensor, metadata: PassMetadata,
+    ) -> torch.Tensor:  # fmt: skip
+        """Run the modules and note what they do."""
+        logits, graph = capture_pass(
+            lambda ids, positions: self.run_modules(ids, positions, logit_indices, metadata),
+            input_ids,
+            position_ids,
+        )
+        if isinstance(graph, str):
+            self._turn_off(graph)
+        elif kind[-1] is _Deltas.OTHER:
+            self._verified[kind] = graph
+        else:
+            self._captured[kind] = graph
+        return logits
+
+    def _verify(
+        self, kind: _Kind, expected: torch.Tensor, input_ids: torch.Tensor,
+        position_ids: torch.Tensor, metadata: PassMetadata,
+    ) -> None:  # fmt: skip
+        """Compute the pass once more from the graph: keys and values are the same again."""
+        graph = self._captured.pop(kind)
+        replayed = graph.replay(input_ids, position_ids, metadata)
+        if torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8)):
+            self._verified[kind] = graph
+            _LOG.debug("decode graphs: passes of %d tokens are replayed", input_ids.shape[1])
+            return
+        self._turn_off(
+            f"a replay of {input_ids.shape[1]} tokens gave other logits; please report this model"
+        )
+
+    def _turn_off(self, reason: str) -> None:
+        """Once and for all: it was said at start that passes would be replayed."""
+        self._is_off = True
+        self._captured.clear()
+        self._verified.clear()
+        _LOG.warning("decode graphs: off, so that the model's modules run every step (%s)", reason)

@@ -1,0 +1,71 @@
+"""The model's tokenizer as transformers loads it, and what is needed of it where that is not.
+
+A front end that has the engine in another process needs neither transformers nor torch for a
+tokenizer that is all in its Rust backend. Knows nothing of requests.
+"""
+
+import threading
+from typing import Any
+
+from ..errors import ModelError
+from .messages import TokenizerSpec
+
+_PROBE_TEXT = " The 3 cafés,\n\tmore…"
+# transformers replaces its module while it is imported: a second thread that waits for the first
+# one's import would be left with the old module, which lacks every name.
+_IMPORT_LOCK = threading.Lock()
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Load transformers' tokenizer from a directory or hub id.
+
+    Raises ``ModelError`` if there is none.
+    """
+    try:
+        return _import_auto_tokenizer().from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    # Tokenizer files fail in many ways (JSON, missing packages, Rust errors): all mean this.
+    except Exception as error:
+        raise ModelError(f"no tokenizer can be loaded from {path!r}: {error}") from error
+
+
+def plain_backend(hf: Any) -> Any:
+    """Return the Rust tokenizer behind transformers' ``hf`` if it alone gives the same tokens.
+
+    Called directly it lets other threads run, and never changes state that threads share.
+    Otherwise returns None.
+    """
+    if not getattr(hf, "is_fast", False):
+        return None
+    backend = hf.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    for add_special_tokens in (True, False):
+        expected = list(hf.encode(_PROBE_TEXT, add_special_tokens=add_special_tokens))
+        encoding = backend.encode_batch_fast([_PROBE_TEXT], add_special_tokens=add_special_tokens)
+        if list(encoding[0].ids) != expected:
+            return None
+    return backend
+
+
+def spec_of(hf: Any) -> TokenizerSpec | None:
+    """Return what transformers' ``hf`` can be made from without transformers, if that is so."""
+    backend = plain_backend(hf)
+    # Whether special tokens in texts are cut into pieces is not written with the rest.
+    if backend is None or backend.encode_special_tokens:
+        return None
+    try:
+        text = backend.to_str()
+    except Exception:  # a bare one: parts that are written in Python cannot be told
+        return None
+    return TokenizerSpec(text, dict(hf.special_tokens_map), hf.chat_template)
+
+
+def _import_auto_tokenizer() -> Any:
+    with _IMPORT_LOCK:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer

@@ -1,0 +1,161 @@
+"""What a tokenizer does, by the ``tokenizers`` package alone or by transformers."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import tokenizers
+
+from ..engine.messages import TokenizerSpec
+from ..engine.tokenizer import plain_backend
+from .chat_template import ChatTemplate
+from .token_stream import Decode
+
+
+class Codec(Protocol):
+    """Text to tokens and back, and the model's chat template; nothing is checked here."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether ``encode`` is quick, and may be called by several threads at once."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``render`` can be used."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of ``text``, which is valid Unicode."""
+        ...
+
+    def decoding(self, *, skip_special_tokens: bool) -> Decode:
+        """Return the function from tokens to their text."""
+        ...
+
+    def token_name(self, token_id: int) -> str | None:
+        """Return how the vocabulary writes a token; None if it has no such token."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt for ``messages``. Raises one of ``chat_template.RENDER_ERRORS``."""
+        ...
+
+
+class PlainCodec:
+    """A tokenizer that is all in its Rust backend."""
+
+    is_quick = True
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate) -> None:
+        self._backend = backend
+        self._template = template
+
+    @property
+    def has_chat_template(self) -> bool:
+        """See ``Codec``."""
+        return bool(self._template.source)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """See ``Codec``."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decoding(self, *, skip_special_tokens: bool) -> Decode:
+        """See ``Codec``."""
+        return partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
+
+    def token_name(self, token_id: int) -> str | None:
+        """See ``Codec``."""
+        return self._backend.id_to_token(token_id)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> str:
+        """See ``Codec``."""
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, **variables
+        )
+
+
+class TransformersCodec:
+    """A tokenizer of which Python is a part."""
+
+    is_quick = False
+
+    def __init__(self, hf: Any) -> None:
+        """``hf``: the one of transformers."""
+        self._hf = hf
+
+    @property
+    def has_chat_template(self) -> bool:
+        """See ``Codec``."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """See ``Codec``."""
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decoding(self, *, skip_special_tokens: bool) -> Decode:
+        """See ``Codec``."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            text = self._hf.decode(
+                list(token_ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+            return str(text)
+
+        return decode
+
+    def token_name(self, token_id: int) -> str | None:
+        """See ``Codec``."""
+        name = self._hf.convert_ids_to_tokens(token_id)
+        return None if name is None else str(name)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> str:
+        """See ``Codec``."""
+        text = self._hf.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+        return str(text)
+
+
+def codec_from_spec(spec: TokenizerSpec, *, chat_template: str | None = None) -> Codec:
+    """Make the tokenizer that an engine process has told of, without transformers.
+
+    ``chat_template`` replaces its own.
+    """
+    source = spec.chat_template if chat_template is None else chat_template
+    backend = tokenizers.Tokenizer.from_str(spec.backend)
+    return PlainCodec(backend, ChatTemplate(source, spec.special_tokens))
+
+
+def codec_of(hf: Any, *, chat_template: str | None = None) -> Codec:
+    """Use the tokenizer ``hf`` of transformers; ``chat_template`` replaces its own."""
+    if chat_template is not None:
+        hf.chat_template = chat_template
+    backend = plain_backend(hf)
+    if backend is None:
+        return TransformersCodec(hf)
+    return PlainCodec(backend, ChatTemplate(hf.chat_template, hf.special_tokens_map))

@@ -1,0 +1,78 @@
+"""In 16 bits the engine is about as close to float32 truth as PEFT in the same type is."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun import Engine, LoRARequest, SamplingParams
+from support.architectures import ARCHITECTURES
+from support.parity import MAX_LOGPROBS, VOCAB_SIZE, HalfErrors, ParityCase
+
+MAX_ERROR_RATIO = 1.5  # of PEFT's own error in that type
+NUM_REQUESTS = 10
+BLOCK_SIZE = 4
+NUM_BLOCKS = 40  # too few for all requests together
+PLAIN = {
+    "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
+    "leaf_kernels": "off",
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True)
+SAMPLED = SamplingParams(
+    n=2, temperature=1.0, seed=5, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True
+)
+
+
+def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **options: Any) -> None:
+    """Ten requests for the base and all adapters, some with two choices, some preempted."""
+    case = ParityCase(architecture, path, seed=seed)
+    rng = random.Random(seed)
+    names = [[None, *case.adapters][i % 5] for i in range(NUM_REQUESTS)]
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(4, 24))] for _ in names]
+    params = [SAMPLED if i % 3 == 2 else GREEDY for i in range(NUM_REQUESTS)]
+    loras = [n and LoRARequest(n, 1, str(case.adapters[n])) for n in names]
+    room_bytes = NUM_BLOCKS * case.kv_block_bytes(BLOCK_SIZE, dtype) + case.adapter_bytes(dtype)
+    with Engine(
+        model=str(case.directory), device="cpu", dtype=str(dtype).removeprefix("torch."),
+        max_num_batched_tokens=32, block_size=BLOCK_SIZE, max_model_len=40,
+        memory_gib=room_bytes / 2**30, **options,
+    ) as engine:  # fmt: skip
+        outputs = engine.generate(prompts, params, loras)
+        assert engine.get_stats().num_preemptions > 0
+    errors = HalfErrors(case, dtype)
+    for name, output, asked in zip(names, outputs, params, strict=True):
+        assert len(output.outputs) == asked.n
+        for choice in output.outputs:
+            assert choice.logprobs is not None
+            candidates = [
+                {token: found.logprob for token, found in one.items()} for one in choice.logprobs
+            ]
+            errors.add(name, output.prompt_token_ids, choice.token_ids, candidates)
+    error, peft_error = errors.means
+    assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_error_is_that_of_bfloat16(architecture: str, tmp_path: Path) -> None:
+    check(architecture, torch.bfloat16, 3, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["llama3-rope", "gemma2"])
+def test_error_is_that_of_float16(architecture: str, tmp_path: Path) -> None:
+    check(architecture, torch.float16, 3, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["llama3-rope", "gemma2", "phi3", "mixtral"])
+def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path: Path) -> None:
+    check(architecture, torch.bfloat16, 3, tmp_path, **PLAIN)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_error_with_other_weights(
+    architecture: str, dtype: torch.dtype, seed: int, tmp_path: Path
+) -> None:
+    check(architecture, dtype, seed, tmp_path)

@@ -1,0 +1,98 @@
+"""Which tokenizers an engine can tell of, and what keeps one from being loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun.runtime.engine.tokenizer import load_tokenizer, plain_backend, spec_of
+from corun.runtime.errors import ModelError
+from support.tokenizers import save_sample_tokenizer
+from tokenizers import NormalizedString, PreTokenizedString
+from tokenizers.pre_tokenizers import PreTokenizer
+
+
+def load(directory: Path, **options: Any) -> Any:
+    save_sample_tokenizer("byte level", directory, **options)
+    return load_tokenizer(str(directory))
+
+
+class Whole:
+    """A part of a tokenizer that is written in Python."""
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        text.split(self.split)
+
+    def split(self, number: int, text: NormalizedString) -> list[NormalizedString]:
+        return [text]
+
+
+def test_what_is_told(tmp_path: Path) -> None:
+    hf = load(tmp_path, chat_template=[{"name": "default", "template": "x"}])
+    spec = spec_of(hf)
+    assert spec is not None
+    assert spec.backend == hf.backend_tokenizer.to_str()
+    assert spec.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    assert spec.chat_template == {"default": "x"}
+
+
+def test_one_in_python_is_not_told() -> None:
+    class Slow:
+        is_fast = False
+
+    assert plain_backend(Slow()) is None
+    assert spec_of(Slow()) is None
+
+
+@pytest.mark.parametrize("differs_at", [True, False])
+def test_one_that_changes_tokens_in_python_is_not_told(tmp_path: Path, differs_at: bool) -> None:
+    hf = load(tmp_path)
+
+    class Changed:
+        is_fast = True
+        backend_tokenizer = hf.backend_tokenizer
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            ids: list[int] = hf.encode(text, add_special_tokens=add_special_tokens)
+            return ids[1:] if add_special_tokens is differs_at else ids
+
+    assert spec_of(Changed()) is None
+
+
+def test_one_that_cuts_special_tokens_is_not_told(tmp_path: Path) -> None:
+    hf = load(tmp_path, split_special_tokens=True)
+    assert plain_backend(hf) is not None
+    assert spec_of(hf) is None
+
+
+def test_one_with_a_part_in_python_is_not_told(tmp_path: Path) -> None:
+    hf = load(tmp_path)
+    hf.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(Whole())
+    assert plain_backend(hf) is not None
+    assert spec_of(hf) is None
+
+
+def test_a_directory_without_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer can be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_two_threads_load_at_once() -> None:
+    program = (
+        "import threading, time\n"
+        "from corun.runtime.errors import ModelError\n"
+        "from corun.runtime.engine.tokenizer import load_tokenizer\n"
+        "def load():\n"
+        "    try:\n"
+        "        load_tokenizer('/no/such/directory')\n"
+        "    except ModelError as error:\n"
+        "        print(error)\n"
+        "threading.Thread(target=load).start()\n"
+        "time.sleep(0.05)\n"
+        "load()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    said = done.stdout.count("no tokenizer can be loaded from '/no/such/directory': ")
+    assert said == 2, (done.stdout, done.stderr)
+    assert "ImportError" not in done.stdout + done.stderr
