@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..engine.request import Request
-from ..plan import AdapterId, RequestId
+from ..plan import AdapterId, RequestId, StepId
 from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
 from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
@@ -19,10 +19,10 @@ from .first_tokens import FirstTokens
 from .link import LinkLedger, by_layer
 from .planner import Planner
 from .predict import gains_by_waiting, plan_step
-from .strategy import Decision, LoadStrategy
+from .stalls import Stalls
+from .strategy import AT_ONCE, Decision, LoadStrategy
 
 _MIN_CHUNK_TOKENS = 16
-_AT_ONCE = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED)  # the load need not have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class PlannedColdStarts:
         self._files = FileLedger()
         self._companies = CompanyModel(planner.model, decode_step_s)
         self._first_tokens = FirstTokens()
+        self._stalls = Stalls()
         self._loading: dict[AdapterId, AdapterLayers] = {}
         self._decisions: dict[RequestId, Decision] = {}
         self._blocking: set[AdapterId] = set()
@@ -126,7 +127,7 @@ class PlannedColdStarts:
             self._counts[decision.strategy.value] += 1
             if decision.strategy is LoadStrategy.BLOCKING:
                 self._blocking.add(request.adapter_id)
-        return decision.strategy in _AT_ONCE
+        return decision.strategy in AT_ONCE
 
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
@@ -159,12 +160,26 @@ class PlannedColdStarts:
         )
         return chunk
 
-    def step_closed(self, rows: StepRows) -> None:
-        """Note by how much others have made the steps of cold requests longer."""
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
+        """Note how long the step takes without waits, if that is to be learned from.
+
+        That is also by how much others have made the steps of cold requests longer.
+        """
         step_s = 0.0
-        if self._first_tokens.are_in_step:
+        if rows.chunks or rows.cold_chunks:
             step_s = warm_step_s(self._planner.model, self._company(rows, None))
+        cold = [request.request_id for request, _ in rows.cold_chunks]
+        has_others = bool(rows.decodes or rows.chunks)
+        self._stalls.closed(step_id, cold, step_s, now_s, has_others=has_others)
         self._first_tokens.step_closed(step_s)
+
+    def step_ended(self, step_id: StepId, now_s: float) -> None:
+        """Compare with what was predicted."""
+        lesson = self._stalls.ended(step_id, now_s)
+        if lesson is not None:
+            self._planner.observe_stall(
+                lesson.strategy, lesson.predicted_share, lesson.measured_share
+            )
 
     def stops_everybody(self) -> bool:
         """Whether a blocking load is under way."""
@@ -205,7 +220,7 @@ class PlannedColdStarts:
         if decision.predictions:
             self._first_tokens.expect(
                 request.request_id, request.adapter_id, decision.predictions[0], now_s,
-                is_at_once=decision.strategy in _AT_ONCE,
+                is_at_once=decision.strategy in AT_ONCE,
             )  # fmt: skip
         return decision
 
@@ -220,10 +235,10 @@ class PlannedColdStarts:
                 strategy = LoadStrategy.PIPELINED
         while True:
             step = plan_step(self._planner.model, cold, num_tokens, cold.company, strategy)
-            max_wait_s = self._planner.config.max_stall_share * step.warm_s
-            if not cold.num_running or step.wait_s <= max_wait_s:
+            if not cold.num_running or self._planner.is_bearable(step, strategy):
                 if gains_by_waiting(self._planner.model, cold, num_tokens, cold.company, strategy):
                     return None
+                self._stalls.planned(request.request_id, strategy, step.wait_s)
                 return ColdChunk(num_tokens, step.split_layer)
             if num_tokens <= _MIN_CHUNK_TOKENS:
                 return None

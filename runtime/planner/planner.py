@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from ...profiles.models import MachineModel
 from .cold import ColdRequest
-from .predict import predict
-from .strategy import Decision, LoadStrategy, Prediction
+from .predict import PlannedStep, predict
+from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
+_MAX_EXCESS = 5.0  # times the bearable share, of one step's wait beyond its prediction
+_FADING = 0.95  # per decision for another way
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
 
@@ -33,10 +35,13 @@ class PlannerConfig:
 
 @dataclass(slots=True)
 class _Record:
-    """Measured over predicted time of one strategy's first tokens."""
+    """What was measured of one strategy."""
 
-    ratio: float = 1.0
+    ratio: float = 1.0  # measured over predicted time of first tokens
     num_observed: int = 0
+    # By how much steps have waited longer than predicted, as a share of them without waits: waits
+    # that are predicted are often none, so that a ratio would say nothing.
+    excess_share: float = 0.0
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class Planner:
             predictions = bearable or predictions
         best = min(predictions, key=lambda p: _cost_s(p, request))
         best, why = self._with_margin(best, predictions, request)
+        self._fade(best.strategy)
         ordered = (best, *(p for p in predictions if p is not best))
         return Decision(best.strategy, f"{why}{note}", ordered)
 
@@ -74,7 +80,15 @@ class Planner:
             raw,
             first_token_s=raw.first_token_s * ratio,
             second_token_s=raw.second_token_s * ratio,
+            stall_s=self._corrected_s(
+                raw.stall_s, max(0.0, raw.first_token_s - raw.stall_s), strategy
+            ),
         )
+
+    def is_bearable(self, step: PlannedStep, strategy: LoadStrategy) -> bool:
+        """Whether all rows of ``step`` are held up by no more than the configured share."""
+        wait_s = self._corrected_s(step.wait_s, step.warm_s, strategy)
+        return wait_s <= self.config.max_stall_share * step.warm_s
 
     def observe(self, strategy: LoadStrategy, predicted_s: float, measured_s: float) -> None:
         """Learn how long a first token took that was predicted (corrected) as ``predicted_s``."""
@@ -88,6 +102,25 @@ class Planner:
         if strategy is LoadStrategy.ASSISTED:
             self._judge(measured_ratio)
 
+    def observe_stall(
+        self, strategy: LoadStrategy, predicted_share: float, measured_share: float
+    ) -> None:
+        """Learn how long a step waited that was predicted (not corrected) to, beside others.
+
+        Shares are of the step without waits. One that something else held up counts as a bad one,
+        not as what it came to.
+        """
+        limit = _MAX_EXCESS * self.config.max_stall_share
+        excess = min(limit, max(-limit, measured_share - predicted_share))
+        record = self._records[strategy]
+        record.excess_share += self.config.smoothing * (excess - record.excess_share)
+
+    def _corrected_s(self, stall_s: float, warm_s: float, strategy: LoadStrategy) -> float:
+        """A stall of steps that take ``warm_s`` without; who waits for the load stalls nobody."""
+        if strategy not in AT_ONCE:
+            return stall_s
+        return max(0.0, stall_s + self._records[strategy].excess_share * warm_s)
+
     def _judge(self, measured_ratio: float) -> None:
         if measured_ratio < self.config.bad_ratio:
             self._bad_streak = 0
@@ -96,6 +129,12 @@ class Planner:
         if self._bad_streak >= self.config.streak_limit:
             self._bad_streak = 0
             self._num_penalty_decisions = self.config.penalty_decisions
+
+    def _fade(self, chosen: LoadStrategy) -> None:
+        """Forget slowly what stalls spoke against: a way that is not taken teaches nothing new."""
+        for strategy, record in self._records.items():
+            if strategy is not chosen and record.excess_share > 0.0:
+                record.excess_share *= _FADING
 
     def _candidates(self, request: ColdRequest) -> tuple[Iterable[LoadStrategy], str]:
         if not request.num_workers:

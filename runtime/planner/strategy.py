@@ -13,6 +13,9 @@ class LoadStrategy(StrEnum):
     ASSISTED = "assisted"  # starts at once, the first layers' deltas come from CPU workers
 
 
+AT_ONCE = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED)  # the load need not have ended
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What one strategy is expected to come to, in seconds from now."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..engine.request import Request
-from ..plan import AdapterId, RequestId
+from ..plan import AdapterId, RequestId, StepId
 from .events import ColdStart
 
 
@@ -67,8 +67,12 @@ class ColdStarts(Protocol):
         """What to compute next of a cold running request; None = it skips this step."""
         ...
 
-    def step_closed(self, rows: StepRows) -> None:
-        """A step has these rows, and no more."""
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
+        """A step has these rows, and no more; without rows it may not come to be."""
+        ...
+
+    def step_ended(self, step_id: StepId, now_s: float) -> None:
+        """Its result is there."""
         ...
 
     def stops_everybody(self) -> bool:
@@ -118,7 +122,10 @@ class WarmStarts:
         """No request is cold."""
         raise AssertionError("no request may start cold")
 
-    def step_closed(self, rows: StepRows) -> None:
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
+        """Nothing is kept."""
+
+    def step_ended(self, step_id: StepId, now_s: float) -> None:
         """Nothing is kept."""
 
     def stops_everybody(self) -> bool:

@@ -136,9 +136,10 @@ class Scheduler:
         self._continuation.reset_outgrown()
         if not self._cold_starts.stops_everybody() and self._continuation.go_on(draft, now_s):
             self._admission.admit(draft, now_s)
-        self._cold_starts.step_closed(draft.rows)
+        step_id = StepId(self._next_step_id)
+        self._cold_starts.step_closed(step_id, draft.rows, now_s)
         step = draft.build(
-            StepId(self._next_step_id),
+            step_id,
             transfers=self.memory.take_commands(),
             promoted_transfers=self.memory.take_promoted(),
             forget_requests=tuple(self._forget),
@@ -160,6 +161,7 @@ class Scheduler:
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
             return []  # it was given up
+        self._cold_starts.step_ended(result.step_id, now_s)
         events = self._results.read(step, result.rows, self._in_flight.values())
         events = [self._with_cold_start(event, now_s) for event in events]
         self._end_finished(events, now_s)

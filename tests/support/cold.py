@@ -3,7 +3,7 @@
 import random
 
 from corun.runtime.engine.request import Request
-from corun.runtime.plan import AdapterId, RequestId
+from corun.runtime.plan import AdapterId, RequestId, StepId
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 
 NUM_LAYERS = 4
@@ -55,8 +55,11 @@ class RandomColdStarts:
         num_tokens = self._rng.randint(1, min(max_tokens, request.num_pending_tokens))
         return ColdChunk(num_tokens, self._rng.randint(0, NUM_LAYERS))
 
-    def step_closed(self, rows: StepRows) -> None:
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
         assert sum(chunk.num_tokens for _, chunk in rows.cold_chunks) <= rows.max_cold_tokens
+
+    def step_ended(self, step_id: StepId, now_s: float) -> None:
+        pass
 
     def stops_everybody(self) -> bool:
         return bool(self._blocking)

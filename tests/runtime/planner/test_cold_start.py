@@ -5,7 +5,7 @@ import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.engine.request import Request
-from corun.runtime.plan import AdapterId, RequestId
+from corun.runtime.plan import AdapterId, RequestId, StepId
 from corun.runtime.planner.cold import AdapterShape
 from corun.runtime.planner.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
 from corun.runtime.planner.planner import Planner, PlannerConfig
@@ -200,7 +200,7 @@ def test_no_step_is_held_up_by_more_than_the_share(
     if rows.cold_chunks:
         wait_s, warm_s = _run_step(cold_starts, rows, now_s)
         assert wait_s <= 0.05 * warm_s + 1e-9
-    cold_starts.step_closed(rows)
+    cold_starts.step_closed(StepId(1), rows, 0.0)
 
 
 def _run_step(cold_starts: PlannedColdStarts, rows: StepRows, now_s: float) -> tuple[float, float]:
@@ -238,20 +238,40 @@ def test_company_that_nobody_foresaw_is_no_fault_of_the_strategy() -> None:
     assert chunk is not None
     rows.cold_chunks += [(request, chunk), (other, ColdChunk(32, _LAYERS))]
     rows.chunks.append((make_request(9, prompt=100), 100))
-    cold_starts.step_closed(rows)
+    cold_starts.step_closed(StepId(1), rows, 0.0)
     cold_starts.first_token(request.request_id, alone_s + 132 * 0.004)
     assert cold_starts._planner._records[LoadStrategy.ASSISTED].ratio == pytest.approx(1.0)
+
+
+def test_steps_that_wait_longer_than_predicted_make_cold_chunks_rarer() -> None:
+    """Ten steps beside three that decode, each a fifth longer than it would be without waits."""
+    cold_starts = _cold_starts(forced=LoadStrategy.ASSISTED)
+    (request,) = _arrive(cold_starts, 1)
+    now_s = 0.0
+    for number in range(20):
+        rows = _rows(3)
+        if number % 2:
+            chunk = cold_starts.next_chunk(request, 512, 3, rows, now_s)
+            if chunk is None:
+                break
+            rows.cold_chunks.append((request, chunk))
+        else:
+            rows.chunks.append((make_request(9, prompt=32), 32))
+        cold_starts.step_closed(StepId(number), rows, now_s)
+        now_s += (3 + 32) * 0.004 * (1.2 if number % 2 else 1.0)
+        cold_starts.step_ended(StepId(number), now_s)
+    assert chunk is None and number > 1
 
 
 def test_a_request_that_had_no_room_teaches_nothing() -> None:
     cold_starts = _cold_starts(forced=LoadStrategy.ASSISTED)
     (request,) = _arrive(cold_starts, 1)
-    cold_starts.step_closed(_rows())  # it was decided on, and not let in
+    cold_starts.step_closed(StepId(1), _rows(), 0.0)  # it was decided on, and not let in
     rows = _rows()
     chunk = cold_starts.next_chunk(request, 512, 0, rows, 5.0)
     assert chunk is not None
     rows.cold_chunks.append((request, chunk))
-    cold_starts.step_closed(rows)
+    cold_starts.step_closed(StepId(1), rows, 0.0)
     assert cold_starts.first_token(request.request_id, 5.1) is not None
     assert cold_starts._planner._records[LoadStrategy.ASSISTED].num_observed == 0
 
@@ -260,9 +280,9 @@ def test_a_request_that_skips_steps_for_its_load_teaches_that() -> None:
     cold_starts = _cold_starts(num_workers=0, forced=LoadStrategy.PIPELINED)
     (request,) = _arrive(cold_starts, 1)
     assert cold_starts.next_chunk(request, 512, 3, _rows(3), 0.0) is None
-    cold_starts.step_closed(_rows(3))
+    cold_starts.step_closed(StepId(1), _rows(3), 0.0)
     cold_starts.load_ended(ADAPTER, 0.4)  # from here on it is as warm as others
-    cold_starts.step_closed(_rows(3))
+    cold_starts.step_closed(StepId(1), _rows(3), 0.0)
     cold_starts.first_token(request.request_id, 2.0)
     assert cold_starts._planner._records[LoadStrategy.PIPELINED].ratio > 1.5
 

@@ -178,6 +178,39 @@ def test_measurements_correct_the_predictions() -> None:
     assert after_s == pytest.approx(before_s * 1.2, rel=0.02)
 
 
+def test_stalls_beyond_their_prediction_are_reckoned_with_until_they_are_forgotten() -> None:
+    planner = Planner(_model())
+    request = _cold(load_s=2.0, num_running=4)
+    before = planner.predict(request, LoadStrategy.ASSISTED)
+    step = plan_step(planner.model, request, 32, request.company, LoadStrategy.ASSISTED)
+    assert planner.decide(request).strategy is LoadStrategy.ASSISTED
+    assert planner.is_bearable(step, LoadStrategy.ASSISTED)
+    for _ in range(20):
+        planner.observe_stall(LoadStrategy.ASSISTED, 0.01, 0.11)
+    after = planner.predict(request, LoadStrategy.ASSISTED)
+    own_s = before.first_token_s - before.stall_s
+    assert after.stall_s == pytest.approx(before.stall_s + 0.1 * own_s, rel=0.02)
+    assert after.first_token_s == before.first_token_s
+    assert not planner.is_bearable(step, LoadStrategy.ASSISTED)
+    taken = [planner.decide(request).strategy for _ in range(40)]
+    assert taken[0] is not LoadStrategy.ASSISTED and taken[-1] is LoadStrategy.ASSISTED
+
+
+def test_one_wait_does_not_speak_for_all() -> None:
+    planner = Planner(_model())
+    planner.observe_stall(LoadStrategy.ASSISTED, 0.0, 50.0)  # something held the machine up
+    stall_s = planner.predict(_cold(load_s=2.0), LoadStrategy.ASSISTED).stall_s
+    assert stall_s <= 0.06 * 0.512
+
+
+def test_who_waits_for_the_load_stalls_nobody() -> None:
+    planner = Planner(_model())
+    for _ in range(5):
+        planner.observe_stall(LoadStrategy.ASYNC_LOAD, 0.0, 0.1)
+    stall_s = planner.predict(_cold(load_s=2.0, num_running=3), LoadStrategy.ASYNC_LOAD).stall_s
+    assert stall_s == pytest.approx(0.0)
+
+
 def test_a_bad_streak_leaves_the_workers_alone_for_a_while() -> None:
     config = PlannerConfig(streak_limit=3, penalty_decisions=2, smoothing=0.0)
     planner = Planner(_model(), config)

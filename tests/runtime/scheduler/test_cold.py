@@ -2,7 +2,7 @@
 
 from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
-from corun.runtime.plan import AdapterId, RequestId, StepPlan, SubBatchKind
+from corun.runtime.plan import AdapterId, RequestId, StepId, StepPlan, SubBatchKind
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import ColdStart
 from support.scheduling import make_executor, make_memory, make_request, make_scheduler
@@ -18,6 +18,7 @@ class FixedColdStarts:
         self.chunk: ColdChunk | None = ColdChunk(4, 2)
         self.is_blocking = False
         self.closed: StepRows | None = None
+        self.num_ended_steps = 0
 
     def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
         self.log.append(f"{'load' if is_demand else 'prefetch'} {adapter_id}")
@@ -46,8 +47,11 @@ class FixedColdStarts:
             return None
         return ColdChunk(min(self.chunk.num_tokens, request.num_pending_tokens, max_tokens), 2)
 
-    def step_closed(self, rows: StepRows) -> None:
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
         self.closed = rows
+
+    def step_ended(self, step_id: StepId, now_s: float) -> None:
+        self.num_ended_steps += 1
 
     def stops_everybody(self) -> bool:
         return self.is_blocking
@@ -94,6 +98,7 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
     assert cold_starts.log == [
         "load 7", "first token of 1", "1 groups of 7", "ended 7", "forgot 1",
     ]  # fmt: skip
+    assert cold_starts.num_ended_steps == 4
 
 
 def step_beside_a_cold_request(*, mix: bool, second_prompt: int) -> tuple[StepPlan, StepRows]:
