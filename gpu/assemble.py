@@ -220,7 +220,7 @@ def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> N
 
 def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:
     try:
-        error = check_parity(loaded.model, runner.probe_step)
+        error = check_parity(loaded.model, loaded.hook, runner.probe_step)
     except ModelError as mismatch:
         if not is_waived:
             raise

@@ -243,6 +243,50 @@ def test_only_the_command_line_prints() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def _own_names() -> set[str]:
+    """Whatever the product itself defines or assigns."""
+    names: set[str] = set()
+    for node in (node for path in _product_files() for node in ast.walk(_tree(path))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return names
+
+
+def _private_names_of_others(path: Path, own: set[str]) -> Iterator[str]:
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Attribute) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            yield ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else ""
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            module = node.module or ""
+            if module == "numba.core":
+                yield from (f"numba.core.{alias.name}" for alias in node.names)
+            yield from (part for part in module.split("."))
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("numba.core"))
+
+
+def test_private_names_of_others_are_listed() -> None:
+    """With the reason, in CONTRIBUTING.md; but for those that Python itself documents."""
+    text = (_ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## Private names of other libraries")[2].partition("\n## ")[0]
+    own = _own_names()
+    wrong = {
+        f"{_name(path)}: {name}"
+        for path in _product_files()
+        for name in _private_names_of_others(path, own)
+        if name.startswith(("_", "numba.core"))
+        and not name.startswith("__")
+        and name not in {"_exit", "_fields", "_replace", "_typeshed"}
+        and name not in section
+    }
+    assert section and not wrong, sorted(wrong)
+
+
 def test_every_package_is_listed() -> None:
     settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = set(settings["tool"]["setuptools"]["packages"])

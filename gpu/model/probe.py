@@ -68,7 +68,7 @@ def layer_shapes(record: AttentionRecord) -> tuple[LayerKvShape, ...]:
     return tuple(record.shapes[layer] for layer in sorted(record.shapes))
 
 
-def check_parity(model: PreTrainedModel, step: PackedStep) -> float:
+def check_parity(model: PreTrainedModel, hook: PagedAttentionHook, step: PackedStep) -> float:
     """Compare the packed path with plain transformers; return the largest relative error.
 
     Raises ``ModelError`` on mismatch, with both the error and the limit.
@@ -76,7 +76,7 @@ def check_parity(model: PreTrainedModel, step: PackedStep) -> float:
     sequences = _probe_sequences(model.config.get_text_config().vocab_size)
     actual = _run_packed(step, sequences)
     with torch.inference_mode():
-        expected = [_run_plain(model, sequence) for sequence in sequences]
+        expected = [_run_plain(model, hook, sequence) for sequence in sequences]
     errors = torch.tensor(
         [
             _relative_error(a, e)
@@ -154,10 +154,11 @@ def _run_packed(step: PackedStep, sequences: Sequence[tuple[int, ...]]) -> list[
     return logits
 
 
-def _run_plain(model: PreTrainedModel, sequence: tuple[int, ...]) -> list[torch.Tensor]:
+def _run_plain(
+    model: PreTrainedModel, hook: PagedAttentionHook, sequence: tuple[int, ...]
+) -> list[torch.Tensor]:
     """Prefill and decode one sequence with plain attention and a plain cache."""
-    name = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
+    model.set_attn_implementation("eager")
     try:
         cache = DynamicCache(config=model.config)
         num_prompt = len(sequence) - _NUM_DECODE_STEPS
@@ -169,7 +170,7 @@ def _run_plain(model: PreTrainedModel, sequence: tuple[int, ...]) -> list[torch.
             logits.append(out.logits[0, -1])
         return logits
     finally:
-        model.config._attn_implementation = name
+        model.set_attn_implementation(hook.name)
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,0 +1,83 @@
+"""Compares how long steps with cold rows held the others up with what was predicted. Pure.
+
+How long a step takes without waits is known from the profile, and how far that is off on the
+machine of today from steps with a prompt and no cold row. What a step with cold rows takes beyond
+it, the running requests have waited. Steps without others teach nothing: nobody was to be spared.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..plan import RequestId, StepId
+from .strategy import LoadStrategy
+
+_SMOOTHING = 0.2  # weight of the newest step in the running ratio
+
+
+@dataclass(frozen=True, slots=True)
+class StallLesson:
+    """A step with cold rows beside others has ended. Shares are of it without waits."""
+
+    strategy: LoadStrategy
+    predicted_share: float
+    measured_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    closed_at_s: float
+    warm_s: float  # predicted for all its rows, with all adapters on the device
+    # Of its cold rows; None = it has none, or several of different strategies.
+    strategy: LoadStrategy | None
+    wait_s: float  # predicted
+    is_cold: bool
+    has_others: bool
+
+
+class Stalls:
+    """Steps that have been closed and not ended, and what their like took."""
+
+    def __init__(self) -> None:
+        self._steps: dict[StepId, _Step] = {}
+        # Of the step that is put together.
+        self._chunks: dict[RequestId, tuple[LoadStrategy, float]] = {}
+        self._last_end_s = 0.0
+        self._warm_ratio: float | None = None  # measured over predicted, of steps that never wait
+
+    def planned(self, request_id: RequestId, strategy: LoadStrategy, wait_s: float) -> None:
+        """With a cold chunk, if it comes into the step, that is predicted to wait so long."""
+        self._chunks[request_id] = strategy, wait_s
+
+    def closed(
+        self, step_id: StepId, cold: Collection[RequestId], warm_s: float, now_s: float,
+        *, has_others: bool,
+    ) -> None:  # fmt: skip
+        """Nobody else joins the step, predicted to take ``warm_s`` with all adapters cached."""
+        chunks = [self._chunks[request_id] for request_id in cold if request_id in self._chunks]
+        self._chunks.clear()
+        strategies = {strategy for strategy, _ in chunks}
+        self._steps[step_id] = _Step(
+            closed_at_s=now_s,
+            warm_s=warm_s,
+            strategy=strategies.pop() if len(strategies) == 1 else None,
+            wait_s=max((wait_s for _, wait_s in chunks), default=0.0),
+            is_cold=bool(cold),
+            has_others=has_others,
+        )
+
+    def ended(self, step_id: StepId, now_s: float) -> StallLesson | None:
+        """The step's result is there; None where nothing is to be learned of it."""
+        began_s, self._last_end_s = self._last_end_s, now_s  # of two in flight, the later waits
+        step = self._steps.pop(step_id, None)
+        for given_up in [known for known in self._steps if known < step_id]:
+            del self._steps[given_up]
+        if step is None or step.warm_s <= 0.0:
+            return None
+        ratio = (now_s - max(began_s, step.closed_at_s)) / step.warm_s
+        if not step.is_cold:
+            before = ratio if self._warm_ratio is None else self._warm_ratio
+            self._warm_ratio = (1.0 - _SMOOTHING) * before + _SMOOTHING * ratio
+            return None
+        if self._warm_ratio is None or step.strategy is None or not step.has_others:
+            return None
+        return StallLesson(step.strategy, step.wait_s / step.warm_s, ratio / self._warm_ratio - 1.0)
