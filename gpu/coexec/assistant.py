@@ -13,7 +13,7 @@ from ..model.lower import lora_batch
 from ..step import LoraBatch
 from .cold_deltas import Arrival, ColdDeltas, ColdPlan, GroupKey, NoObserver, WaitObserver
 from .gateway import AssistedRow, ColdAdapter, WorkerGateway
-from .handover import Handover
+from .handover import Exchange, Handover
 from .invocation import Invocation
 
 _LOG = logging.getLogger(__name__)
@@ -59,15 +59,26 @@ class AssistedPass:
     """One pass under way. ``settle`` or ``give_up`` ends it."""
 
     deltas: ColdDeltas
+    _exchange: Exchange
     _gateway: WorkerGateway | None
     _invocations: dict[GroupKey, tuple[Invocation, ...]]
+    _cold_spans: frozenset[tuple[int, int]]
 
     def settle(self) -> frozenset[tuple[int, int]]:
         """Packed token spans whose deltas are void, after the pass has come to its end."""
         if self._gateway is None or not self._invocations:
             return frozenset()
+        void_spans = self._take_results(self._gateway)
+        # Taken in any case, or it would count against the next pass.
+        failure = self._exchange.take_failure(timeout_s=_SETTLE_TIMEOUT_S)
+        if failure is None:
+            return void_spans
+        _LOG.warning("an exchange with CPU workers failed, so cold rows count as void: %s", failure)
+        return self._cold_spans
+
+    def _take_results(self, gateway: WorkerGateway) -> frozenset[tuple[int, int]]:
         try:
-            return self._gateway.settle(self._invocations, timeout_s=_SETTLE_TIMEOUT_S)
+            return gateway.settle(self._invocations, timeout_s=_SETTLE_TIMEOUT_S)
         except ShmError as error:
             _LOG.warning(
                 "the results of CPU workers are not there, so their deltas count as void: %s", error
@@ -122,7 +133,8 @@ class Assistant:
             first_layer = end_layer
         plan = ColdPlan(invocations, tuple(batches), tuple(arrivals))
         deltas = ColdDeltas(self._handover, self._backend, plan, self.observer)
-        return AssistedPass(deltas, self._gateway, invocations)
+        cold_spans = frozenset((row.start, row.end) for row in rows if row.arriving is not None)
+        return AssistedPass(deltas, self._handover.exchange, self._gateway, invocations, cold_spans)
 
     def _invoke(self, rows: Sequence[ColdRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
         assisted = [

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..device.base import Device, Stream
+from ..device.base import Device, DeviceError, Stream
 from .invocation import Invocation
 
 
@@ -29,6 +29,20 @@ class Exchange:
         self.device.record(first, event)
         self.device.wait_event(then, event)
         self.device.release_event(event)
+
+    def take_failure(self, *, timeout_s: float) -> str | None:
+        """Come to the end of both streams: what failed there since the last call, or None.
+
+        Whatever was exchanged meanwhile is void then; what is enqueued from now on is not.
+        Time-outs of waits are failures, and so is an end that does not come within ``timeout_s``.
+        """
+        failures = []
+        for stream in dict.fromkeys((self.transfer, self.compute)):
+            try:
+                self.device.synchronize(stream, timeout_s=timeout_s)
+            except DeviceError as error:
+                failures.append(str(error))
+        return failures[0] if failures else None
 
 
 class Handover(Protocol):

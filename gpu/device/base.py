@@ -77,7 +77,8 @@ class Device(Protocol[BufferT_contra]):
     Operations are enqueued by one thread; ``is_done``, ``release_waits`` and ``synchronize`` may be
     called by any. An operation that fails marks its stream: until ``synchronize`` has raised the
     error, the stream's further copies, waits and computations are left out, while signals and
-    records are still made, so that nobody hangs on it. What was computed meanwhile is void.
+    records are still made, so that nobody hangs on it. What was computed meanwhile is void. On a
+    stream that its thread has adopted nothing is ever left out (``TorchDevice.adopt``).
     """
 
     def stream(self, name: str, *, is_urgent: bool = False) -> Stream:

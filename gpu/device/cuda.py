@@ -144,7 +144,9 @@ class CudaDevice:
         """As ``TorchDevice.adopt`` says."""
         self._check_open()
         self._enter()
-        self._runtime.adopt(self._streams.state(stream).handle)
+        state = self._streams.state(stream)
+        state.is_adopted = True
+        self._runtime.adopt(state.handle)
 
     def event(self) -> Event:
         """As ``Device.event`` says."""
@@ -160,7 +162,7 @@ class CudaDevice:
         """As ``Device.copy`` says."""
         state = self._begin(stream)
         direction = self._transfers.check(destination, source)
-        if state.failure is None and source.numel() > 0:
+        if not state.is_left_out and source.numel() > 0:
             self._enqueue(state, lambda: self._gates.settle(state))
             self._enqueue(
                 state, lambda: self._transfers.enqueue(state, destination, source, direction)
@@ -179,7 +181,7 @@ class CudaDevice:
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """As ``Device.wait`` says."""
         state = self._begin(stream)
-        if state.failure is not None:
+        if state.is_left_out:
             return
         state.paced = None
         self._outstanding.add(word, value)
@@ -195,7 +197,7 @@ class CudaDevice:
         """As ``Device.wait_event`` says."""
         state = self._begin(stream)
         state.paced = None
-        self._events.hold(state, event, is_left_out=state.failure is not None)
+        self._events.hold(state, event, is_left_out=state.is_left_out)
 
     def is_done(self, event: Event) -> bool:
         """As ``Device.is_done`` says."""
@@ -216,7 +218,7 @@ class CudaDevice:
     ) -> None:
         """As ``Device.launch`` says."""
         state = self._begin(stream)
-        if state.failure is not None:
+        if state.is_left_out:
             return
         state.paced = None
         self._enqueue(state, lambda: self._gates.settle(state))
@@ -292,11 +294,12 @@ class CudaDevice:
             self._entered.add(ident)
 
     def _enqueue(self, state: StreamState, operation: Callable[[], None]) -> None:
-        """What fails marks the stream, and is raised here, too."""
+        """What fails marks the stream, unless it is adopted, and is raised here, too."""
         try:
             operation()
         except Exception as error:
-            self._streams.fail(state.stream.index, error)
+            if not state.is_adopted:
+                self._streams.fail(state.stream.index, error)
             raise
 
     def _await_end(self, states: Sequence[StreamState], timeout_s: float) -> None:

@@ -23,10 +23,16 @@ class StreamState:
     stream: Stream
     handle: Any  # the runtime's
     needs: set[Ticket] = field(default_factory=set)  # items that an event ordered before the rest
+    is_adopted: bool = False  # who enqueues is told of failures at once, and nothing is left out
     failure: DeviceError | None = None  # the first since synchronize last raised one
     failed_s: float = 0.0  # when that was: tells which of several streams failed first
     owed: Ticket | None = None  # a host signal that what follows has yet to be held behind
     paced: object | None = None  # the paced copy that the stream's newest operation is, if so
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether copies, waits and computations are, until the failure is raised."""
+        return self.failure is not None and not self.is_adopted
 
 
 class StreamTable:
@@ -74,7 +80,7 @@ class StreamTable:
 
     def has_failed(self, index: int) -> bool:
         """Whether operations of the stream are to be left out."""
-        return self._states[index].failure is not None
+        return self._states[index].is_left_out
 
     def take_first_failure(self, states: Sequence[StreamState]) -> DeviceError | None:
         """Clear the failures of these streams and return the one that was first."""

@@ -136,8 +136,9 @@ class TorchDevice(Device[torch.Tensor], Protocol):
         """Let the calling thread be ``stream``: what it computes from now on is in its order.
 
         On CUDA the stream becomes the thread's current one. On the CPU its operations take effect
-        at once, in this thread, which alone may enqueue them, and what they raise is raised to it.
-        Before the stream's first operation.
+        at once, in this thread, which alone may enqueue them. What its operations raise is raised
+        to it on either, and leaves nothing behind it out: the thread knows, and decides itself
+        what is void. Before the stream's first operation.
         """
         ...
 

@@ -85,6 +85,49 @@ def test_what_a_launch_raises_is_raised() -> None:
     assert [type(step) for step in device.program().agents[1].steps] == [Begin, End]
 
 
+def test_a_failure_leaves_out_what_devices_leave_out() -> None:
+    device = SymbolicDevice()
+    failed, other = device.stream("failed"), device.stream("other")
+    word, event, known = device.word("word"), device.event(), device.event()
+    device.record(other, known)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        device.launch(failed, fail)
+    device.launch(failed, fail)
+    device.copy(failed, Y, X)
+    device.wait(failed, word, 1)
+    device.wait_event(failed, known)
+    device.signal(failed, word, 1)
+    device.record(failed, event)
+    assert device.num_left_out == 4
+    kinds = [type(step) for step in device.program().agents[1].steps]
+    assert kinds == [Begin, End, Signal, Record]
+    device.synchronize(other, timeout_s=1)
+    with pytest.raises(DeviceError, match="stream failed: ValueError"):
+        device.synchronize(timeout_s=1)
+    device.synchronize(timeout_s=1)
+    device.copy(failed, Y, X)
+    assert device.num_left_out == 4
+
+
+def test_a_failure_leaves_nothing_out_on_an_adopted_stream() -> None:
+    device = SymbolicDevice()
+    stream = device.stream("stream")
+    device.adopt(stream)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        device.launch(stream, fail)
+    device.copy(stream, Y, X)
+    device.synchronize(timeout_s=1)
+    assert [type(step) for step in device.program().agents[1].steps] == [Begin, End] * 2
+
+
 def test_a_wait_needs_a_record_in_its_generation() -> None:
     device = SymbolicDevice()
     stream = device.stream("stream")

@@ -138,6 +138,8 @@ class DeviceContract:
         memory = device.register(segment.buffer, name="contract")
         yield Rig(device, self.where, segment, memory, *streams)
         device.close(timeout_s=1.0)
+        if self.where.type == "cuda":  # a test may have adopted another
+            torch.cuda.set_stream(torch.cuda.default_stream(self.where))
         memory.close()
         try:
             segment.close()

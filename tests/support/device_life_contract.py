@@ -118,6 +118,37 @@ class DeviceLifeContract(DeviceContract):
             rig.finish()
         rig.finish()
 
+    def test_a_failure_on_an_adopted_stream_is_its_threads_alone(self, rig: Rig) -> None:
+        """It is raised there, and neither leaves out what follows nor is told of again."""
+        x, host = rig.tensor(1), rig.host(0)
+        rig.device.adopt(rig.a)
+        for round_number in (1, 2):
+            with pytest.raises(_FailedOnPurpose):
+                DeviceLifeContract.fail(self, rig, rig.a)
+            rig.multiply_add(rig.a, x, 1, 1)
+            rig.let_go(0, round_number)
+            rig.hold(rig.a, 0, round_number)
+            rig.device.copy(rig.a, host, x)
+            rig.device.signal(rig.a, rig.word(1), round_number)
+            rig.device.wait_event(rig.b, rig.recorded(rig.a))
+            rig.device.copy(rig.b, rig.host(1), x)
+            rig.finish(rig.b)
+            assert host.tolist() == rig.host(1).tolist() == [1 + round_number] * 8
+            assert rig.shown(1) == round_number
+        rig.finish()
+
+    def test_others_failures_are_not_an_adopted_streams(self, rig: Rig) -> None:
+        x = rig.tensor(1)
+        rig.device.adopt(rig.a)
+        self.fail(rig, rig.b)
+        rig.device.wait_event(rig.a, rig.recorded(rig.b))
+        rig.multiply_add(rig.a, x, 1, 1)
+        rig.device.copy(rig.a, rig.host(0), x)
+        rig.finish(rig.a)
+        assert rig.host(0).tolist() == [2] * 8
+        with pytest.raises(DeviceError, match="stream b"):
+            rig.finish()
+
     # Waiting for the end.
 
     def test_synchronize_gives_up_and_leaves_everything_enqueued(self, rig: Rig) -> None:

@@ -175,10 +175,12 @@ class ColdEngine:
         self.device = device = SymbolicTensorDevice(symbolic)
         self.compute = symbolic.stream("compute")
         transfer = symbolic.stream("transfer") if shape.streams == "apart" else self.compute
+        symbolic.adopt(self.compute)
         device.adopted = self.compute if shape.streams == "adopted" else None
         self.copier = _Copier(device, shape)
         self.copier.read_by(self.compute)
         self.pool = SymbolicPool(symbolic, shape.num_workers, shape.num_slots, shape.dies_in)
+        self.streams = {"compute": self.compute, "exchange": transfer}
         exchange = Exchange(as_torch(device), self.compute, transfer)
         gateway = WorkerGateway(
             as_torch(self.pool), as_torch(self.pool), as_torch(self.pool), exchange,
@@ -223,7 +225,10 @@ class ColdEngine:
         return self.assistant.begin([cold], torch.device("cpu"))
 
     def forward(self, deltas: ColdDeltas, fail_at: tuple[GroupKey, str] | None = None) -> None:
-        """The model; it raises ``ArithmeticError`` where it is to fail: before begin, or add."""
+        """The model; it raises ``ArithmeticError`` where it is to fail.
+
+        That is before begin or add, or by an operation of the stream compute or exchange.
+        """
         hidden = one("hidden")
         self._launch([], [hidden])
         for layer in range(self.shape.num_layers):
@@ -236,19 +241,24 @@ class ColdEngine:
                 deltas.begin(self.key, as_torch(x))
                 if fail_at == (self.key, "add"):
                     raise ArithmeticError
+                if fail_at is not None and fail_at[0] == self.key and fail_at[1] in self.streams:
+                    self.device.launch(self.streams[fail_at[1]], _fail)
                 self._launch([x], [y])
                 deltas.add(self.key, as_torch(x), [as_torch(y)], [0])
                 self._launch([y], [hidden])
 
     def run(self, split_layer: int, copied: Copied | None, *, samples: bool = True) -> bool:
         """One pass; whether its result counts. Without a sample nobody waits for its end."""
+        num_left_out = self.device.symbolic.num_left_out
         assisted = self.begin(split_layer, copied)
         self.forward(assisted.deltas)
-        void = assisted.settle()
+        counts = not assisted.settle()
         if samples:
             self.device.synchronize(self.compute, timeout_s=1)
             self.device.host.compute(reads=[Buffer("hidden")])
-        return not void
+        is_whole = self.device.symbolic.num_left_out == num_left_out
+        assert is_whole or not counts, "a result counts of which something was left out"
+        return counts
 
     def close(self) -> None:
         """All must have been given back."""
@@ -267,6 +277,10 @@ def add_in_place(exchange: Exchange, invocation: Invocation, ys: Sequence[torch.
 
 def _nothing() -> None:
     pass
+
+
+def _fail() -> None:
+    raise ArithmeticError
 
 
 def recording(shape: Shape, live: Callable[[ColdEngine], None]) -> Recording:

@@ -14,7 +14,7 @@ from corun.gpu.device.base import (
     DeviceTimeoutError,
     Stream,
 )
-from support.cuda_setting import NAMES, NUM_BYTES, Setting, add, open_setting
+from support.cuda_setting import NAMES, NUM_BYTES, Setting, add, fill, open_setting
 
 
 def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:
@@ -40,6 +40,20 @@ def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:
         setting.device.copy(setting.stream, on_device, setting.host(0))
         setting.synchronize()
         assert on_device.tolist() == [1.0] * 16
+
+
+def test_what_fails_late_leaves_nothing_out_on_an_adopted_stream() -> None:
+    """Nobody was told when it was enqueued: whoever comes to the end is, once."""
+    with open_setting() as setting:
+        on_device = setting.gpu.empty(16)
+        setting.device.adopt(setting.stream)
+        setting.device._streams.fail(setting.stream.index, ValueError("by the host's thread"))
+        setting.device.launch(setting.stream, lambda: fill(on_device, 3.0))
+        setting.device.copy(setting.stream, setting.host(0), on_device)
+        with pytest.raises(DeviceError, match="by the host's thread"):
+            setting.synchronize()
+        assert setting.host(0).tolist() == [3.0] * 16
+        setting.synchronize()
 
 
 @pytest.mark.parametrize(

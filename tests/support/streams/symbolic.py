@@ -46,9 +46,10 @@ class SymbolicDevice:
     """Writes calls down. Implements ``Device[Buffer]``, on one host thread.
 
     ``launch`` calls ``compute`` at once, as CUDA does; what it enqueues on its own stream takes
-    place while the launch does. ``synchronize`` has no time to run out of: where it would never
-    end, a run finds a ``Hang``. ``is_done`` and ``release_waits`` return the next of ``answers``;
-    ``Recording`` finds out what they are.
+    place while the launch does. What it raises marks its stream, unless that is adopted, and the
+    stream leaves out what every device does. ``synchronize`` has no time to run out of: where it
+    would never end, a run finds a ``Hang``. ``is_done`` and ``release_waits`` return the next of
+    ``answers``; ``Recording`` finds out what they are.
     """
 
     def __init__(self, answers: Sequence[int] = ()) -> None:
@@ -56,6 +57,9 @@ class SymbolicDevice:
         self.host = Process(self._tape, self._tape.add_agent("host", is_stream=False))
         self._streams: dict[int, int] = {}  # stream index to agent
         self._launching: int | None = None
+        self._adopted: set[int] = set()  # agents, as those that follow
+        self._failures: dict[int, str] = {}  # in order
+        self.num_left_out = 0  # operations, since they were enqueued on streams that had failed
         self._has_operations = False
         self._is_closed = False
         self._generations: list[int] = []  # of each event, the current one
@@ -136,6 +140,10 @@ class SymbolicDevice:
         self._streams[stream.index] = self._tape.add_agent(name, is_stream=True)
         return stream
 
+    def adopt(self, stream: Stream) -> None:
+        """See ``TorchDevice.adopt``."""
+        self._adopted.add(self._agent(stream))
+
     def event(self) -> Event:
         """See ``Device.event``."""
         self._check_open()
@@ -158,6 +166,8 @@ class SymbolicDevice:
     def copy(self, stream: Stream, destination: Buffer, source: Buffer) -> None:
         """See ``Device.copy``."""
         agent = self._agent(stream)
+        if self._leaves_out(agent):
+            return
         access = self._tape.access(agent, "copy", [source], [destination])
         self._enqueue(agent, Begin(access), End(access))
 
@@ -167,7 +177,9 @@ class SymbolicDevice:
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """See ``Device.wait``."""
-        self._enqueue(self._agent(stream), Wait(word.name, wrap(value)))
+        agent = self._agent(stream)
+        if not self._leaves_out(agent):
+            self._enqueue(agent, Wait(word.name, wrap(value)))
 
     def record(self, stream: Stream, event: Event) -> None:
         """See ``Device.record``."""
@@ -184,7 +196,8 @@ class SymbolicDevice:
         self._check_held(event)
         if not self._held_events[event]:
             raise UnrecordedEventError(f"{event} is not recorded")
-        self._enqueue(agent, WaitEvent(event))
+        if not self._leaves_out(agent):
+            self._enqueue(agent, WaitEvent(event))
 
     def is_done(self, event: Event) -> bool:
         """See ``Device.is_done``."""
@@ -201,11 +214,17 @@ class SymbolicDevice:
     ) -> None:
         """See ``Device.launch``."""
         agent = self._agent(stream)
+        if self._leaves_out(agent):
+            return
         access = self._tape.access(agent, "launch", reads, writes)
         self._enqueue(agent, Begin(access))
         outer, self._launching = self._launching, agent
         try:
             compute()
+        except Exception as error:
+            if agent not in self._adopted:
+                self._failures.setdefault(agent, f"stream {stream.name}: {error!r}")
+            raise
         finally:
             self._launching = outer
             self._enqueue(agent, End(access))
@@ -214,8 +233,10 @@ class SymbolicDevice:
         """See ``Device.synchronize``."""
         self._check_open()
         agents = list(self._streams.values()) if stream is None else [self._agent(stream)]
-        targets = tuple((agent, len(self._tape.steps[agent])) for agent in agents)
-        self._tape.add(HOST, Join(targets))
+        self._join(agents)
+        failures = [self._failures.pop(agent) for agent in list(self._failures) if agent in agents]
+        if failures:
+            raise DeviceError(failures[0])
 
     def release_waits(self) -> int:
         """See ``Device.release_waits``."""
@@ -226,7 +247,7 @@ class SymbolicDevice:
         """Come to the end of all streams; what is still held then is a ``MissingRelease``."""
         if self._is_closed:
             return
-        self.synchronize(timeout_s=timeout_s)
+        self._join(list(self._streams.values()))
         self._is_closed = True
 
     def _check_open(self) -> None:
@@ -246,6 +267,15 @@ class SymbolicDevice:
         if self._launching is not None and agent != self._launching:
             raise DeviceError(f"a launch enqueues on another stream, {stream.name}")
         return agent
+
+    def _leaves_out(self, agent: int) -> bool:
+        has_failed = agent in self._failures
+        self.num_left_out += has_failed
+        return has_failed
+
+    def _join(self, agents: Sequence[int]) -> None:
+        targets = tuple((agent, len(self._tape.steps[agent])) for agent in agents)
+        self._tape.add(HOST, Join(targets))
 
     def _enqueue(self, agent: int, *steps: Step) -> None:
         self._has_operations = True
