@@ -143,6 +143,8 @@ class AddByCopy:
 
         def add() -> None:
             for (first, width), rows_of in zip(invocation.shape.columns, ys, strict=True):
+                if width == 0:  # a target that the adapter lacks
+                    continue
                 rows = rows_of[invocation.start : invocation.end]
                 rows += landed[:, first : first + min(width, rows_of.shape[1])]
 

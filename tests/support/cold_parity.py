@@ -15,12 +15,21 @@ NUM_LAYERS = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTENTION_SPEC = AdapterSpec("attention", {"r": 16, "target_modules": list(ATTENTION)})
 LARGE_SPEC = AdapterSpec("large", {"r": 256, "lora_alpha": 128})
+# What PEFT does by default, and the rest of what it leaves to adapters: targets in each input group
+# of which some are missing, or all of them.
+PARTIAL_SPECS = (
+    AdapterSpec("query and value", {"r": 8, "target_modules": ["q_proj", "v_proj"]}),
+    AdapterSpec("mlp", {"r": 16, "target_modules": ["gate_proj", "up_proj", "down_proj"]}),
+    AdapterSpec("up alone", {"r": 5, "target_modules": ["up_proj"]}),
+    AdapterSpec("one layer", {"r": 8, "layers_to_transform": [2]}),
+)
 NAMES = tuple(spec.name for spec in (*ADAPTER_SPECS, ATTENTION_SPEC))
 
 
-def make_case(directory: Path) -> ParityCase:
+def make_case(
+    directory: Path, specs: Sequence[AdapterSpec] = (*ADAPTER_SPECS, ATTENTION_SPEC, LARGE_SPEC)
+) -> ParityCase:
     """Adapters on all linears, on some, in one layer, with a pattern of ranks, and a large one."""
-    specs = (*ADAPTER_SPECS, ATTENTION_SPEC, LARGE_SPEC)
     return ParityCase("llama-deep", directory, seed=3, specs=specs, depends_on_length=False)
 
 

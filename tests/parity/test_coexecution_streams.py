@@ -1,0 +1,103 @@
+"""Cold adapters by streams and copies, as on CUDA: held to PEFT, whatever fails on the streams."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
+from corun.gpu.coexec.handover import StreamHandover
+from corun.gpu.coexec.invocation import Invocation
+from corun.gpu.device.base import Stream
+from corun.gpu.device.host_memory import TorchDevice
+from support.cold_engine import ColdEngine
+from support.cold_parity import NUM_LAYERS, PARTIAL_SPECS, check, make_case, prompts, split_at
+from support.model_profiles import Figures
+from support.parity import ADAPTER_SPECS, ParityCase
+from support.stream_exchange import exchanged_by_streams
+
+SPECS = (*PARTIAL_SPECS, ADAPTER_SPECS[0])
+WARM = ADAPTER_SPECS[0].name
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    return make_case(tmp_path_factory.mktemp("deep"), SPECS)
+
+
+@pytest.fixture(scope="module")
+def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColdEngine]:
+    with (
+        exchanged_by_streams(),
+        ColdEngine(
+            case.directory, case.adapters, tmp_path_factory.mktemp("engine"),
+            figures=Figures(tokens_per_worker=8), delta_backend="numpy",
+        ) as engine,
+    ):  # fmt: skip
+        assert isinstance(engine.assistant._handover, StreamHandover)
+        yield engine
+
+
+@pytest.fixture
+def engine(running: ColdEngine) -> Iterator[ColdEngine]:
+    """With one adapter on the device; no step may fail, and nothing may be left."""
+    running.warm(WARM)
+    running.plans.clear()
+    yield running
+    running.assistant.observer = NoObserver()
+    running.check_nothing_is_held()
+    assert running.core.stats().num_failed_steps == 0
+
+
+def ask_all(engine: ColdEngine, seed: int) -> None:
+    """Each cold adapter once, beside the warm one and the base."""
+    names = [*(spec.name for spec in SPECS), None]
+    for name, prompt in zip(names, prompts(len(names), seed=seed), strict=True):
+        engine.ask(name, prompt)
+
+
+@pytest.mark.parametrize("split_layer", [0, 2, NUM_LAYERS])
+def test_targets_that_an_adapter_lacks(
+    engine: ColdEngine, case: ParityCase, split_layer: int
+) -> None:
+    with engine.chunks(split_at(split_layer, 20)):
+        ask_all(engine, seed=30)
+        answers = engine.run()
+    assert (engine.num_assisted_rows > 0) == (split_layer > 0)
+    assert engine.core.stats().num_retried_rows == 0
+    check(case, answers)
+
+
+class FailOnce(NoObserver):
+    """An operation of a stream that fails in the middle of an assisted pass."""
+
+    def __init__(self, device: TorchDevice, stream: Stream, key: GroupKey) -> None:
+        self._device = device
+        self._stream = stream
+        self._key = key
+        self.num_failures = 0
+
+    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
+        if key == self._key and not self.num_failures:
+            self.num_failures += 1
+            self._device.launch(self._stream, self._fail)
+
+    def _fail(self) -> None:
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("name", ["compute", "exchange"])
+def test_a_failed_operation_voids_its_pass_and_no_other(
+    engine: ColdEngine, case: ParityCase, name: str
+) -> None:
+    """On the exchange nobody is told at once: what follows is left out until it is settled."""
+    exchange = engine.assistant._handover.exchange
+    stream = {"compute": exchange.compute, "exchange": exchange.transfer}[name]
+    device: Any = exchange.device
+    engine.assistant.observer = observer = FailOnce(device, stream, (1, 0))
+    before = engine.core.stats().num_retried_rows
+    with engine.chunks(split_at(NUM_LAYERS, 8)):
+        ask_all(engine, seed=31)
+        answers = engine.run()
+    assert observer.num_failures == 1
+    assert (engine.core.stats().num_retried_rows > before) == (name == "exchange")
+    check(case, answers)
