@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import build
+from corun.runtime.engine.messages import AddRequest
 from corun.runtime.errors import ConfigError
+from corun.runtime.plan import StepPlan, SubBatchKind
 from support.architectures import save_model
 from support.fake_engine import save_tokenizer
 from support.half_made_segment import half_made_segment
@@ -91,6 +94,53 @@ def test_an_adapter_that_was_named_must_be_servable(
     with pytest.raises(Exception, match="adapter 'x'"):
         Engine(**options, lora_modules=(f"x={tmp_path}",))
     assert held() == before
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_rows_that_decode_are_kept_apart_on_cuda(
+    options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the engine is the CPU's: only the scheduler is told that it is on a GPU."""
+    make_scheduler = build._make_scheduler
+
+    def make(config: EngineConfig, loaded: Any, *others: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(loaded.model), "device", torch.device(where))
+            return make_scheduler(config, loaded, *others)
+
+    monkeypatch.setattr(build, "_make_scheduler", make)
+    config = EngineConfig(**options)
+    assembly = build.build_engine(config, on_progress=lambda _: None, own_process=False)
+    try:
+        core: Any = assembly.core
+        plans: list[StepPlan] = []
+        submit = core._executor.submit
+
+        def note(plan: StepPlan) -> None:
+            plans.append(plan)
+            submit(plan)
+
+        monkeypatch.setattr(core._executor, "submit", note)
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        core.add_request(AddRequest(1, (5, 6, 7), greedy, None))
+        ended = []
+        for number in range(12):
+            if number == 3:  # comes while the first one decodes
+                core.add_request(AddRequest(2, (8, 9), greedy, None))
+            ended += [update for update in core.step(timeout_s=5.0) if update.finish_reason]
+        assert [update.finish_reason for update in ended] == ["length", "length"]
+    finally:
+        assembly.close()
+    (both,) = [plan for plan in plans if sorted(num_tokens(plan)) == [1, 2]]
+    kinds = [batch.kind for batch in both.sub_batches]
+    assert kinds == {
+        "cpu": [SubBatchKind.MIXED], "cuda": [SubBatchKind.DECODE, SubBatchKind.MIXED],
+    }[where]  # fmt: skip
+
+
+def num_tokens(plan: StepPlan) -> list[int]:
+    """Of each row of a step."""
+    return [count for batch in plan.sub_batches for count in batch.num_tokens]
 
 
 def test_a_tokenizer_with_code_of_its_own_is_not_told(options: dict[str, Any]) -> None:
