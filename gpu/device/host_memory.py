@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from .base import Device, DeviceError, Stream, Word
+from .link import PacedLink
 
 WORD_BYTES = 4
 
@@ -119,6 +120,11 @@ class TorchDevice(Device[torch.Tensor], Protocol):
     @property
     def choices(self) -> DeviceChoices:
         """What it works with."""
+        ...
+
+    @property
+    def link(self) -> PacedLink:
+        """What copies between registered memory and the device take."""
         ...
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:

@@ -1,10 +1,16 @@
-"""The link between host and device: bandwidth against chunk size and concurrency."""
+"""The link between host and device: bandwidth against chunk size and concurrency.
+
+Timed by marks on the streams themselves, so that neither enqueuing nor asking for the end counts,
+and over so many copies that what a mark resolves is nothing beside them. Copies that are shorter
+than their enqueuing are shown as long as that: a load cannot make them faster either.
+"""
 
 import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,14 +18,14 @@ from ...gpu.device.base import Stream
 from ...gpu.device.host_memory import HostMemory, TorchDevice
 from ...shm.segment import Segment
 from ..busy import relative_spread
-from ..curve import median
 from ..fit import fit_line
 from ..models import LinkModel
-from ..profile import LinkPoint
-from ..rounds import Case, Progress, Repeats, measure_rounds
+from ..profile import LinkPoint, ProfileError
+from ..rounds import Case, Progress, Repeats, measure_rounds, medians
+from .stopwatch import stopwatch_of
 
 _TIMEOUT_S = 60.0
-_NOTHING = "nothing"
+_LEAST_BYTES = 64 * 2**20  # of the copies of one measurement together
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class LinkBench:
     ) -> None:
         self._device = device
         self._where = where
+        self._stopwatch = stopwatch_of(where)
         self._concurrency = tuple(concurrency)
         self._streams = [device.stream(f"link {index}") for index in range(max(concurrency))]
 
@@ -78,39 +85,62 @@ class LinkBench:
     ) -> LinkTimes:  # fmt: skip
         plans = [_Copies(size, number) for size in chunk_bytes for number in self._concurrency]
         cases = [Case(plan.name, partial(self._copies_s, memory, target, plan)) for plan in plans]
-        nothing = Case(_NOTHING, partial(self._copies_s, memory, target, _Copies(0, 1)))
         measured = measure_rounds(
-            [nothing, *cases], repeats, num_needed=2 * len(self._concurrency) + 1,
+            cases, repeats, num_needed=2 * len(self._concurrency),
             clock=time.perf_counter, on_progress=on_progress,
         )  # fmt: skip
-        times_s = {name: median(values) for name, values in measured.values.items()}
+        times_s = medians(measured.values)
         kept = [plan for plan in plans if plan.name in times_s]
-        # Enqueuing and asking for the end is not the link's.
-        idle_s = times_s[_NOTHING]
-        single = [(p.chunk_bytes, times_s[p.name]) for p in kept if p.concurrency == 1]
-        line = fit_line([float(size) for size, _ in single], [seconds for _, seconds in single])
         points = tuple(
             LinkPoint(p.chunk_bytes, p.concurrency, p.chunk_bytes * p.concurrency / times_s[p.name])
             for p in kept
         )
-        # A slope of nothing would be an infinitely fast link: copies too small to tell.
-        fastest = max(point.bytes_per_s for point in points)
-        bytes_per_s = 1.0 / line.slope if line.slope > 0 else fastest
         return LinkTimes(
-            LinkModel(bytes_per_s, max(0.0, line.intercept - idle_s)),
+            _fit([(p.chunk_bytes, times_s[p.name]) for p in kept if p.concurrency == 1]),
             points,
             tuple(relative_spread(values) for values in measured.values.values()),
             measured.left_out,
         )
 
     def _copies_s(self, memory: HostMemory, target: torch.Tensor, copies: _Copies) -> float:
-        streams: Sequence[Stream] = self._streams[: copies.concurrency]
-        stride = target.shape[1]
-        start_s = time.perf_counter()
-        for index, stream in enumerate(streams):
-            if copies.chunk_bytes:
-                source = memory.tensor(index * stride, (copies.chunk_bytes,), torch.uint8)
-                self._device.copy(stream, target[index, : copies.chunk_bytes], source)
+        """Seconds of one copy, or of as many as are made at one time."""
+        device, streams = self._device, self._streams[: copies.concurrency]
+        size, stride = copies.chunk_bytes, target.shape[1]
+        pairs = [
+            (target[index, :size], memory.tensor(index * stride, (size,), torch.uint8))
+            for index in range(copies.concurrency)
+        ]
+        # What paces a link holds it to the time of every single copy.
+        is_paced = device.link.is_paced
+        num_copies = 1 if is_paced else -(-_LEAST_BYTES // (size * copies.concurrency))
+        marks: list[Any] = []
+        self._mark(streams[0], marks)
+        start = device.event()
+        device.record(streams[0], start)
+        for stream in streams[1:]:
+            device.wait_event(stream, start)
+        for _ in range(num_copies):
+            for stream, (destination, source) in zip(streams, pairs, strict=True):
+                device.copy(stream, destination, source)
         for stream in streams:
-            self._device.synchronize(stream, timeout_s=_TIMEOUT_S)
-        return time.perf_counter() - start_s
+            self._mark(stream, marks)
+        for stream in streams:
+            device.synchronize(stream, timeout_s=_TIMEOUT_S)
+        device.release_event(start)
+        first, *ends = marks
+        return max(self._stopwatch.between_s(first, end) for end in ends) / num_copies
+
+    def _mark(self, stream: Stream, marks: list[Any]) -> None:
+        self._device.launch(stream, lambda: marks.append(self._stopwatch.mark()))
+
+
+def _fit(single: Sequence[tuple[int, float]]) -> LinkModel:
+    """The line through bytes and seconds of single copies.
+
+    Raises ``ProfileError`` if larger ones take no longer: a link is not infinitely fast.
+    """
+    line = fit_line([float(size) for size, _ in single], [seconds for _, seconds in single])
+    if line.slope <= 0.0:
+        times = ", ".join(f"{size} bytes {seconds * 1e6:.3g} us" for size, seconds in single)
+        raise ProfileError(f"the link cannot be measured, larger copies take no longer: {times}")
+    return LinkModel(1.0 / line.slope, line.intercept)

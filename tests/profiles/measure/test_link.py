@@ -1,8 +1,15 @@
-"""The link that is measured is the one that the options pace."""
+"""The link that is measured is the one that the options pace, timed by what the streams mark."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch
+from corun.gpu.device.link import Direction
 from corun.gpu.device.select import DeviceOptions, make_device
-from corun.profiles.measure.link import LinkBench
+from corun.profiles.measure import link
+from corun.profiles.measure.link import LinkBench, LinkTimes
+from corun.profiles.profile import ProfileError
 from corun.profiles.rounds import Repeats
 
 _CPU = torch.device("cpu")
@@ -24,6 +31,73 @@ def test_a_paced_link_is_found_again() -> None:
         (2**18, 1), (2**18, 2), (2**20, 1), (2**20, 2),
     ]  # fmt: skip
     assert all(point.bytes_per_s < 0.55 * 2**30 for point in times.points)
+
+
+class CountedCopies:
+    """A stopwatch that shows what the copies so far are said to have taken, and nothing else."""
+
+    def __init__(self, device: Any, *, byte_s: float, copy_s: float) -> None:
+        self.num_copies = 0
+        self._device = device
+        self._byte_s = byte_s
+        self._copy_s = copy_s
+        begin = device.link.begin
+
+        def count(*arguments: Any, **named: Any) -> Any:
+            self.num_copies += 1
+            return begin(*arguments, **named)
+
+        device.link.begin = count
+
+    @property
+    def num_bytes(self) -> int:
+        num_bytes: int = self._device.link.stats(Direction.TO_DEVICE).num_bytes
+        return num_bytes
+
+    def mark(self) -> float:
+        return self._byte_s * self.num_bytes + self._copy_s * self.num_copies
+
+    def settle(self) -> None:
+        """Everything is known."""
+
+    def between_s(self, first: float, then: float) -> float:
+        return then - first
+
+
+Measure = Callable[..., tuple[LinkTimes, CountedCopies]]
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Measure]:
+    """Measures memory as a link by a stopwatch of its own; two rounds and one to warm up."""
+    device = make_device(_CPU, DeviceOptions())
+
+    def measure(*concurrency: int, **seconds: float) -> tuple[LinkTimes, CountedCopies]:
+        watch = CountedCopies(device, **seconds)
+        monkeypatch.setattr(link, "stopwatch_of", lambda where: watch)
+        bench = LinkBench(device, _CPU, concurrency)
+        return bench.measure((2**20, 2**22), Repeats(0.5, 2, 2), lambda *_: None), watch
+
+    yield measure
+    device.close()
+
+
+def test_copies_are_timed_by_marks_around_many_bytes(measure: Measure) -> None:
+    """Whatever it takes the host to enqueue them and to ask for their end."""
+    times, watch = measure(1, 2, byte_s=2.0**-30, copy_s=2.0**-16)
+    assert times.model.bytes_per_s == pytest.approx(2**30)
+    assert times.model.latency_s == pytest.approx(2.0**-16)
+    single_s = 2.0**-10 + 2.0**-16
+    assert [point.bytes_per_s for point in times.points[:2]] == pytest.approx(
+        [2**20 / single_s] * 2
+    )
+    assert times.left_out == ()
+    assert watch.num_bytes >= 4 * 3 * 64 * 2**20
+
+
+def test_a_link_on_which_size_costs_nothing_is_refused(measure: Measure) -> None:
+    with pytest.raises(ProfileError, match=r"larger copies take no longer: 1048576 bytes 7\.63 us"):
+        measure(1, byte_s=0.0, copy_s=2.0**-17)
 
 
 def test_memory_is_a_link_without_pacing() -> None:
