@@ -82,6 +82,17 @@ def repository() -> Path:
 
 
 @pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """For engines in this process on tiny models: more would wait for one another."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def own_logging() -> Iterator[None]:
     """For who runs a command in this process: all later tests would log as it configured."""
     root = logging.getLogger()

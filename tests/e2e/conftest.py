@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
+from support.devices import DEVICES
 from support.serving import Served
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Served]:
+@pytest.fixture(scope="session", params=DEVICES)
+def server(request: pytest.FixtureRequest) -> Iterator[Served]:
     """The demo, with adapters that may be changed while it runs."""
-    with Served(environment={"CORUN_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as served:
+    environment = {"CORUN_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with Served("--device", request.param, environment=environment) as served:
         yield served

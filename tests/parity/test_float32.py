@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,10 @@ import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.runtime.engine.messages import EngineStats
 from support.architectures import ARCHITECTURES
+from support.devices import DEVICES
 from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MAX_RELATIVE_ERROR = 1e-4
 
@@ -46,7 +48,8 @@ def check(
     **options: Any,
 ) -> EngineStats:
     """Run the requests together and hold every choice to the truth."""
-    with Engine(model=str(case.directory), device="cpu", dtype="float32", **options) as engine:
+    options = {"device": "cpu", **options}
+    with Engine(model=str(case.directory), dtype="float32", **options) as engine:
         loras = [
             None if name is None else LoRARequest(name, 1, str(case.adapters[name]))
             for _, name in requests
@@ -61,11 +64,13 @@ def check(
     return stats
 
 
-def test_mixed_batch_in_small_chunks(case: ParityCase) -> None:
+@pytest.mark.parametrize("where", DEVICES)
+def test_mixed_batch_in_small_chunks(case: ParityCase, where: str) -> None:
     """Base and adapters of all ranks together, some with two choices, in chunks of all sizes."""
     requests = make_requests(case, seed=1, count=10)
     params = [SAMPLED if i % 3 == 2 else GREEDY for i in range(len(requests))]
-    check(case, requests, params, max_num_batched_tokens=23, block_size=4, memory_gib=0.05)
+    options = {"max_num_batched_tokens": 23, "block_size": 4, "memory_gib": 0.05}
+    check(case, requests, params, device=where, **options)
 
 
 def test_preempted_requests(case: ParityCase) -> None:
@@ -93,11 +98,3 @@ def room_gib(case: ParityCase, *, num_blocks: int, adapters: float) -> float:
     """Memory for so many blocks of four tokens, and for a share of all adapters."""
     adapter_bytes = adapters * case.adapter_bytes(torch.float32)
     return (num_blocks * case.kv_block_bytes(4, torch.float32) + adapter_bytes) / 2**30
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
 from support.architectures import ARCHITECTURES
+from support.devices import DEVICES
 from support.parity import MAX_LOGPROBS, VOCAB_SIZE, HalfErrors, ParityCase
 
 MAX_ERROR_RATIO = 1.5  # of PEFT's own error in that type
@@ -18,6 +19,10 @@ PLAIN = {
     "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
     "leaf_kernels": "off",
 }  # fmt: skip
+# What the sizes here leave to KV blocks is meant for the CPU, which shares it with adapters.
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "cpu": {}, "cuda": {"device": "cuda", "memory_gib": 0.05},
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True)
 SAMPLED = SamplingParams(
     n=2, temperature=1.0, seed=5, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True
@@ -25,7 +30,11 @@ SAMPLED = SamplingParams(
 
 
 def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **options: Any) -> None:
-    """Ten requests for the base and all adapters, some with two choices, some preempted."""
+    """Ten requests for the base and all adapters, some with two choices.
+
+    Some are preempted, unless ``memory_gib`` is said.
+    """
+    has_room = "memory_gib" in options
     case = ParityCase(architecture, path, seed=seed)
     rng = random.Random(seed)
     names = [[None, *case.adapters][i % 5] for i in range(NUM_REQUESTS)]
@@ -34,12 +43,12 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
     loras = [n and LoRARequest(n, 1, str(case.adapters[n])) for n in names]
     room_bytes = NUM_BLOCKS * case.kv_block_bytes(BLOCK_SIZE, dtype) + case.adapter_bytes(dtype)
     with Engine(
-        model=str(case.directory), device="cpu", dtype=str(dtype).removeprefix("torch."),
+        model=str(case.directory), dtype=str(dtype).removeprefix("torch."),
         max_num_batched_tokens=32, block_size=BLOCK_SIZE, max_model_len=40,
-        memory_gib=room_bytes / 2**30, **options,
+        **{"device": "cpu", "memory_gib": room_bytes / 2**30, **options},
     ) as engine:  # fmt: skip
         outputs = engine.generate(prompts, params, loras)
-        assert engine.get_stats().num_preemptions > 0
+        assert (engine.get_stats().num_preemptions > 0) != has_room
     errors = HalfErrors(case, dtype)
     for name, output, asked in zip(names, outputs, params, strict=True):
         assert len(output.outputs) == asked.n
@@ -53,14 +62,16 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
     assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
 
 
+@pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_error_is_that_of_bfloat16(architecture: str, tmp_path: Path) -> None:
-    check(architecture, torch.bfloat16, 3, tmp_path)
+def test_error_is_that_of_bfloat16(architecture: str, where: str, tmp_path: Path) -> None:
+    check(architecture, torch.bfloat16, 3, tmp_path, **ON_DEVICE[where])
 
 
+@pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("architecture", ["llama3-rope", "gemma2"])
-def test_error_is_that_of_float16(architecture: str, tmp_path: Path) -> None:
-    check(architecture, torch.float16, 3, tmp_path)
+def test_error_is_that_of_float16(architecture: str, where: str, tmp_path: Path) -> None:
+    check(architecture, torch.float16, 3, tmp_path, **ON_DEVICE[where])
 
 
 @pytest.mark.parametrize("architecture", ["llama3-rope", "gemma2", "phi3", "mixtral"])

@@ -58,15 +58,19 @@ class ColdEngine:
     ) -> None:  # fmt: skip
         """``options`` replace those of a bfloat16 engine on one core, all workers on the other.
 
-        With a ``delta_backend`` the workers measure nothing.
+        With a ``delta_backend`` the workers measure nothing. On CUDA it runs what a server does.
         """
         cpus = sorted(os.sched_getaffinity(0))
         defaults: dict[str, Any] = {
             "model": str(model), "device": "cpu", "dtype": "bfloat16", "memory_gib": 0.02,
             "link_gib_per_s": 0.001, "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]),
             "load_strategy": "assisted", "host_adapter_bytes": "64MiB", "block_size": 4,
-            "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
         }  # fmt: skip
+        if options.get("device") == "cuda":
+            defaults["memory_gib"] = 0.1  # which is cut in two, for blocks and for adapters
+        else:
+            backends = {"linear": "plain", "attention": "torch", "lora": "torch"}
+            defaults |= {f"{part}_backend": name for part, name in backends.items()}
         config = EngineConfig(**(defaults | options))
         profile = save_made_up_profile(config, directory / "profile.json", figures)
         config = EngineConfig(**(defaults | options | {"profile": str(profile)}))
@@ -260,6 +264,8 @@ class ColdEngine:
     def close(self) -> None:
         self._gate.set()
         self._assembly.close()
+        if torch.cuda.is_initialized():  # the engine has adopted this thread's stream
+            torch.cuda.set_stream(torch.cuda.default_stream())
         torch.set_num_threads(self._before[0])
         os.sched_setaffinity(0, self._before[1])
 

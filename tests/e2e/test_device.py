@@ -1,0 +1,155 @@
+"""What a device must do from end to end, on the CPU and, where there is one, on CUDA.
+
+Beside this file, tests/parity and the server's tests here run on both as well.
+"""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun import Engine, LoRARequest, SamplingParams
+from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
+from corun.gpu.coexec.invocation import Invocation
+from corun.runtime.planner.strategy import LoadStrategy
+from support.cold_engine import ColdEngine
+from support.cold_parity import LARGE_SPEC, NUM_LAYERS, check, make_case, prompts, split_at
+from support.devices import DEVICES
+from support.model_profiles import Figures
+from support.parity import MAX_LOGPROBS, AdapterSpec, ParityCase, largest_error
+from support.worker_pool import are_gone, wait_until
+
+SPECS = (
+    AdapterSpec("query and value", {"r": 16, "target_modules": ["q_proj", "v_proj"]}),
+    AdapterSpec("all linears", {"r": 16}),
+    LARGE_SPEC,  # of rank 256
+)
+NAMES = tuple(spec.name for spec in SPECS)
+MAX_RELATIVE_ERROR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    return make_case(tmp_path_factory.mktemp("deep"), SPECS)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def cold_engine(
+    request: pytest.FixtureRequest, case: ParityCase, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ColdEngine]:
+    with ColdEngine(
+        case.directory, case.adapters, tmp_path_factory.mktemp("engine"), device=request.param,
+        figures=Figures(link_bytes_per_s=1e6), delta_backend="numpy",  # as it is paced to
+    ) as engine:  # fmt: skip
+        yield engine
+
+
+@pytest.mark.parametrize("strategy", [None, *LoadStrategy])
+def test_cold_adapters_under_every_strategy(
+    cold_engine: ColdEngine, case: ParityCase, strategy: LoadStrategy | None
+) -> None:
+    """Beside rows of the base; None = as the planner likes."""
+    cold_engine.wait_workers()
+    cold_engine.use_strategy(strategy)
+    names = [None, *NAMES, *NAMES]
+    cold_engine.plans.clear()
+    for name, prompt in zip(names, prompts(len(names), seed=40), strict=True):
+        cold_engine.ask(name, prompt)
+    answers = cold_engine.run()
+    splits = [split for batch in cold_engine.assisted for split in batch.split_layers]
+    assert (max(splits, default=0) > 0) >= (strategy is LoadStrategy.ASSISTED)
+    check(case, answers)
+    assert cold_engine.core.stats().num_retried_rows == 0
+    cold_engine.check_nothing_is_held()
+
+
+class KillOnce(NoObserver):
+    """Kills the worker in the middle of an assisted pass, when it has been sent x."""
+
+    def __init__(self, engine: ColdEngine) -> None:
+        self.worker = engine.processes[1]
+        self.has_killed = False
+
+    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
+        if key == (2, 1) and not self.has_killed:
+            self.has_killed = True
+            self.worker.send_signal(signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed(cold_engine: ColdEngine, case: ParityCase) -> None:
+    cold_engine.wait_workers()
+    before = cold_engine.core.stats()
+    cold_engine.assistant.observer = observer = KillOnce(cold_engine)
+    with cold_engine.chunks(split_at(NUM_LAYERS, 16)):
+        for name, prompt in zip([None, *NAMES], prompts(4, seed=41), strict=True):
+            cold_engine.ask(name, prompt)
+        answers = cold_engine.run()
+    cold_engine.assistant.observer = NoObserver()
+    assert observer.has_killed
+    check(case, answers)
+    after = cold_engine.core.stats()
+    assert after.num_retried_rows > before.num_retried_rows
+    assert after.num_failed_steps == 0
+    wait_until(lambda: are_gone([observer.worker.pid]))
+    cold_engine.wait_workers()
+    cold_engine.check_nothing_is_held()
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=MAX_LOGPROBS, ignore_eos=True)
+NUM_ADAPTERS, NUM_THAT_FIT = 50, 20
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    options = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+    specs = [AdapterSpec(f"adapter {number}", options) for number in range(NUM_ADAPTERS)]
+    return ParityCase("llama3-rope", tmp_path_factory.mktemp("many"), specs=specs)
+
+
+def file_bytes(path: Path) -> int:
+    return (path / "adapter_model.safetensors").stat().st_size
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("where", DEVICES)
+def test_more_adapters_than_fit(many: ParityCase, where: str) -> None:
+    """All are asked for at once, twice, and no request fails: others are evicted for them."""
+    names = [*many.adapters] * 2
+    room_bytes = NUM_THAT_FIT * file_bytes(many.adapters[names[0]])
+    greedy = replace(GREEDY, max_tokens=6)
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 20}
+    with Engine(
+        model=str(many.directory), device=where, memory_gib=room_bytes / 2**30, **options
+    ) as engine:
+        loras = [LoRARequest(name, 1, str(many.adapters[name])) for name in names]
+        outputs = engine.generate([[5, 6, 7, 8]] * len(names), greedy, loras)
+        assert engine.get_stats().num_device_evictions >= NUM_ADAPTERS - NUM_THAT_FIT
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert answers[:NUM_ADAPTERS] == answers[NUM_ADAPTERS:]
+    for name, output in list(zip(names, outputs, strict=True))[:: NUM_ADAPTERS // 5]:
+        assert largest_error(many, output, name) < MAX_RELATIVE_ERROR
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("where", DEVICES)
+def test_more_requests_than_fit(many: ParityCase, where: str) -> None:
+    """Some are preempted, some have two choices, and all answer as PEFT does."""
+    dtype, max_model_len, block_size = torch.float32, 32, 4
+    names = [None, "adapter 0"] * 6
+    params = [replace(GREEDY, n=2, temperature=1.0, seed=5) if i % 3 else GREEDY for i in range(12)]
+    # For half of what they need; the adapter is small enough for any part of it.
+    num_tokens = sum(asked.n for asked in params) * max_model_len // 2
+    with Engine(
+        model=str(many.directory), device=where, dtype="float32", block_size=block_size,
+        max_model_len=max_model_len, memory_gib=many.kv_block_bytes(num_tokens, dtype) / 2**30,
+    ) as engine:  # fmt: skip
+        loras = [name and LoRARequest(name, 1, str(many.adapters[name])) for name in names]
+        outputs = engine.generate([[5, 6, 7, 8]] * len(names), params, loras)
+        assert engine.get_stats().num_preemptions > 0
+    for name, asked, output in zip(names, params, outputs, strict=True):
+        assert len(output.outputs) == asked.n
+        error = largest_error(many, output, name, is_greedy=asked.temperature == 0)
+        assert error < MAX_RELATIVE_ERROR
