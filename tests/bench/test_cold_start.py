@@ -18,6 +18,7 @@ from cold.workload import DEFAULT_CELLS, Cell, full_cells
 from corun.gpu.coexec.invocation import Invocation
 from corun.shm.job import JobStatus, Result
 from paired import Ratio
+from support.devices import DEVICES
 
 _CELL = Cell(128, 64, "qkvo", 1.0, 1.0)
 
@@ -161,12 +162,13 @@ def test_a_wait_counts_from_when_the_workers_could_have_been_done(
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="an engine and a worker need 2 CPUs")
 @pytest.mark.timeout(300)
-def test_a_tiny_model_goes_through_everything(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_tiny_model_goes_through_everything(where: str, repository: Path, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     done = subprocess.run(
         [sys.executable, str(repository / "bench/cold_start.py"), "--quick", "--size", "tiny",
          "--rounds", "1", "--gap-pairs", "1", "--arrivals", "1", "--profile-s", "1",
-         "--picture", str(picture)],
+         "--device", where, "--picture", str(picture)],
         capture_output=True, text=True, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -176,7 +178,8 @@ def test_a_tiny_model_goes_through_everything(repository: Path, tmp_path: Path) 
     for cell in figures["cells"]:
         assert set(cell["ratio_to_cached"]["first_token"]) == set(COLD)
         assert sum(cell["planner_chose"].values()) == 1
-    assert figures["waits_of_all_cells"]["groups"] > 0
+    # On CUDA the host runs ahead of them.
+    assert (figures["waits_of_all_cells"]["groups"] > 0) == (where == "cpu")
     assert set(figures["ablations"]) == {
         "sync_free_against_synchronised", "a_quarter_of_the_cpu", "several_layer_groups",
     }  # fmt: skip
