@@ -1,0 +1,74 @@
+"""What becomes of a pass: whose deltas are void when workers or streams fail, and the next pass."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
+from corun.gpu.coexec.handover import Exchange
+from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Stream
+from corun.shm.errors import WaitTimeoutError
+from support.symbolic_tensors import as_torch
+
+COMPUTE, TRANSFER = Stream(0, "compute"), Stream(1, "exchange")
+ASSISTED, PIPELINED, WARM = (0, 8), (8, 12), (12, 16)  # spans of the rows of every pass
+
+
+@dataclass
+class Failing:
+    """Streams with one failure each at most, and workers whose results may be missing."""
+
+    failures: dict[Stream, DeviceError] = field(default_factory=dict)
+    void: frozenset[tuple[int, int]] = frozenset()
+    is_late: bool = False
+    num_ready_workers: int = 1
+
+    def synchronize(self, stream: Stream, *, timeout_s: float) -> None:
+        if stream in self.failures:
+            raise self.failures.pop(stream)
+
+    def invoke(self, rows: Any) -> Any:
+        return {(0, 0): (SimpleNamespace(start=ASSISTED[0], end=ASSISTED[1]),)}
+
+    def settle(self, invocations: Any, *, timeout_s: float) -> frozenset[tuple[int, int]]:
+        if self.is_late:
+            raise WaitTimeoutError("no results")
+        return self.void
+
+
+def begin(failing: Failing) -> AssistedPass:
+    """A pass of one layer."""
+    exchange = Exchange(as_torch(failing), COMPUTE, TRANSFER)
+    handover = as_torch(SimpleNamespace(exchange=exchange))
+    assistant = Assistant(handover, as_torch(None), as_torch(failing), num_layers=1)
+    arriving: Any = SimpleNamespace(begin_pass=lambda: 1, arrival=lambda layer: None)
+    rows = [
+        ColdRow(*ASSISTED, 1, 0, 8, arriving),
+        ColdRow(*PIPELINED, 0, 1, 8, arriving),
+        ColdRow(*WARM, 0, 2, 8, None),
+    ]
+    return assistant.begin(rows, torch.device("cpu"))
+
+
+def test_a_pass_without_a_failure_is_void_where_workers_failed() -> None:
+    assert begin(Failing()).settle() == frozenset()
+    assert begin(Failing(void=frozenset({ASSISTED}))).settle() == {ASSISTED}
+    assert begin(Failing(is_late=True)).settle() == {ASSISTED}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("streams", [(COMPUTE,), (TRANSFER,), (COMPUTE, TRANSFER)])
+@pytest.mark.parametrize("kind", [DeviceError, DeviceTimeoutError])
+def test_a_failed_stream_voids_all_cold_rows_of_its_pass_and_of_no_other(
+    streams: tuple[Stream, ...], kind: type[DeviceError], is_late: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    failing = Failing(
+        {stream: kind(f"stream {stream.name}") for stream in streams}, is_late=is_late
+    )
+    assert begin(failing).settle() == {ASSISTED, PIPELINED}
+    assert f"stream {streams[-1].name}" in caplog.text  # of the exchange, if both did
+    failing.is_late = False
+    assert begin(failing).settle() == frozenset()
