@@ -13,6 +13,7 @@ _PINNED = (
     "tests/cpu_workers/test_jobs.py",
     "tests/cpu_workers/test_pool.py",
     "tests/e2e/test_coexecution.py",
+    "tests/e2e/test_device.py",
     "tests/e2e/test_profile.py",
     "tests/gpu/coexec/test_passes_and_workers.py",
     "tests/parity/test_coexecution",
