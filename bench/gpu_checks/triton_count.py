@@ -17,8 +17,9 @@ def count_kernel(
     """Add to ``errors`` how many of the int32 ``values`` differ from ``expected``."""
     offsets = tl.program_id(0) * block + tl.arange(0, block)
     is_inside = offsets < num_words
-    if is_address:  # noqa: SIM108 - Triton compiles one branch or the other
-        pointers = values.to(tl.pointer_type(tl.int32)) + offsets
+    if is_address:
+        # Small addresses come as int32.
+        pointers = values.to(tl.int64).to(tl.pointer_type(tl.int32)) + offsets
     else:
         pointers = values + offsets
     seen = tl.load(pointers, mask=is_inside, volatile=is_volatile)
