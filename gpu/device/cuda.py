@@ -13,11 +13,13 @@ wait, and nothing frees device memory to CUDA. Graphs are captured with the erro
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+from ...runtime.config.environment import MAX_CONNECTIONS
 from . import cuda_words
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
 from .cuda_agent import HostAgent
@@ -48,6 +50,12 @@ def open_cuda_device(
     what does not work here.
     """
     runtime = TorchRuntime(index)
+    if MAX_CONNECTIONS not in os.environ:
+        _LOGGER.warning(
+            "%s is not set, and this process uses CUDA already: streams that wait for CPU workers "
+            "may hold up others; set it to 32 before the process starts",
+            MAX_CONNECTIONS,
+        )
     return CudaDevice(runtime, load_driver, options or CudaOptions(), link=link)
 
 

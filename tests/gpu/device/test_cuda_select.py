@@ -4,12 +4,13 @@ import logging
 from typing import Any
 
 import pytest
+from corun.gpu.device import cuda
 from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_probe import StuckStreamError
 from corun.gpu.device.host_memory import DeviceChoices
 from corun.gpu.device.link import PacedLink
 from corun.runtime.errors import ConfigError
-from support.fake_cuda import FakeGpu, fake_device
+from support.fake_cuda import FakeDriver, FakeGpu, FakeRuntime, fake_device
 
 
 def _sync(faults: str = "", **arguments: Any) -> str:
@@ -115,3 +116,18 @@ def test_a_dead_device_is_an_error_and_not_a_way() -> None:
     gpu = FakeGpu(is_dead=True)
     with pytest.raises(DeviceError, match="nothing works on this machine"), fake_device(gpu):
         pass
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_too_few_queues_of_cuda_are_warned_of_where_they_cannot_be_set(
+    is_set: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setattr(cuda, "TorchRuntime", lambda index: FakeRuntime(gpu))
+    monkeypatch.setattr(cuda, "load_driver", lambda: FakeDriver(gpu))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if is_set:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    cuda.open_cuda_device().close()
+    gpu.stop()
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS is not set" in caplog.text) is not is_set
