@@ -20,8 +20,7 @@ LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 LEAF_KERNELS = ("auto", "off")
 DECODE_GRAPHS = ("auto", "off")
 LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy))
-DEVICE_REGISTRATIONS = ("auto", "driver", "runtime", "bounce")
-DEVICE_SIGNALS = ("auto", "stream-op", "triton", "host")
+DEVICE_SYNCS = ("auto", "stream", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
 
 
@@ -179,14 +178,12 @@ class EngineConfig:
     link_latency_us: float = option(
         0.0, minimum=0, maximum=1e6, help="Let such copies arrive so many microseconds later."
     )
-    device_registration: str = option(
-        "auto", choices=DEVICE_REGISTRATIONS, help="How CUDA is told of shared memory."
-    )
-    device_signal: str = option(
-        "auto", choices=DEVICE_SIGNALS, help="How a stream of the device signals to CPU workers."
-    )
-    device_wait: str = option(
-        "auto", choices=DEVICE_SIGNALS, help="How a stream of the device waits for CPU workers."
+    device_sync: str = option(
+        "auto",
+        choices=DEVICE_SYNCS,
+        help="How CUDA works with shared memory and CPU workers: stream = memory registered with "
+        "the driver, streams that signal and wait; host = the engine's threads signal, wait and "
+        "copy in between; auto = stream where a probe at start finds that it works.",
     )
     skip_parity_probe: bool = option(
         False, help="Serve a model although the start-up comparison with transformers fails."

@@ -120,12 +120,10 @@ def test_an_engine_owns_a_device_and_closes_it(
     with Engine(**paced, profile=profile) as engine:
         choices = engine.get_model_info().device_choices
         assert closed == []
-    assert choices == {
-        "registration": "none", "signal": "host", "wait": "host", "link": "2 GiB/s + 5 us",
-    }  # fmt: skip
+    assert choices == {"sync": "host", "link": "2 GiB/s + 5 us"}
     assert len(set(map(id, closed))) == 1
-    with pytest.raises(ConfigError, match="--device-wait stream-op needs a CUDA device"):
-        Engine(**options, device_wait="stream-op")
+    with pytest.raises(ConfigError, match="--device-sync stream needs a CUDA device"):
+        Engine(**options, device_sync="stream")
 
 
 @pytest.fixture(scope="module")
