@@ -69,7 +69,8 @@ class EngineAssembly:
         self.info = info
         self.adapters = adapters
         self.device = device
-        self.coexecution = coexecution  # None where the kernels read the arena itself
+        # None where the kernels read the arena itself, or no profile could be measured.
+        self.coexecution = coexecution
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
 
@@ -200,12 +201,13 @@ def _connect(
         manager = AdapterManager(facts_reader(host), base_names(config), host.forget)
         undo.callback(manager.close)
         coexecution = None
-        if profile is not None:
+        if _copies_adapters(config, loaded):
             from .coexecution import start_coexecution
 
             coexecution = start_coexecution(
                 config, loaded, host, manager, placement, profile, on_progress
             )
+        if coexecution is not None:
             undo.callback(coexecution.close)
         executor = assemble.make_executor(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
@@ -226,7 +228,7 @@ def _connect(
         )
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
-        info = _model_info(config, loaded, memory, defaults)
+        info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
         return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
@@ -301,6 +303,7 @@ def _model_info(
     loaded: "LoadedModel",
     memory: MemoryPlan,
     defaults: "GenerationDefaults",
+    profile: "Profile | None",
 ) -> ModelInfo:
     assert config.model is not None
     return ModelInfo(
@@ -317,4 +320,5 @@ def _model_info(
         model_path=config.model,
         device_choices=dataclasses.asdict(loaded.device.choices),
         summary=(),
+        has_profile_failed=profile is None and _copies_adapters(config, loaded),
     )

@@ -17,7 +17,7 @@ def summary_lines(
     ``cores`` says who runs where.
     """
     chosen = ", ".join(f"{what} {name}" for what, name in backends.items())
-    return (
+    lines: tuple[str, ...] = (
         f"model     {info.name} ({info.dtype} on {info.device}; {chosen})",
         f"device    {', '.join(f'{what} {name}' for what, name in info.device_choices.items())}",
         f"context   {info.max_model_len} tokens per request",
@@ -26,6 +26,9 @@ def summary_lines(
         f"cores     {cores}",
         f"adapters  {_adapter_line(info, adapters)}",
     )
+    if info.has_profile_failed:
+        lines += ("loads     co-execution is off: the machine could not be measured",)
+    return lines
 
 
 def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:

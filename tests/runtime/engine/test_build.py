@@ -180,6 +180,24 @@ def test_adapters_answer_the_same_and_leave_nothing(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_without_a_profile_requests_wait_for_their_adapters(
+    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the profiler has a bug")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("corun.profiles.measure.profiler.measure_profile", fail)
+    paced = {**options, "link_gib_per_s": 4.0, "load_strategy": "assisted"}
+    assert adapted_answers(paced, adapters) == expected
+    assert "RuntimeError: the profiler has a bug" in caplog.text
+    with Engine(**paced) as engine:
+        info = engine.get_model_info()
+        assert info.has_profile_failed
+        assert "co-execution is off" in info.summary[-1]
+
+
 def mapped_segments() -> int:
     """Mappings of shared memory of ours, with or without a name."""
     gc.collect()

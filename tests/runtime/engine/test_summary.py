@@ -1,5 +1,6 @@
 """The lines shown at start."""
 
+import msgspec
 from corun.runtime.engine.messages import AdapterInfo, ModelInfo
 from corun.runtime.engine.summary import summary_lines
 
@@ -43,3 +44,9 @@ def test_counts_failed_adapters_and_the_absence_of_any() -> None:
     failed = adapter("x", 0, 0, state="failed")
     assert "1 failed to load" in summary_lines(INFO, [adapter("a", 8, 4), failed], {}, "")[-1]
     assert summary_lines(INFO, [], {}, "")[-1].endswith("none")
+
+
+def test_says_that_nothing_was_measured() -> None:
+    assert "co-execution" not in "".join(summary_lines(INFO, [], {}, ""))
+    failed = msgspec.structs.replace(INFO, has_profile_failed=True)
+    assert "co-execution is off" in summary_lines(failed, [], {}, "")[-1]
