@@ -256,7 +256,7 @@ def test_a_copy_that_fails_fails_its_adapter(
         raise RuntimeError("no room for rows")
 
     with monkeypatch.context() as patch:
-        patch.setattr("corun.gpu.adapter_arrival.unpack_a", fail)
+        patch.setattr("corun.gpu.adapter_arrival.unpack", fail)
         arrival = host.adapters.fetch(facts.digest, str(files / "a"))
         arrival.start(is_gradual=False)
         deadline_s = time.monotonic() + 30
