@@ -80,7 +80,7 @@ class Copied:
         """The matrices where they will be, after ``start``."""
         return self._adapter
 
-    def start(self, *, is_gradual: bool) -> None:
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
         """Take memory and enqueue the copies of what is on the host, or of the first layer group.
 
         Raises what a full device raises, with nothing enqueued; ``finish`` tells of copies that
@@ -88,7 +88,7 @@ class Copied:
         """
         self._lane = self._copier.take_lane(is_prefetch=is_gradual)
         self._copier.await_readers(self._lane)
-        self._memory = self._copier.empty(self._lane, self._placement.num_bytes)
+        self._memory = self._copier.memory(self._placement.num_bytes, offset_bytes)
         self._adapter = DeviceAdapter(
             PlacedMatrices(self._placement, self._memory),
             known_entries=self._placement.entries(self._memory),

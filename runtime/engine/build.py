@@ -20,6 +20,7 @@ from ..config.demo import model_name, with_demo
 from ..config.engine import EngineConfig
 from ..facts import MachineFacts, read_machine_facts
 from ..memory.adapter_cache import AdapterCache
+from ..memory.adapter_slab import AdapterSlab
 from ..memory.block_pool import BlockPool
 from ..memory.budget import MemoryBudget
 from ..memory.device_memory import DeviceMemory
@@ -196,7 +197,9 @@ def _connect(
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.device.close)
-        host = make_host_adapters(config, loaded, arena, profile)
+        host = make_host_adapters(config, loaded, arena, memory.slab_bytes, profile)
+        # The account is of what is left when loads have their buffers.
+        memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
         manager = AdapterManager(facts_reader(host), base_names(config), host.forget)
         undo.callback(manager.close)
@@ -276,7 +279,7 @@ def _make_scheduler(
     memory = DeviceMemory(
         budget,
         BlockPool(plan.num_blocks, loaded.layout.block_bytes, budget),
-        AdapterCache(budget),
+        AdapterCache(budget, None if plan.slab_bytes is None else AdapterSlab(plan.slab_bytes)),
     )
     scheduler_config = SchedulerConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -316,6 +319,7 @@ def _model_info(
         default_sampling=defaults.sampling,
         kv_capacity_tokens=memory.num_blocks * config.block_size,
         memory_bytes=memory.capacity_bytes,
+        adapter_memory_bytes=memory.slab_bytes,
         max_num_waiting=config.max_num_waiting,
         model_path=config.model,
         device_choices=dataclasses.asdict(loaded.device.choices),

@@ -198,3 +198,14 @@ def test_a_value_that_is_not_finite_is_found_on_the_way(tmp_path: Path) -> None:
     source = open_adapter(tmp_path, target_map, max_rank=64)
     with source, pytest.raises(AdapterError, match="not finite"):
         list(source.read_layers(layout.check))
+
+
+def test_no_region_of_an_adapter_is_larger_than_the_largest(tmp_path: Path) -> None:
+    """Buffers of loads are made before any adapter is known."""
+    layout, target_map = make_layout(torch.bfloat16)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    save_adapter(tmp_path, r=13, target_modules=targets)
+    plans, _ = fill(tmp_path, layout, target_map)
+    largest = max(plan.region.num_bytes for plan in plans)
+    assert layout.max_region_bytes(13) == largest
+    assert layout.max_region_bytes(8) < largest <= layout.max_region_bytes(16)
