@@ -12,6 +12,7 @@ from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import build
+from corun.runtime.engine.messages import ModelInfo
 from corun.runtime.engine.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.errors import ConfigError
 from support.architectures import save_model
@@ -138,11 +139,18 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: directory / name for name in "abc"}
 
 
-def adapted_answers(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[int]]:
-    """Answers under adapters, one after the other and again, so that some must come back."""
+def adapted_answers(
+    options: dict[str, Any], adapters: dict[str, Path], infos: list[ModelInfo] | None = None
+) -> list[list[int]]:
+    """Answers under adapters, one after the other and again, so that some must come back.
+
+    ``infos`` gets what the engine says of itself.
+    """
     greedy = SamplingParams(temperature=0, max_tokens=4)
     answers = []
     with Engine(**options) as engine:
+        if infos is not None:
+            infos.append(engine.get_model_info())
         for _ in range(2):
             for index, (name, path) in enumerate(adapters.items(), start=1):
                 lora = LoRARequest(name, index, str(path))
@@ -194,9 +202,9 @@ def test_adapters_have_memory_of_their_own_where_it_is_planned(
     monkeypatch.setattr(build, "plan_memory", plan_as_on_cuda)
     paced = {**options, "link_gib_per_s": 4.0, "max_lora_rank": 64}
     paced["profile"] = profile_of(paced, tmp_path)
-    assert adapted_answers(paced, adapters) == expected
-    with Engine(**paced) as engine:
-        info = engine.get_model_info()
+    infos: list[ModelInfo] = []
+    assert adapted_answers(paced, adapters, infos) == expected
+    (info,) = infos
     assert info.adapter_memory_bytes is not None
     assert 0 < info.adapter_memory_bytes < 0.25 * info.memory_bytes, "loads have their buffers"
     assert any("for adapters alone" in line for line in info.summary)
@@ -212,12 +220,12 @@ def test_without_a_profile_requests_wait_for_their_adapters(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("corun.profiles.measure.profiler.measure_profile", fail)
     paced = {**options, "link_gib_per_s": 4.0, "load_strategy": "assisted"}
-    assert adapted_answers(paced, adapters) == expected
+    infos: list[ModelInfo] = []
+    assert adapted_answers(paced, adapters, infos) == expected
     assert "RuntimeError: the profiler has a bug" in caplog.text
-    with Engine(**paced) as engine:
-        info = engine.get_model_info()
-        assert info.has_profile_failed
-        assert "co-execution is off" in info.summary[-1]
+    (info,) = infos
+    assert info.has_profile_failed
+    assert "co-execution is off" in info.summary[-1]
 
 
 def mapped_segments() -> int:
