@@ -71,6 +71,13 @@ class EngineConfig:
         maximum=1,
         help="Share of the memory free after the model is loaded that the default takes.",
     )
+    adapter_memory_fraction: float = option(
+        0.25,
+        above=0,
+        maximum=0.95,
+        help="Share of that memory that is for adapters alone where the model runs on CUDA; "
+        "elsewhere they share it with KV blocks.",
+    )
     host_adapter_bytes: str | None = option(
         None,
         metavar="BYTES",
