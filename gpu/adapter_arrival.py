@@ -25,7 +25,7 @@ from .coexec.cold_deltas import Arrival
 from .coexec.gateway import PlacedGroup
 from .device.base import DeviceError, DeviceTimeoutError, Event
 from .lora.base import PackedLora
-from .lora.matrix_layout import unpack_a, unpack_b
+from .lora.matrix_layout import unpack
 from .lora.table import DeviceAdapter
 
 _LOG = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Copied:
         """The matrices where they will be, after ``start``."""
         return self._adapter
 
-    def start(self, *, is_gradual: bool) -> None:
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
         """Take memory and enqueue the copies of what is on the host, or of the first layer group.
 
         Raises what a full device raises, with nothing enqueued; ``finish`` tells of copies that
@@ -88,7 +88,7 @@ class Copied:
         """
         self._lane = self._copier.take_lane(is_prefetch=is_gradual)
         self._copier.await_readers(self._lane)
-        self._memory = self._copier.empty(self._lane, self._placement.num_bytes)
+        self._memory = self._copier.memory(self._placement.num_bytes, offset_bytes)
         self._adapter = DeviceAdapter(
             PlacedMatrices(self._placement, self._memory),
             known_entries=self._placement.entries(self._memory),
@@ -278,11 +278,11 @@ class Copied:
             views = copier.layout.views(one, packed)
             rows = placement.views(one.target.index, memory)
 
-            def unpack(views: PackedLora = views, rows: PackedLora = rows) -> None:
-                rows.a.copy_(unpack_a(views.a, *rows.a.shape))
-                rows.b.copy_(unpack_b(views.b, *rows.b.shape))
+            def to_rows(views: PackedLora = views, rows: PackedLora = rows) -> None:
+                unpack(views.a, rows.a)
+                unpack(views.b, rows.b)
 
-            copier.device.launch(lane.stream, unpack, reads=(buffer,), writes=written)
+            copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)
 
     def _memory_of(self, group: _LayerGroup) -> torch.Tensor:
         """Where a layer group comes to lie on the device."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..runtime.errors import ResourceError
 from .adapter_placement import Placement, row_bytes
 from .device.base import Stream
 from .device.host_memory import TorchDevice
@@ -15,6 +16,14 @@ from .lora.matrix_layout import PACKED, MatrixLayout
 _NUM_LOAD_STREAMS = 3
 # A copy holds the copy engine up no longer than this many bytes take: activations pass between.
 _CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSize:
+    """Memory of the device for adapters alone."""
+
+    num_bytes: int  # with the buffers of loads
+    max_rank: int  # of any adapter
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +38,22 @@ class AdapterCopier:
     """Where and how adapters are copied; its calls belong to the thread that owns the device."""
 
     def __init__(
-        self, device: TorchDevice, where: torch.device, layout: AdapterLayout, wanted: MatrixLayout
-    ) -> None:
-        """``layout``: of the arena, packed; ``wanted``: how the device's kernels read matrices."""
+        self, device: TorchDevice, where: torch.device, layout: AdapterLayout,
+        wanted: MatrixLayout, slab: SlabSize | None = None,
+    ) -> None:  # fmt: skip
+        """Make the streams and the slab, which CUDA must have.
+
+        Args:
+            device: That copies.
+            where: Its memory.
+            layout: Of the arena, packed.
+            wanted: How the device's kernels read matrices.
+            slab: None = memory is taken for each adapter.
+
+        Raises ``ResourceError`` if the slab is too small for any adapter.
+        """
         assert layout.matrices is PACKED, layout.matrices.name
+        assert slab is not None or where.type == "cpu", where
         self.device = device
         self.layout = layout
         self.wanted = wanted
@@ -41,6 +62,12 @@ class AdapterCopier:
         self._prefetch_lane = Lane(device.stream("prefetch"))
         self._num_taken = 0
         self._reader: Stream | None = None
+        self._slab = None if slab is None else self._make_slab(slab)
+
+    @property
+    def slab_bytes(self) -> int | None:
+        """What the slab has for adapters; None = there is none."""
+        return None if self._slab is None else self._slab.numel()
 
     def read_by(self, compute: Stream) -> None:
         """Say on which stream the kernels read adapters, if they are not done when steps are."""
@@ -81,30 +108,51 @@ class AdapterCopier:
         is_packed = self.wanted is PACKED
         return Placement(self.layout, plans, group_of_layer, is_packed=is_packed)
 
-    def empty(self, lane: Lane, num_bytes: int) -> torch.Tensor:
-        """Memory of the device, uint8, that the lane's stream may write at once.
+    def memory(self, num_bytes: int, offset_bytes: int | None) -> torch.Tensor:
+        """Memory of the device for an adapter, uint8: of the slab, if there is one, from there on.
 
-        torch keeps CUDA memory per stream: what another one gave back may still be read there.
+        The lane that is to write it has waited for its readers. Copies to it have ended: who gave
+        it up has seen that.
         """
-        made: list[torch.Tensor] = []
-
-        def allocate() -> None:
-            made.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._where))
-
-        if self._where.type == "cuda":
-            self.device.launch(lane.stream, allocate)
-        else:
-            allocate()
-        return made[0]
+        if self._slab is None:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._where)
+        assert offset_bytes is not None and offset_bytes + num_bytes <= self._slab.numel()
+        return self._slab[offset_bytes : offset_bytes + num_bytes]
 
     def staging(self, lane: Lane, num_bytes: int) -> torch.Tensor:
         """The buffer that packed regions go through, used in the stream's order.
 
-        Whoever enqueues its use holds it: a larger one may take its place.
+        Whoever enqueues its use holds it: without a slab a larger one may take its place.
         """
         if lane.staging is None or lane.staging.numel() < num_bytes:
-            lane.staging = self.empty(lane, num_bytes)
+            assert self._slab is None, f"a region of {num_bytes} bytes is above the rank's limit"
+            lane.staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._where)
         return lane.staging
+
+    def close(self) -> None:
+        """Give the slab back, with nothing under way on it. Idempotent."""
+        self._slab = None
+        for lane in (*self._lanes, self._prefetch_lane):
+            lane.staging = None
+
+    def _make_slab(self, slab: SlabSize) -> torch.Tensor:
+        """Take all memory that loads will ever need: later nobody may ask torch for any.
+
+        torch frees and takes CUDA memory with calls that wait for the whole device, which may be
+        waiting for the host.
+        """
+        region_bytes = 0 if self.wanted is PACKED else self.layout.max_region_bytes(slab.max_rank)
+        lanes = (*self._lanes, self._prefetch_lane)
+        if slab.num_bytes <= len(lanes) * region_bytes:
+            raise ResourceError(
+                f"{slab.num_bytes} bytes for adapters on the device are too few: {len(lanes)} "
+                f"buffers of {region_bytes} bytes go off them for loads; raise "
+                "--adapter-memory-fraction or --memory-gib, or lower --max-lora-rank"
+            )
+        memory = torch.empty(slab.num_bytes, dtype=torch.uint8, device=self._where)
+        for lane in lanes:
+            lane.staging, memory = memory[:region_bytes], memory[region_bytes:]
+        return memory
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, in chunks."""

@@ -31,9 +31,10 @@ _BUSY_TIMEOUT_S = 30.0
 class Arrival(Protocol):
     """An adapter on its way from the host to the device."""
 
-    def start(self, *, is_gradual: bool) -> None:
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
         """Enqueue what brings it there, or only the first layers. Called once.
 
+        ``offset_bytes``: where to in the adapters' slab, if they have one.
         Like all but ``read``, ``is_done`` and ``num_arrived`` by the engine's thread.
         """
         ...

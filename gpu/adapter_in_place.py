@@ -16,7 +16,7 @@ class InPlace:
         self._host = host
         self._layout = layout
 
-    def start(self, *, is_gradual: bool) -> None:
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
         """Nothing is copied."""
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:

@@ -187,7 +187,7 @@ class AdapterLoader:
             return
         started = _Started(transfer, arrival, is_prefetch)
         try:
-            arrival.start(is_gradual=started.is_gradual)
+            arrival.start(is_gradual=started.is_gradual, offset_bytes=transfer.offset_bytes)
         except Exception as error:  # a full device must fail one adapter, not the engine
             _LOG.exception("adapter %d cannot be copied", transfer.adapter_id)
             arrival.cancel()

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from ..runtime.adapters.target_map import TargetMap
+from ..runtime.errors import AdapterError
 from ..shm.arena import HostArena
 from .adapter_arrival import Copied
-from .adapter_copier import AdapterCopier
+from .adapter_copier import AdapterCopier, SlabSize
 from .adapter_fetcher import Arrival
 from .adapter_in_place import InPlace
 from .adapter_placement import Placement
@@ -58,6 +59,7 @@ class ArenaSize:
     # hold adapters that no request uses; else None.
     budget_bytes: int | None = None
     idle_bytes: int | None = None
+    slab: SlabSize | None = None  # that copies go to; None = memory is taken for each
 
     @property
     def is_device_memory(self) -> bool:
@@ -75,8 +77,8 @@ class HostAdapters:
     ) -> None:  # fmt: skip
         """Make the arena. Before the device's first operation, for its streams.
 
-        Raises ``SpaceError`` if the machine has too little memory, ``DeviceError`` if the device
-        refuses the arena.
+        Raises ``SpaceError`` if the machine has too little memory, ``ResourceError`` if the slab
+        is too small, ``DeviceError`` if the device refuses the arena.
         """
         self._size = size
         layout = AdapterLayout(
@@ -90,7 +92,7 @@ class HostAdapters:
         self._placements: dict[str, Placement] = {}  # by digest, of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
-            self._copier = AdapterCopier(device, where, layout, backend.layout)
+            self._copier = AdapterCopier(device, where, layout, backend.layout, size.slab)
         hint = "raise --memory-gib" if size.is_device_memory else "raise --host-adapter-bytes"
         arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic, hint=hint)
         try:
@@ -102,6 +104,11 @@ class HostAdapters:
             raise
         self.arena = arena
         self._note_kv_bytes(0)
+
+    @property
+    def slab_bytes(self) -> int | None:
+        """What all adapters on the device may take; None = they share memory with KV blocks."""
+        return None if self._copier is None else self._copier.slab_bytes
 
     @property
     def on_kv_bytes(self) -> Callable[[int], None] | None:
@@ -122,6 +129,12 @@ class HostAdapters:
         num_bytes = facts.host_bytes
         if self._copier is not None:
             num_bytes = self._copier.device_bytes(facts.plans)
+        if self.slab_bytes is not None and num_bytes > self.slab_bytes:
+            self._store.forget(facts.digest)
+            raise AdapterError(
+                f"{path} takes {num_bytes} bytes on the device, and all adapters together have "
+                f"{self.slab_bytes} (raise --adapter-memory-fraction or --memory-gib)"
+            )
         extent = self._extents[facts.digest] = self._extent(facts.plans, num_bytes)
         if self._copier is not None:
             placement = self._copier.place(facts.plans, extent.group_of_layer)
@@ -157,6 +170,8 @@ class HostAdapters:
     def close(self) -> None:
         """Give the memory back; the device must have come to its end. Idempotent."""
         self._store.close()
+        if self._copier is not None:
+            self._copier.close()
 
     def _arrival(self, digest: str, host: HostAdapter) -> Arrival:
         if self._copier is None:

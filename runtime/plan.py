@@ -81,6 +81,7 @@ class Transfer:
     adapter_id: AdapterId
     num_bytes: int
     is_demand: bool = True  # a request waits for it; prefetches give way
+    offset_bytes: int | None = None  # of the adapter in their slab; None = they have none
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ _ALLOWED_IMPORTS = {
     "runtime": (
         "runtime",
         "cpu_workers.kernels.isa",  # names of levels and their environment
+        "shm.arena_ranges",  # which ranges of anything are free: pure
         "profiles.busy",
         "profiles.curve",
         "profiles.derive",

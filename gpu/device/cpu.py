@@ -54,7 +54,7 @@ class CpuDevice:
     @property
     def choices(self) -> DeviceChoices:
         """Threads store and read the words themselves."""
-        return DeviceChoices("none", "host", "host", self.link.describe())
+        return DeviceChoices("host", self.link.describe())
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
         """See ``TorchDevice.register``: from now on copies to and from it take the link."""

@@ -1,4 +1,4 @@
-"""The CUDA device: streams and events of torch, words by the best way that works here.
+"""The CUDA device: streams and events of torch, words by the better way that works here.
 
 Never run on a GPU yet. What CUDA documents is taken for granted; what it leaves open is tried by
 the probes (``cuda_probe``) and settled by ``bench/gpu_check.py``. All else is tested on streams
@@ -13,20 +13,22 @@ wait, and nothing frees device memory to CUDA. Graphs are captured with the erro
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+from ...runtime.config.environment import MAX_CONNECTIONS
 from . import cuda_words
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
 from .cuda_agent import HostAgent
-from .cuda_driver import load_driver
+from .cuda_driver import Driver, load_driver
 from .cuda_gates import Gates
 from .cuda_memory import register_memory
 from .cuda_pacing import Pacing
-from .cuda_runtime import Kernels, Runtime, TorchRuntime
-from .cuda_select import MAX_STREAMS, CudaOptions, Loaders, Selection
+from .cuda_runtime import Runtime, TorchRuntime
+from .cuda_select import MAX_STREAMS, CudaOptions, Selection
 from .cuda_signals import OutstandingWaits
 from .cuda_streams import EventPool, HostWork, StreamState, StreamTable
 from .cuda_transfers import Transfers
@@ -42,36 +44,35 @@ _GRACE_S = 2.0  # for streams to end once their waits are released
 def open_cuda_device(
     options: CudaOptions | None = None, *, index: int = 0, link: PacedLink | None = None
 ) -> "CudaDevice":
-    """The CUDA device with ``index``; its ways to register, signal and wait are probed.
+    """The CUDA device with ``index``; its way to copy, signal and wait is probed.
 
     Raises ``DeviceError`` if there is none or nothing works, ``ConfigError`` if an option asks for
     what does not work here.
     """
     runtime = TorchRuntime(index)
-
-    def load_kernels() -> Kernels:
-        from .cuda_kernels import TritonKernels
-
-        return TritonKernels(runtime)
-
-    loaders = Loaders(driver=load_driver, kernels=load_kernels)
-    return CudaDevice(runtime, loaders, options or CudaOptions(), link=link)
+    if MAX_CONNECTIONS not in os.environ:
+        _LOGGER.warning(
+            "%s is not set, and this process uses CUDA already: streams that wait for CPU workers "
+            "may hold up others; set it to 32 before the process starts",
+            MAX_CONNECTIONS,
+        )
+    return CudaDevice(runtime, load_driver, options or CudaOptions(), link=link)
 
 
 class CudaDevice:
     """``TorchDevice`` on CUDA; see ``Device`` for what each operation promises.
 
     Copies take tensors of this device, of registered memory, or pinned ones of torch; not both
-    sides on the host, which CUDA does not order with a stream. With ``wait`` = host, ``wait``, a
-    paced ``copy`` and what follows a signal by the host hold the calling thread, and with
-    ``registration`` = bounce a copy to the device does: see ``HostWaiter``, ``Gates`` and
-    ``BounceCopies``. The thread that enqueues makes its first call before anything waits.
+    sides on the host, which CUDA does not order with a stream. With ``sync`` = host a wait, a
+    paced copy, a copy to the device and what follows a signal hold the calling thread: see
+    ``HostWaiter``, ``Gates`` and ``BounceCopies``. The thread that enqueues makes its first call
+    before anything waits.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        loaders: Loaders,
+        load_driver: Callable[[], Driver],
         options: CudaOptions,
         *,
         link: PacedLink | None = None,
@@ -93,7 +94,7 @@ class CudaDevice:
         self._work = HostWork(runtime, self._events, self._agent)
         probing = self._streams.make("probe", is_urgent=False)
         selection = Selection(
-            runtime, loaders, options, events=self._events, work=self._work, state=probing
+            runtime, load_driver, options, events=self._events, work=self._work, state=probing
         )
         try:
             self._agent.start()
@@ -109,12 +110,7 @@ class CudaDevice:
     @property
     def choices(self) -> DeviceChoices:
         """What it works with, as probed or asked for."""
-        return DeviceChoices(
-            registration=self._by.registrations.registrar.name,
-            signal=self._by.signaller.name,
-            wait=self._by.waiter.name,
-            link=self.link.describe(),
-        )
+        return DeviceChoices(self._by.sync, self.link.describe())
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
         """Whole pages, while no wait is outstanding; see ``TorchDevice``."""
@@ -173,7 +169,7 @@ class CudaDevice:
         state = self._begin(stream)
         try:
             self._enqueue(state, lambda: self._by.signaller.signal(state, word, value))
-        except Exception:  # of the driver, of torch or of Triton
+        except Exception:  # of the driver or of torch
             # The stream will not come to it: whoever waits for it must not hang.
             cuda_words.store(word.host_address, value)
             raise
@@ -326,10 +322,6 @@ class CudaDevice:
             )
 
     def _raise_failure(self, states: Sequence[StreamState]) -> None:
-        for state in states:
-            timeout = self._by.waiter.take_timeout(state)
-            if timeout is not None:
-                self._streams.fail(state.stream.index, timeout)
         failure = self._streams.take_first_failure(states)
         if failure is not None:
             try:

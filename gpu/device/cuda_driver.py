@@ -10,9 +10,14 @@ which for registered memory come from ``cuMemHostGetDevicePointer``. That the fe
 host memory, as seen by another process, is what ``bench/gpu_check.py`` has to settle.
 """
 
+from importlib import metadata
 from typing import Any, Protocol
 
 from .base import DeviceError
+
+_PACKAGE = "cuda-bindings"
+# The oldest whose calls were compared with ours; the extra ``gpu`` of the package asks for it.
+BINDINGS_NEEDED = (12, 9)
 
 
 class DriverError(DeviceError):
@@ -26,14 +31,6 @@ class DriverError(DeviceError):
 
 class Driver(Protocol):
     """Calls with raw addresses and stream handles. All raise ``DriverError``."""
-
-    def version(self) -> int:
-        """1000 * major + 10 * minor of the newest CUDA that the driver supports."""
-        ...
-
-    def can_use_host_pointers(self, device_index: int) -> bool:
-        """Whether registered memory has the same address on this device as on the host."""
-        ...
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin pages for all contexts and map them into the device's address space."""
@@ -66,15 +63,8 @@ class BindingsDriver:
         self._cu = bindings
 
     def version(self) -> int:
-        """As ``Driver.version`` says."""
+        """1000 * major + 10 * minor of the newest CUDA that the driver supports."""
         return int(self._call("cuDriverGetVersion"))
-
-    def can_use_host_pointers(self, device_index: int) -> bool:
-        """As ``Driver.can_use_host_pointers`` says."""
-        attributes = self._cu.CUdevice_attribute
-        attribute = attributes.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        device = self._call("cuDeviceGet", device_index)
-        return bool(int(self._call("cuDeviceGetAttribute", attribute, device)))
 
     def register(self, address: int, num_bytes: int) -> None:
         """As ``Driver.register`` says."""
@@ -111,14 +101,28 @@ class BindingsDriver:
 
 
 def load_driver() -> Driver:
-    """The bindings, or ``DeviceError`` with the reason why there are none."""
+    """The bindings, or ``DeviceError`` with what is there, what is needed and how to get it."""
+    oldest = ".".join(map(str, BINDINGS_NEEDED))
+    advice = f"{oldest} or newer is needed: pip install '{_PACKAGE}>={oldest}'"
+    found = _bindings_version()
+    if found is None:
+        raise DeviceError(f"{_PACKAGE} is not installed; {advice}")
+    if tuple(map(int, found.split(".")[:2])) < BINDINGS_NEEDED:
+        raise DeviceError(f"{_PACKAGE} {found} is too old; {advice}")
     try:
         import cuda.bindings.driver as bindings
     except ImportError as error:
-        raise DeviceError(f"cuda-bindings cannot be imported: {error}") from error
+        raise DeviceError(f"{_PACKAGE} {found} cannot be imported: {error}; {advice}") from error
     driver = BindingsDriver(bindings)
     try:
         driver.version()
     except RuntimeError as error:  # what the bindings raise where no driver library is found
         raise DeviceError(f"no CUDA driver: {error}") from error
     return driver
+
+
+def _bindings_version() -> str | None:
+    try:
+        return metadata.version(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None

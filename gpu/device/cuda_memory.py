@@ -1,4 +1,4 @@
-"""Host memory that the device may copy from and to: three ways to make it so, and who finds it.
+"""Host memory that the device may copy from and to: two ways to make it so, and who finds it.
 
 Registering pins pages that somebody else mapped, such as a shared segment. Where the driver refuses
 (confidential computing, some virtual machines) copies go through pinned buffers of our own and the
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from .base import DeviceError
-from .cuda_driver import Driver, DriverError
+from .cuda_driver import Driver
 from .cuda_runtime import Runtime
 from .host_memory import HostMemory
 
@@ -35,9 +35,7 @@ class Piece:
 
 
 class Registrar(Protocol):
-    """One way to make host memory known; ``name`` is the option's value."""
-
-    name: str
+    """One way to make host memory known."""
 
     def register(self, address: int, num_bytes: int) -> Piece:
         """Raises ``DeviceError`` if it is refused."""
@@ -50,8 +48,6 @@ class Registrar(Protocol):
 
 class DriverRegistrar:
     """``cuMemHostRegister``: its failures, unlike the runtime's, do not surface in torch later."""
-
-    name = "driver"
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -70,43 +66,8 @@ class DriverRegistrar:
         self._driver.unregister(piece.address)
 
 
-class RuntimeRegistrar:
-    """``cudaHostRegister`` of torch, which needs no cuda-bindings.
-
-    Its device address is taken to be the host's: documented where all devices can use host
-    pointers, asked of the driver if there is one, and otherwise tried by the probes of words.
-    """
-
-    name = "runtime"
-
-    def __init__(self, runtime: Runtime, driver: Driver | None) -> None:
-        self._runtime = runtime
-        self._driver = driver
-
-    def register(self, address: int, num_bytes: int) -> Piece:
-        """As ``Registrar.register`` says."""
-        code = self._runtime.register(address, num_bytes)
-        if code != 0:
-            raise DriverError("cudaHostRegister", code, "an error")
-        if self._driver is None:
-            return Piece(address, num_bytes, address)
-        try:
-            return Piece(address, num_bytes, self._driver.device_address(address))
-        except DeviceError:
-            self._runtime.unregister(address)
-            raise
-
-    def unregister(self, piece: Piece) -> None:
-        """As ``Registrar.unregister`` says."""
-        code = self._runtime.unregister(piece.address)
-        if code != 0:
-            raise DriverError("cudaHostUnregister", code, "an error")
-
-
 class BounceRegistrar:
     """Leaves the memory as it is."""
-
-    name = "bounce"
 
     def register(self, address: int, num_bytes: int) -> Piece:
         """As ``Registrar.register`` says."""

@@ -1,6 +1,6 @@
-"""Tries whether a way to register, to signal or to wait works here, before anything rests on it.
+"""Tries whether a way to copy, to signal and to wait works here, before anything rests on it.
 
-A probe finds what is refused, missing or plainly wrong. It is no proof of ordering: the million
+A probe finds what is refused, missing or plainly wrong. It is no proof of ordering: the many
 rounds of ``bench/gpu_check.py`` are for that. Values wrap around on the way, and a payload written
 just before each flag must be seen behind it. Memory is written again after it was mapped, because
 some machines accept a registration and then show the device a copy of it.
@@ -40,11 +40,11 @@ _ROUNDS = (
 
 
 class ProbeError(DeviceError):
-    """The way that was tried does not work here; the next may."""
+    """The way that was tried does not work here; the other may."""
 
 
 class StuckStreamError(DeviceError):
-    """What was enqueued does not end. A stream cannot be taken back: no other way is tried."""
+    """What was enqueued does not end. A stream cannot be taken back: the other way is not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +120,24 @@ def probe_wait(bench: ProbeBench, waiter: Waiter) -> None:
     held for ever.
     """
     word, host, device = bench.word, bench.payload(), bench.device_payload()
-    holds_caller = waiter.name == "host"
     cuda_words.store(word.host_address, 0)
     for number, (stored, value) in enumerate(_ROUNDS, 1):
         host.fill_(-1)
-        if holds_caller:
+        if waiter.holds_caller:
             # Who is also the one who stores.
             _publish(host, word, number, stored)
         waiter.wait(bench.state, word, value)
         bench.copies.copy(bench.state, device, host)
         behind = bench.events.borrow(bench.state)
-        is_held = holds_caller or not bench.ends(behind, _TOO_EARLY_S)
-        if not holds_caller:
+        is_held = waiter.holds_caller or not bench.ends(behind, _TOO_EARLY_S)
+        if not waiter.holds_caller:
             _publish(host, word, number, stored)
         if not bench.ends(behind, bench.timeout_s):
             raise StuckStreamError(
-                f"a {waiter.name} wait for {wrap(value)} does not end although the word holds "
-                f"{wrap(stored)}: this process cannot use the device any more; start it with "
-                "--device-wait host"
+                f"a wait for {wrap(value)} does not end although the word holds {wrap(stored)}: "
+                "this process cannot use the device any more; start it with --device-sync host"
             )
         bench.events.give(behind)
-        timeout = waiter.take_timeout(bench.state)
-        if timeout is not None:
-            raise ProbeError(str(timeout))
         if not is_held:
             raise ProbeError(f"a wait for {wrap(value)} did not hold the stream")
         host.zero_()

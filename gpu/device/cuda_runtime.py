@@ -1,6 +1,6 @@
-"""What the CUDA device needs of torch (streams, events, copies, pinned memory) and of Triton.
+"""What the CUDA device needs of torch: streams, events, copies, pinned memory.
 
-Seams, so that everything above runs on a machine without a GPU, on streams that are threads. The
+A seam, so that everything above runs on a machine without a GPU, on streams that are threads. The
 streams of torch's pool neither wait for the default stream nor it for them.
 """
 
@@ -68,35 +68,10 @@ class Runtime(Protocol):
         """uint8 [num_bytes], zero, in the device's memory, and there before this returns."""
         ...
 
-    def register(self, address: int, num_bytes: int) -> int:
-        """``cudaHostRegister`` with flags 0, mapped and portable; returns its code, 0 if well."""
-        ...
-
-    def unregister(self, address: int) -> int:
-        """``cudaHostUnregister``; returns its code, 0 if well."""
-        ...
-
     def enter_thread(self) -> None:
         """Make the device and its context current on the calling thread, for driver calls too.
 
         Not while a wait is outstanding.
-        """
-        ...
-
-
-class Kernels(Protocol):
-    """The two kernels, ready to be enqueued on a stream of ``Runtime``."""
-
-    def signal(self, stream: Any, device_address: int, value: int) -> None:
-        """Store the low 32 bits of ``value`` to the word when the stream gets there."""
-        ...
-
-    def wait(
-        self, stream: Any, device_address: int, value: int, status: int, *, timeout_s: float
-    ) -> None:
-        """Hold the stream until the word has reached ``value``, or for ``timeout_s``.
-
-        Then an int32 1 is stored to the device address ``status``.
         """
         ...
 
@@ -185,15 +160,6 @@ class TorchRuntime:
         made = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream(self._device).synchronize()
         return made
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """As ``Runtime.register`` says."""
-        # The binding returns an enumeration that names only success: compare numbers.
-        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-
-    def unregister(self, address: int) -> int:
-        """As ``Runtime.unregister`` says."""
-        return int(torch.cuda.cudart().cudaHostUnregister(address))
 
     def enter_thread(self) -> None:
         """As ``Runtime.enter_thread`` says."""

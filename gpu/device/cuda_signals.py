@@ -1,4 +1,4 @@
-"""Signals and waits on words: by stream operation, by Triton kernel, and by the host."""
+"""Signals and waits on words: by stream operation, and by the host."""
 
 import threading
 from typing import Protocol
@@ -7,14 +7,12 @@ from ...shm.words import has_reached, wrap
 from . import cuda_words
 from .base import DeviceError, DeviceTimeoutError, Word
 from .cuda_driver import Driver
-from .cuda_runtime import Kernels, Runtime
+from .cuda_runtime import Runtime
 from .cuda_streams import HostWork, StreamState
 
 
 class Signaller(Protocol):
-    """One way to signal; ``name`` is the option's value."""
-
-    name: str
+    """One way to signal."""
 
     def signal(self, state: StreamState, word: Word, value: int) -> None:
         """Store ``value`` to the word when everything enqueued on the stream is done."""
@@ -22,23 +20,17 @@ class Signaller(Protocol):
 
 
 class Waiter(Protocol):
-    """One way to wait; ``name`` is the option's value."""
+    """One way to wait; ``holds_caller`` says whether the caller is held instead of the stream."""
 
-    name: str
+    holds_caller: bool
 
     def wait(self, state: StreamState, word: Word, value: int) -> None:
         """Hold the stream, or the caller, until the word has reached ``value``."""
         ...
 
-    def take_timeout(self, state: StreamState) -> DeviceError | None:
-        """The error of a wait that gave up on the stream itself since the last call."""
-        ...
-
 
 class StreamOpSignaller:
     """``cuStreamWriteValue32``: no kernel, and by its documentation fenced against earlier work."""
-
-    name = "stream-op"
 
     def __init__(self, runtime: Runtime, driver: Driver) -> None:
         self._runtime = runtime
@@ -51,26 +43,11 @@ class StreamOpSignaller:
         )
 
 
-class TritonSignaller:
-    """A kernel that makes a release store at system scope."""
-
-    name = "triton"
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def signal(self, state: StreamState, word: Word, value: int) -> None:
-        """As ``Signaller.signal`` says."""
-        self._kernels.signal(state.handle, _address_on_device(word), value)
-
-
 class HostSignaller:
     """The host agent stores when it finds the stream there: late by a poll of some 100 us.
 
     The stream itself would go on meanwhile; ``Gates.settle`` holds what follows.
     """
-
-    name = "host"
 
     def __init__(self, work: HostWork) -> None:
         self._work = work
@@ -86,7 +63,7 @@ class HostSignaller:
 class StreamOpWaiter:
     """``cuStreamWaitValue32``: no kernel, no deadline."""
 
-    name = "stream-op"
+    holds_caller = False
 
     def __init__(self, runtime: Runtime, driver: Driver) -> None:
         self._runtime = runtime
@@ -96,43 +73,6 @@ class StreamOpWaiter:
         """As ``Waiter.wait`` says."""
         self._driver.wait_value(self._runtime.handle(state.handle), _address_on_device(word), value)
 
-    def take_timeout(self, state: StreamState) -> DeviceError | None:
-        """As ``Waiter.take_timeout`` says."""
-        return None
-
-
-class TritonWaiter:
-    """A kernel that polls, for about ``timeout_s`` at most.
-
-    One that gave up stores 1 to its stream's status, which ``take_timeout`` reads and clears:
-    what the stream computed behind it is void. It holds a place on a multiprocessor meanwhile.
-    """
-
-    name = "triton"
-
-    def __init__(self, kernels: Kernels, status: Word, *, timeout_s: float) -> None:
-        """``status``: the first of as many words side by side as there may be streams."""
-        self._kernels = kernels
-        self._status = status
-        self._timeout_s = timeout_s
-
-    def wait(self, state: StreamState, word: Word, value: int) -> None:
-        """As ``Waiter.wait`` says."""
-        status = _address_on_device(self._status) + 4 * state.stream.index
-        address = _address_on_device(word)
-        self._kernels.wait(state.handle, address, value, status, timeout_s=self._timeout_s)
-
-    def take_timeout(self, state: StreamState) -> DeviceError | None:
-        """The error of a wait that gave up since the last call; ask when the stream is done."""
-        address = self._status.host_address + 4 * state.stream.index
-        if cuda_words.load(address) == 0:
-            return None
-        cuda_words.store(address, 0)
-        return DeviceTimeoutError(
-            f"stream {state.stream.name}: a wait gave up after about {self._timeout_s:g} s; what "
-            "was computed behind it is void"
-        )
-
 
 class HostWaiter:
     """The *calling thread* waits: the stream is never held, and nothing is enqueued ahead.
@@ -141,7 +81,7 @@ class HostWaiter:
     ``Device.release_waits``, or by storing the value, as the supervisor of a dead worker does.
     """
 
-    name = "host"
+    holds_caller = True
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -154,10 +94,6 @@ class HostWaiter:
                 f"stream {state.stream.name}: word {word.name!r} did not reach {wrap(value)} in "
                 f"{self._timeout_s:g} s"
             )
-
-    def take_timeout(self, state: StreamState) -> DeviceError | None:
-        """As ``Waiter.take_timeout`` says."""
-        return None
 
 
 class OutstandingWaits:

@@ -24,9 +24,7 @@ WORD_BYTES = 4
 class DeviceChoices:
     """What a device works with, by a probe or as asked: for log, metric and summary."""
 
-    registration: str  # driver | runtime | bounce; none where there is nothing to register
-    signal: str  # stream-op | triton | host
-    wait: str  # stream-op | triton | host
+    sync: str  # stream | host
     link: str  # unpaced, or bandwidth and latency
 
 

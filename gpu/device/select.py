@@ -24,9 +24,7 @@ class DeviceOptions:
 
     link_gib_per_s: float | None = None
     link_latency_us: float = 0.0
-    registration: str = "auto"
-    signal: str = "auto"
-    wait: str = "auto"
+    sync: str = "auto"
     stream_cpus: tuple[int, ...] = ()  # no option: of the CPU device's threads
 
     @classmethod
@@ -35,9 +33,7 @@ class DeviceOptions:
         return cls(
             link_gib_per_s=config.link_gib_per_s,
             link_latency_us=config.link_latency_us,
-            registration=config.device_registration,
-            signal=config.device_signal,
-            wait=config.device_wait,
+            sync=config.device_sync,
             stream_cpus=stream_cpus,
         )
 
@@ -62,24 +58,14 @@ def _make_cuda(device: torch.device, options: DeviceOptions, link: PacedLink) ->
     from .cuda_select import CudaOptions
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    chosen = CudaOptions(
-        registration=options.registration, signal=options.signal, wait=options.wait
-    )
-    return open_cuda_device(chosen, index=index, link=link)
+    return open_cuda_device(CudaOptions(sync=options.sync), index=index, link=link)
 
 
 def _make_cpu(options: DeviceOptions, link: PacedLink) -> TorchDevice:
     from .cpu import CpuDevice
 
-    for flag, asked, allowed in (
-        ("--device-registration", options.registration, ("auto",)),
-        ("--device-signal", options.signal, ("auto", "host")),
-        ("--device-wait", options.wait, ("auto", "host")),
-    ):
-        if asked not in allowed:
-            raise ConfigError(
-                f"{flag} {asked} needs a CUDA device; on the CPU it is {' or '.join(allowed)}"
-            )
+    if options.sync == "stream":
+        raise ConfigError("--device-sync stream needs a CUDA device; the CPU has host only")
     made = CpuDevice(link=link, stream_cpus=options.stream_cpus)
     _LOGGER.info("CPU device: threads are its streams, link %s", link.describe())
     return made

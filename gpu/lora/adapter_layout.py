@@ -70,10 +70,21 @@ class AdapterLayout:
         for key, targets in self._groups.items():
             loras = tuple(by_index.get(target.index) for target in targets)
             if any(lora is not None for lora in loras):
-                sizes = [self._size(*pair) for pair in zip(targets, loras, strict=True)]
-                region = plan_region(targets[0].in_features, self.dtype.itemsize, sizes)
-                plans.append(GroupPlan(key, region, loras))
+                sizes = [
+                    self._size(target, 0, 0.0)
+                    if lora is None
+                    else self._size(target, lora.rank, lora.scaling)
+                    for target, lora in zip(targets, loras, strict=True)
+                ]
+                plans.append(GroupPlan(key, self._region(targets, sizes), loras))
         return tuple(plans)
+
+    def max_region_bytes(self, rank: int) -> int:
+        """The largest region of adapters up to this rank."""
+        return max(
+            self._region(targets, [self._size(one, rank, 1.0) for one in targets]).num_bytes
+            for targets in self._groups.values()
+        )
 
     def writer(self, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]) -> "RegionWriter":
         """What fills regions. ``parts``: of each plan its region's bytes, uint8."""
@@ -110,15 +121,18 @@ class AdapterLayout:
             scaling=found.scaling,
         )
 
-    def _size(self, target: Target, lora: TargetLora | None) -> TargetSize:
+    def _region(self, targets: Sequence[Target], sizes: Sequence[TargetSize]) -> Region:
+        return plan_region(targets[0].in_features, self.dtype.itemsize, sizes)
+
+    def _size(self, target: Target, rank: int, scaling: float) -> TargetSize:
         itemsize = self.dtype.itemsize
         _, columns = padded_features(0, target.out_features, itemsize)
-        if lora is None:
+        if not rank:
             return TargetSize(0, columns, 0.0, 0, 0)
-        a_bytes = math.prod(self._a_shape(target, lora.rank)) * itemsize
-        b_bytes = math.prod(self._b_shape(target, lora.rank)) * itemsize
+        a_bytes = math.prod(self._a_shape(target, rank)) * itemsize
+        b_bytes = math.prod(self._b_shape(target, rank)) * itemsize
         # As the header holds it, so that what is read back is equal.
-        return TargetSize(lora.rank, columns, float(np.float32(lora.scaling)), a_bytes, b_bytes)
+        return TargetSize(rank, columns, float(np.float32(scaling)), a_bytes, b_bytes)
 
     def _places_of(
         self, plan: GroupPlan, part: torch.Tensor, places: dict[str, tuple[np.ndarray, bool]]

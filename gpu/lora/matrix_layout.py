@@ -90,15 +90,31 @@ def bits_of(matrix: torch.Tensor) -> np.ndarray:
     return matrix.view(_TORCH_BITS[matrix.itemsize]).numpy().view(_BITS[matrix.itemsize])
 
 
-def unpack_a(packed: torch.Tensor, rank: int, in_features: int) -> torch.Tensor:
-    """A [rank, in_features], contiguous, from how ``PACKED`` lays it out, on any device."""
-    tiles, steps, ranks, unit = packed.shape
-    rows = packed.permute(0, 2, 1, 3).reshape(tiles * ranks, steps * unit)
-    return rows[:rank, :in_features].contiguous()
+def unpack(packed: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write A or B to ``rows`` [height, width], contiguous, from how ``PACKED`` lays it out.
+
+    It lies in tiles [height / h, width / w, h, w], the last ones padded. No memory is taken: each
+    copy is from one view to another.
+    """
+    tiles = packed.permute(0, 2, 1, 3)  # [height / h, h, width / w, w]
+    _, tile_height, _, tile_width = tiles.shape
+    num_rows, more_rows = divmod(rows.shape[0], tile_height)
+    num_columns, more_columns = divmod(rows.shape[1], tile_width)
+    if not (more_rows or more_columns):  # as good as always
+        whole = tiles[:num_rows, :, :num_columns]
+        rows.view(num_rows, tile_height, num_columns, tile_width).copy_(whole)
+        return
+    upper = rows[: num_rows * tile_height].unflatten(0, (num_rows, tile_height))
+    lower = rows[num_rows * tile_height :]
+    _unpack_columns(tiles[:num_rows], upper, num_columns, more_columns)
+    if more_rows:
+        _unpack_columns(tiles[num_rows, :more_rows], lower, num_columns, more_columns)
 
 
-def unpack_b(packed: torch.Tensor, out_features: int, rank: int) -> torch.Tensor:
-    """B [out_features, rank], contiguous, from how ``PACKED`` lays it out, on any device."""
-    groups, steps, columns, unit = packed.shape
-    rows = packed.permute(0, 2, 1, 3).reshape(groups * columns, steps * unit)
-    return rows[:out_features, :rank].contiguous()
+def _unpack_columns(tiles: torch.Tensor, rows: torch.Tensor, num_whole: int, num_more: int) -> None:
+    """``tiles`` [..., width / w, w] to ``rows`` [..., width]: whole steps, and a part of one."""
+    width = tiles.shape[-1]
+    whole = rows[..., : num_whole * width].unflatten(-1, (num_whole, width))
+    whole.copy_(tiles[..., :num_whole, :])
+    if num_more:
+        rows[..., num_whole * width :].copy_(tiles[..., num_whole, :num_more])

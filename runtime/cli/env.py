@@ -16,6 +16,7 @@ _PACKAGES = (
     "tokenizers",
     "safetensors",
     "triton",
+    "cuda-bindings",
     "numba",
     "numpy",
     "msgspec",
@@ -27,6 +28,7 @@ _PACKAGES = (
 )
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
     "NUMBA_CPU_FEATURES",
     "NUMBA_CPU_NAME",

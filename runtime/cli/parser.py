@@ -21,8 +21,7 @@ _PROFILE_OPTIONS = (
     "model", "revision", "trust_remote_code", "device", "dtype", "max_model_len",
     "max_num_batched_tokens", "block_size", "linear_backend", "attention_backend", "lora_backend",
     "leaf_kernels", "decode_graphs", "cpu_threads", "cpu_cores", "engine_cores", "delta_backend",
-    "worker_slowdown", "link_gib_per_s", "link_latency_us", "device_registration", "device_signal",
-    "device_wait", "skip_parity_probe",
+    "worker_slowdown", "link_gib_per_s", "link_latency_us", "device_sync", "skip_parity_probe",
 )  # fmt: skip
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...cpu_workers.kernels.isa import forcing_environment
 from ...profiles.meter import Report
 from ...profiles.picture import check_matplotlib, draw_profile
 from ...profiles.profile import Profile, ProfileError, save_profile
 from ...profiles.report import report_lines, warning_lines
 from ..config.cpu_list import format_cpus
 from ..config.engine import EngineConfig
+from ..config.environment import own_environment
 from ..config.flags import read_flags
 from ..config.option import option_specs
 from ..errors import ConfigError, ResourceError
@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, save, draw, and print the table and the lines to paste; return the exit code."""
     configure_logging("warning")  # a line of progress says how it goes
     config = EngineConfig(**read_flags(vars(arguments), EngineConfig))
-    os.environ.update(forcing_environment(config.cpu_isa))  # before numba and torch are loaded
+    # Before numba and torch are loaded.
+    os.environ.update(own_environment(config.cpu_isa, os.environ))
     may_draw = _may_draw(is_asked=arguments.picture is not None)
     from ..engine.profiling import HowMuch, Listener, run_profile
 

@@ -20,8 +20,7 @@ LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 LEAF_KERNELS = ("auto", "off")
 DECODE_GRAPHS = ("auto", "off")
 LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy))
-DEVICE_REGISTRATIONS = ("auto", "driver", "runtime", "bounce")
-DEVICE_SIGNALS = ("auto", "stream-op", "triton", "host")
+DEVICE_SYNCS = ("auto", "stream", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
 
 
@@ -71,6 +70,13 @@ class EngineConfig:
         above=0,
         maximum=1,
         help="Share of the memory free after the model is loaded that the default takes.",
+    )
+    adapter_memory_fraction: float = option(
+        0.25,
+        above=0,
+        maximum=0.95,
+        help="Share of that memory that is for adapters alone where the model runs on CUDA; "
+        "elsewhere they share it with KV blocks.",
     )
     host_adapter_bytes: str | None = option(
         None,
@@ -179,14 +185,12 @@ class EngineConfig:
     link_latency_us: float = option(
         0.0, minimum=0, maximum=1e6, help="Let such copies arrive so many microseconds later."
     )
-    device_registration: str = option(
-        "auto", choices=DEVICE_REGISTRATIONS, help="How CUDA is told of shared memory."
-    )
-    device_signal: str = option(
-        "auto", choices=DEVICE_SIGNALS, help="How a stream of the device signals to CPU workers."
-    )
-    device_wait: str = option(
-        "auto", choices=DEVICE_SIGNALS, help="How a stream of the device waits for CPU workers."
+    device_sync: str = option(
+        "auto",
+        choices=DEVICE_SYNCS,
+        help="How CUDA works with shared memory and CPU workers: stream = memory registered with "
+        "the driver, streams that signal and wait; host = the engine's threads signal, wait and "
+        "copy in between; auto = stream where a probe at start finds that it works.",
     )
     skip_parity_probe: bool = option(
         False, help="Serve a model although the start-up comparison with transformers fails."

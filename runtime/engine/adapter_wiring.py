@@ -32,16 +32,19 @@ def base_names(config: EngineConfig) -> tuple[str, ...]:
 
 
 def make_host_adapters(
-    config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan, profile: "Profile | None"
-) -> "HostAdapters":
-    """Make the arena, and what fills it from PEFT directories."""
+    config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan, slab_bytes: int | None,
+    profile: "Profile | None",
+) -> "HostAdapters":  # fmt: skip
+    """Make the arena, what fills it from PEFT directories, and the adapters' slab, if any."""
     from ...gpu import assemble
+    from ...gpu.adapter_copier import SlabSize
     from ...gpu.host_adapters import ArenaSize, one_group
 
     def open_source(path: str) -> OpenAdapter:
         return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
 
-    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.budget_bytes, arena.idle_bytes)
+    slab = None if slab_bytes is None else SlabSize(slab_bytes, config.max_lora_rank)
+    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.budget_bytes, arena.idle_bytes, slab)
     group_layers: GroupLayers = one_group
     if profile is not None:
         from .coexecution import layer_grouper

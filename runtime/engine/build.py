@@ -20,6 +20,7 @@ from ..config.demo import model_name, with_demo
 from ..config.engine import EngineConfig
 from ..facts import MachineFacts, read_machine_facts
 from ..memory.adapter_cache import AdapterCache
+from ..memory.adapter_slab import AdapterSlab
 from ..memory.block_pool import BlockPool
 from ..memory.budget import MemoryBudget
 from ..memory.device_memory import DeviceMemory
@@ -69,7 +70,8 @@ class EngineAssembly:
         self.info = info
         self.adapters = adapters
         self.device = device
-        self.coexecution = coexecution  # None where the kernels read the arena itself
+        # None where the kernels read the arena itself, or no profile could be measured.
+        self.coexecution = coexecution
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
 
@@ -195,17 +197,20 @@ def _connect(
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.device.close)
-        host = make_host_adapters(config, loaded, arena, profile)
+        host = make_host_adapters(config, loaded, arena, memory.slab_bytes, profile)
+        # The account is of what is left when loads have their buffers.
+        memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
         manager = AdapterManager(facts_reader(host), base_names(config), host.forget)
         undo.callback(manager.close)
         coexecution = None
-        if profile is not None:
+        if _copies_adapters(config, loaded):
             from .coexecution import start_coexecution
 
             coexecution = start_coexecution(
                 config, loaded, host, manager, placement, profile, on_progress
             )
+        if coexecution is not None:
             undo.callback(coexecution.close)
         executor = assemble.make_executor(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
@@ -226,7 +231,7 @@ def _connect(
         )
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
-        info = _model_info(config, loaded, memory, defaults)
+        info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
         return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
@@ -274,7 +279,7 @@ def _make_scheduler(
     memory = DeviceMemory(
         budget,
         BlockPool(plan.num_blocks, loaded.layout.block_bytes, budget),
-        AdapterCache(budget),
+        AdapterCache(budget, None if plan.slab_bytes is None else AdapterSlab(plan.slab_bytes)),
     )
     scheduler_config = SchedulerConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -304,6 +309,7 @@ def _model_info(
     loaded: "LoadedModel",
     memory: MemoryPlan,
     defaults: "GenerationDefaults",
+    profile: "Profile | None",
 ) -> ModelInfo:
     assert config.model is not None
     return ModelInfo(
@@ -316,8 +322,10 @@ def _model_info(
         default_sampling=defaults.sampling,
         kv_capacity_tokens=memory.num_blocks * config.block_size,
         memory_bytes=memory.capacity_bytes,
+        adapter_memory_bytes=memory.slab_bytes,
         max_num_waiting=config.max_num_waiting,
         model_path=config.model,
         device_choices=dataclasses.asdict(loaded.device.choices),
         summary=(),
+        has_profile_failed=profile is None and _copies_adapters(config, loaded),
     )

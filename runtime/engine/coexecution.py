@@ -70,10 +70,10 @@ def start_coexecution(
     host: "HostAdapters",
     manager: AdapterManager,
     placement: Placement,
-    profile: Profile,
+    profile: Profile | None,
     on_progress: Callable[[str], None],
-) -> Coexecution:
-    """Start the workers, if there are to be any, and connect them.
+) -> Coexecution | None:
+    """Start the workers, if there are to be any, and connect them; None without a profile.
 
     Called by the thread that will run the steps: it becomes the device's compute stream.
     """
@@ -84,10 +84,12 @@ def start_coexecution(
     device = loaded.device
     is_cuda = loaded.model.device.type == "cuda"
     compute = device.stream("compute", is_urgent=True)
-    transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute
     device.adopt(compute)
     if is_cuda:  # on the CPU the kernels have read what they read when a step is over
         host.read_by(compute)
+    if profile is None:
+        return None
+    transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute
     exchange = Exchange(device, compute, transfer)
     with contextlib.ExitStack() as undo:
         workers = _start_workers(config, loaded, host, exchange, placement, profile, on_progress)

@@ -103,8 +103,11 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int  # KV and adapters together
     max_num_waiting: int
     model_path: str  # directory or hub id of the model and its tokenizer
-    device_choices: dict[str, str]  # registration, signal, wait and link: what works here
+    device_choices: dict[str, str]  # sync and link: what the device works with
     summary: tuple[str, ...]  # lines for the log
+    adapter_memory_bytes: int | None = None  # of it for adapters alone; None = shared with KV
+    # Measuring failed at start: there is no co-execution, requests wait for their adapters.
+    has_profile_failed: bool = False
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):

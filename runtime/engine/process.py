@@ -19,9 +19,9 @@ from typing import Any, cast
 
 import msgspec
 
-from ...cpu_workers.kernels.isa import forcing_environment
 from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
+from ..config.environment import own_environment
 from ..errors import CorunError
 from ..process_end import leave
 from .channel import Channel, ChannelError, receive_one_frame
@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     sock = socket.socket(fileno=options.fd)
     try:
         config = _receive_config(sock)
-        # Before any library is loaded that asks what the processor has.
-        os.environ.update(forcing_environment(config.cpu_isa))
+        # Before any library is loaded that asks what the processor has, or starts CUDA.
+        os.environ.update(own_environment(config.cpu_isa, os.environ))
         channel: Channel[ToEngine] = Channel(sock, ToEngine)
         factory = load_factory(options.factory)
         return 0 if serve_channel(channel, config, factory, own_process=True) else 1

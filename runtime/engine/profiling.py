@@ -101,9 +101,10 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: Listener) -> 
 
 def profile_for(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
-) -> Profile:
+) -> Profile | None:
     """The profile that an engine with CPU workers predicts with; measured quickly if there is none.
 
+    None, with a warning, if that fails, whatever it raises: an engine can serve without predicting.
     To be called before the KV pool is made, in the thread that will run the model.
 
     Args:
@@ -114,17 +115,32 @@ def profile_for(
 
     Raises:
         ConfigError: ``--profile`` holds no profile, or another model's.
-        ResourceError: There is none, and it cannot be measured.
     """
-    subject = subject_of(config, loaded, placement, facts)
-    given = None if config.profile is None else Path(config.profile)
 
-    def measure() -> Profile:
-        listener = Listener(_LOG.info, _log_estimate, lambda _: None)
-        return _measure(config, loaded, placement, subject, HowMuch(), listener)
+    def find(given: Path | None) -> Profile:
+        subject = subject_of(config, loaded, placement, facts)
 
-    with _as_corun_error(ConfigError if given is not None else ResourceError):
+        def measure() -> Profile:
+            listener = Listener(_LOG.info, _log_estimate, lambda _: None)
+            return _measure(config, loaded, placement, subject, HowMuch(), listener)
+
         return find_or_measure(subject, given, _directory(), measure, datetime.now(UTC))
+
+    if config.profile is not None:
+        with _as_corun_error(ConfigError):
+            return find(Path(config.profile))
+    try:
+        return find(None)
+    except Exception as error:
+        _LOG.warning(
+            "co-execution is off, and requests wait until their adapter is on the device, because "
+            "this machine could not be measured: %s: %s; run corun profile with the same options "
+            "to see whether it fails again (a profile that it writes is found at the next start), "
+            "or give one with --profile",
+            type(error).__name__, error,
+            exc_info=not isinstance(error, ProfileError),
+        )  # fmt: skip
+        return None
 
 
 def subject_of(

@@ -7,9 +7,6 @@ from ..config.num_bytes import parse_num_bytes
 from ..errors import ConfigError, ResourceError
 
 _GIB = 2**30
-# CUDA memory for the KV pool is taken whole at start; this share of the budget stays for adapters.
-# On the CPU blocks take memory only when they are written, so both share all of it.
-_CUDA_ADAPTER_SHARE = 0.1
 
 # The arena that adapters are copied from, where nothing else is asked for: of what is free.
 _ARENA_SHARE = 1 / 8
@@ -35,6 +32,7 @@ class MemoryPlan:
     capacity_bytes: int  # KV blocks and adapters together
     num_blocks: int
     max_model_len: int  # what the model allows, cut to what fits
+    slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
 
 
 def plan_max_model_len(
@@ -67,24 +65,30 @@ def plan_max_model_len(
 def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
     """Size the budget and the KV pool.
 
+    CUDA memory is taken whole at start, so there adapters have a slab beside the blocks. On the CPU
+    blocks take memory only when they are written, so both share all of it.
+
     Raises:
         ResourceError: There is less memory than was asked for, or too little for one request of
             the context length that was asked for.
     """
     capacity_bytes = _capacity_bytes(config, facts)
-    share = 1.0 - (_CUDA_ADAPTER_SHARE if facts.type == "cuda" else 0.0)
-    num_blocks = int(capacity_bytes * share) // facts.block_bytes
+    slab_bytes = None
+    if facts.type == "cuda":
+        slab_bytes = int(capacity_bytes * config.adapter_memory_fraction)
+    num_blocks = (capacity_bytes - (slab_bytes or 0)) // facts.block_bytes
     most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = min(num_blocks, most_useful)
     num_tokens = num_blocks * config.block_size
     if num_tokens >= max_model_len:
-        return MemoryPlan(capacity_bytes, num_blocks, max_model_len)
+        return MemoryPlan(capacity_bytes, num_blocks, max_model_len, slab_bytes)
     if config.max_model_len is not None or num_tokens < 2:
         raise ResourceError(
-            f"{capacity_bytes / _GIB:.3g} GiB hold the KV of {num_tokens} tokens, but one request "
-            f"may take {max_model_len} (--max-model-len); lower it or raise --memory-gib"
+            f"{(capacity_bytes - (slab_bytes or 0)) / _GIB:.3g} GiB hold the KV of {num_tokens} "
+            f"tokens, but one request may take {max_model_len} (--max-model-len); lower it or "
+            "raise --memory-gib"
         )
-    return MemoryPlan(capacity_bytes, num_blocks, num_tokens)
+    return MemoryPlan(capacity_bytes, num_blocks, num_tokens, slab_bytes)
 
 
 def _capacity_bytes(config: EngineConfig, facts: DeviceFacts) -> int:

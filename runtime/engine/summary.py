@@ -17,15 +17,24 @@ def summary_lines(
     ``cores`` says who runs where.
     """
     chosen = ", ".join(f"{what} {name}" for what, name in backends.items())
-    return (
+    lines: tuple[str, ...] = (
         f"model     {info.name} ({info.dtype} on {info.device}; {chosen})",
         f"device    {', '.join(f'{what} {name}' for what, name in info.device_choices.items())}",
         f"context   {info.max_model_len} tokens per request",
-        f"memory    {info.memory_bytes / _GIB:.3g} GiB for KV and adapters together, "
-        f"KV for {info.kv_capacity_tokens} tokens",
+        f"memory    {_memory_line(info)}, KV for {info.kv_capacity_tokens} tokens",
         f"cores     {cores}",
         f"adapters  {_adapter_line(info, adapters)}",
     )
+    if info.has_profile_failed:
+        lines += ("loads     co-execution is off: the machine could not be measured",)
+    return lines
+
+
+def _memory_line(info: ModelInfo) -> str:
+    line = f"{info.memory_bytes / _GIB:.3g} GiB for KV and adapters together"
+    if info.adapter_memory_bytes is None:
+        return line
+    return f"{line}, {info.adapter_memory_bytes / _GIB:.3g} GiB of it for adapters alone"
 
 
 def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
@@ -33,7 +42,9 @@ def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
     if not ready:
         return "none"
     total_bytes = sum(adapter.num_bytes for adapter in ready)
-    num_fitting = _num_fitting(sorted(a.num_bytes for a in ready), info.memory_bytes)
+    room_bytes = info.adapter_memory_bytes
+    room_bytes = info.memory_bytes if room_bytes is None else room_bytes
+    num_fitting = _num_fitting(sorted(a.num_bytes for a in ready), room_bytes)
     ranks = sorted({adapter.rank for adapter in ready})
     span = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     fit = "all fit" if num_fitting == len(ready) else f"{num_fitting} of them fit"
@@ -43,7 +54,7 @@ def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
 
 
 def _num_fitting(sizes_bytes: Sequence[int], capacity_bytes: int) -> int:
-    """How many adapters, smallest first, the whole budget would hold."""
+    """How many adapters, smallest first, would be there at once with nothing else."""
     used_bytes = 0
     for number, size_bytes in enumerate(sizes_bytes):
         used_bytes += size_bytes

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..plan import BASE_ADAPTER, AdapterId
+from .adapter_slab import AdapterSlab
 from .budget import MemoryBudget
 
 ADAPTER_OWNER = "adapters"
@@ -45,9 +46,10 @@ class AdapterCache:
     if the caller says so. The base model counts as a resident adapter of zero bytes.
     """
 
-    def __init__(self, budget: MemoryBudget) -> None:
-        """``budget`` is shared with the KV pool."""
+    def __init__(self, budget: MemoryBudget, slab: AdapterSlab | None = None) -> None:
+        """``budget`` is shared with the KV pool; ``slab`` is memory that KV blocks cannot have."""
         self._budget = budget
+        self.slab = slab
         self._clock = 0
         self._entries = {BASE_ADAPTER: _Entry(0, AdapterState.RESIDENT, num_references=1)}
         self._idle: dict[AdapterId, _Entry] = {}  # resident and unreferenced, oldest use first
@@ -135,8 +137,12 @@ class AdapterCache:
     def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
         """Take the bytes of an absent adapter if they are free; say whether they were."""
         assert adapter_id not in self._entries, f"adapter {adapter_id} is loaded twice"
+        if self.slab is not None and not self.slab.fits(num_bytes):
+            return False
         if not self._budget.reserve(ADAPTER_OWNER, num_bytes):
             return False
+        if self.slab is not None:
+            self.slab.take(adapter_id, num_bytes)
         self._entries[adapter_id] = _Entry(num_bytes, AdapterState.LOADING)
         return True
 
@@ -174,6 +180,22 @@ class AdapterCache:
                 freed_bytes += self._entries[adapter_id].num_bytes
         return tuple(chosen) if freed_bytes >= num_bytes else ()
 
+    def slab_victims(
+        self, num_bytes: int, *, include_waiting: bool, keep: AdapterId
+    ) -> tuple[AdapterId, ...] | None:
+        """``victims`` that leave a range of ``num_bytes`` in the slab; None if none do.
+
+        Empty if there is such a range, or will be when the evictions under way have ended.
+        """
+        assert self.slab is not None
+        evicting = [
+            adapter_id
+            for adapter_id, entry in self._entries.items()
+            if entry.state is AdapterState.EVICTING
+        ]
+        ranked = (one for one in self._ranked(include_waiting=include_waiting) if one != keep)
+        return self.slab.victims(num_bytes, evicting, ranked)
+
     def begin_evict(self, adapter_id: AdapterId) -> int:
         """Make an idle adapter unusable; return its bytes, which stay taken until the end."""
         entry = self._idle.pop(adapter_id)
@@ -209,6 +231,9 @@ class AdapterCache:
                 assert entry.num_references == 0, (adapter_id, entry)
             assert not entry.has_failed or entry.num_references, (adapter_id, entry)
         assert total_bytes == self.used_bytes, (total_bytes, self.used_bytes)
+        if self.slab is not None:
+            self.slab.check_invariants()
+            assert total_bytes == self.slab.taken_bytes, (total_bytes, self.slab.taken_bytes)
         assert evicting_bytes == self._evicting_bytes
         assert all(count > 0 for count in self._num_waiting.values())
         uses = [entry.last_use for entry in self._idle.values()]
@@ -239,3 +264,5 @@ class AdapterCache:
         """Forget a device copy and give its bytes back."""
         del self._entries[adapter_id]
         self._budget.release(ADAPTER_OWNER, entry.num_bytes)
+        if self.slab is not None:
+            self.slab.free(adapter_id)

@@ -16,6 +16,7 @@ from ..plan import (
     TransferResult,
 )
 from .adapter_cache import AdapterCache, AdapterState
+from .adapter_slab import room_bytes
 from .block_pool import BlockPool
 from .budget import MemoryBudget
 
@@ -49,8 +50,16 @@ class DeviceMemory:
 
     def can_ever_hold(self, num_blocks: int, adapter_bytes: int) -> bool:
         """Whether a request of this size fits if it is alone on the device."""
+        if self.cache.slab is not None and adapter_bytes > self.cache.slab.capacity_bytes:
+            return False
         needed_bytes = num_blocks * self.pool.block_bytes + adapter_bytes
         return num_blocks <= self.pool.num_blocks and needed_bytes <= self.budget.capacity_bytes
+
+    def has_adapter_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes are free where adapters are loaded."""
+        if self.cache.slab is not None:
+            return self.cache.slab.fits(num_bytes)
+        return self.budget.free_bytes >= num_bytes
 
     def retire(self, block_ids: Iterable[BlockId]) -> None:
         """Announce that these blocks will be freed when the steps in flight have ended."""
@@ -67,10 +76,13 @@ class DeviceMemory:
         """See to it that ``num_blocks`` blocks and ``num_bytes`` further bytes get free.
 
         Evicts idle adapters (all but ``keep``) where what is free, or about to be, is too little.
+        Where adapters have a slab the bytes are a range of that, and blocks need no eviction.
         Returns whether the room is there or will come by itself; False leaves all as it was.
         """
         if num_blocks > self.pool.num_unused_blocks + self._num_draining_blocks:
             return False
+        if self.cache.slab is not None:
+            return self._reclaim_range(num_bytes, include_waiting=include_waiting, keep=keep)
         block_bytes = self.pool.block_bytes
         coming_bytes = self._num_draining_blocks * block_bytes + self.cache.evicting_bytes
         short_bytes = num_blocks * block_bytes + num_bytes - self.budget.free_bytes - coming_bytes
@@ -83,6 +95,8 @@ class DeviceMemory:
 
     def load(self, adapter_id: AdapterId, num_bytes: int, *, is_demand: bool = True) -> bool:
         """Command a load if the bytes are free now; say whether they were."""
+        if self.cache.slab is not None:
+            num_bytes = room_bytes(num_bytes)
         if not self.cache.begin_load(adapter_id, num_bytes):
             return False
         self._command(TransferKind.LOAD_ADAPTER, adapter_id, num_bytes, is_demand=is_demand)
@@ -160,6 +174,15 @@ class DeviceMemory:
             expected = AdapterState.LOADING if is_load else AdapterState.EVICTING
             assert self.cache.state(transfer.adapter_id) is expected, transfer
 
+    def _reclaim_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
+        """``reclaim`` in the adapters' slab."""
+        if not num_bytes:
+            return True
+        victims = self.cache.slab_victims(num_bytes, include_waiting=include_waiting, keep=keep)
+        for adapter_id in victims or ():
+            self._evict(adapter_id)
+        return victims is not None
+
     def _evict(self, adapter_id: AdapterId) -> None:
         """Command the eviction of an idle adapter."""
         num_bytes = self.cache.begin_evict(adapter_id)
@@ -170,7 +193,9 @@ class DeviceMemory:
     ) -> None:
         """Queue a transfer for the next plan."""
         transfer_id = TransferId(self._next_transfer_id)
-        transfer = Transfer(transfer_id, kind, adapter_id, num_bytes, is_demand)
+        slab = self.cache.slab
+        offset_bytes = None if slab is None else slab.offset_bytes(adapter_id)
+        transfer = Transfer(transfer_id, kind, adapter_id, num_bytes, is_demand, offset_bytes)
         self._next_transfer_id += 1
         self._open[transfer_id] = transfer
         if not is_demand:

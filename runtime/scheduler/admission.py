@@ -126,11 +126,13 @@ class Admission:
         """Load adapters of requests that wait for a seat, leaving each running one a block."""
         memory = self._memory
         reserve_bytes = len(self._running) * memory.pool.block_bytes
+        if memory.cache.slab is not None:
+            reserve_bytes = 0  # blocks are not where adapters go
         for request in self._policy.upcoming(self._config.max_prefetch_requests):
             if memory.cache.state(request.adapter_id) is not AdapterState.ABSENT:
                 continue
             needed_bytes = request.adapter_bytes + reserve_bytes
-            if memory.budget.free_bytes < needed_bytes:
+            if not memory.has_adapter_room(needed_bytes):
                 memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
                 return
             self._load(request, now_s, is_demand=False)

@@ -142,7 +142,13 @@ class ServerMetrics:
         )
         cache.add_metric([str(self._labels.block_size), str(stats.kv_blocks_total)], 1.0)
         yield cache
-        choices = self._engine.get_model_info().device_choices
+        info = self._engine.get_model_info()
+        yield self._gauge(
+            "profile_failed",
+            "1 if the machine could not be measured, so that co-execution is off.",
+            float(info.has_profile_failed),
+        )
+        choices = info.device_choices
         device = GaugeMetricFamily(
             self._name("device_info"),
             "How the device works with host memory and CPU workers.",

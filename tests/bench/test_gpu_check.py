@@ -1,144 +1,246 @@
-"""The questions to a GPU: control flow on the CPU device, limits, and verdicts from figures."""
+"""The questions to a GPU: on a GPU of threads that may go wrong, limits, and what they decide."""
 
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 import torch
-from gpu_checks import importable, layout
-from gpu_checks.asking import NOTE_CPU
-from gpu_checks.figures import read_figures
-from gpu_checks.questions import QUESTIONS, run_question
-from gpu_checks.verdicts import verdict_of
-from support.triton_program import run_triton_program
+from corun.gpu.device import cuda_memory
+from corun.gpu.device.cuda import CudaDevice
+from gpu_check import QUESTIONS, Figures, ask, decide, faults_of, run_limited
+from support.fake_cuda import FakeGpu, FakeRuntime, FakeStream, fake_device, noted_memory
 
-_SCRIPT = importable.ROOT / "bench" / "gpu_check.py"
-_TESTS = importable.ROOT / "tests"
-_BARE = str(_TESTS / "support" / "bare")
+_BENCH = Path(gpu_check.__file__).parent
+_TESTS = Path(__file__).parents[1]
+_PATH = os.environ.get("PYTHONPATH", "")
+_BARE = os.pathsep.join([str(_TESTS / "support" / "bare"), str(_TESTS), str(_BENCH), _PATH])
+
+
+class _Gpu(FakeGpu):
+    """Goes wrong only when the device was probed and found well."""
+
+    later: frozenset[str] = frozenset()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Gpu]:
+    """What questions open instead of CUDA, with tiny sizes."""
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(cuda_memory, "HostMemory", noted_memory(ranges))
+    monkeypatch.setattr(gpu_check, "FULL", gpu_check.TINY)
+    made = _Gpu(host_ranges=ranges)
+    with ExitStack() as stack:
+
+        def open_device(kind: str) -> tuple[CudaDevice, torch.device]:
+            device, _ = stack.enter_context(fake_device(made, sync=kind, wait_timeout_s=30.0))
+            made.faults |= made.later
+            return device, torch.device("cpu")
+
+        monkeypatch.setattr(gpu_check, "open_device", open_device)
+        yield made
+
+
+def _answer(folder: Path, name: str, kind: str) -> dict[str, Any]:
+    """What a question finds that is asked in this process."""
+    figures = Figures(folder / f"{name} {kind}")
+    gpu_check.run_question(name, kind, 60.0, figures)
+    return {name: {kind: {"status": "answered", "figures": figures.values}}}
+
+
+def _asked() -> list[tuple[str, str]]:
+    return [(question.name, kind) for question in QUESTIONS for kind in question.kinds]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("name", "kind"), _asked())
+def test_questions_find_nothing_wrong_with_a_gpu_that_is_well(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    found = _answer(tmp_path, name, kind)[name][kind]["figures"]
+    if name in {"memory", "order"}:
+        faults = faults_of({name: {kind: {"status": "answered", "figures": found}}}, kind)
+        assert [fault for fault in faults if fault.startswith(name)] == []
+        assert all(way["words"] > 0 for way in found["wrong"].values()), "planted ones"
+    if name == "memory":
+        assert found["copy_was_queued"]
+    if name == "order":
+        assert found["rounds"] == gpu_check.TINY.num_rounds
+    if name.startswith("streams"):
+        assert found["num_streams"] == 12 and found["held_up"] == []
+    if name == "round-trip":
+        assert found["round_trip_us"]["num"] == 8
+    if name == "link":
+        assert found["to_device_gb_per_s"] > 0 < found["to_host_gb_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "expected"),
+    [("memory", "stale", "wrong words to_device"), ("order", "signal comes first", "to_host")],
+)
+def test_questions_find_what_is_wrong(
+    gpu: _Gpu, name: str, fault: str, expected: str, tmp_path: Path
+) -> None:
+    gpu.later = frozenset({fault})
+    faults = faults_of(_answer(tmp_path, name, "stream"), "stream")
+    assert any(f.startswith(name) and f.endswith(expected) for f in faults), faults
+
+
+def test_a_way_that_does_not_work_is_an_answer(gpu: _Gpu, tmp_path: Path) -> None:
+    gpu.faults = frozenset({"write_value"})
+    found = _answer(tmp_path, "round-trip", "stream")["round-trip"]["stream"]["figures"]
+    assert list(found) == ["refused"]
+    assert "cuStreamWriteValue32 returned CUDA_ERROR_NOT_SUPPORTED" in found["refused"]
+
+
+def test_streams_that_share_a_queue_with_one_that_waits_are_named(
+    gpu: _Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = FakeRuntime.make_stream
+    made: list[FakeStream] = []
+
+    def share(runtime: FakeRuntime, *, is_urgent: bool) -> FakeStream:
+        # The first is the probes', the second the one that waits.
+        made.append(made[-8] if len(made) >= 8 else make(runtime, is_urgent=is_urgent))
+        return made[-1]
+
+    monkeypatch.setattr(FakeRuntime, "make_stream", share)
+    found = _answer(tmp_path, "streams-8", "stream")["streams-8"]["stream"]["figures"]
+    assert found["held_up"] == ["other 7"]
+
+
+def _well(kind: str, **changes: Any) -> dict[str, Any]:
+    wrong = {way: {"words": 8, "planted": 8} for way in ("to_device", "to_host")}
+    return {"status": "answered", "figures": {"wrong": wrong, "held_up": [], **changes}}
+
+
+def _answers(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    made = {question.name: {kind: _well(kind) for kind in question.kinds} for question in QUESTIONS}
+    for name, by_kind in changes.items():
+        made[name.replace("_", "-")] |= by_kind
+    return made
+
+
+def _wrong(words: int, planted: int = 8) -> dict[str, Any]:
+    return _well("", wrong={"to_host": {"words": words, "planted": planted}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "fault"),
+    [
+        ({}, "stream", None),
+        ({"memory": {"stream": _wrong(9)}}, "host", "memory: 1 wrong words to_host"),
+        ({"order": {"stream": _wrong(9)}}, "host", "order: 1 wrong words to_host"),
+        ({"order": {"stream": _wrong(7)}}, "host", "order: the check to_host is blind"),
+        ({"order": {"stream": _wrong(0, 0)}}, "host", "order: the check to_host is blind"),
+        ({"memory": {"stream": _well("", refused="why")}}, "host", "memory: why"),
+        ({"order": {"stream": {"status": "timed-out", "figures": {}}}}, "host", "order: timed-out"),
+        ({"order": {"stream": _wrong(9), "host": _wrong(9)}}, None, "order: 1 wrong words to_host"),
+    ],
+)
+def test_streams_are_taken_unless_something_speaks_against_them(
+    changes: dict[str, Any], expected: str | None, fault: str | None
+) -> None:
+    decision = decide(_answers(**changes))
+    assert decision["device_sync"] == expected
+    assert decision["faults"]["stream"] == ([] if fault is None else [fault])
+
+
+def test_nothing_is_decided_by_what_was_not_asked() -> None:
+    decision = decide({})
+    assert decision["device_sync"] is None and decision["CUDA_DEVICE_MAX_CONNECTIONS"] is None
+    assert decision["faults"] == {
+        "stream": ["memory: not asked", "order: not asked"], "host": ["order: not asked"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("with_8", "with_32", "expected"), [([], [], "8"), (["a"], [], "32"), (["a"], ["a"], None)]
+)
+def test_as_few_queues_as_let_every_stream_go_on(
+    with_8: list[str], with_32: list[str], expected: str | None
+) -> None:
+    by_queues = {
+        "streams_8": {"stream": _well("", held_up=with_8)},
+        "streams_32": {"stream": _well("", held_up=with_32)},
+    }
+    assert decide(_answers(**by_queues))["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
+
+
+_HANGS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, file=open(sys.argv[1], "w"), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    command = [sys.executable, "-c", _HANGS, str(note)]
+    assert run_limited(command, 1.0, tmp_path / "said", os.environ) is None
+    stat = Path(f"/proc/{int(note.read_text())}/stat")
+    deadline_s = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_process_that_fails_leaves_its_words_and_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "pathlib.Path(sys.argv[-1]).write_text('{\"queues\": %s}' % os.environ['QUEUES'])\n"
+        "sys.exit('the context is poisoned')\n"
+    )
+    monkeypatch.setattr(gpu_check, "_SCRIPT", script)
+    answer = ask("order", "stream", 30.0, {"QUEUES": "8"})
+    assert answer["status"] == "failed" and answer["figures"] == {"queues": 8}
+    assert answer["error"] == "the context is poisoned"
 
 
 def _run(*arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, str(_SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+        [sys.executable, str(_BENCH / "gpu_check.py"), *arguments],
+        capture_output=True, text=True, env={**os.environ, **environment},
+    )  # fmt: skip
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
-def _answer(name: str, folder: Path) -> dict[str, Any]:
-    """The figures of a question that is asked in this process."""
-    path = folder / f"figures {name}"
-    run_question(name, "cpu", 30.0, path)
-    return read_figures(path)
+def test_the_control_flow_runs_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    code, record = _run("--device", "cpu", "--questions", "order", "--out", str(out))
+    assert code == 0, record
+    assert json.loads(out.read_text()) == record
+    assert record["note"] == gpu_check.NOTE_CPU
+    assert record["machine"]["torch"] == torch.__version__
+    assert list(record["answers"]) == ["order"] and "decision" not in record
+    assert faults_of(record["answers"], "cpu") == ["memory: not asked"]
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The report's questions: two that change their process in one of their own, as users ask."""
-    folder = tmp_path_factory.mktemp("asked")
-    out = folder / "made" / "report.json"
-    code, report = _run("--device", "cpu", "--questions", "7,6,1", "--out", str(out))
-    assert code == 0, report
-    assert json.loads(out.read_text()) == report
-    assert report["note"] == NOTE_CPU
-    assert report["machine"]["torch"] == torch.__version__
-    questions: dict[str, dict[str, Any]] = report["questions"]
-    return questions
-
-
-def test_questions_run_on_the_cpu_device(asked: dict[str, dict[str, Any]]) -> None:
-    assert list(asked) == ["1", "6", "7"], "in the order of their numbers"
-    statuses = {name: question["status"] for name, question in asked.items()}
-    assert statuses == {"1": "answered", "6": "answered", "7": "skipped"}
-    found = asked["6"]["by"]["cpu"]["figures"]
-    assert found["worker stopped"]["supervisor_says"] == "found hung, then killed"
-    assert found["worker killed"]["supervisor_says"] == "found dead"
-    assert "left behind: nothing" in asked["6"]["verdict"]
-    cases = asked["1"]["by"]["cpu"]["figures"]
-    assert all(cases[f"{name}, memlock 8 MiB"]["copied"] for name in ("memfd", "posix"))
-
-
-_SAID = {
-    "2": "coherent both ways over 3 rounds",
-    "3": "beside copies to the device",
-    "4": "every payload was there before its flag",
-    "5": "went on: kernel on another stream, copy to the device, copy to the host",
-    "8": "by address: 0 stale words in 10 launches",
-    "ceilings": "GB/s to the host",
-}
-
-
-@pytest.mark.usefixtures("bench_importable")
-@pytest.mark.parametrize("name", _SAID)
-def test_the_other_questions_run_on_the_cpu_device(name: str, tmp_path: Path) -> None:
-    found = _answer(name, tmp_path)
-    assert _SAID[name] in verdict_of(name, {"cpu": found}, {"cpu": "answered"})
-    if name == "4":
-        assert found["so_far"]["rounds"] == layout.TINY.num_ordering_rounds
-
-
-def test_no_question_is_left_out_of_these_tests(asked: dict[str, dict[str, Any]]) -> None:
-    assert {*asked, *_SAID} == {question.name for question in QUESTIONS}
-
-
-def test_says_that_it_skipped_without_a_gpu() -> None:
-    """With nothing but what a bare machine has."""
-    code, report = _run(CUDA_VISIBLE_DEVICES="", PYTHONPATH=_BARE)
+def test_a_bare_machine_is_told_that_there_is_no_gpu() -> None:
+    code, record = _run(CUDA_VISIBLE_DEVICES="", PYTHONPATH=_BARE)
     assert code == 0
-    assert report["status"] == "skipped"
-    assert "no CUDA device" in report["skipped"]
-    assert report["questions"] == {}
+    assert record["status"] == "skipped" and record["skipped"] == gpu_check.NO_GPU
+    assert record["answers"] == {} and "decision" not in record
 
 
 def test_a_bare_machine_has_all_that_questions_need() -> None:
-    """Without numba and the like: every import, and a worker that polls."""
-    paths = os.pathsep.join([_BARE, str(_TESTS), str(importable.ROOT / "bench")])
     done = subprocess.run(
         [sys.executable, "-m", "support.bare_machine"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _BARE},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["posix"] is False and found["numba"] is False
-    assert found["worker_words"].startswith("polled by Python")
-    assert "No module named 'numba' on a bare machine" in done.stderr
-    assert "a round trip takes" in verdict_of("3", {"cuda": found}, {"cuda": "answered"})
-
-
-def test_a_question_that_does_not_exist_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, str(_SCRIPT), "--questions", "2,9"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "no '9'; choose from: 1, 2, 3" in done.stderr
-
-
-def test_the_checkout_is_importable_where_it_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(importable, "_is_importable", lambda: False)
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert importable.make_importable() == "linked"
-    link = Path(sys.path[0]) / "corun"
-    assert link.resolve() == importable.ROOT
-    script = "import corun.shm.words, gpu_checks.layout; print(corun.shm.words.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.stdout.strip() == str(link / "shm" / "words.py"), done.stderr
-    assert os.environ["PYTHONPATH"].endswith("/nowhere")
-
-
-def test_the_kernel_counts_wrong_words_in_the_interpreter() -> None:
-    found = json.loads(run_triton_program("triton_count_words", TRITON_INTERPRET="1"))
-    assert found == {"tensor": 3, "address": 3, "volatile": 3}
+    assert found["numba"] is False
+    assert found["rounds"] == gpu_check.TINY.num_rounds

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow_python = tmp_path / "python"
-    slow_python.write_text(f'#!/bin/sh\nsleep 4\nexec {sys.executable} "$@"\n')
+    slow_python.write_text(f'#!/bin/sh\nsleep 4\nexec {shlex.quote(sys.executable)} "$@"\n')
     slow_python.chmod(0o700)
     with Driver([case(4)]) as driver:
         job = driver.start(0, 0)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -173,7 +174,8 @@ def test_a_supervisor_that_talks_nonsense_turns_the_pool_off(
         "time.sleep(60)\n"
     )
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {nonsense} "$@"\n')
+    words = shlex.join([sys.executable, str(nonsense)])
+    python.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     python.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(python))
     with Segment.create(4096, kind="adapters") as arena:

@@ -99,14 +99,26 @@ def test_a_worker_that_is_killed(cold_engine: ColdEngine, case: ParityCase) -> N
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=MAX_LOGPROBS, ignore_eos=True)
-NUM_ADAPTERS, NUM_THAT_FIT = 50, 20
+NUM_ADAPTERS, NUM_THAT_FIT, RANK = 50, 20, 8
+STAGING_BYTES = 2**18  # or less, of adapters of that rank
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
-    options = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+    options = {"r": RANK, "target_modules": ["q_proj", "v_proj"]}
     specs = [AdapterSpec(f"adapter {number}", options) for number in range(NUM_ADAPTERS)]
     return ParityCase("llama3-rope", tmp_path_factory.mktemp("many"), specs=specs)
+
+
+def room(where: str, case: ParityCase, *, num_tokens: int, num_adapters: int) -> dict[str, Any]:
+    """Options by which so much fits in float32; on CUDA adapters have a part for themselves."""
+    adapter_bytes = num_adapters * max(map(file_bytes, case.adapters.values()))
+    adapter_bytes += STAGING_BYTES if where == "cuda" else 0
+    memory_bytes = adapter_bytes + case.kv_block_bytes(num_tokens, torch.float32)
+    options: dict[str, Any] = {"device": where, "memory_gib": memory_bytes / 2**30}
+    if where == "cuda":
+        options["adapter_memory_fraction"] = adapter_bytes / memory_bytes
+    return {**options, "dtype": "float32", "block_size": 4, "max_lora_rank": RANK}
 
 
 def file_bytes(path: Path) -> int:
@@ -118,12 +130,9 @@ def file_bytes(path: Path) -> int:
 def test_more_adapters_than_fit(many: ParityCase, where: str) -> None:
     """All are asked for at once, twice, and no request fails: others are evicted for them."""
     names = [*many.adapters] * 2
-    room_bytes = NUM_THAT_FIT * file_bytes(many.adapters[names[0]])
     greedy = replace(GREEDY, max_tokens=6)
-    options: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 20}
-    with Engine(
-        model=str(many.directory), device=where, memory_gib=room_bytes / 2**30, **options
-    ) as engine:
+    options = room(where, many, num_tokens=200, num_adapters=NUM_THAT_FIT)
+    with Engine(model=str(many.directory), max_model_len=20, **options) as engine:
         loras = [LoRARequest(name, 1, str(many.adapters[name])) for name in names]
         outputs = engine.generate([[5, 6, 7, 8]] * len(names), greedy, loras)
         assert engine.get_stats().num_device_evictions >= NUM_ADAPTERS - NUM_THAT_FIT
@@ -137,15 +146,12 @@ def test_more_adapters_than_fit(many: ParityCase, where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 def test_more_requests_than_fit(many: ParityCase, where: str) -> None:
     """Some are preempted, some have two choices, and all answer as PEFT does."""
-    dtype, max_model_len, block_size = torch.float32, 32, 4
+    max_model_len = 32
     names = [None, "adapter 0"] * 6
     params = [replace(GREEDY, n=2, temperature=1.0, seed=5) if i % 3 else GREEDY for i in range(12)]
-    # For half of what they need; the adapter is small enough for any part of it.
     num_tokens = sum(asked.n for asked in params) * max_model_len // 2
-    with Engine(
-        model=str(many.directory), device=where, dtype="float32", block_size=block_size,
-        max_model_len=max_model_len, memory_gib=many.kv_block_bytes(num_tokens, dtype) / 2**30,
-    ) as engine:  # fmt: skip
+    options = room(where, many, num_tokens=num_tokens, num_adapters=1)
+    with Engine(model=str(many.directory), max_model_len=max_model_len, **options) as engine:
         loras = [name and LoRARequest(name, 1, str(many.adapters[name])) for name in names]
         outputs = engine.generate([[5, 6, 7, 8]] * len(names), params, loras)
         assert engine.get_stats().num_preemptions > 0

@@ -30,12 +30,14 @@ class Arrival:
         self.may_read = threading.Event()
         self.num_enqueued = 0
         self.is_gradual: bool | None = None
+        self.offset_bytes: int | None = None
         self._fails_to_start = fails_to_start
         self._error = error
 
-    def start(self, *, is_gradual: bool) -> None:
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
         self.starter = threading.current_thread()
         self.is_gradual = is_gradual
+        self.offset_bytes = offset_bytes
         if self._fails_to_start:
             raise RuntimeError("the device is full")
 
@@ -89,8 +91,9 @@ class Loading:
     def load(self, *adapter_ids: int, is_demand: bool = True) -> None:
         for number in adapter_ids:
             transfer = Transfer(
-                TransferId(100 + number), TransferKind.LOAD_ADAPTER, AdapterId(number), 1, is_demand
-            )
+                TransferId(100 + number), TransferKind.LOAD_ADAPTER, AdapterId(number), 1,
+                is_demand, offset_bytes=64 * number,
+            )  # fmt: skip
             self.loader.start(transfer)
 
     def wait(self) -> list[LoadedAdapter]:
@@ -128,6 +131,7 @@ def test_the_engines_thread_starts_copies_and_is_told_of_their_end(loading: Load
     loading.load(1)
     assert loading.wait() == []
     assert arrival.starter is threading.current_thread()
+    assert arrival.offset_bytes == 64, "where the account says"
     assert loading.ended() == []
     arrival.arrived.set()
 

@@ -3,12 +3,13 @@
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from corun.gpu.adapter_copier import AdapterCopier
+from corun.gpu.adapter_copier import AdapterCopier, SlabSize
 from corun.gpu.adapter_fetcher import Arrival
 from corun.gpu.adapter_store import StoreBusyError
 from corun.gpu.device.cpu import CpuDevice
@@ -256,7 +257,7 @@ def test_a_copy_that_fails_fails_its_adapter(
         raise RuntimeError("no room for rows")
 
     with monkeypatch.context() as patch:
-        patch.setattr("corun.gpu.adapter_arrival.unpack_a", fail)
+        patch.setattr("corun.gpu.adapter_arrival.unpack", fail)
         arrival = host.adapters.fetch(facts.digest, str(files / "a"))
         arrival.start(is_gradual=False)
         deadline_s = time.monotonic() + 30
@@ -318,6 +319,49 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     assert references(host) == [1]
     del arrival, second
     device.close()
+
+
+def test_with_a_slab_loads_ask_torch_for_no_memory(
+    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While streams wait for the host nobody may, and nobody knows when they do."""
+    roomy = Host(device, copied(ROOMY_BYTES))
+    num_bytes = roomy.adapters.register(str(files / "a")).num_bytes
+    slab = SlabSize(1 << 20, max_rank=64)
+    host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
+    assert host.adapters.slab_bytes is not None and roomy.adapters.slab_bytes is None
+    assert num_bytes < host.adapters.slab_bytes < slab.num_bytes, "loads have their buffers"
+    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    # On the device everything is a view of the slab; the host's side reads no files here.
+    monkeypatch.setattr("corun.gpu.adapter_copier.torch", None)
+    loaded = {}
+    for index, name in enumerate("abc"):
+        arrival = host.adapters.fetch(facts[name].digest, str(files / name))
+        arrival.start(is_gradual=index == 1, offset_bytes=index * num_bytes)
+        host.device.synchronize(timeout_s=30)
+        while not arrival.is_done():
+            arrival.advance()
+            host.device.synchronize(timeout_s=30)
+        loaded[name] = arrival.finish()
+    monkeypatch.undo()
+    storages = set()
+    for name, adapter in loaded.items():
+        check_deltas(host, adapter, files / name)
+        storages |= {lora.a.untyped_storage().data_ptr() for lora in adapter.targets.values()}
+    assert len(storages) == 1
+
+
+def test_what_no_slab_holds_is_refused(files: Path, device: CpuDevice) -> None:
+    too_small = replace(copied(ROOMY_BYTES), slab=SlabSize(1000, max_rank=64))
+    with pytest.raises(ResourceError, match=r"1000 bytes.*--adapter-memory-fraction"):
+        Host(device, too_small)
+    roomy = Host(device, replace(copied(ROOMY_BYTES), slab=SlabSize(ROOMY_BYTES, 64)))
+    assert roomy.adapters.slab_bytes is not None
+    slab = SlabSize(ROOMY_BYTES - roomy.adapters.slab_bytes + 4096, max_rank=64)
+    host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
+    with pytest.raises(AdapterError, match=r"have 4096 .*--adapter-memory-fraction"):
+        host.adapters.register(str(files / "a"))
+    assert host.arena.taken_bytes == 0
 
 
 def test_copies_take_the_link(files: Path) -> None:

@@ -1,6 +1,6 @@
-"""Run by a test in a process without numba and the like: all that the GPU scripts import and start.
+"""Run by a test in a process without numba and the like: what ``gpu_check`` needs on a bare one.
 
-The questions' own device is CUDA's, on a GPU of threads; their worker is a process that polls.
+The device is CUDA's, on a GPU of threads; the peer is a process that lacks as much.
 """
 
 import importlib
@@ -10,63 +10,29 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import gpu_check
+import torch
 from corun.gpu.device import cuda_memory
-from corun.gpu.device.host_memory import HostMemory
-from corun.shm.errors import ShmError
-from corun.shm.segment import Segment
-from gpu_checks import importable, rig, round_trips
-from gpu_checks.figures import Figures
-from support.fake_cuda import FakeGpu, fake_device
-
-# What questions and groups import on a GPU only.
-_ON_A_GPU = (
-    "corun.gpu.device.cuda_kernels",
-    "corun.gpu.attention.triton_kernels",
-    "corun.gpu.lora.triton_backend",
-    "cuda.bindings.driver",
-)
-
-
-def _import_all() -> None:
-    names = [path.stem for path in (importable.ROOT / "bench" / "gpu_checks").glob("*.py")]
-    for name in (*(f"gpu_checks.{name}" for name in names if name != "__init__"), *_ON_A_GPU):
-        importlib.import_module(name)
-
-
-def _has_posix_segments() -> bool:
-    try:
-        Segment.create(4096, kind="bare", backing="posix").close()
-    except ShmError:
-        return False
-    return True
-
-
-def _ask_for_round_trips(path: Path) -> Figures:
-    ranges: list[tuple[int, int]] = []
-
-    class NotedMemory(HostMemory):
-        """Tells the fake what is host memory: all else is the device's."""
-
-        def __init__(self, memory: memoryview, **arguments: object) -> None:
-            super().__init__(memory, **arguments)  # type: ignore[arg-type]
-            ranges.append((self.address, self.num_bytes))
-
-    setattr(cuda_memory, "HostMemory", NotedMemory)  # noqa: B010 - it is only imported there
-    figures = Figures(path)
-    with ExitStack() as stack:
-        made = fake_device(FakeGpu(host_ranges=ranges), wait_timeout_s=30.0)
-        rig.open_device = lambda kind: stack.enter_context(made)[0]
-        round_trips.round_trips("cpu", 60.0, figures)
-    return figures
+from corun.gpu.device.host_memory import TorchDevice
+from support.fake_cuda import FakeGpu, fake_device, noted_memory
 
 
 def main() -> None:
     """Import, start and measure; print one JSON line last."""
-    _import_all()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = _ask_for_round_trips(Path(folder) / "figures")
-    found = {"posix": _has_posix_segments(), "numba": "numba" in sys.modules, **figures.values}
-    sys.stdout.write(json.dumps(found) + "\n")
+    importlib.import_module("cuda.bindings.driver")  # imported on a GPU only
+    ranges: list[tuple[int, int]] = []
+    setattr(cuda_memory, "HostMemory", noted_memory(ranges))  # noqa: B010 - it is only imported
+    setattr(gpu_check, "FULL", gpu_check.TINY)  # noqa: B010 - a constant
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def open_device(kind: str) -> tuple[TorchDevice, torch.device]:
+            made = fake_device(FakeGpu(host_ranges=ranges), sync=kind)
+            return stack.enter_context(made)[0], torch.device("cpu")
+
+        setattr(gpu_check, "open_device", open_device)  # noqa: B010
+        figures = gpu_check.Figures(Path(folder, "figures"))
+        gpu_check.run_question("order", "stream", 60.0, figures)
+    sys.stdout.write(json.dumps({"numba": "numba" in sys.modules, **figures.values}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A CUDA device on a GPU of threads, with streams and host memory, on every rung of the ladder."""
+"""A CUDA device on a GPU of threads, with streams and host memory, in either of its two ways."""
 
 import mmap
 from collections.abc import Iterator
@@ -14,18 +14,6 @@ from corun.gpu.device.link import PacedLink
 from support.fake_cuda import FakeGpu, fake_device
 
 NUM_BYTES = 4 * mmap.PAGESIZE
-# Every way to signal and to wait, and every way to register.
-COMBINATIONS = [
-    ("driver", "stream-op", "stream-op"),
-    ("driver", "triton", "triton"),
-    ("driver", "host", "stream-op"),
-    ("driver", "stream-op", "triton"),
-    ("runtime", "stream-op", "host"),
-    ("runtime", "host", "host"),
-    ("bounce", "host", "host"),
-]
-NOT_BLOCKING = [c for c in COMBINATIONS if c[2] != "host"]
-NAMES = ("registration", "signal", "wait")
 
 
 @dataclass

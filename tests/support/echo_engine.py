@@ -99,7 +99,7 @@ class FakeEngine:
             name="demo/tiny", dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE, eos_token_ids=(0,), default_sampling=self.default_sampling,
             kv_capacity_tokens=1600, memory_bytes=1 << 30, max_num_waiting=8,
-            model_path="demo/tiny", device_choices={"signal": "host", "link": "unpaced"},
+            model_path="demo/tiny", device_choices={"sync": "host", "link": "unpaced"},
             summary=("tiny model", "on cpu"),
         )  # fmt: skip
 

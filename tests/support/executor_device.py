@@ -40,7 +40,7 @@ class Ready:
     def __init__(self, adapter: DeviceAdapter) -> None:
         self._adapter = adapter
 
-    def start(self, *, is_gradual: bool) -> None:
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
         """Nothing is copied."""
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""A GPU made of threads: streams, events, registration, stream operations and word kernels.
+"""A GPU made of threads: streams, events, registration and stream operations.
 
 It keeps to what CUDA documents, strictly: operations take effect late and in stream order only,
 a wait on an unrecorded event passes, the device sees host memory at other addresses than the host,
@@ -18,7 +18,8 @@ import torch
 from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda import CudaDevice
 from corun.gpu.device.cuda_driver import DriverError
-from corun.gpu.device.cuda_select import CudaOptions, Loaders
+from corun.gpu.device.cuda_select import CudaOptions
+from corun.gpu.device.host_memory import HostMemory
 from corun.gpu.device.link import PacedLink
 from corun.shm.words import has_reached, wrap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,14 +119,10 @@ class FakeGpu:
         self.log.append("unregister")
         return 0
 
-    def await_word(self, device_address: int, value: int, timeout_s: float | None) -> bool:
+    def await_word(self, device_address: int, value: int) -> None:
         word = self.word(device_address)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._is_reached(word.value, value):
-            if self.is_stopping or (deadline is not None and time.monotonic() >= deadline):
-                return False
+        while not self.is_stopping and not self._is_reached(word.value, value):
             time.sleep(2e-5)
-        return True
 
     def _is_reached(self, seen: int, value: int) -> bool:
         if "wait passes" in self.faults:
@@ -227,12 +224,6 @@ class FakeRuntime:
     def make_on_device(self, num_bytes: int) -> torch.Tensor:
         return self._gpu.empty(num_bytes, dtype=torch.uint8)
 
-    def register(self, address: int, num_bytes: int) -> int:
-        return self._gpu.register(address, num_bytes)
-
-    def unregister(self, address: int) -> int:
-        return self._gpu.unregister(address)
-
     def enter_thread(self) -> None:
         self._gpu.entered.add(threading.get_ident())
 
@@ -258,16 +249,8 @@ class FakeDriver:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
 
-    def version(self) -> int:
-        return 13000
-
-    def can_use_host_pointers(self, device_index: int) -> bool:
-        return False
-
     def register(self, address: int, num_bytes: int) -> None:
         self._check_entered()
-        if "driver register" in self._gpu.faults:
-            raise DriverError("cuMemHostRegister", NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED")
         _check("cuMemHostRegister", self._gpu.register(address, num_bytes))
 
     def unregister(self, address: int) -> None:
@@ -295,7 +278,7 @@ class FakeDriver:
         if "wait_value" in self._gpu.faults:
             raise DriverError("cuStreamWaitValue32", NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED")
         self._gpu.word(device_address)
-        self._stream(stream).enqueue(lambda: _wait(self._gpu, device_address, value))
+        self._stream(stream).enqueue(lambda: self._gpu.await_word(device_address, value))
 
     def _check_entered(self) -> None:
         if threading.get_ident() not in self._gpu.entered:
@@ -305,43 +288,19 @@ class FakeDriver:
         return next(stream for stream in self._gpu.streams if stream.handle == handle)
 
 
-class FakeKernels:
-    """``Kernels`` on a ``FakeGpu``."""
+def noted_memory(ranges: list[tuple[int, int]]) -> type[HostMemory]:
+    """A class in place of that of ``cuda_memory``, which notes what a fake is to know as host's."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+    class NotedMemory(HostMemory):
+        def __init__(self, memory: memoryview, **arguments: Any) -> None:
+            super().__init__(memory, **arguments)
+            ranges.append((self.address, self.num_bytes))
 
-    def signal(self, stream: FakeStream, device_address: int, value: int) -> None:
-        if "kernel signal" in self._gpu.faults:
-            raise RuntimeError("Triton Error [CUDA]: a fake illegal access")
-        word = self._gpu.word(device_address)
-        stream.enqueue(lambda: setattr(word, "value", wrap(value)))
-
-    def wait(
-        self,
-        stream: FakeStream,
-        device_address: int,
-        value: int,
-        status: int,
-        *,
-        timeout_s: float,
-    ) -> None:
-        status_word = self._gpu.word(status)
-        self._gpu.word(device_address)
-
-        def wait() -> None:
-            if not self._gpu.await_word(device_address, value, timeout_s):
-                status_word.value = 1
-
-        stream.enqueue(wait)
+    return NotedMemory
 
 
 def no_driver() -> Any:
-    raise DeviceError("cuda-bindings cannot be imported: there are none here")
-
-
-def no_kernels() -> Any:
-    raise ImportError("No module named 'triton'")
+    raise DeviceError("cuda-bindings is not installed")
 
 
 @contextmanager
@@ -350,28 +309,20 @@ def fake_device(
     *,
     link: PacedLink | None = None,
     has_driver: bool = True,
-    has_kernels: bool = True,
     **options: Any,
 ) -> Iterator[tuple[CudaDevice, FakeGpu]]:
     """A device on a fake GPU; both end with the context."""
     gpu = gpu or FakeGpu()
-    loaders = Loaders(
-        driver=(lambda: FakeDriver(gpu)) if has_driver else no_driver,
-        kernels=(lambda: FakeKernels(gpu)) if has_kernels else no_kernels,
-    )
+    load_driver = (lambda: FakeDriver(gpu)) if has_driver else no_driver
     chosen = {"probe_timeout_s": 2.0, "num_events": 4, "wait_timeout_s": 5.0, **options}
     device = None
     try:
-        device = CudaDevice(FakeRuntime(gpu), loaders, CudaOptions(**chosen), link=link)
+        device = CudaDevice(FakeRuntime(gpu), load_driver, CudaOptions(**chosen), link=link)
         yield device, gpu
     finally:
         if device is not None:
             device.close(timeout_s=2.0)
         gpu.stop()
-
-
-def _wait(gpu: FakeGpu, device_address: int, value: int) -> None:
-    gpu.await_word(device_address, value, None)
 
 
 def _await_fence(gpu: FakeGpu, fence: threading.Event) -> None:

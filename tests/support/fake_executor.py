@@ -102,11 +102,13 @@ class FakeExecutor:
         recompute_at_tokens: int | None = None,
         is_decode_apart: bool = True,
         is_automatic: bool = False,
+        slab_bytes: int | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.capacity_bytes = capacity_bytes
+        self.slab_bytes = slab_bytes
         self.max_num_tokens = max_num_tokens
         self.recompute_at_tokens = recompute_at_tokens
         self.is_decode_apart = is_decode_apart
@@ -119,6 +121,7 @@ class FakeExecutor:
         self._known: dict[RequestId, _Known] = {}
         self._adapters: dict[AdapterId, str] = {}  # loading | resident | evicting
         self._adapter_bytes: dict[AdapterId, int] = {}
+        self._places: dict[AdapterId, range] = {}  # of adapters in their slab
         self._kv: dict[tuple[int, int], tuple[RequestId, int, int, bool]] = {}
         self._results: list[Result] = []
         self.num_retries = 0
@@ -195,6 +198,7 @@ class FakeExecutor:
         elif is_load or error is None:
             del self._adapters[transfer.adapter_id]
             del self._adapter_bytes[transfer.adapter_id]
+            self._places.pop(transfer.adapter_id, None)
         else:
             self._adapters[transfer.adapter_id] = "resident"
         self._results.append(TransferResult(transfer.transfer_id, error))
@@ -216,6 +220,7 @@ class FakeExecutor:
             assert adapter_id not in self._adapters, "loaded twice"
             self._adapters[adapter_id] = "loading"
             self._adapter_bytes[adapter_id] = transfer.num_bytes
+            self._place(transfer)
         else:
             assert self._adapters[adapter_id] == "resident", "evicted but not there"
             assert self._adapter_bytes[adapter_id] == transfer.num_bytes
@@ -228,6 +233,16 @@ class FakeExecutor:
                 assert adapter_id not in users, "evicted while a step in flight uses it"
             self._adapters[adapter_id] = "evicting"
         self.transfers[transfer.transfer_id] = transfer
+
+    def _place(self, transfer: Transfer) -> None:
+        assert (transfer.offset_bytes is None) == (self.slab_bytes is None)
+        if transfer.offset_bytes is None or self.slab_bytes is None:
+            return
+        place = range(transfer.offset_bytes, transfer.offset_bytes + transfer.num_bytes)
+        assert place.start >= 0 and place.stop <= self.slab_bytes, "beyond the slab"
+        for other in self._places.values():
+            assert place.stop <= other.start or other.stop <= place.start, "two in one place"
+        self._places[transfer.adapter_id] = place
 
     def _update_blocks(
         self, request_id: RequestId, first_index: int, block_ids: tuple[BlockId, ...]

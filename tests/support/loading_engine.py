@@ -10,11 +10,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from corun.gpu.adapter_copier import SlabSize
 from corun.gpu.adapter_fetcher import Arrival
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.handover import Exchange
@@ -23,7 +25,9 @@ from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink, Transfer
 from corun.gpu.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.host_adapters import HostAdapters
+from corun.gpu.lora.adapter_layout import AdapterLayout
 from corun.gpu.lora.deltas import ResidentDeltas
+from corun.gpu.lora.matrix_layout import PACKED
 from corun.gpu.lora.table import LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.lower import ForwardInputs
@@ -33,6 +37,7 @@ from corun.gpu.row_results import RowResults
 from corun.gpu.step import DeltaPass
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.engine.request import Request
+from corun.runtime.engine.resources import MemoryPlan
 from corun.runtime.plan import AdapterId, RequestId, RowResult, StepPlan, SubBatch, SubBatchKind
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestEvent
@@ -43,9 +48,12 @@ from support.peft_adapters import load_with_peft, save_adapter
 from support.scheduling import BLOCK_SIZE, make_memory, make_request, make_scheduler
 
 CONTENTS = "abc"
+SIZES = "ade"  # small, smaller, and four times as large
+_MAX_RANK = 64
 TIMEOUT_S = 30.0
-_BLOCK_BYTES = 1000
+BLOCK_BYTES = 1000
 _NUM_BLOCKS = 12
+_NUM_LANES = 4  # of loads
 _ARENA_BYTES = 60_000  # two of the three adapters
 
 
@@ -79,9 +87,13 @@ def _files() -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[int, torc
     directory = tempfile.TemporaryDirectory()
     target_map = build_target_map(make_model("llama3-rope"))
     sums: dict[str, dict[int, torch.Tensor]] = {}
-    for seed, name in enumerate(CONTENTS):
+    options: dict[str, dict[str, Any]] = {
+        "d": {"r": 3, "target_modules": ["q_proj"]}, "e": {"r": 16},
+    }  # fmt: skip
+    for seed, name in enumerate(dict.fromkeys(CONTENTS + SIZES)):
         path = Path(directory.name) / name
-        save_adapter(path, seed=seed, target_modules=["q_proj", "v_proj", "up_proj"])
+        wanted = {"target_modules": ["q_proj", "v_proj", "up_proj"]} | options.get(name, {})
+        save_adapter(path, seed=seed, **wanted)
         model, sums[name] = load_with_peft(path), {}
         for target in target_map.targets:
             module = model.get_submodule(f"base_model.model.{target.path}")
@@ -116,7 +128,7 @@ class _Runner:
         self._engine = engine
         self.block_size = BLOCK_SIZE
         self.device = torch.device("cpu")
-        self.pool = SimpleNamespace(release=lambda blocks: None, block_bytes=_BLOCK_BYTES)
+        self.pool = SimpleNamespace(release=lambda blocks: None, block_bytes=BLOCK_BYTES)
         self.is_right: list[bool] = []
         self._groups: dict[tuple[int, int], list[Any]] = {}
         for target in _target_map().targets:
@@ -180,17 +192,53 @@ class _Sampler:
         return [SampledRow(3, None) for _ in states]
 
 
+def random_memory(rng: random.Random) -> MemoryPlan:
+    """Blocks, and room for one to three adapters, which may be theirs alone."""
+    kv_bytes, room_bytes = _NUM_BLOCKS * BLOCK_BYTES, rng.choice((1, 2, 3)) * device_bytes("a")
+    if rng.random() < 0.5:
+        return MemoryPlan(kv_bytes + room_bytes, _NUM_BLOCKS, 64)
+    slab_bytes = staging_bytes() + room_bytes
+    return MemoryPlan(kv_bytes + slab_bytes, _NUM_BLOCKS, 64, slab_bytes)
+
+
+def staging_bytes() -> int:
+    """What goes off a slab for the buffers of loads."""
+    layout = AdapterLayout(_target_map(), PACKED, torch.float32)
+    return _NUM_LANES * layout.max_region_bytes(_MAX_RANK)
+
+
+@functools.cache
+def device_bytes(name: str) -> int:
+    """What an adapter takes on the device."""
+    device = CpuDevice()
+    backend = TorchLora(LoraTable(len(_target_map().targets), 1, "cpu"), dtype=torch.float32)
+    host = HostAdapters(
+        device, backend, torch.float32, torch.device("cpu"), _target_map(), copied(1 << 20), _open
+    )
+    num_bytes = host.register(str(Path(_files()[0].name) / name)).num_bytes
+    host.close()
+    device.close()
+    return num_bytes
+
+
 class LoadingEngine:
     """Requests in, events out; the adapters' versions are kept here."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(
+        self, rng: random.Random, plan: MemoryPlan | None = None, *,
+        arena_bytes: int = _ARENA_BYTES, contents: str = CONTENTS,
+    ) -> None:  # fmt: skip
+        """A plan without a slab lets blocks and adapters share all of it."""
+        plan = plan or random_memory(rng)
         self.link = HeldLink()
         self.device = CpuDevice(link=self.link)
-        self.table = LoraTable(len(_target_map().targets), 8, "cpu")
+        self.table = LoraTable(len(_target_map().targets), 64, "cpu")
         self.backend = TorchLora(self.table, dtype=torch.float32)
+        slab = None if plan.slab_bytes is None else SlabSize(plan.slab_bytes, _MAX_RANK)
         self.host = HostAdapters(
             self.device, self.backend, torch.float32, torch.device("cpu"), _target_map(),
-            copied(_ARENA_BYTES), _open, lambda layer_bytes: range(len(layer_bytes)),
+            replace(copied(arena_bytes), slab=slab), _open,
+            lambda layer_bytes: range(len(layer_bytes)),
         )  # fmt: skip
         compute = self.device.stream("compute")
         self.device.adopt(compute)
@@ -210,21 +258,21 @@ class LoadingEngine:
         self.served: dict[str, AdapterId] = {}
         self.live: dict[RequestId, AdapterId] = {}
         self._retired: set[AdapterId] = set()
-        for name in CONTENTS:
+        for name in contents:
             self.register(name)
         memory = make_memory(
-            num_blocks=_NUM_BLOCKS, block_bytes=_BLOCK_BYTES,
-            capacity_bytes=_NUM_BLOCKS * _BLOCK_BYTES + rng.choice((1, 2, 3)) * self.num_bytes,
+            num_blocks=plan.num_blocks, block_bytes=BLOCK_BYTES,
+            capacity_bytes=plan.capacity_bytes, slab_bytes=self.host.slab_bytes,
         )  # fmt: skip
         cold_starts = _ColdStarts(rng, start_share=0.7, blocking_share=0.0)
         self.scheduler = make_scheduler(memory=memory, cold_starts=cold_starts, max_num_seqs=2)
+        self.num_failed = 0
         self._now_s = 0.0
         self._num_requests = 0
 
     def register(self, name: str) -> None:
         """Serve a content under a new version, from now on."""
         facts = self.host.register(str(Path(_files()[0].name) / name))
-        self.num_bytes = facts.num_bytes
         adapter_id = AdapterId(len(self.contents) + 1 + 100 * len(self.digests))
         while adapter_id in self.contents:
             adapter_id = AdapterId(adapter_id + 1)
@@ -235,12 +283,13 @@ class LoadingEngine:
         """Requests that came before are still served."""
         self._retired.add(self.served.pop(name))
 
-    def ask(self, name: str, num_tokens: int) -> None:
+    def ask(self, name: str, num_tokens: int, version: AdapterId | None = None) -> None:
+        """Of the version that is served, or of another one that is not unloaded."""
         self._num_requests += 1
-        adapter_id = self.served[name]
+        adapter_id = self.served[name] if version is None else version
         request = make_request(
             self._num_requests, prompt=num_tokens, adapter_id=adapter_id,
-            adapter_bytes=self.num_bytes, max_tokens=5,
+            adapter_bytes=device_bytes(self.contents[adapter_id]), max_tokens=5,
         )  # fmt: skip
         self.scheduler.add_request(request, self._now_s)
         self.live[request.request_id] = adapter_id
@@ -319,6 +368,7 @@ class LoadingEngine:
             assert event.request_id in self.live
             if event.finish_reason is not None:
                 assert event.error_kind in {None, "AdapterUnavailableError"}, event
+                self.num_failed += event.error_kind is not None
                 del self.live[event.request_id]
 
     def _fetch(self, adapter_id: AdapterId) -> Arrival:
@@ -330,4 +380,4 @@ class LoadingEngine:
 
 
 def _open(path: str) -> OpenAdapter:
-    return open_adapter(Path(path), _target_map(), max_rank=64)
+    return open_adapter(Path(path), _target_map(), max_rank=_MAX_RANK)

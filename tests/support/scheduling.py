@@ -5,6 +5,7 @@ from typing import Any
 
 from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterCache
+from corun.runtime.memory.adapter_slab import AdapterSlab
 from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
@@ -23,11 +24,17 @@ BLOCK_BYTES = 100
 
 
 def make_memory(
-    *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES
-) -> DeviceMemory:
-    """A budget that just holds the blocks, unless told otherwise."""
-    budget = MemoryBudget(num_blocks * block_bytes if capacity_bytes is None else capacity_bytes)
-    return DeviceMemory(budget, BlockPool(num_blocks, block_bytes, budget), AdapterCache(budget))
+    *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
+    slab_bytes: int | None = None,
+) -> DeviceMemory:  # fmt: skip
+    """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise."""
+    if capacity_bytes is None:
+        capacity_bytes = num_blocks * block_bytes + (slab_bytes or 0)
+    budget = MemoryBudget(capacity_bytes)
+    slab = None if slab_bytes is None else AdapterSlab(slab_bytes)
+    return DeviceMemory(
+        budget, BlockPool(num_blocks, block_bytes, budget), AdapterCache(budget, slab)
+    )
 
 
 def make_scheduler(
@@ -85,7 +92,7 @@ def make_requests(num_requests: int, **options: Any) -> list[Request]:
 
 def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExecutor:
     """An executor that holds the scheduler to its own limits."""
-    pool = scheduler.memory.pool
+    pool, slab = scheduler.memory.pool, scheduler.memory.cache.slab
     return FakeExecutor(
         num_blocks=pool.num_blocks,
         block_size=scheduler.config.block_size,
@@ -95,6 +102,7 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
         recompute_at_tokens=scheduler.config.recompute_at_tokens,
         is_decode_apart=not scheduler.config.mix_decode_with_prefill,
         is_automatic=is_automatic,
+        slab_bytes=None if slab is None else slab.capacity_bytes,
     )
 
 

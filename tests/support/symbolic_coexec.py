@@ -111,18 +111,21 @@ class _Layout:
 
 
 class _Copier(AdapterCopier):
-    """Takes memory as torch does on CUDA: what was given back is taken again in a lane's order."""
+    """Takes memory as the account says: any lane may get at once what was given back."""
 
     def __init__(self, device: SymbolicTensorDevice, shape: Shape) -> None:
         wanted = ROWS if shape.reads_rows else PACKED
         super().__init__(as_torch(device), torch.device("cpu"), as_torch(_Layout()), wanted)
-        self._lanes = self._lanes[:1]  # torch keeps memory apart by stream
         self._shape = shape
         self._num_taken_memories = 0
         self._free: list[SymbolicTensor] = []
 
-    def empty(self, lane: Lane, num_bytes: int) -> Any:
-        symbolic, stream = as_torch(self.device).symbolic, lane.stream
+    def take_lane(self, *, is_prefetch: bool) -> Lane:
+        self._taken = super().take_lane(is_prefetch=is_prefetch)
+        return self._taken
+
+    def memory(self, num_bytes: int, offset_bytes: int | None) -> Any:
+        symbolic, stream = as_torch(self.device).symbolic, self._taken.stream
         if self._free:
             old = self._free.pop()
             names = [buffer.name for buffer in old.buffers]
@@ -142,7 +145,7 @@ class _Copier(AdapterCopier):
         return lane.staging
 
     def free(self, memory: SymbolicTensor) -> None:
-        """Torch has it back, at once."""
+        """The account has it back, at once."""
         self._free.append(memory)
 
     def close(self) -> None:

@@ -33,6 +33,9 @@ class SymbolicTensor:
         is_shape = all(isinstance(size, int) for size in shape)
         return SymbolicTensor(self.buffers, self.buffer_bytes, shape if is_shape else self.shape)
 
+    def unflatten(self, dim: int, sizes: tuple[int, int]) -> "SymbolicTensor":
+        return self
+
     def copy_(self, source: object) -> None:
         """Within a launch."""
 

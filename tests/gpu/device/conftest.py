@@ -1,20 +1,19 @@
-"""The CUDA device on a GPU of threads, on every rung, or where waits do not hold the caller."""
+"""The CUDA device on a GPU of threads: in both of its ways, or where waits hold streams only."""
 
 from collections.abc import Iterator
 
 import pytest
-from support.cuda_setting import COMBINATIONS, NAMES, NOT_BLOCKING, Setting, open_setting
+from support.cuda_setting import Setting, open_setting
 
 
-@pytest.fixture(params=COMBINATIONS, ids="-".join)
+@pytest.fixture(params=["stream", "host"])
 def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
-    options = dict(zip(NAMES, request.param, strict=True))
-    with open_setting(**options, bounce_chunk_bytes=1 << 14, num_bounce_chunks=2) as made:
+    with open_setting(sync=request.param, bounce_chunk_bytes=1 << 14, num_bounce_chunks=2) as made:
         yield made
 
 
-@pytest.fixture(params=NOT_BLOCKING, ids="-".join)
-def ahead(request: pytest.FixtureRequest) -> Iterator[Setting]:
+@pytest.fixture
+def ahead() -> Iterator[Setting]:
     """Where waits do not hold the caller."""
-    with open_setting(**dict(zip(NAMES, request.param, strict=True))) as made:
+    with open_setting(sync="stream") as made:
         yield made

@@ -74,7 +74,7 @@ def test_threads_run_on_the_cpus_they_are_given() -> None:
 
 def test_tells_what_it_works_with() -> None:
     device = CpuDevice(link=PacedLink(16, 10))
-    assert device.choices == DeviceChoices("none", "host", "host", "16 GiB/s + 10 us")
+    assert device.choices == DeviceChoices("host", "16 GiB/s + 10 us")
     device.close()
 
 

@@ -1,4 +1,4 @@
-"""The CUDA device on a GPU of threads: order, signals, waits and events, on every rung."""
+"""The CUDA device on a GPU of threads: order, signals, waits and events, in both ways."""
 
 import threading
 import time
@@ -27,11 +27,10 @@ def test_copies_computations_and_signals_keep_their_order(setting: Setting) -> N
         setting.synchronize()
 
 
-@pytest.mark.parametrize("wait", ["stream-op", "triton", "host"])
-def test_what_follows_a_signal_by_the_host_comes_after_it(wait: str) -> None:
+def test_what_follows_a_signal_by_the_host_comes_after_it() -> None:
     """On its stream, and on one that an event orders behind it."""
     seen: list[int] = []
-    with open_setting(signal="host", wait=wait) as setting:
+    with open_setting(sync="host") as setting:
         on_device = setting.gpu.empty(16)
 
         def note() -> None:
@@ -82,28 +81,19 @@ def test_a_wait_holds_its_stream_and_no_other(ahead: Setting) -> None:
 
 
 def test_the_caller_waits_where_the_host_does() -> None:
-    with open_setting(wait="host") as setting:
+    with open_setting(sync="host") as setting:
         threading.Timer(0.05, setting.store, (2,)).start()
         setting.device.wait(setting.stream, setting.word(), 2)
         assert setting.read() == 2
 
 
 def test_a_wait_by_the_host_gives_up() -> None:
-    with open_setting(wait="host", wait_timeout_s=0.05) as setting:
+    with open_setting(sync="host", wait_timeout_s=0.05) as setting:
         with pytest.raises(DeviceTimeoutError, match=r"did not reach 2 in 0\.05 s"):
             setting.device.wait(setting.stream, setting.word(), 2)
         setting.device.launch(setting.stream, lambda: pytest.fail("it must be left out"))
         with pytest.raises(DeviceTimeoutError, match="did not reach"):
             setting.synchronize()
-
-
-def test_a_wait_by_kernel_gives_up_and_says_so() -> None:
-    with open_setting(wait="triton", wait_timeout_s=0.05) as setting:
-        setting.device.wait(setting.other, setting.word(), 2)
-        setting.device.synchronize(setting.stream, timeout_s=1.0)
-        with pytest.raises(DeviceTimeoutError, match="stream other: a wait gave up"):
-            setting.device.synchronize(setting.other, timeout_s=5.0)
-        setting.synchronize()
 
 
 def test_released_waits_let_streams_go_on(ahead: Setting) -> None:
@@ -117,7 +107,7 @@ def test_released_waits_let_streams_go_on(ahead: Setting) -> None:
 
 
 def test_release_frees_a_waiting_caller() -> None:
-    with open_setting(wait="host") as setting:
+    with open_setting(sync="host") as setting:
         threading.Timer(0.05, setting.device.release_waits).start()
         setting.device.wait(setting.stream, setting.word(), 9)
         assert setting.read() == 9
@@ -137,7 +127,7 @@ def test_events_order_streams_with_the_host_work_before_them(setting: Setting) -
 
 
 def test_an_event_is_done_when_the_host_work_before_it_is() -> None:
-    with open_setting(signal="host") as setting:
+    with open_setting(sync="host") as setting:
         event = setting.device.event()
         setting.device.signal(setting.stream, setting.word(), 1)
         setting.device.record(setting.stream, event)

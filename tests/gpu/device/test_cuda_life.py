@@ -4,7 +4,6 @@ import logging
 import mmap
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from corun.gpu.device.base import (
     DeviceTimeoutError,
     Stream,
 )
-from support.cuda_setting import NAMES, NUM_BYTES, Setting, add, fill, open_setting
+from support.cuda_setting import NUM_BYTES, Setting, add, fill, open_setting
 
 
 def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:
@@ -56,32 +55,18 @@ def test_what_fails_late_leaves_nothing_out_on_an_adopted_stream() -> None:
         setting.synchronize()
 
 
-@pytest.mark.parametrize(
-    ("signal", "fault", "raised", "message"),
-    [
-        ("stream-op", "write_value", DeviceError, "cuStreamWriteValue32"),
-        # Triton does not know our errors.
-        ("triton", "kernel signal", RuntimeError, "fake illegal access"),
-    ],
-)
-def test_a_signal_that_cannot_be_enqueued_is_stored_by_the_host(
-    signal: str, fault: str, raised: type[Exception], message: str
-) -> None:
-    with open_setting(signal=signal) as setting:
-        setting.gpu.faults = frozenset({fault})
-        with pytest.raises(raised, match=message):
+def test_a_signal_that_cannot_be_enqueued_is_stored_by_the_host() -> None:
+    with open_setting(sync="stream") as setting:
+        setting.gpu.faults = frozenset({"write_value"})
+        with pytest.raises(DeviceError, match="cuStreamWriteValue32"):
             setting.device.signal(setting.stream, setting.word(), 5)
         assert setting.read() == 5
-        with pytest.raises(DeviceError, match=message):
+        with pytest.raises(DeviceError, match="cuStreamWriteValue32"):
             setting.synchronize()
 
 
-@pytest.mark.parametrize("combination", [("driver", "host", "host"), ("bounce", "host", "host")])
-def test_a_device_that_dies_releases_who_waits_for_its_signals(
-    combination: tuple[str, str, str],
-) -> None:
-    options: dict[str, Any] = dict(zip(NAMES, combination, strict=True))
-    with open_setting(**options) as setting:
+def test_a_device_that_dies_releases_who_waits_for_its_signals() -> None:
+    with open_setting(sync="host") as setting:
         gate = threading.Event()
         setting.device.launch(setting.stream, lambda: setting.gpu.launch(lambda: gate.wait(5.0)))
         setting.device.copy(setting.stream, setting.host(0), setting.gpu.empty(16))
@@ -98,12 +83,7 @@ def test_a_device_that_dies_releases_who_waits_for_its_signals(
 
 def test_bounced_copies_go_in_chunks_and_wait_for_a_free_one() -> None:
     numel = 2048  # does not divide into chunks
-    options: dict[str, Any] = {
-        "registration": "bounce",
-        "bounce_chunk_bytes": 3000,
-        "num_bounce_chunks": 1,
-    }
-    with open_setting(**options) as setting:
+    with open_setting(sync="host", bounce_chunk_bytes=3000, num_bounce_chunks=1) as setting:
         on_device = setting.gpu.empty(numel)
         setting.host(0, numel=numel).copy_(torch.arange(numel))
         setting.device.copy(setting.stream, on_device, setting.host(0, numel=numel))
@@ -115,7 +95,7 @@ def test_bounced_copies_go_in_chunks_and_wait_for_a_free_one() -> None:
 
 def test_a_bounced_copy_gives_up_when_no_buffer_becomes_free() -> None:
     gate = threading.Event()
-    with open_setting(registration="bounce", num_bounce_chunks=1, wait_timeout_s=0.05) as setting:
+    with open_setting(sync="host", num_bounce_chunks=1, wait_timeout_s=0.05) as setting:
         on_device = setting.gpu.empty(16)
         setting.device.launch(setting.stream, lambda: setting.gpu.launch(lambda: gate.wait(5.0)))
         setting.device.copy(setting.stream, setting.host(0), on_device)
@@ -233,7 +213,7 @@ def test_a_device_that_does_not_end_is_abandoned(caplog: pytest.LogCaptureFixtur
 def test_an_unasked_failure_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING),
-        open_setting(wait="host", wait_timeout_s=0.01) as setting,
+        open_setting(sync="host", wait_timeout_s=0.01) as setting,
     ):
         with pytest.raises(DeviceTimeoutError):
             setting.device.wait(setting.stream, setting.word(), 2)

@@ -19,8 +19,6 @@ PAGE = mmap.PAGESIZE
 class CountingRegistrar:
     """Registers anything until ``limit`` pieces are."""
 
-    name = "counting"
-
     def __init__(self, limit: int = 100) -> None:
         self.limit = limit
         self.pieces: list[Piece] = []
@@ -191,7 +189,7 @@ def test_a_copy_behind_a_paced_one_starts_at_its_end_and_not_when_noticed() -> N
 def test_a_paced_copy_holds_the_caller_where_the_host_waits() -> None:
     link = PacedLink(latency_us=20_000)
     page = mmap.mmap(-1, PAGE)
-    with fake_device(registration="bounce", link=link) as (device, gpu):
+    with fake_device(sync="host", link=link) as (device, gpu):
         stream = device.stream("paced")
         memory = device.register(memoryview(page), name="shared")
         on_device = gpu.empty(16)
@@ -224,7 +222,7 @@ def test_a_dead_device_ends_a_paced_copy() -> None:
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)
         gate.set()
-        time.sleep(0.01)
+        _await(lambda: device._streams.has_failed(stream.index))  # the agent asks when it comes to
         gpu.is_dead = False
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)

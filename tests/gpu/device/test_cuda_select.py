@@ -1,31 +1,29 @@
-"""Which rung is taken, why others are refused, and what a forced one that fails says."""
+"""Which of the two ways is taken, why the other is not, and what a forced one that fails says."""
 
 import logging
 from typing import Any
 
 import pytest
+from corun.gpu.device import cuda
 from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_probe import StuckStreamError
 from corun.gpu.device.host_memory import DeviceChoices
 from corun.gpu.device.link import PacedLink
-from corun.runtime.config.engine import DEVICE_REGISTRATIONS, DEVICE_SIGNALS
 from corun.runtime.errors import ConfigError
-from support.fake_cuda import FakeGpu, fake_device
+from support.fake_cuda import FakeDriver, FakeGpu, FakeRuntime, fake_device
 
 
-def _choices(faults: str = "", **arguments: Any) -> tuple[str, str, str]:
+def _sync(faults: str = "", **arguments: Any) -> str:
     gpu = FakeGpu(frozenset(faults.split(", ")))
     with fake_device(gpu, **arguments) as (device, _):
-        return device.choices.registration, device.choices.signal, device.choices.wait
+        return device.choices.sync
 
 
-def _one_of(choices: tuple[str, ...]) -> str:
-    return f"choose one of {', '.join(choices)}$"
-
-
-def test_the_first_rungs_are_taken_where_everything_works() -> None:
-    with fake_device() as (device, _):
-        assert device.choices == DeviceChoices("driver", "stream-op", "stream-op", "unpaced")
+def test_streams_are_taken_where_everything_works(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), fake_device() as (device, _):
+        assert device.choices == DeviceChoices("stream", "unpaced")
+    assert "--device-sync: stream (probed)" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_the_link_is_among_the_choices() -> None:
@@ -34,113 +32,102 @@ def test_the_link_is_among_the_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "arguments", "expected"),
+    ("fault", "reason"),
     [
-        ("driver register", {}, ("runtime", "stream-op", "stream-op")),
-        ("device address", {"has_kernels": False}, ("bounce", "host", "host")),
-        ("register", {}, ("bounce", "host", "host")),
-        ("stale", {}, ("bounce", "host", "host")),
-        ("not pinned", {}, ("bounce", "host", "host")),
-        ("write_value", {}, ("driver", "triton", "stream-op")),
-        ("signal comes first", {}, ("driver", "triton", "stream-op")),
-        ("write_value", {"has_kernels": False}, ("driver", "host", "stream-op")),
-        ("wait_value", {}, ("driver", "stream-op", "triton")),
-        ("wait_value", {"has_kernels": False}, ("driver", "stream-op", "host")),
-        ("wait passes", {}, ("driver", "stream-op", "host")),
-        ("wait compares unsigned", {}, ("driver", "stream-op", "host")),
+        ("register", "cuMemHostRegister returned an error (801)"),
+        ("device address", "cuMemHostGetDevicePointer returned CUDA_ERROR_INVALID_VALUE"),
+        ("stale", "returned other bytes"),
+        ("not pinned", "does not know it as pinned"),
+        ("write_value", "cuStreamWriteValue32 returned CUDA_ERROR_NOT_SUPPORTED (801)"),
+        ("signal comes first", "came after it"),
+        ("signal is lost", "the word held 0 instead of 1"),
+        ("wait_value", "cuStreamWaitValue32 returned CUDA_ERROR_NOT_SUPPORTED (801)"),
+        ("wait passes", "did not hold the stream"),
+        ("wait compares unsigned", "did not hold the stream"),
     ],
 )
-def test_a_fault_leads_to_the_next_rung(
-    faults: str, arguments: dict[str, Any], expected: tuple[str, str, str]
+def test_a_fault_leads_to_the_host_as_a_whole_and_is_warned_of(
+    fault: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _choices(faults, **arguments) == expected
+    gpu = FakeGpu(frozenset({fault}))
+    with fake_device(gpu, probe_timeout_s=0.05) as (device, _):
+        assert device.choices.sync == "host"
+        assert not gpu.registered, "nothing of the other way is left"
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warned.startswith("--device-sync: host, which is slower")
+    assert reason in warned
 
 
-def test_a_signal_that_never_comes_leads_to_the_next_rung() -> None:
-    assert _choices("signal is lost", probe_timeout_s=0.05) == ("driver", "triton", "stream-op")
+def test_missing_bindings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert _sync(has_driver=False) == "host"
+    assert "does not work here: stream: DeviceError: cuda-bindings is not installed" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["wait never ends", "wait compares for equality"])
-def test_a_stream_operation_that_holds_for_ever_ends_the_search(fault: str) -> None:
+def test_a_wait_that_holds_for_ever_ends_the_search(fault: str) -> None:
     """Nothing can take the stream back; trying on would hang later, and without a word."""
     gpu = FakeGpu(frozenset({fault}))
     with (
-        pytest.raises(StuckStreamError, match="--device-wait host"),
+        pytest.raises(StuckStreamError, match="--device-sync host"),
         fake_device(gpu, probe_timeout_s=0.1),
     ):
         pass
     assert gpu.log == ["register"], "the device may still touch the memory"
 
 
-@pytest.mark.parametrize("fault", ["wait never ends", "wait compares for equality"])
-def test_a_kernel_that_gives_up_leads_to_the_next_rung(fault: str) -> None:
-    found = _choices(f"wait_value, {fault}", probe_timeout_s=0.2)
-    assert found == ("driver", "stream-op", "host")
+@pytest.mark.parametrize("sync", ["stream", "host"])
+def test_both_ways_can_be_forced(sync: str, caplog: pytest.LogCaptureFixture) -> None:
+    gpu = FakeGpu()
+    with caplog.at_level(logging.INFO), fake_device(gpu, sync=sync) as (device, _):
+        assert device.choices.sync == sync
+        assert bool(gpu.registered) is (sync == "stream")
+    assert f"--device-sync: {sync} (as asked)" in caplog.text
 
 
-def test_the_reason_of_each_refusal_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        _choices("write_value", has_kernels=False)
-    refused = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(refused) == 2
-    assert "not stream-op" in refused[0]
-    assert "cuStreamWriteValue32 returned CUDA_ERROR_NOT_SUPPORTED (801)" in refused[0]
-    assert "not triton" in refused[1]
-    assert "No module named 'triton'" in refused[1]
-    assert "--device-signal: host (probed)" in caplog.text
-
-
-@pytest.mark.parametrize("registration", DEVICE_REGISTRATIONS[1:])
-@pytest.mark.parametrize("signal", DEVICE_SIGNALS[1:])
-@pytest.mark.parametrize("wait", DEVICE_SIGNALS[1:])
-def test_every_rung_can_be_forced(registration: str, signal: str, wait: str) -> None:
-    options = {"registration": registration, "signal": signal, "wait": wait}
-    if registration == "bounce" and (signal, wait) != ("host", "host"):
-        with pytest.raises(ConfigError, match="does not see host memory"):
-            _choices(**options)
-        return
-    assert _choices(**options) == (registration, signal, wait)
-
-
-def test_runtime_registration_works_without_bindings() -> None:
-    """Host pointers are then taken for device addresses, which the fake's memory has elsewhere."""
-    options = {"registration": "runtime", "signal": "host", "wait": "host"}
-    assert _choices(has_driver=False, **options) == ("runtime", "host", "host")
+def test_the_host_needs_nothing_of_the_driver() -> None:
+    everything = "register, device address, not pinned, write_value, wait_value, wait never ends"
+    assert _sync(everything, sync="host", has_driver=False) == "host"
 
 
 @pytest.mark.parametrize(
-    ("option", "faults", "arguments", "message"),
+    ("faults", "arguments", "message"),
     [
-        ("registration", "driver register", {"registration": "driver"}, "CUDA_ERROR_NOT_SUPPORTED"),
-        ("registration", "register", {"registration": "runtime"}, "cudaHostRegister returned"),
-        ("registration", "stale", {"registration": "driver"}, "returned other bytes"),
-        ("registration", "not pinned", {"registration": "driver"}, "does not know it as pinned"),
-        ("registration", "", {"registration": "driver", "has_driver": False}, "cuda-bindings"),
-        ("signal", "write_value", {"signal": "stream-op"}, "cuStreamWriteValue32"),
-        ("signal", "", {"signal": "triton", "has_kernels": False}, "No module named 'triton'"),
-        ("signal", "signal comes first", {"signal": "stream-op"}, "came after it"),
-        ("wait", "wait_value", {"wait": "stream-op"}, "cuStreamWaitValue32"),
-        ("wait", "wait passes", {"wait": "triton"}, "did not hold the stream"),
-        ("registration", "", {"registration": "mapped"}, _one_of(DEVICE_REGISTRATIONS)),
-        ("signal", "", {"signal": "blocking"}, _one_of(DEVICE_SIGNALS)),
-        ("wait", "", {"wait": "blocking"}, _one_of(DEVICE_SIGNALS)),
+        ("register", {"sync": "stream"}, "stream does not work .* cuMemHostRegister"),
+        ("wait_value", {"sync": "stream"}, "stream does not work .* cuStreamWaitValue32"),
+        ("", {"sync": "stream", "has_driver": False}, "stream does not work .* cuda-bindings"),
+        ("", {"sync": "blocking"}, "choose one of auto, stream, host$"),
     ],
 )
-def test_a_forced_rung_that_fails_is_an_error(
-    option: str, faults: str, arguments: dict[str, Any], message: str
+def test_a_forced_way_that_fails_is_an_error(
+    faults: str, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"--device-{option}.*{message}"):
-        _choices(faults, **arguments)
+    with pytest.raises(ConfigError, match=f"--device-sync.*{message}"):
+        _sync(faults, **arguments)
 
 
 def test_a_failed_choice_leaves_nothing_registered() -> None:
     gpu = FakeGpu(frozenset({"write_value"}))
-    with pytest.raises(ConfigError), fake_device(gpu, signal="stream-op"):
+    with pytest.raises(ConfigError), fake_device(gpu, sync="stream"):
         pass
     assert gpu.log == ["register", "unregister"]
 
 
-def test_a_dead_device_is_an_error_and_not_a_rung() -> None:
+def test_a_dead_device_is_an_error_and_not_a_way() -> None:
     gpu = FakeGpu(is_dead=True)
     with pytest.raises(DeviceError, match="nothing works on this machine"), fake_device(gpu):
         pass
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_too_few_queues_of_cuda_are_warned_of_where_they_cannot_be_set(
+    is_set: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setattr(cuda, "TorchRuntime", lambda index: FakeRuntime(gpu))
+    monkeypatch.setattr(cuda, "load_driver", lambda: FakeDriver(gpu))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if is_set:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    cuda.open_cuda_device().close()
+    gpu.stop()
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS is not set" in caplog.text) is not is_set

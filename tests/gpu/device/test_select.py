@@ -18,15 +18,12 @@ CPU = torch.device("cpu")
 
 def test_options_are_those_of_the_configuration() -> None:
     assert DeviceOptions.of(EngineConfig()) == DeviceOptions()
-    config = EngineConfig(
-        link_gib_per_s=2, link_latency_us=5, device_registration="bounce",
-        device_signal="host", device_wait="triton",
-    )  # fmt: skip
-    assert DeviceOptions.of(config) == DeviceOptions(2.0, 5.0, "bounce", "host", "triton")
+    config = EngineConfig(link_gib_per_s=2, link_latency_us=5, device_sync="host")
+    assert DeviceOptions.of(config) == DeviceOptions(2.0, 5.0, "host")
 
 
 @pytest.mark.parametrize(
-    "option", [{"link_gib_per_s": 0}, {"link_latency_us": -1}, {"device_signal": "futex"}]
+    "option", [{"link_gib_per_s": 0}, {"link_latency_us": -1}, {"device_sync": "futex"}]
 )
 def test_impossible_options_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(option)).replace('_', '-')}"):
@@ -35,9 +32,9 @@ def test_impossible_options_are_refused(option: dict[str, Any]) -> None:
 
 def test_the_cpu_gets_threads_and_a_paced_link(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        device = make_device(CPU, DeviceOptions(0.25, 10, signal="host", wait="host"))
+        device = make_device(CPU, DeviceOptions(0.25, 10, sync="host"))
     assert isinstance(device, CpuDevice)
-    assert device.choices == DeviceChoices("none", "host", "host", "0.25 GiB/s + 10 us")
+    assert device.choices == DeviceChoices("host", "0.25 GiB/s + 10 us")
     assert "0.25 GiB/s + 10 us" in caplog.text
     stream = device.stream("load")
     memory = device.register(memoryview(bytearray(2**18)), name="host")
@@ -56,16 +53,9 @@ def test_by_default_nothing_is_paced() -> None:
     device.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        DeviceOptions(registration="driver"), DeviceOptions(signal="stream-op"),
-        DeviceOptions(wait="triton"),
-    ],
-)  # fmt: skip
-def test_the_cpu_refuses_what_only_cuda_can(options: DeviceOptions) -> None:
-    with pytest.raises(ConfigError, match=r"--device-[a-z]+ [a-z-]+ needs a CUDA device"):
-        make_device(CPU, options)
+def test_the_cpu_refuses_what_only_cuda_can() -> None:
+    with pytest.raises(ConfigError, match="--device-sync stream needs a CUDA device"):
+        make_device(CPU, DeviceOptions(sync="stream"))
 
 
 def test_cuda_is_opened_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +66,11 @@ def test_cuda_is_opened_with_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
         return "a device"
 
     monkeypatch.setattr(cuda, "open_cuda_device", open_cuda_device)
-    options = DeviceOptions(8, 0, "driver", "triton", "host")
+    options = DeviceOptions(8, 0, "host")
     made: object = make_device(torch.device("cuda", 1), options)
     assert made == "a device"
     ((asked, index, link),) = opened
-    assert (asked.registration, asked.signal, asked.wait) == ("driver", "triton", "host")
-    assert (index, link) == (1, "8 GiB/s + 0 us")
+    assert (asked.sync, index, link) == ("host", 1, "8 GiB/s + 0 us")
 
 
 def test_other_devices_have_no_streams() -> None:

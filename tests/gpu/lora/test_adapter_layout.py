@@ -8,7 +8,7 @@ import pytest
 import torch
 from corun.gpu.lora.adapter_layout import AdapterLayout, GroupPlan
 from corun.gpu.lora.base import PackedLora
-from corun.gpu.lora.matrix_layout import PACKED, ROWS, MatrixLayout, bits_of, unpack_a, unpack_b
+from corun.gpu.lora.matrix_layout import PACKED, ROWS, MatrixLayout, bits_of, unpack
 from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.load import open_adapter
 from corun.runtime.adapters.target_map import Target, TargetMap
@@ -17,6 +17,7 @@ from corun.shm.arena_entry import Region as Place
 from corun.shm.region import read_header
 from support.architectures import make_model
 from support.peft_adapters import edit_config, edit_tensors, load_with_peft, save_adapter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYOUTS: dict[str, MatrixLayout] = {"packed": PACKED, "rows": ROWS}
 
@@ -34,6 +35,28 @@ def fill(
     return plans, parts
 
 
+class NoMemory(TorchDispatchMode):
+    """Within it torch may look at memory and copy, and take none."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(function)
+        is_view = any(result.alias_info is not None for result in function._schema.returns)
+        assert is_view, f"{name} makes a tensor"
+        return function(*args, **(kwargs or {}))
+
+
+def unpacked(packed: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """As loads do it, between two tensors on the way of which memory was not clean."""
+    wider = torch.full((height + 2, width), 7, dtype=packed.dtype)
+    mode: Any = NoMemory
+    with mode():
+        unpack(packed, wider[1:-1])
+    assert (wider[[0, -1]] == 7).all()
+    return wider[1:-1]
+
+
 def matrices(
     layout: AdapterLayout, plans: tuple[GroupPlan, ...], parts: list[torch.Tensor]
 ) -> dict[int, tuple[Target, PackedLora]]:
@@ -43,8 +66,8 @@ def matrices(
         for one in layout.matrices_in(Place(*plan.key, 0, part.numel()), part):
             lora = layout.views(one, part)
             if layout.matrices is PACKED:
-                a = unpack_a(lora.a, one.rank, one.target.in_features)
-                b = unpack_b(lora.b, one.target.out_features, one.rank)
+                a = unpacked(lora.a, one.rank, one.target.in_features)
+                b = unpacked(lora.b, one.target.out_features, one.rank)
                 lora = PackedLora(a, b, lora.rank, lora.scaling)
             found[one.target.index] = one.target, lora
     return found
@@ -147,10 +170,10 @@ def test_unpacking_gives_the_rows_back(dtype: torch.dtype, rank: int, width: int
     matrix = torch.randn(rank, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     a = torch.empty(PACKED.a_shape(rank, width, dtype.itemsize), dtype=dtype)
     PACKED.write_a(bits_of(matrix), bits_of(a))
-    assert torch.equal(unpack_a(a, rank, width), matrix)
+    assert torch.equal(unpacked(a, rank, width), matrix)
     b = torch.empty(PACKED.b_shape(width, rank, dtype.itemsize), dtype=dtype)
     PACKED.write_b(bits_of(matrix.t()), bits_of(b))
-    assert torch.equal(unpack_b(b, width, rank), matrix.t())
+    assert torch.equal(unpacked(b, width, rank), matrix.t())
 
 
 def test_bits_share_the_memory() -> None:
@@ -175,3 +198,14 @@ def test_a_value_that_is_not_finite_is_found_on_the_way(tmp_path: Path) -> None:
     source = open_adapter(tmp_path, target_map, max_rank=64)
     with source, pytest.raises(AdapterError, match="not finite"):
         list(source.read_layers(layout.check))
+
+
+def test_no_region_of_an_adapter_is_larger_than_the_largest(tmp_path: Path) -> None:
+    """Buffers of loads are made before any adapter is known."""
+    layout, target_map = make_layout(torch.bfloat16)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    save_adapter(tmp_path, r=13, target_modules=targets)
+    plans, _ = fill(tmp_path, layout, target_map)
+    largest = max(plan.region.num_bytes for plan in plans)
+    assert layout.max_region_bytes(13) == largest
+    assert layout.max_region_bytes(8) < largest <= layout.max_region_bytes(16)

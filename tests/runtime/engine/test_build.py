@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import build
-from corun.runtime.engine.messages import AddRequest
+from corun.runtime.engine.messages import AddRequest, ModelInfo
+from corun.runtime.engine.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.errors import ConfigError
 from corun.runtime.plan import StepPlan, SubBatchKind
 from support.architectures import save_model
@@ -170,12 +172,10 @@ def test_an_engine_owns_a_device_and_closes_it(
     with Engine(**paced, profile=profile) as engine:
         choices = engine.get_model_info().device_choices
         assert closed == []
-    assert choices == {
-        "registration": "none", "signal": "host", "wait": "host", "link": "2 GiB/s + 5 us",
-    }  # fmt: skip
+    assert choices == {"sync": "host", "link": "2 GiB/s + 5 us"}
     assert len(set(map(id, closed))) == 1
-    with pytest.raises(ConfigError, match="--device-wait stream-op needs a CUDA device"):
-        Engine(**options, device_wait="stream-op")
+    with pytest.raises(ConfigError, match="--device-sync stream needs a CUDA device"):
+        Engine(**options, device_sync="stream")
 
 
 @pytest.fixture(scope="module")
@@ -186,11 +186,18 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: directory / name for name in "abc"}
 
 
-def adapted_answers(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[int]]:
-    """Answers under adapters, one after the other and again, so that some must come back."""
+def adapted_answers(
+    options: dict[str, Any], adapters: dict[str, Path], infos: list[ModelInfo] | None = None
+) -> list[list[int]]:
+    """Answers under adapters, one after the other and again, so that some must come back.
+
+    ``infos`` gets what the engine says of itself.
+    """
     greedy = SamplingParams(temperature=0, max_tokens=4)
     answers = []
     with Engine(**options) as engine:
+        if infos is not None:
+            infos.append(engine.get_model_info())
         for _ in range(2):
             for index, (name, path) in enumerate(adapters.items(), start=1):
                 lora = LoRARequest(name, index, str(path))
@@ -228,6 +235,44 @@ def test_adapters_answer_the_same_and_leave_nothing(
     assert adapted_answers({**options, **way}, adapters) == expected
     assert (held(), mapped_segments(), named_segments(os.getpid())) == before
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_adapters_have_memory_of_their_own_where_it_is_planned(
+    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """As on CUDA, of which here nothing but the plan is."""
+
+    def plan_as_on_cuda(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
+        return plan_memory(config, replace(facts, type="cuda"), max_model_len)
+
+    monkeypatch.setattr(build, "plan_memory", plan_as_on_cuda)
+    paced = {**options, "link_gib_per_s": 4.0, "max_lora_rank": 64}
+    paced["profile"] = profile_of(paced, tmp_path)
+    infos: list[ModelInfo] = []
+    assert adapted_answers(paced, adapters, infos) == expected
+    (info,) = infos
+    assert info.adapter_memory_bytes is not None
+    assert 0 < info.adapter_memory_bytes < 0.25 * info.memory_bytes, "loads have their buffers"
+    assert any("for adapters alone" in line for line in info.summary)
+
+
+def test_without_a_profile_requests_wait_for_their_adapters(
+    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the profiler has a bug")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("corun.profiles.measure.profiler.measure_profile", fail)
+    paced = {**options, "link_gib_per_s": 4.0, "load_strategy": "assisted"}
+    infos: list[ModelInfo] = []
+    assert adapted_answers(paced, adapters, infos) == expected
+    assert "RuntimeError: the profiler has a bug" in caplog.text
+    (info,) = infos
+    assert info.has_profile_failed
+    assert "co-execution is off" in info.summary[-1]
 
 
 def mapped_segments() -> int:

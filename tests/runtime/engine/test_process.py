@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from corun.runtime.config.codec import config_to_dict
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine import process
 from corun.runtime.engine.channel import Channel, encode_frame
 from corun.runtime.engine.messages import (
     AddRequest,
@@ -21,6 +22,7 @@ from corun.runtime.engine.messages import (
     StartupProgress,
     StepOutputs,
 )
+from corun.runtime.errors import ConfigError
 from corun.runtime.sampling import SamplingParams
 from support.fake_engine import FACTORY, SLOW_MODEL, model_info
 
@@ -145,6 +147,24 @@ def test_a_child_of_another_parent_leaves() -> None:
         assert child.status() == 1
     finally:
         child.close()
+
+
+def test_cuda_gets_its_queues_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def load(name: str) -> None:
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        raise ConfigError("seen")
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "restored at the end")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(process, "_own_this_process", lambda *_: None)
+    monkeypatch.setattr(process, "load_factory", load)
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(encode_frame(config_to_dict(EngineConfig())))
+        assert process.main(["--fd", str(theirs.detach()), "--parent-pid", "1"]) == 1
+    assert seen == ["32"]
 
 
 def test_the_process_dies_with_its_parent() -> None:

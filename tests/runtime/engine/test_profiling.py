@@ -18,6 +18,7 @@ from corun.runtime.engine.placement import Placement
 from corun.runtime.engine.profiling import profile_for, subject_of
 from corun.runtime.errors import ConfigError
 from corun.runtime.facts import read_machine_facts
+from support.profiles import PROFILE
 
 CONFIG = EngineConfig(
     model=str(demo_model_path()), device="cpu", link_gib_per_s=1.0, delta_backend="numba"
@@ -54,6 +55,7 @@ def test_it_is_measured_once_and_found_again(
 ) -> None:
     caplog.set_level(logging.INFO)
     first = profile_for(CONFIG, loaded, PLACEMENT, FACTS)
+    assert first is not None
     assert "measuring a quick profile, because there is none" in caplog.text
     assert "measuring takes about" in caplog.text
     assert first.model.num_workers == 0
@@ -105,3 +107,31 @@ def test_a_named_profile_must_be_there(loaded: assemble.LoadedModel, tmp_path: P
     config = replace(CONFIG, profile=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"none\.json holds no profile"):
         profile_for(config, loaded, PLACEMENT, FACTS)
+
+
+@pytest.mark.parametrize(
+    "failing",
+    ["profiles.measure.profiler.measure_profile", "gpu.device.select.make_device"],
+)
+def test_a_start_does_not_depend_on_measuring(
+    loaded: assemble.LoadedModel, failing: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no such kernel image")
+
+    monkeypatch.setattr(f"corun.{failing}", fail)
+    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    (warning,) = [r.getMessage() for r in caplog.records if "co-execution is off" in r.getMessage()]
+    for part in ("RuntimeError: no such kernel image", "corun profile", "--profile"):
+        assert part in warning
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_kept_profile_of_another_model_does_not_stop_a_start(
+    loaded: assemble.LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
+    save_profile(PROFILE, default_path(subject, tmp_path / "state/corun/profiles"))
+    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    assert "is of another model" in caplog.text

@@ -46,10 +46,19 @@ def test_the_pool_is_not_larger_than_requests_can_use() -> None:
     assert plan.num_blocks == 2 * 7
 
 
-def test_cuda_keeps_a_share_for_adapters() -> None:
+def test_on_cuda_adapters_have_a_slab_beside_the_blocks() -> None:
     plan = plan_memory(EngineConfig(memory_gib=1.0), facts(kind="cuda"), 4096)
-    assert plan.num_blocks == int(1024 * 0.9)
     assert plan.capacity_bytes == GIB
+    assert (plan.slab_bytes, plan.num_blocks) == (GIB // 4, 768)
+    asked = EngineConfig(memory_gib=1.0, adapter_memory_fraction=0.6)
+    plan = plan_memory(asked, facts(kind="cuda"), 4096)
+    assert plan.slab_bytes is not None
+    assert plan.slab_bytes + plan.num_blocks * BLOCK_BYTES <= plan.capacity_bytes == GIB
+    assert plan.num_blocks == 409
+    assert plan_memory(asked, facts(), 4096).slab_bytes is None
+    config = EngineConfig(memory_gib=1.0, adapter_memory_fraction=0.75, max_model_len=4097)
+    with pytest.raises(ResourceError, match=r"0\.25 GiB hold the KV of 4096 tokens"):
+        plan_memory(config, facts(kind="cuda"), 4097)
 
 
 def test_asking_for_more_than_is_free_is_refused_with_both_numbers() -> None:

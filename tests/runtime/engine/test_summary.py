@@ -1,5 +1,6 @@
 """The lines shown at start."""
 
+import msgspec
 from corun.runtime.engine.messages import AdapterInfo, ModelInfo
 from corun.runtime.engine.summary import summary_lines
 
@@ -8,7 +9,7 @@ INFO = ModelInfo(
     name="models/base", dtype="bfloat16", device="cpu", max_model_len=2048, vocab_size=100,
     eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=4096, memory_bytes=10 * MIB,
     max_num_waiting=10, model_path="models/base",
-    device_choices={"signal": "host", "link": "16 GiB/s + 10 us"}, summary=(),
+    device_choices={"sync": "host", "link": "16 GiB/s + 10 us"}, summary=(),
 )  # fmt: skip
 
 
@@ -43,3 +44,17 @@ def test_counts_failed_adapters_and_the_absence_of_any() -> None:
     failed = adapter("x", 0, 0, state="failed")
     assert "1 failed to load" in summary_lines(INFO, [adapter("a", 8, 4), failed], {}, "")[-1]
     assert summary_lines(INFO, [], {}, "")[-1].endswith("none")
+
+
+def test_says_that_nothing_was_measured() -> None:
+    assert "co-execution" not in "".join(summary_lines(INFO, [], {}, ""))
+    failed = msgspec.structs.replace(INFO, has_profile_failed=True)
+    assert "co-execution is off" in summary_lines(failed, [], {}, "")[-1]
+
+
+def test_what_fits_is_counted_in_the_slab_if_there_is_one() -> None:
+    adapters = [adapter(str(i), 8, 4) for i in range(3)]
+    apart = msgspec.structs.replace(INFO, adapter_memory_bytes=4 * MIB)
+    *_, memory, _, last = summary_lines(apart, adapters, {}, "")
+    assert "1 of them fit at once" in last
+    assert "0.00391 GiB of it for adapters alone" in memory

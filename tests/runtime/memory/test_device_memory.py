@@ -117,3 +117,43 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert memory.take_gone() == [], "nobody dropped it"
     load(memory, 1, 150)
     memory.check_invariants()
+
+
+def test_with_a_slab_each_keeps_to_its_own() -> None:
+    """Adapters do not take the blocks' bytes though they are free, nor blocks the adapters'."""
+    memory = make_memory(num_blocks=8, block_bytes=64, slab_bytes=256)
+    load(memory, 1, 128)
+    load(memory, 2, 100)
+    assert memory.cache.used_bytes == 256, "rounded up"
+    assert not memory.load(AdapterId(3), 64)
+    assert not memory.has_adapter_room(1)
+    blocks = memory.pool.allocate(8)
+    assert blocks is not None and memory.budget.free_bytes == 0
+    assert not reclaim(memory, 1), "adapters make no room for blocks"
+    assert memory.take_commands() == ()
+    memory.pool.free(blocks)
+    assert reclaim(memory, 8) and memory.take_commands() == ()
+    assert memory.can_ever_hold(8, 256)
+    assert not memory.can_ever_hold(1, 257)
+    memory.check_invariants()
+
+
+def test_a_load_goes_where_the_slab_has_a_range() -> None:
+    memory = make_memory(num_blocks=1, slab_bytes=4 * 64)
+    for number in (1, 2, 3, 4):
+        load(memory, number, 64)
+    assert memory.reclaim(0, 128, include_waiting=False, keep=AdapterId(2))
+    evictions = memory.take_commands()
+    assert [eviction.adapter_id for eviction in evictions] == [3, 4], "1 is apart from them"
+    assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is coming"
+    assert not memory.load(AdapterId(5), 128)
+    for eviction in evictions:
+        memory.settle(TransferResult(eviction.transfer_id))
+    assert memory.load(AdapterId(5), 128)
+    (transfer,) = memory.take_commands()
+    assert (transfer.num_bytes, transfer.offset_bytes) == (128, 128)
+    memory.check_invariants()
+    for number in (1, 2):
+        memory.cache.acquire(AdapterId(number))
+    assert not memory.reclaim(0, 128, include_waiting=True, keep=BASE_ADAPTER)
+    assert memory.take_commands() == ()

@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cold_start_share=st.sampled_from([0.0, 0.5, 1.0]),
         cold_seed=st.integers(0, 1000),
         max_cold=st.tuples(st.integers(1, 12), st.integers(1, 3)),
+        slab_bytes=st.none() | st.integers(200, 1200),
     )
     def build(
         self,
@@ -65,13 +66,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         cold_start_share: float,
         cold_seed: int,
         max_cold: tuple[int, int],
+        slab_bytes: int | None,
     ) -> None:
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), start_share=cold_start_share, blocking_share=0.1
         )
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
+        if slab_bytes is not None:
+            capacity_bytes = num_blocks * BLOCK_BYTES + slab_bytes
         self.scheduler = make_scheduler(
-            memory=make_memory(num_blocks=num_blocks, capacity_bytes=capacity_bytes),
+            memory=make_memory(
+                num_blocks=num_blocks, capacity_bytes=capacity_bytes, slab_bytes=slab_bytes
+            ),
             policy=FcfsPolicy(max_overtaking_tokens),
             eos_token_ids=EOS,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -346,6 +352,7 @@ def live_through(rng: random.Random, depth: int) -> tuple[int, int]:
         cold_start_share=rng.choice([0.0, 0.7, 1.0]),
         cold_seed=rng.randint(0, 1000),
         max_cold=(rng.choice([3, 20]), rng.choice([1, 4])),
+        slab_bytes=rng.choice([None, None, 600, 1000]),
     )
     for _ in range(80):
         act(machine, rng)

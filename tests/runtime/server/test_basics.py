@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats
 from prometheus_client.parser import text_string_to_metric_families
@@ -206,6 +207,14 @@ def test_cpu_workers_show_in_the_metrics(http: httpx.Client, engine: Any) -> Non
     assert samples["corun:cpu_workers_ready", model] == 0
     assert samples["corun:cpu_worker_restarts_total", model] == 4
     assert samples["corun:cpu_worker_failed_jobs_total", model] == 5
+
+
+def test_a_failed_profile_shows_in_the_metrics(http: httpx.Client, engine: Any) -> None:
+    name, model = "corun:profile_failed", (("model_name", "tiny"),)
+    assert read_metrics(http)[name, model] == 0
+    info = msgspec.structs.replace(engine.get_model_info(), has_profile_failed=True)
+    engine.get_model_info = lambda: info
+    assert read_metrics(http)[name, model] == 1
 
 
 def test_cold_starts_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:

@@ -1,32 +1,17 @@
-"""The word kernels, interpreted and compiled, and the calls that the driver's bindings offer."""
+"""The calls that the driver's bindings offer, and what is said where there are none to use."""
 
+import builtins
 import inspect
-import json
+import tomllib
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from corun.gpu.device.base import DeviceError
-from corun.gpu.device.cuda_driver import BindingsDriver, DriverError, load_driver
-from support.triton_program import run_triton_program
-
-
-def test_kernels_store_and_wait_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_triton_program("triton_words", "interpret", TRITON_INTERPRET="1")
-
-
-def test_kernels_compile_to_fenced_accesses_at_system_scope() -> None:
-    pytest.importorskip("triton")
-    printed = json.loads(run_triton_program("triton_words", "compile"))
-    assert printed, "at least the variant for older Triton"
-    for name, assembly in printed.items():
-        if name.startswith("signal_kernel"):
-            assert "st.release.sys" in assembly or "fence.release.sys" in assembly, name
-            assert "atom." not in assembly, f"{name}: no atomic operation over the link"
-        else:
-            assert "ld.volatile" in assembly or "ld.relaxed.sys" in assembly, name
-            assert "fence.acq_rel.sys" in assembly or "fence.acquire.sys" in assembly, name
+from corun.gpu.device.cuda_driver import BINDINGS_NEEDED, BindingsDriver, DriverError, load_driver
 
 
 def _bindings() -> Any:
@@ -37,8 +22,6 @@ def _bindings() -> Any:
     ("call", "parameters"),
     [
         ("cuDriverGetVersion", []),
-        ("cuDeviceGet", ["ordinal"]),
-        ("cuDeviceGetAttribute", ["attrib", "dev"]),
         ("cuMemHostRegister", ["p", "bytesize", "Flags"]),
         ("cuMemHostUnregister", ["p"]),
         ("cuMemHostGetDevicePointer", ["p", "Flags"]),
@@ -61,8 +44,6 @@ def test_bindings_name_the_values_that_we_use() -> None:
     assert int(bindings.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT) == 0
     assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == 0
     assert int(bindings.CUresult.CUDA_SUCCESS) == 0
-    attribute = bindings.CUdevice_attribute
-    assert int(attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) == 91
     assert int(bindings.CUstream(12345)) == 12345
     assert int(bindings.cuuint32_t(2**32 - 1)) == 2**32 - 1, "values are passed unsigned"
 
@@ -77,6 +58,46 @@ def test_driver_is_missing_with_a_reason() -> None:
         load_driver()
 
 
+def _raise_missing(package: str) -> str:
+    raise metadata.PackageNotFoundError(package)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (_raise_missing, "cuda-bindings is not installed; 12.9 or newer is needed: pip install"),
+        (lambda _: "12.8.0", "cuda-bindings 12.8.0 is too old; 12.9 or newer is needed"),
+    ],
+)
+def test_bindings_that_are_missing_or_old_are_named(
+    version: Callable[[str], str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(DeviceError, match=f"^{message}.*'cuda-bindings>=12.9'"):
+        load_driver()
+
+
+def test_bindings_that_cannot_be_imported_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def refuse(name: str, *arguments: Any) -> Any:
+        if name.startswith("cuda"):
+            raise ImportError("undefined symbol")
+        return real_import(name, *arguments)
+
+    monkeypatch.setattr(metadata, "version", lambda _: "13.0.1")
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    message = "cuda-bindings 13.0.1 cannot be imported: undefined symbol; 12.9 or newer is needed"
+    with pytest.raises(DeviceError, match=message):
+        load_driver()
+
+
+def test_the_package_asks_for_the_bindings_that_are_needed(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = "cuda-bindings>=" + ".".join(map(str, BINDINGS_NEEDED))
+    assert wanted in project["optional-dependencies"]["gpu"]
+
+
 class FakeBindings:
     """Returns one code from every call, and remembers the arguments."""
 
@@ -85,9 +106,6 @@ class FakeBindings:
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
     CUstreamWriteValue_flags = SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0)
     CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0)
-    CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM=91
-    )
     CUstream = int
 
     def __init__(self, code: int = 0) -> None:
@@ -111,7 +129,6 @@ def test_driver_passes_addresses_values_and_flags() -> None:
     driver.wait_value(5, 4100, 2**32 + 3)
     driver.unregister(4096)
     assert driver.version() == 7
-    assert driver.can_use_host_pointers(0)
     assert bindings.calls == [
         ("cuMemHostRegister", 4096, 8192, 3),
         ("cuMemHostGetDevicePointer", 4096, 0),
@@ -119,8 +136,6 @@ def test_driver_passes_addresses_values_and_flags() -> None:
         ("cuStreamWaitValue32", 5, 4100, 3, 0),
         ("cuMemHostUnregister", 4096),
         ("cuDriverGetVersion",),
-        ("cuDeviceGet", 0),
-        ("cuDeviceGetAttribute", 91, 7),
     ]
 
 

@@ -1,0 +1,95 @@
+"""Where adapters lie, if the device has memory for them alone: one range each.
+
+The account says where, so that a load finds room whenever the account says so: ranges of all sizes
+come and go, and what is free in sum may be in pieces. Offsets only; the memory is the device's.
+"""
+
+from collections.abc import Iterable
+
+from ...shm.arena_ranges import RangeAllocator
+from ..plan import AdapterId
+
+_GRANULE_BYTES = 64  # what sizes on the device are multiples of
+
+
+class AdapterSlab:
+    """The ranges of adapters in [0, ``capacity_bytes``)."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """``num_bytes``: of the device's memory."""
+        self._ranges = RangeAllocator(num_bytes, _GRANULE_BYTES)
+        self._places: dict[AdapterId, tuple[int, int]] = {}  # start and size, in bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What all adapters together may take."""
+        return self._ranges.capacity_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """What they take now."""
+        return self._ranges.capacity_bytes - self._ranges.free_bytes
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether ``take`` would find room now."""
+        return self._ranges.largest_free_bytes >= room_bytes(num_bytes)
+
+    def take(self, adapter_id: AdapterId, num_bytes: int) -> None:
+        """Give an adapter a range of ``room_bytes``, which must fit."""
+        assert adapter_id not in self._places, adapter_id
+        start = self._ranges.allocate(num_bytes)
+        assert start is not None, (adapter_id, num_bytes)
+        self._places[adapter_id] = start, num_bytes
+
+    def offset_bytes(self, adapter_id: AdapterId) -> int:
+        """Where the range of an adapter begins."""
+        return self._places[adapter_id][0]
+
+    def free(self, adapter_id: AdapterId) -> None:
+        """Take an adapter's range back."""
+        self._ranges.free(*self._places.pop(adapter_id))
+
+    def victims(
+        self, num_bytes: int, leaving: Iterable[AdapterId], ranked: Iterable[AdapterId]
+    ) -> tuple[AdapterId, ...] | None:
+        """Choose who must go so that ``num_bytes`` fit; None if that is not enough.
+
+        Args:
+            num_bytes: Of the adapter to come.
+            leaving: Adapters that go anyway.
+            ranked: Adapters that may go, those to go first in front. No more of them go than lie
+                where the newcomer would.
+        """
+        size = room_bytes(num_bytes)
+        ranges = self._ranges.copy()
+        for adapter_id in leaving:
+            ranges.free(*self._places[adapter_id])
+        freed: list[AdapterId] = []
+        for adapter_id in ranked:
+            if ranges.largest_free_bytes >= size:
+                break
+            ranges.free(*self._places[adapter_id])
+            freed.append(adapter_id)
+        start = ranges.allocate(size)
+        if start is None:
+            return None
+        return tuple(one for one in freed if self._overlaps(one, start, start + size))
+
+    def check_invariants(self) -> None:
+        """Assert that the ranges are apart and that all bytes are somewhere."""
+        self._ranges.check_invariants()
+        ends = 0
+        for start, size in sorted(self._places.values()):
+            assert start >= ends, "two adapters overlap"
+            ends = start + size
+        assert ends <= self.capacity_bytes
+        assert self.taken_bytes == sum(size for _, size in self._places.values())
+
+    def _overlaps(self, adapter_id: AdapterId, start: int, end: int) -> bool:
+        own_start, own_size = self._places[adapter_id]
+        return own_start < end and start < own_start + own_size
+
+
+def room_bytes(num_bytes: int) -> int:
+    """What an adapter of ``num_bytes`` takes of a slab."""
+    return -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
