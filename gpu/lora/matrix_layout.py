@@ -59,7 +59,7 @@ class PackedLayout:
 
 
 class RowsLayout:
-    """A and B as they are, row-major; Triton's kernels and torch read it."""
+    """A as it is and B transposed, row-major; Triton's kernels and torch read it."""
 
     name = "rows"
 
@@ -68,8 +68,8 @@ class RowsLayout:
         return rank, in_features
 
     def b_shape(self, out_features: int, rank: int, itemsize: int) -> tuple[int, ...]:
-        """[out, rank]."""
-        return out_features, rank
+        """[rank, out]: a row is read in vectors, however odd the rank."""
+        return rank, out_features
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
         """See ``MatrixLayout``."""
@@ -77,7 +77,7 @@ class RowsLayout:
 
     def write_b(self, b: np.ndarray, place: np.ndarray) -> None:
         """See ``MatrixLayout``."""
-        place[...] = b
+        place[...] = b.T
 
 
 PACKED = PackedLayout()
@@ -97,8 +97,8 @@ def unpack_a(packed: torch.Tensor, rank: int, in_features: int) -> torch.Tensor:
     return rows[:rank, :in_features].contiguous()
 
 
-def unpack_b(packed: torch.Tensor, out_features: int, rank: int) -> torch.Tensor:
-    """B [out_features, rank], contiguous, from how ``PACKED`` lays it out, on any device."""
+def unpack_b(packed: torch.Tensor, rank: int, out_features: int) -> torch.Tensor:
+    """B as ``ROWS`` lays it out, [rank, out_features], contiguous, from ``PACKED``; any device."""
     groups, steps, columns, unit = packed.shape
-    rows = packed.permute(0, 2, 1, 3).reshape(groups * columns, steps * unit)
-    return rows[:out_features, :rank].contiguous()
+    rows = packed.permute(1, 3, 0, 2).reshape(steps * unit, groups * columns)
+    return rows[:rank, :out_features].contiguous()

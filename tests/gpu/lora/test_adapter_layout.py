@@ -1,5 +1,6 @@
 """From the files of PEFT to regions and back to matrices: the delta must be PEFT's own."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,16 @@ def fill(
 def matrices(
     layout: AdapterLayout, plans: tuple[GroupPlan, ...], parts: list[torch.Tensor]
 ) -> dict[int, tuple[Target, PackedLora]]:
-    """What is found in filled regions, as rows."""
+    """What is found in filled regions: A, and B as the adapter has it."""
     found = {}
     for plan, part in zip(plans, parts, strict=True):
         for one in layout.matrices_in(Place(*plan.key, 0, part.numel()), part):
             lora = layout.views(one, part)
             if layout.matrices is PACKED:
                 a = unpack_a(lora.a, one.rank, one.target.in_features)
-                b = unpack_b(lora.b, one.target.out_features, one.rank)
+                b = unpack_b(lora.b, one.rank, one.target.out_features)
                 lora = PackedLora(a, b, lora.rank, lora.scaling)
+            lora = replace(lora, b=lora.b.t())
             found[one.target.index] = one.target, lora
     return found
 
@@ -150,7 +152,7 @@ def test_unpacking_gives_the_rows_back(dtype: torch.dtype, rank: int, width: int
     assert torch.equal(unpack_a(a, rank, width), matrix)
     b = torch.empty(PACKED.b_shape(width, rank, dtype.itemsize), dtype=dtype)
     PACKED.write_b(bits_of(matrix.t()), bits_of(b))
-    assert torch.equal(unpack_b(b, width, rank), matrix.t())
+    assert torch.equal(unpack_b(b, rank, width), matrix)
 
 
 def test_bits_share_the_memory() -> None:
