@@ -207,6 +207,7 @@ def _connect(
                 config, loaded, host, manager, placement, profile, on_progress
             )
             undo.callback(coexecution.close)
+        assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
         executor = assemble.make_executor(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
+from corun.gpu import assemble
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import build
@@ -102,6 +103,19 @@ def test_a_tokenizer_with_code_of_its_own_is_not_told(options: dict[str, Any]) -
 def profile_of(options: dict[str, Any], directory: Path) -> str:
     """Or each engine with a link would measure one."""
     return str(save_made_up_profile(EngineConfig(**options), directory / "profile.json"))
+
+
+def test_kernels_are_warmed_before_an_engine_is_ready(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def note(loaded: object, runner: object, max_model_len: int, on_progress: object) -> None:
+        lengths.append(max_model_len)
+
+    monkeypatch.setattr(assemble, "warm_up_kernels", note)
+    with Engine(**options) as engine:
+        assert lengths == [engine.get_model_info().max_model_len]
 
 
 def test_an_engine_owns_a_device_and_closes_it(
