@@ -317,5 +317,6 @@ def _model_info(
         max_num_waiting=config.max_num_waiting,
         model_path=config.model,
         device_choices=dataclasses.asdict(loaded.device.choices),
+        backends=loaded.backend_names,
         summary=(),
     )

@@ -242,6 +242,7 @@ def model_info(model_path: str) -> ModelInfo:
         max_num_waiting=64,
         model_path=model_path,
         device_choices={},
+        backends={},
         summary=("a fake",),
     )
 

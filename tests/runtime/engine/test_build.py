@@ -133,7 +133,9 @@ def test_an_engine_owns_a_device_and_closes_it(
     monkeypatch.setattr(CpuDevice, "close", note)
     with Engine(**paced, profile=profile) as engine:
         choices = engine.get_model_info().device_choices
+        backends = engine.get_model_info().backends
         assert closed == []
+    assert backends.keys() >= {"attention", "LoRA", "linear"}
     assert choices == {
         "registration": "none", "signal": "host", "wait": "host", "link": "2 GiB/s + 5 us",
     }  # fmt: skip

@@ -132,6 +132,8 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:cache_config_info", cache] == 1
     device = (("link", "unpaced"), ("signal", "host"))
     assert samples["corun:device_info", device] == 1
+    fallback = (("backend", "torch"), ("computes", "LoRA"), model)
+    assert samples["corun:backend_info", fallback] == 1
     assert samples["corun:num_preemptions_total", (model,)] == 3
     assert samples["corun:engine_alive", (model,)] == 1
     info = (
