@@ -28,6 +28,7 @@ PROBLEMS = {
     "prefill": PREFILL,
     "prefill-softcap": replace(PREFILL, softcap=2.0),
     "prefill-sinks": replace(PREFILL, with_sinks=True, heads=6),
+    "prefill-wide": replace(PREFILL, key_dim=256, value_dim=256),
     "chunk": replace(CHUNK, heads=8),
     "chunk-window": replace(CHUNK, sliding_window=10),
     "chunk-window-larger": replace(CHUNK, sliding_window=100),

@@ -1,6 +1,9 @@
 """The passes of a start that ask for every variant of the kernels: none is asked for later."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from corun.gpu.model.warm_up import warm_up
 from support.architectures import save_model
 from support.executor_device import ExecutorDevice
 from support.triton_program import run_triton_program
+from transformers import PreTrainedModel
 
 # Layers of two kinds, one with a window so small that its contexts are never divided; heads whose
 # rows lie one after the other in memory; queries, keys and values in one tensor.
@@ -58,7 +62,13 @@ def test_a_warm_up_leaves_nothing_behind(device: ExecutorDevice) -> None:
     assert loaded.lora_table.num_free_rows == num_free
 
 
-def test_kernels_of_the_cpu_need_none(device: ExecutorDevice) -> None:
-    told = list[str]()
-    assemble.warm_up_kernels(device.loaded, device.runner, 64, told.append)
-    assert told == []
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_gpus_kernels_are_warmed_and_those_of_the_cpu_are_not(
+    where: str, device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    monkeypatch.setattr(assemble, "warm_up", lambda *arguments: lengths.append(arguments[4]))
+    model = SimpleNamespace(device=torch.device(where))
+    loaded = replace(device.loaded, model=cast(PreTrainedModel, model))
+    assemble.warm_up_kernels(loaded, device.runner, 64, lambda text: None)
+    assert lengths == ([64] if where == "cuda" else [])
