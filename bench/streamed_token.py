@@ -83,7 +83,8 @@ def tell_tokens(sock: socket.socket, model: str, num_streams: int) -> None:
     info = ModelInfo(
         name="stand-in", dtype="none", device="none", max_model_len=4096, vocab_size=VOCAB_SIZE,
         eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=1 << 20, memory_bytes=1 << 30,
-        max_num_waiting=1024, model_path=model, device_choices={"sync": "host"}, summary=(),
+        max_num_waiting=1024, model_path=model, device_choices={"sync": "host"}, backends={},
+        summary=(),
     )  # fmt: skip
     channel.send(
         Ready(info, (), TokenizerSpec(Path(model, "tokenizer.json").read_text(), {}, None))

@@ -280,7 +280,7 @@ class Copied:
 
             def to_rows(views: PackedLora = views, rows: PackedLora = rows) -> None:
                 unpack(views.a, rows.a)
-                unpack(views.b, rows.b)
+                unpack(views.b, rows.b.t())
 
             copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)
 

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..runtime.errors import CorunError
+from ..runtime.errors import CorunError, EngineDeadError
 from ..runtime.plan import AdapterId, Transfer, TransferId
 from .adapter_arrival import Copied, Reading
 from .adapter_fetcher import AdapterFetcher, Arrival, FetchAdapter, Fetched
+from .device.lost import raise_if_lost
 from .lora.table import DeviceAdapter
 
 _LOG = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class AdapterLoader:
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
         self._under_way: list[_Started] = []  # of the engine's thread
+        self._watch_error: Exception | None = None  # ended the watching thread
         self._may_look = threading.Event()
         self._may_look.set()
         self._closed = False
@@ -143,7 +145,13 @@ class AdapterLoader:
             self._may_look.set()
 
     def take_events(self) -> list[LoadEvent]:
-        """Start the copies of what was fetched; return what has happened since the last call."""
+        """Start the copies of what was fetched; return what has happened since the last call.
+
+        Raises ``EngineDeadError`` if the device is lost, or nobody would hear of copies any more.
+        """
+        if self._watch_error is not None:
+            raise_if_lost(self._watch_error)
+            raise EngineDeadError("nobody looks at copies any more") from self._watch_error
         while not self._progress.empty():
             self._events.append(self._progress.get())
         while not self._arrived.empty():
@@ -189,6 +197,7 @@ class AdapterLoader:
         try:
             arrival.start(is_gradual=started.is_gradual, offset_bytes=transfer.offset_bytes)
         except Exception as error:  # a full device must fail one adapter, not the engine
+            raise_if_lost(error)
             _LOG.exception("adapter %d cannot be copied", transfer.adapter_id)
             arrival.cancel()
             self._events.append(_failed(transfer, f"{type(error).__name__}: {error}"))
@@ -215,7 +224,18 @@ class AdapterLoader:
                 started.arrival.advance()
 
     def _watch(self) -> None:
-        """Tell of copies that have ended; no other thread asks a load whether it is done."""
+        """Tell of copies that have ended, or of what was raised instead.
+
+        No other thread asks a load whether it is done.
+        """
+        try:
+            self._watch_copies()
+        except Exception as error:  # of the device; the engine's thread raises it
+            _LOG.exception("copies to the device cannot be watched")
+            self._watch_error = error
+            self._notify()
+
+    def _watch_copies(self) -> None:
         watched: list[_Started] = []
         while True:
             self._may_look.wait()
@@ -256,5 +276,6 @@ def _finished(started: _Started) -> LoadedAdapter:
     try:
         adapter = started.arrival.finish()
     except CorunError as error:
+        raise_if_lost(error)
         return _failed(transfer, str(error))
     return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, adapter)

@@ -86,7 +86,7 @@ class Placement:
         target = one.target
         return PackedLora(
             a=self._rows(memory, a_offset, one.rank, target.in_features),
-            b=self._rows(memory, b_offset, target.out_features, one.rank),
+            b=self._rows(memory, b_offset, one.rank, target.out_features),
             rank=one.rank,
             scaling=one.scaling,
         )

@@ -45,6 +45,7 @@ from .model.sampler import Sampler
 from .model.select import OFF, select_decode_graphs
 from .model.targets import build_target_map, record_input_groups, with_input_groups
 from .model.threads import choose_threads, limit_torch_threads, probe_tokens
+from .model.warm_up import warm_up
 from .step import StepContext
 
 _LOG = logging.getLogger(__name__)
@@ -227,6 +228,21 @@ def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) 
         _LOG.warning("the parity probe failed and is waived by --skip-parity-probe: %s", mismatch)
         return
     _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
+
+
+def warm_up_kernels(
+    loaded: LoadedModel, runner: ModelRunner, max_model_len: int,
+    on_progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Let no kernel be compiled later; on the CPU they all have been (``numba`` has no variants).
+
+    By the thread that will run the steps, before the pool is used.
+    """
+    if loaded.model.device.type == "cuda":
+        warm_up(
+            runner, loaded.lora_table, loaded.lora_backend, loaded.target_map.targets,
+            max_model_len, on_progress,
+        )  # fmt: skip
 
 
 def make_executor(

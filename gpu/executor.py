@@ -25,6 +25,7 @@ from ..shm.errors import ShmError
 from .adapter_fetcher import FetchAdapter
 from .adapter_loader import AdapterLoader, FetchPresent
 from .coexec.assistant import Assistant, ColdRow
+from .device.lost import raise_if_lost
 from .lora.table import LoraTable
 from .model.lower import ForwardInputs, PackedRows, lower
 from .model.request_table import RequestState, RequestTable
@@ -79,7 +80,10 @@ class DeviceExecutor:
         self._closed = False
 
     def submit(self, plan: StepPlan) -> None:
-        """Run ``plan`` to its end; failures inside it become results."""
+        """Run ``plan`` to its end; failures inside it become results.
+
+        Raises ``EngineDeadError`` if the device is lost.
+        """
         self._requests.forget(plan.forget_requests)
         self._requests.add(plan.new_requests)
         self._requests.update_blocks(plan.block_updates)
@@ -135,6 +139,7 @@ class DeviceExecutor:
                 return self._run_assisted(batch)
             return self._compute(batch)
         except Exception as error:
+            raise_if_lost(error)
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
             parts = self._warm_and_cold(batch)
             if len(parts) > 1:

@@ -18,6 +18,7 @@ from ..runtime.plan import (
 )
 from .adapter_arrival import Copied
 from .adapter_loader import AdapterLoader, LoadedAdapter, LoadProgress, ReadProgress, StartedLoad
+from .device.lost import raise_if_lost
 from .lora.table import DeviceAdapter, LoraTable
 
 _LOG = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class ResidentAdapters:
         try:
             row = self._table.add(adapter)
         except Exception as failure:
+            raise_if_lost(failure)
             _LOG.exception("adapter %d found no place", adapter_id)
             return str(failure)
         self._resident[adapter_id] = ResidentAdapter(row, adapter.max_rank, arriving)

@@ -1,10 +1,9 @@
-"""Small attention problems for trying a back end on this machine: is it right, is it compiled?
+"""Small attention problems for trying a back end on this machine: is it right?
 
 Owns random tensors for the duration of a call. Knows nothing of models: a ``LayerShape`` says
 what a layer looks like.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -53,21 +52,6 @@ def max_probe_error(backend: AttentionBackend, shape: LayerShape) -> float:
 def probe_tolerance(dtype: torch.dtype) -> float:
     """What ``max_probe_error`` may be at most; far above rounding, far below any real mistake."""
     return _TOLERANCES.get(dtype, 1e-4)
-
-
-def warm_up(backend: AttentionBackend, shape: LayerShape, params: AttentionParams) -> float:
-    """Run decode and mixed rows of a layer once, so that its kernels are compiled.
-
-    Returns:
-        The seconds that took: compilation, next to which running is nothing.
-    """
-    start_s = time.perf_counter()
-    for query_lens, context_lens in (_DECODE, _MIXED):
-        metadata = _metadata(query_lens, context_lens, shape)
-        _forward(backend, _inputs(metadata, shape), metadata, params)
-    if shape.device.type == "cuda":
-        torch.cuda.synchronize(shape.device)
-    return time.perf_counter() - start_s
 
 
 def _forward(

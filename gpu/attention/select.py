@@ -111,7 +111,7 @@ def _make_triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     from .triton_backend import TritonAttention
 
     try:
-        backend = TritonAttention()
+        backend = TritonAttention(device)
     except ImportError as error:
         raise _UnusableError("Triton is not installed") from error
     if backend.is_interpreted:

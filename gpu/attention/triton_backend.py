@@ -15,6 +15,8 @@ _MAX_SPLITS = 16
 # A split covers at least this many positions, or merging costs more than it gains.
 _MIN_SPLIT_TOKENS = 512
 _MIN_TILE = 16  # of tl.dot
+# Of an H100; what a program takes at most where no device is asked: in the interpreter.
+_DEFAULT_SHARED_BYTES = 227 << 10
 
 
 class TritonAttention:
@@ -22,11 +24,15 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self) -> None:
-        """Raises ImportError where Triton is not installed."""
+    def __init__(self, device: torch.device | None = None) -> None:
+        """``device``: which it is for; None = the current one.
+
+        Raises ImportError where Triton is not installed.
+        """
         from . import triton_kernels
 
         self._kernels = triton_kernels
+        self._shared_bytes = _shared_bytes_of(device)
 
     @property
     def is_interpreted(self) -> bool:
@@ -46,6 +52,10 @@ class TritonAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``; float32, float16 or bfloat16."""
+        # The kernels take the last stride to be 1.
+        query, key, value = (
+            part if part.stride(2) == 1 else part.contiguous() for part in (query, key, value)
+        )
         self._write_kv(key, value, key_blocks, value_blocks, metadata)
         num_tokens, heads, _ = query.shape
         attended = query.new_empty((num_tokens, heads, value_blocks.shape[3]))
@@ -102,10 +112,10 @@ class TritonAttention:
         key_pad = max(_MIN_TILE, _next_power_of_2(key_dim))
         value_pad = max(_MIN_TILE, _next_power_of_2(value_dim))
         is_decode = metadata.max_query_len == 1
-        tile_m, tile_n = _tile_shape(
-            max(key_pad, value_pad), query.element_size(), is_decode=is_decode
-        )
-        tile_m = max(tile_m, group_pad)
+        tile_m, tile_n = tile_shape(
+            group_pad, key_pad, value_pad, query.element_size(), self._shared_bytes,
+            is_decode=is_decode,
+        )  # fmt: skip
         num_tiles = -(-metadata.max_query_len // (tile_m // group_pad))
         # The kernel takes the same arguments with and without splits; unused ones are any tensor.
         sums = logs = attended
@@ -166,16 +176,52 @@ def _next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _tile_shape(dim: int, element_bytes: int, *, is_decode: bool) -> tuple[int, int]:
+def tile_shape(
+    group_pad: int, key_pad: int, value_pad: int, element_bytes: int, shared_bytes: int,
+    *, is_decode: bool,
+) -> tuple[int, int]:  # fmt: skip
     """Rows (query tokens x heads of a group) and keys of a tile.
 
-    A tile of keys and one of values take up to 32 KiB of shared memory each. float32 is multiplied
-    without tensor cores, by code that grows with the tile: there the tile is small.
+    A tile of keys and one of values take up to 32 KiB of shared memory each, less where the device
+    has less than that takes. float32 is multiplied without tensor cores, by code that grows with
+    the tile: there the tile is small.
+
+    Args:
+        group_pad: Heads of a group, padded; a tile has as many rows at least.
+        key_pad: Padded width of keys and queries.
+        value_pad: That of values.
+        element_bytes: Of the model's type.
+        shared_bytes: What the device gives one program.
+        is_decode: Whether every row of the batch is one token.
     """
+    dim = max(key_pad, value_pad)
     if element_bytes > 2:
-        return _MIN_TILE, max(_MIN_TILE, min(32, (16 << 10) // (dim * element_bytes)))
-    num_rows = _MIN_TILE if is_decode else 64
-    return num_rows, max(_MIN_TILE, min(64, (32 << 10) // (dim * element_bytes)))
+        num_rows, num_keys = _MIN_TILE, min(32, (16 << 10) // (dim * element_bytes))
+    else:
+        num_rows = _MIN_TILE if is_decode else 64
+        num_keys = min(64, (32 << 10) // (dim * element_bytes))
+    num_rows, num_keys = max(num_rows, group_pad), max(num_keys, _MIN_TILE)
+    min_rows = max(_MIN_TILE, group_pad)
+
+    def is_too_large() -> bool:
+        # Queries, and keys and values twice where the compiler loads ahead, else once and the
+        # weights beside them.
+        widths = key_pad + value_pad
+        elements = num_rows * key_pad + num_keys * max(2 * widths, widths + num_rows)
+        return elements * element_bytes > shared_bytes
+
+    while num_keys > _MIN_TILE and is_too_large():
+        num_keys //= 2
+    while num_rows > min_rows and is_too_large():
+        num_rows //= 2
+    return num_rows, num_keys
+
+
+def _shared_bytes_of(device: torch.device | None) -> int:
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return _DEFAULT_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _num_splits(metadata: AttentionMetadata, kv_heads: int, sliding_window: int | None) -> int:

@@ -5,13 +5,20 @@ tokens x heads of the group), so that decode and prefill are the same kernel: a 
 token. Keys come in tiles of any size, gathered by block number. Arithmetic is float32.
 
 Offsets into the pool are int64: a pool may be larger than 2**31 elements.
+
+What changes from pass to pass, lengths and strides of what a pass makes, is not specialized: a
+variant that only some step asks for would be compiled in the middle of serving.
 """
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "key_stride_token", "key_stride_head", "value_stride_token", "value_stride_head"
+    ]
+)  # fmt: skip
 def write_kv_kernel(
     key: tl.tensor,  # [tokens, kv_heads, KEY_DIM]
     value: tl.tensor,  # [tokens, kv_heads, VALUE_DIM]
@@ -50,7 +57,7 @@ def write_kv_kernel(
     tl.store(target + offset * VALUE_DIM + dims, loaded, mask=dims < VALUE_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_stride_token", "query_stride_head", "table_stride"])
 def attend_kernel(
     query: tl.tensor,  # [tokens, heads, KEY_DIM]
     key_blocks: tl.tensor,

@@ -59,7 +59,7 @@ class PackedLayout:
 
 
 class RowsLayout:
-    """A and B as they are, row-major; Triton's kernels and torch read it."""
+    """A as it is and B transposed, row-major; Triton's kernels and torch read it."""
 
     name = "rows"
 
@@ -68,8 +68,8 @@ class RowsLayout:
         return rank, in_features
 
     def b_shape(self, out_features: int, rank: int, itemsize: int) -> tuple[int, ...]:
-        """[out, rank]."""
-        return out_features, rank
+        """[rank, out]: a row is read in vectors, however odd the rank."""
+        return rank, out_features
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
         """See ``MatrixLayout``."""
@@ -77,7 +77,7 @@ class RowsLayout:
 
     def write_b(self, b: np.ndarray, place: np.ndarray) -> None:
         """See ``MatrixLayout``."""
-        place[...] = b
+        place[...] = b.T
 
 
 PACKED = PackedLayout()
@@ -91,7 +91,7 @@ def bits_of(matrix: torch.Tensor) -> np.ndarray:
 
 
 def unpack(packed: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write A or B to ``rows`` [height, width], contiguous, from how ``PACKED`` lays it out.
+    """Write A or B to ``rows`` [height, width] from how ``PACKED`` lays it out.
 
     It lies in tiles [height / h, width / w, h, w], the last ones padded. No memory is taken: each
     copy is from one view to another.

@@ -20,8 +20,8 @@ def select_lora_backend(
     """Return the backend that serves the adapters of ``table``.
 
     ``auto`` takes the grouped kernels of the device (Triton on CUDA, numba on the CPU) if a small
-    product agrees with torch, else torch. Raises ConfigError if a backend is asked for that cannot
-    work here. The probe compiles the kernels.
+    product agrees with torch, else torch, with a warning. Raises ConfigError if a backend is asked
+    for that cannot work here. The probe compiles the kernels.
     """
     device = torch.device(device)
     if name not in LORA_BACKENDS:
@@ -37,7 +37,12 @@ def select_lora_backend(
         )
     if name != "auto":
         raise ConfigError(f"--lora-backend {name} cannot be used: {reason}")
-    return _chosen(TorchLora(table, dtype=dtype), reason)
+    _LOGGER.warning(
+        "LoRA backend: torch, a loop over adapters, which is slow, because %s does not work: %s",
+        wanted,
+        reason,
+    )
+    return TorchLora(table, dtype=dtype)
 
 
 def _chosen(backend: LoraBackend, reason: str) -> LoraBackend:

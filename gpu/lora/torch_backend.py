@@ -21,11 +21,11 @@ class TorchLora(TargetByTarget):
         self._dtype = dtype
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
-        """A [rank, in_features] and B [out_features, rank] as they are, contiguous."""
+        """A [rank, in_features] as it is, B transposed to [rank, out_features]; contiguous."""
         device = self._table.device
         return PackedLora(
             a=a.to(device, self._dtype).contiguous(),
-            b=b.to(device, self._dtype).contiguous(),
+            b=b.t().to(device, self._dtype).contiguous(),
             rank=a.shape[0],
             scaling=scaling,
         )
@@ -42,6 +42,6 @@ class TorchLora(TargetByTarget):
             if packed is None:
                 continue
             hidden = x[start:end].float() @ packed.a.float().t()
-            delta = (hidden * packed.scaling) @ packed.b.float().t()
+            delta = (hidden * packed.scaling) @ packed.b.float()
             rows = y[start:end]
             rows.copy_(rows.float() + delta)

@@ -47,11 +47,11 @@ class TritonLora(TargetByTarget):
         self._expand_precision = "ieee" if dtype == torch.float32 else "tf32x3"
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
-        """A [rank, in_features] and B [out_features, rank] as they are, contiguous."""
+        """A [rank, in_features] as it is, B transposed to [rank, out_features]; contiguous."""
         device = self._table.device
         packed = PackedLora(
             a=a.to(device, self._dtype).contiguous(),
-            b=b.to(device, self._dtype).contiguous(),
+            b=b.t().to(device, self._dtype).contiguous(),
             rank=a.shape[0],
             scaling=scaling,
         )

@@ -1,9 +1,9 @@
 """Triton kernels of LoRA products; imported only where Triton is to be used.
 
 Both read base pointers, rank and scaling per (table row, target) from the ``LoraTable``: A is
-[rank, in_features] and B [out_features, rank], contiguous, and a rank is padded inside a tile only.
-A program of a segment or rank tile that does not exist returns at once, so the grid may be the
-largest one of a batch.
+[rank, in_features] and B, transposed, [rank, out_features], both contiguous. So rows are read in
+vectors whatever the rank is, which is padded inside a tile only. A program of a segment or rank
+tile that does not exist returns at once, so the grid may be the largest one of a batch.
 """
 
 import triton
@@ -49,9 +49,10 @@ def shrink_kernel(
         return
     if start >= end:
         return
-    # The allocator's alignment; without the hint loads would not be vectors.
-    address = tl.multiple_of(tl.load(a_pointers + entry), 16)
-    a = address.to(tl.pointer_type(x.dtype.element_ty))
+    # The allocator's alignment, told of the pointer: of the number it would be forgotten, and loads
+    # would neither be vectors nor run ahead.
+    a = tl.load(a_pointers + entry).to(tl.pointer_type(x.dtype.element_ty))
+    a = tl.multiple_of(a, 16)
     token = start + tl.arange(0, BLOCK_TOKENS)
     r = rank_tile * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
     k = tl.arange(0, BLOCK_IN)
@@ -110,14 +111,13 @@ def expand_kernel(
         return
     if start >= end:
         return
-    address = tl.multiple_of(tl.load(b_pointers + entry), 16)
-    b = address.to(tl.pointer_type(y.dtype.element_ty))
+    b = tl.load(b_pointers + entry).to(tl.pointer_type(y.dtype.element_ty))
+    b = tl.multiple_of(b, 16)
     token = start + tl.arange(0, BLOCK_TOKENS)
     column = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     token_ok = token < end
     column_ok = column < out_features
     h_rows = hidden + token.to(tl.int64)[:, None] * rank_stride
-    b_rows = b + column.to(tl.int64)[None, :] * rank
     total = tl.zeros((BLOCK_TOKENS, BLOCK_OUT), tl.float32)
     for first in range(0, rank, BLOCK_RANKS):
         r = first + tl.arange(0, BLOCK_RANKS)
@@ -129,8 +129,9 @@ def expand_kernel(
                 mask=token_ok[:, None] & rank_ok[None, :],
                 other=0.0,
             )
+        b_rows = b + r.to(tl.int64)[:, None] * out_features
         weights = tl.load(
-            b_rows + r[:, None], mask=rank_ok[:, None] & column_ok[None, :], other=0.0
+            b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0
         )
         total = tl.dot(values, weights.to(tl.float32), total, input_precision=PRECISION)
     target = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]

@@ -212,6 +212,7 @@ def _connect(
             )
         if coexecution is not None:
             undo.callback(coexecution.close)
+        assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
         executor = assemble.make_executor(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
@@ -326,6 +327,7 @@ def _model_info(
         max_num_waiting=config.max_num_waiting,
         model_path=config.model,
         device_choices=dataclasses.asdict(loaded.device.choices),
+        backends=loaded.backend_names,
         summary=(),
         has_profile_failed=profile is None and _copies_adapters(config, loaded),
     )

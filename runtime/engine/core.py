@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..adapters.registry import AdapterVersion
+from ..errors import EngineDeadError
 from ..memory.namespace import kv_namespace
 from ..plan import BASE_ADAPTER, AdapterId, Executor, RequestId, StepPlan
 from ..scheduler.events import FinishReason, RequestEvent
@@ -216,11 +217,16 @@ class EngineCore:
                 break
 
     def _submit(self, plan: StepPlan) -> bool:
-        """Hand a plan to the executor; if that raises, the plan's requests fail."""
+        """Hand a plan to the executor; if that raises, the plan's requests fail.
+
+        ``EngineDeadError`` is the caller's: no step will ever succeed again.
+        """
         self._num_steps += 1
         self._has_news = True  # with more depth, the next step may follow at once
         try:
             self._executor.submit(plan)
+        except EngineDeadError:
+            raise
         except Exception as error:
             _logger.exception("step %d could not be submitted", plan.step_id)
             self._tell(self._scheduler.fail_step(plan.step_id, _reason(error), self._clock()))
@@ -230,7 +236,8 @@ class EngineCore:
     def _poll(self, timeout_s: float) -> None:
         """Take in results. If the executor raises, the oldest step's requests fail.
 
-        Without a step in flight nothing can be given up, and the exception is the caller's.
+        Without a step in flight nothing can be given up, and the exception is the caller's; so is
+        ``EngineDeadError``.
         """
         scheduler = self._scheduler
         if not (scheduler.num_in_flight or scheduler.memory.num_open_transfers):
@@ -239,6 +246,8 @@ class EngineCore:
             return
         try:
             results = self._executor.poll(timeout_s)
+        except EngineDeadError:
+            raise
         except Exception as error:
             step_id = scheduler.oldest_step_in_flight
             if step_id is None:

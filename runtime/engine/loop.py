@@ -6,8 +6,10 @@ asks for the end or is gone. Both know the engine only through the protocols bel
 models, devices or of what is at the channel's other end.
 """
 
+import contextlib
+import logging
 import selectors
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from ..config.engine import EngineConfig
@@ -36,6 +38,8 @@ from .messages import (
 )
 
 _LAST_WORDS_TIMEOUT_S = 2.0
+
+_logger = logging.getLogger(__name__)
 
 
 class Core(Protocol):
@@ -218,7 +222,18 @@ class EngineLoop:
         self._channel = channel
 
     def run(self) -> None:
-        """Return at the end; whatever an engine raises on its own account passes through."""
+        """Return at the end; whatever an engine raises on its own account passes through.
+
+        If it says that it is dead, open requests are told why.
+        """
+        try:
+            self._run()
+        except EngineDeadError as error:
+            self._channel.send(self._host.end_all(error))
+            self._channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
+            raise
+
+    def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             for fileno in set(self._host.filenos()):
@@ -272,11 +287,26 @@ def serve_channel(
         if isinstance(error, CorunError) and is_heard:
             return False
         raise
-    try:
+    with _closed_at_the_end(assembly):
         adapters = tuple(assembly.adapters.infos())
         channel.send(Ready(assembly.info, adapters, assembly.tokenizer))
         EngineLoop(assembly, channel).run()
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
-    finally:
-        assembly.close()
     return True
+
+
+@contextlib.contextmanager
+def _closed_at_the_end(assembly: EngineAssembly) -> Iterator[None]:
+    """Free it; of a dead engine, what fails then hides nothing."""
+    try:
+        yield
+    except EngineDeadError:
+        try:
+            assembly.close()
+        except Exception:
+            _logger.exception("a dead engine cannot be closed in order")
+        raise
+    except BaseException:
+        assembly.close()
+        raise
+    assembly.close()

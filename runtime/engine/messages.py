@@ -104,6 +104,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     max_num_waiting: int
     model_path: str  # directory or hub id of the model and its tokenizer
     device_choices: dict[str, str]  # sync and link: what the device works with
+    backends: dict[str, str]  # what is computed (attention, LoRA and so on), and by what
     summary: tuple[str, ...]  # lines for the log
     adapter_memory_bytes: int | None = None  # of it for adapters alone; None = shared with KV
     # Measuring failed at start: there is no co-execution, requests wait for their adapters.

@@ -142,6 +142,16 @@ class ServerMetrics:
         )
         cache.add_metric([str(self._labels.block_size), str(stats.kv_blocks_total)], 1.0)
         yield cache
+        yield from self._choices()
+        yield self._gauge("adapter_bytes", "Device memory of adapters.", stats.adapter_bytes_used)
+        workers = stats.cpu_workers
+        yield self._gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
+        yield self._gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)
+        alive = 0.0 if self._engine.error else 1.0
+        yield self._gauge("engine_alive", "1 while the engine lives.", alive)
+
+    def _choices(self) -> Iterator[Metric]:
+        """What the engine works with on this machine; a fall-back shows here."""
         info = self._engine.get_model_info()
         yield self._gauge(
             "profile_failed",
@@ -156,12 +166,14 @@ class ServerMetrics:
         )
         device.add_metric(list(choices.values()), 1.0)
         yield device
-        yield self._gauge("adapter_bytes", "Device memory of adapters.", stats.adapter_bytes_used)
-        workers = stats.cpu_workers
-        yield self._gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
-        yield self._gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)
-        alive = 0.0 if self._engine.error else 1.0
-        yield self._gauge("engine_alive", "1 while the engine lives.", alive)
+        backends = GaugeMetricFamily(
+            self._name("backend_info"),
+            "What is computed, and by what: torch for LoRA or attention on a GPU is a slow loop.",
+            labels=["model_name", "computes", "backend"],
+        )
+        for computes, backend in info.backends.items():
+            backends.add_metric([self._labels.model_name, computes, backend], 1.0)
+        yield backends
 
     def _adapter_gauges(self) -> Iterator[Metric]:
         stats = self._engine.get_stats()

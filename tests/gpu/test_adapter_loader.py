@@ -10,8 +10,9 @@ from corun.gpu.adapter_arrival import Reading
 from corun.gpu.adapter_loader import AdapterLoader, LoadedAdapter, ReadProgress
 from corun.gpu.adapter_store import StoreBusyError
 from corun.gpu.lora.table import DeviceAdapter
-from corun.runtime.errors import AdapterError
+from corun.runtime.errors import AdapterError, EngineDeadError
 from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
+from support.cuda_errors import accelerator_error
 
 TIMEOUT_S = 10.0
 
@@ -197,6 +198,43 @@ def test_a_copy_that_cannot_be_started_is_cancelled(loading: Loading) -> None:
     (done,) = loading.wait()
     assert done.error == "RuntimeError: the device is full"
     assert arrival.ends == ["cancel"]
+
+
+@pytest.mark.parametrize("where", ["start", "finish"])
+def test_a_lost_device_ends_more_than_a_load(where: str, loading: Loading) -> None:
+    lost = accelerator_error(700)
+    arrival = loading.results[AdapterId(1)] = Arrival()
+    arrival.arrived.set()
+
+    def fail(**_: object) -> DeviceAdapter:
+        raise AdapterError("copying it failed") from lost
+
+    setattr(arrival, where, fail)
+    loading.load(1)
+    with pytest.raises(EngineDeadError, match="an illegal address"):
+        loading.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (accelerator_error(719), "a kernel that failed"),
+        (ZeroDivisionError("a bug"), "nobody looks at copies"),
+    ],
+)
+def test_what_ends_the_watching_thread_is_told(
+    error: Exception, reason: str, loading: Loading
+) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival()
+    loading.load(1)
+    assert loading.wait() == []
+
+    def fail() -> int:
+        raise error
+
+    arrival.num_arrived = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineDeadError, match=reason):
+        loading.wait()
 
 
 def test_a_copy_that_failed(loading: Loading) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun.runtime.errors import AdapterError
+from corun.runtime.errors import AdapterError, EngineDeadError
 from corun.runtime.plan import (
     Outcome,
     RequestId,
@@ -21,6 +21,7 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from support.architectures import save_model
+from support.cuda_errors import accelerator_error
 from support.executor_device import (
     ADAPTER,
     ExecutorDevice,
@@ -138,6 +139,32 @@ def test_an_exception_fails_its_sub_batch_alone(
         assert "MemoryError: no room" in (row.error or "")
     assert "sub-batch of 2 rows failed" in caplog.text
     assert device.run(rows((1, 1, 1, True)))[0].rows[0].outcome is Outcome.TOKENS
+
+
+def test_a_lost_device_is_the_engines_end(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(inputs: Any, indices: Any, deltas: Any) -> Any:
+        raise accelerator_error(700)
+
+    monkeypatch.setattr(device.runner, "forward", broken)
+    with pytest.raises(EngineDeadError, match="an illegal address"):
+        device.run(
+            rows((1, 0, 1, True)), new_requests=(new(1, (5,)),), block_updates=(blocks(1, 0),)
+        )
+
+
+def test_a_lost_device_takes_no_adapter(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(adapter: object) -> int:
+        raise accelerator_error(214)
+
+    device.adapter = device.make_adapter()
+    monkeypatch.setattr(device.loaded.lora_table, "add", broken)
+    device.submit(transfers=(load(1),))
+    with pytest.raises(EngineDeadError, match="ECC"):
+        wait_transfer(device)
 
 
 def test_logits_that_are_not_finite_fail_their_row_alone(device: ExecutorDevice) -> None:

@@ -87,7 +87,9 @@ ARCHITECTURES = {architecture.name: architecture for architecture in _TABLE}
 _DEEP = Architecture(
     "llama-deep", "llama", {"num_hidden_layers": 4, "max_position_embeddings": 2304}
 )
-_BY_NAME = {**ARCHITECTURES, _DEEP.name: _DEEP}
+# Heads of 12 values, whose rows lie head by head: strides that are multiples of 16 now and then.
+_ODD_HEADS = Architecture("odd-heads", "gpt_neox", {"rotary_pct": 0.5, "hidden_size": 48})
+_BY_NAME = {**ARCHITECTURES, _DEEP.name: _DEEP, _ODD_HEADS.name: _ODD_HEADS}
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:

@@ -100,6 +100,7 @@ class FakeEngine:
             vocab_size=VOCAB_SIZE, eos_token_ids=(0,), default_sampling=self.default_sampling,
             kv_capacity_tokens=1600, memory_bytes=1 << 30, max_num_waiting=8,
             model_path="demo/tiny", device_choices={"sync": "host", "link": "unpaced"},
+            backends={"attention": "triton", "LoRA": "torch"},
             summary=("tiny model", "on cpu"),
         )  # fmt: skip
 

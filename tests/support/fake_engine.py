@@ -24,6 +24,7 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.errors import (
     AdapterError,
+    EngineDeadError,
     ModelError,
     OverloadedError,
     UnknownModelError,
@@ -38,6 +39,7 @@ MAX_MODEL_LEN = 4096
 
 SILENT = "SILENT"  # the request never gets a token
 CRASH = "CRASH"  # the next step raises: the engine ends
+DIE = "DIE"  # the next step finds its device lost, and so does who closes the engine
 FAIL = "FAIL"  # the request fails, the engine goes on
 SLEEP = "SLEEP"  # the step takes long
 
@@ -59,6 +61,7 @@ class FakeCore:
         self._has_news = False  # cleared by a step that finds nothing to do
         self._fd = os.eventfd(0)
         self.seeds: list[int | None] = []
+        self.is_lost = False
 
     @property
     def is_ready(self) -> bool:
@@ -112,6 +115,9 @@ class FakeCore:
         text = _text(request)
         if text.startswith(CRASH):
             raise RuntimeError("the step was told to crash")
+        if text.startswith(DIE):
+            self.is_lost = True
+            raise EngineDeadError("the device is lost")
         if text.startswith(FAIL):
             del self._open[request.request_id]
             return RequestUpdate(
@@ -214,6 +220,8 @@ class FakeAssembly:
 
     def close(self) -> None:
         self.num_closed += 1
+        if self.core.is_lost:
+            raise RuntimeError("the device answers nothing")
         if self.num_closed == 1:
             self.core.close()
             self.adapters.close()
@@ -234,6 +242,7 @@ def model_info(model_path: str) -> ModelInfo:
         max_num_waiting=64,
         model_path=model_path,
         device_choices={},
+        backends={},
         summary=("a fake",),
     )
 

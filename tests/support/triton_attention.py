@@ -28,6 +28,7 @@ PROBLEMS = {
     "prefill": PREFILL,
     "prefill-softcap": replace(PREFILL, softcap=2.0),
     "prefill-sinks": replace(PREFILL, with_sinks=True, heads=6),
+    "prefill-wide": replace(PREFILL, key_dim=256, value_dim=256),
     "chunk": replace(CHUNK, heads=8),
     "chunk-window": replace(CHUNK, sliding_window=10),
     "chunk-window-larger": replace(CHUNK, sliding_window=100),
@@ -45,8 +46,13 @@ SPLITS = {
 }
 
 
-def _error(problem: Problem, dtype: torch.dtype) -> float:
+def _error(problem: Problem, dtype: torch.dtype, *, is_strided: bool = False) -> float:
     call = make_call(replace(problem, dtype=dtype))
+    if is_strided:  # in the last dimension, which the kernels do not ask about
+        call.query, call.key, call.value = (
+            part.transpose(1, 2).contiguous().transpose(1, 2)
+            for part in (call.query, call.key, call.value)
+        )
     attended = triton_backend.TritonAttention().forward(*call.arguments())
     assert attended.dtype == dtype
     return float((attended.double() - dense_oracle(call)).abs().max())
@@ -59,6 +65,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16):
         for name, problem in PROBLEMS.items():
             errors[f"{name}-{dtype}"] = _error(problem, dtype)
+        errors[f"strided-{dtype}"] = _error(MIXED, dtype, is_strided=True)
         with mock.patch.object(triton_backend, "_MIN_SPLIT_TOKENS", 32):
             for name, problem in SPLITS.items():
                 errors[f"{name}-{dtype}"] = _error(problem, dtype)

@@ -1,11 +1,14 @@
 """Runs the Triton LoRA kernels in a process of their own: ``interpret`` or ``compile``."""
 
+import re
 import sys
 from functools import partial
 
 import torch
 from corun.gpu.lora.triton_backend import DECODE_TILES, PREFILL_TILES, Tiles, TritonLora
 from support.lora import CASES, LoraCase, check_case
+
+_SMALLEST_SHARED_BYTES = 99 << 10  # of a block, on sm_86 and sm_89
 
 # The interpreter runs one program at a time: rather many shapes than large ones.
 SMALL = (
@@ -23,8 +26,8 @@ def interpret() -> None:
             check_case(case, partial(TritonLora, dtype=dtype), dtype)
 
 
-def compile_for_hopper() -> None:
-    """Compile both kernels to machine code, without a device."""
+def compile_for_gpus() -> None:
+    """Compile both kernels to machine code for A100 and H100, without a device."""
     import triton
     from corun.gpu.lora.triton_kernels import expand_kernel, shrink_kernel
     from triton.backends.compiler import GPUTarget
@@ -38,10 +41,20 @@ def compile_for_hopper() -> None:
                 fn=kernel,
                 signature={name: _type_of(name, constants) for name in names},
                 constexprs={(names.index(name),): value for name, value in constants.items()},
+                attrs={
+                    (number,): [["tt.divisibility", 16]]
+                    for number, name in enumerate(names)
+                    if name not in kernel.do_not_specialize and _is_aligned(name, constants)
+                },
             )
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-            assert compiled.asm["cubin"]
-            assert "mma" in compiled.asm["ptx"], "16-bit products must use the tensor cores"
+            for capability in (80, 90):
+                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+                assert compiled.asm["cubin"]
+                assert "mma" in compiled.asm["ptx"], "16-bit products must use the tensor cores"
+                assert compiled.metadata.shared <= _SMALLEST_SHARED_BYTES
+                # x, y and the matrices are of 16 bits, the rest of 32 or 64.
+                single = re.findall(r"ld\.global\S*\.[bus]16\b", compiled.asm["ptx"])
+                assert not single, (kernel.__name__, "values must be read in vectors", single)
 
 
 def _constants(tiles: Tiles, is_shrink: bool) -> dict[str, object]:
@@ -73,5 +86,11 @@ def _type_of(name: str, constants: dict[str, object]) -> str:
     return pointers.get(name, "i32")
 
 
+def _is_aligned(name: str, constants: dict[str, object]) -> bool:
+    """What a launch finds to be a multiple of 16 for every usual model."""
+    is_width = name in {"in_features", "out_features", "x_stride", "y_stride"}
+    return is_width or _type_of(name, constants).startswith("*")
+
+
 if __name__ == "__main__":
-    {"interpret": interpret, "compile": compile_for_hopper}[sys.argv[1]]()
+    {"interpret": interpret, "compile": compile_for_gpus}[sys.argv[1]]()

@@ -18,7 +18,9 @@ _INTERPRETER_IS_TOO_OLD = "only 0-dimensional arrays can be converted to Python 
 def run_triton_program(module: str, *arguments: str, **variables: str) -> str:
     """Run ``support.<module>`` and return what it prints; skip where the interpreter cannot."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", **variables}
+    # Before what is there: it may say whose corun is tested.
+    path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     finished = subprocess.run(
         [sys.executable, "-m", f"support.{module}", *arguments],
         env=environment,

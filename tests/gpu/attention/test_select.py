@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.attention import select
-from corun.gpu.attention.base import AttentionParams
 from corun.gpu.attention.numba_backend import NumbaAttention
-from corun.gpu.attention.probe import LayerShape, max_probe_error, warm_up
+from corun.gpu.attention.probe import LayerShape, max_probe_error
 from corun.gpu.attention.select import select_attention_backend
 from corun.gpu.attention.torch_backend import TorchAttention
 from corun.runtime.errors import ConfigError
@@ -111,7 +110,19 @@ def test_a_back_end_that_fails_its_probe_is_not_used(
     assert reason in str(error.value)
 
 
-def test_probe_and_warm_up_take_any_layer() -> None:
+def test_a_slow_loop_in_place_of_triton_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> Any:
+        raise select._UnusableError("no such instruction")
+
+    monkeypatch.setattr(select, "_make_triton", broken)
+    chosen = select_attention_backend("auto", device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert chosen.name == "torch"
+    (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)
+    assert "triton does not work: no such instruction" in record.message
+
+
+def test_the_probe_takes_any_layer() -> None:
     shape = LayerShape(CPU, torch.float32, heads=6, kv_heads=3, key_dim=24, value_dim=8)
     assert max_probe_error(NumbaAttention(), shape) < 1e-5
-    assert warm_up(NumbaAttention(), shape, AttentionParams(1.0, softcap=3.0)) > 0

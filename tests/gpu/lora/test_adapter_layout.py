@@ -1,5 +1,6 @@
 """From the files of PEFT to regions and back to matrices: the delta must be PEFT's own."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,18 @@ def unpacked(packed: torch.Tensor, height: int, width: int) -> torch.Tensor:
     with mode():
         unpack(packed, wider[1:-1])
     assert (wider[[0, -1]] == 7).all()
+    narrow = torch.full((width, height + 2), 7, dtype=packed.dtype)
+    with mode():
+        unpack(packed, narrow[:, 1:-1].t())  # as kernels want B
+    assert (narrow[:, [0, -1]] == 7).all()
+    assert torch.equal(narrow[:, 1:-1].t(), wider[1:-1])
     return wider[1:-1]
 
 
 def matrices(
     layout: AdapterLayout, plans: tuple[GroupPlan, ...], parts: list[torch.Tensor]
 ) -> dict[int, tuple[Target, PackedLora]]:
-    """What is found in filled regions, as rows."""
+    """What is found in filled regions: A, and B as the adapter has it."""
     found = {}
     for plan, part in zip(plans, parts, strict=True):
         for one in layout.matrices_in(Place(*plan.key, 0, part.numel()), part):
@@ -69,6 +75,8 @@ def matrices(
                 a = unpacked(lora.a, one.rank, one.target.in_features)
                 b = unpacked(lora.b, one.target.out_features, one.rank)
                 lora = PackedLora(a, b, lora.rank, lora.scaling)
+            else:
+                lora = replace(lora, b=lora.b.t())
             found[one.target.index] = one.target, lora
     return found
 

@@ -156,7 +156,7 @@ def test_triton_in_the_interpreter() -> None:
     run_triton_program("triton_lora", "interpret", TRITON_INTERPRET="1")
 
 
-def test_triton_compiles_for_hopper(tmp_path: Path) -> None:
+def test_triton_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run_triton_program("triton_lora", "compile", TRITON_CACHE_DIR=str(tmp_path))
 

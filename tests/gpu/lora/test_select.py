@@ -32,6 +32,9 @@ def test_choice_on_the_cpu(
     with caplog.at_level(logging.INFO, logger="corun.gpu.lora.select"):
         assert choose(name, dtype) == expected
     assert f"LoRA backend: {expected}" in caplog.text
+    (record,) = (one for one in caplog.records if one.name == "corun.gpu.lora.select")
+    is_fallback = name == "auto" and expected == "torch"
+    assert record.levelname == ("WARNING" if is_fallback else "INFO")
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,15 @@ def test_wrong_products_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", torch.float32) == "torch"
     with pytest.raises(ConfigError, match="wrong on this machine"):
         choose("numba", torch.float32)
+
+
+def test_a_slow_loop_in_place_of_triton_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> bool:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(select_module, "_probe", broken)
+    assert choose("auto", torch.bfloat16, "cuda") == "torch"
+    (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)
+    assert "triton does not work: its probe failed: RuntimeError: no such" in record.message

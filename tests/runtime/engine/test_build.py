@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
+from corun.gpu import assemble
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import build
@@ -156,6 +157,19 @@ def profile_of(options: dict[str, Any], directory: Path) -> str:
     return str(save_made_up_profile(EngineConfig(**options), directory / "profile.json"))
 
 
+def test_kernels_are_warmed_before_an_engine_is_ready(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def note(loaded: object, runner: object, max_model_len: int, on_progress: object) -> None:
+        lengths.append(max_model_len)
+
+    monkeypatch.setattr(assemble, "warm_up_kernels", note)
+    with Engine(**options) as engine:
+        assert lengths == [engine.get_model_info().max_model_len]
+
+
 def test_an_engine_owns_a_device_and_closes_it(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -171,7 +185,9 @@ def test_an_engine_owns_a_device_and_closes_it(
     monkeypatch.setattr(CpuDevice, "close", note)
     with Engine(**paced, profile=profile) as engine:
         choices = engine.get_model_info().device_choices
+        backends = engine.get_model_info().backends
         assert closed == []
+    assert backends.keys() >= {"attention", "LoRA", "linear"}
     assert choices == {"sync": "host", "link": "2 GiB/s + 5 us"}
     assert len(set(map(id, closed))) == 1
     with pytest.raises(ConfigError, match="--device-sync stream needs a CUDA device"):

@@ -9,7 +9,7 @@ import pytest
 from corun.runtime.adapters.registry import AdapterFacts, AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
-from corun.runtime.errors import RequestError, UnknownModelError
+from corun.runtime.errors import EngineDeadError, RequestError, UnknownModelError
 from corun.runtime.plan import AdapterId, StepPlan
 from corun.runtime.sampling import SamplingParams
 from support.fake_executor import FakeExecutor, expected_output
@@ -312,6 +312,17 @@ class TestExceptions:
         monkeypatch.setattr(engine.executor, "poll", poll)
         updates += engine.run()
         assert ends_of(updates) == {1: "error", 2: "length"}
+
+    @pytest.mark.parametrize("where", ["submit", "poll"])
+    def test_a_dead_executor_is_the_callers(
+        self, where: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine()
+        engine.add(1)
+        dead = raise_once(getattr(engine.executor, where), EngineDeadError("the device is lost"))
+        monkeypatch.setattr(engine.executor, where, dead)
+        with pytest.raises(EngineDeadError, match="the device is lost"):
+            engine.core.step()
 
     def test_a_poll_that_raises_without_a_step_is_the_callers(
         self, monkeypatch: pytest.MonkeyPatch

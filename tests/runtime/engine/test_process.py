@@ -27,6 +27,8 @@ from corun.runtime.sampling import SamplingParams
 from support.fake_engine import FACTORY, SLOW_MODEL, model_info
 
 TESTS_DIR = Path(__file__).parents[2]
+# Before what is there: it may say whose corun is tested.
+PYTHON_PATH = os.pathsep.join(filter(None, (str(TESTS_DIR), os.environ.get("PYTHONPATH"))))
 TIMEOUT_S = 20
 
 
@@ -46,7 +48,7 @@ class Child:
                     *arguments,
                 ],
                 pass_fds=(theirs.fileno(),),
-                env=os.environ | {"PYTHONPATH": str(TESTS_DIR)},
+                env=os.environ | {"PYTHONPATH": PYTHON_PATH},
                 stderr=subprocess.PIPE,
             )
 
@@ -99,6 +101,21 @@ def test_a_whole_life(child: Child) -> None:
     assert final.keys() == {4, 5}
     assert final[5].error_kind == "EngineDeadError"
     assert child.status() == 0
+
+
+def test_a_dead_engine_says_why_before_it_ends(child: Child) -> None:
+    child.configure()
+    silent = AddRequest(4, tuple(b"SILENT"), SamplingParams(seed=0, max_tokens=9))
+    deadly = AddRequest(5, tuple(b"DIE"), SamplingParams(seed=0, max_tokens=9))
+    child.sock.sendall(b"".join(map(encode_frame, (silent, deadly))))
+    *_, last = child.messages_to_the_end()
+    assert isinstance(last, StepOutputs)
+    ends = {one.request_id: (one.error_kind, one.error) for one in last.updates}
+    assert ends == dict.fromkeys((4, 5), ("EngineDeadError", "the device is lost"))
+    assert child.status() == 1
+    log = child.log()
+    assert "the device answers nothing" in log  # closing it failed, and hides nothing
+    assert log.splitlines()[-1].endswith("the engine stops: the device is lost")
 
 
 def test_the_end_of_the_channel_ends_the_process(child: Child) -> None:
@@ -171,7 +188,7 @@ def test_the_process_dies_with_its_parent() -> None:
     """The parent is killed while the child hangs in a step and sees no channel."""
     parent = subprocess.run(
         [sys.executable, "-c", _PARENT],
-        env=os.environ | {"PYTHONPATH": str(TESTS_DIR)},
+        env=os.environ | {"PYTHONPATH": PYTHON_PATH},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -9,7 +9,7 @@ INFO = ModelInfo(
     name="models/base", dtype="bfloat16", device="cpu", max_model_len=2048, vocab_size=100,
     eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=4096, memory_bytes=10 * MIB,
     max_num_waiting=10, model_path="models/base",
-    device_choices={"sync": "host", "link": "16 GiB/s + 10 us"}, summary=(),
+    device_choices={"sync": "host", "link": "16 GiB/s + 10 us"}, backends={}, summary=(),
 )  # fmt: skip
 
 

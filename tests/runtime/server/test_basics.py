@@ -131,8 +131,10 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:kv_cache_usage_perc", (model,)] == 0.25
     cache = (("block_size", "16"), ("num_gpu_blocks", "100"))
     assert samples["corun:cache_config_info", cache] == 1
-    device = (("link", "unpaced"), ("signal", "host"))
+    device = (("link", "unpaced"), ("sync", "host"))
     assert samples["corun:device_info", device] == 1
+    fallback = (("backend", "torch"), ("computes", "LoRA"), model)
+    assert samples["corun:backend_info", fallback] == 1
     assert samples["corun:num_preemptions_total", (model,)] == 3
     assert samples["corun:engine_alive", (model,)] == 1
     info = (

@@ -149,7 +149,7 @@ class Client:
         return Ready(ModelInfo(
             name="words", dtype="float32", device="cpu", max_model_len=1 << 30, vocab_size=3,
             eos_token_ids=(0,), default_sampling={}, kv_capacity_tokens=1, memory_bytes=1,
-            max_num_waiting=1, model_path="words", device_choices={},
+            max_num_waiting=1, model_path="words", device_choices={}, backends={},
             summary=("a summary of the model",),
         ), (), TokenizerSpec(Path(sys.argv[1]).read_text(), {}, None))
 

@@ -1,0 +1,150 @@
+"""Counts the variants of Triton kernels that a model asks for, by the warm-up and after it.
+
+``python -m support.triton_variants cpu|cuda ARCHITECTURE...``. Without a GPU nothing is compiled or
+computed: Triton believes in an H100, decides on variants as it always does, and is told to leave
+out what it would compile. Prints one JSON object: for each architecture the kernels by number of
+variants that the warm-up asked for, and the variants that passes like those of serving asked for
+in addition.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from corun.gpu import assemble
+from corun.gpu.attention.triton_backend import TritonAttention
+from corun.gpu.lora.table import DeviceAdapter
+from corun.gpu.lora.triton_backend import TritonLora
+from corun.gpu.model.load import ModelSource
+from corun.gpu.model.lower import PackedRows, lower
+from corun.gpu.model.runner import ModelRunner
+from corun.gpu.model.warm_up import warm_up
+from corun.runtime.config.engine import EngineConfig
+from support.architectures import save_model
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+MAX_MODEL_LEN = 20_000
+RANKS = (1, 3, 8, 64, 200)
+NUM_BLOCKS = 32
+NUM_PASSES = 120
+
+
+class Hopper:
+    """All that Triton asks a driver for until it has compiled something."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def watch(device: str) -> set[tuple[str, str]]:
+    """Names and keys of the variants that are asked for from now on."""
+    variants: set[tuple[str, str]] = set()
+
+    def note(*, key: str, fn: Any, **_: object) -> bool:
+        variants.add((fn.name, str(key)))
+        return device == "cpu"  # leave it out
+
+    knobs.runtime.jit_cache_hook = note
+    if device == "cpu":
+        driver.set_active(Hopper())
+    return variants
+
+
+def load(architecture: str, device: str, directory: Path) -> assemble.LoadedModel:
+    """A tiny model with Triton's back ends, which are not chosen on a CPU."""
+    save_model(architecture, directory)
+    config = EngineConfig(
+        model=str(directory), device=device, dtype="bfloat16", linear_backend="plain",
+        attention_backend="torch", lora_backend="torch", leaf_kernels="off", decode_graphs="off",
+    )  # fmt: skip
+    loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
+    return replace(
+        loaded,
+        attention_backend=TritonAttention(loaded.model.device),
+        lora_backend=TritonLora(loaded.lora_table, dtype=torch.bfloat16),
+    )
+
+
+def add_adapters(loaded: assemble.LoadedModel) -> list[tuple[int, int]]:
+    """Table row and rank of adapters on all targets; and the base model."""
+    added = [(-1, 0)]
+    for rank in RANKS:
+        targets = {
+            target.index: loaded.lora_backend.pack(
+                torch.zeros(rank, target.in_features), torch.zeros(target.out_features, rank), 1.0
+            )
+            for target in loaded.target_map.targets
+        }
+        added.append((loaded.lora_table.add(DeviceAdapter(targets)), rank))
+    return added
+
+
+def serve(runner: ModelRunner, adapters: list[tuple[int, int]]) -> None:
+    """Passes of all sizes: decode rows alone, chunks alone, both, with adapters and without."""
+    rng = random.Random(0)
+    block_size = runner.block_size
+    for number in range(NUM_PASSES):
+        kind = number % 3  # decode rows, chunks, both
+        num_rows = rng.choice((1, 1, 2, 3, 7, 16, 40) if kind == 0 else (1, 2, 5))
+        num_tokens = [
+            1 if kind == 0 or (kind == 2 and row) else rng.choice((2, 3, 16, 17, 48, 63, 100))
+            for row in range(num_rows)
+        ]
+        longest = rng.choice((100, 700, 1100, 2500, 5000, 9000, MAX_MODEL_LEN))
+        contexts = [rng.randint(tokens, max(tokens, longest)) for tokens in num_tokens]
+        chosen = sorted(rng.choice(adapters) for _ in range(num_rows))
+        columns = -(-max(contexts) // block_size)
+        rows = PackedRows(
+            token_ids=np.ones(sum(num_tokens), dtype=np.int64),
+            starts=np.subtract(contexts, num_tokens).astype(np.int64),
+            num_tokens=np.array(num_tokens, dtype=np.int64),
+            block_tables=np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, -1)
+            % NUM_BLOCKS,
+            known_lens=tuple(contexts),
+            table_rows=tuple(table_row for table_row, _ in chosen),
+            ranks=tuple(rank for _, rank in chosen),
+        )
+        inputs = lower(rows, block_size, runner.device)
+        runner.forward(inputs, inputs.last_indices)
+
+
+def count(architecture: str, device: str, variants: set[tuple[str, str]]) -> dict[str, Any]:
+    """Warm up, then serve."""
+    variants.clear()
+    with tempfile.TemporaryDirectory() as directory:
+        loaded = load(architecture, device, Path(directory))
+        runner = assemble.make_runner(loaded, NUM_BLOCKS)
+        warm_up(
+            runner, loaded.lora_table, loaded.lora_backend, loaded.target_map.targets,
+            MAX_MODEL_LEN, lambda text: None,
+        )  # fmt: skip
+        warmed = set(variants)
+        serve(runner, add_adapters(loaded))
+        runner.close()
+        loaded.close()
+    return {"warmed": Counter(name for name, _ in warmed), "more": sorted(variants - warmed)}
+
+
+def main(device: str, *architectures: str) -> None:
+    """Print what is counted, by architecture."""
+    variants = watch(device)
+    json.dump({name: count(name, device, variants) for name in architectures}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
