@@ -1,6 +1,7 @@
 """The passes of a start that ask for every variant of the kernels: none is asked for later."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -47,8 +48,10 @@ def test_serving_compiles_no_kernel_on_a_gpu() -> None:
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> ExecutorDevice:
-    return ExecutorDevice(save_model("gemma2", tmp_path_factory.mktemp("model")))
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExecutorDevice]:
+    device = ExecutorDevice(save_model("gemma2", tmp_path_factory.mktemp("model")))
+    yield device
+    device.executor.close()
 
 
 def test_a_warm_up_leaves_nothing_behind(device: ExecutorDevice) -> None:
