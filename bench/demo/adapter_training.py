@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from models import ALL_TARGETS, ATTENTION_TARGETS
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
@@ -24,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 # Adapters in the wild name their base or do not; a serving engine must take both.
 _BASE_NAMES = {"upper": None, "vowels": "corun-demo", "reverse": None, "add": "corun-demo"}
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def adapter_trainings() -> Mapping[str, AdapterTraining]:
 
 def adapter_configs() -> Mapping[str, LoraConfig]:
     """The PEFT configuration of each adapter, by its name, which is also its task's."""
-    attention = list(_ATTENTION)
+    attention = list(ATTENTION_TARGETS)
     kind = "CAUSAL_LM"
     return {
         "upper": LoraConfig(task_type=kind, r=4, lora_alpha=8, target_modules=attention),
@@ -61,7 +59,7 @@ def adapter_configs() -> Mapping[str, LoraConfig]:
             task_type=kind,
             r=16,
             lora_alpha=32,
-            target_modules=[*_ATTENTION, *_MLP],
+            target_modules=list(ALL_TARGETS),
             rank_pattern={"q_proj": 24, "down_proj": 12},
             alpha_pattern={"down_proj": 24},
         ),

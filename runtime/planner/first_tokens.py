@@ -72,11 +72,6 @@ class FirstTokens:
             if expected.adapter_id == adapter_id:
                 expected.is_followed = False
 
-    @property
-    def are_in_step(self) -> bool:
-        """Whether somebody whose first token is expected has a chunk in the step."""
-        return any(expected.foreseen_s is not None for expected in self._expected.values())
-
     def step_closed(self, step_s: float) -> None:
         """Nobody else joins the step, which would take ``step_s`` with all adapters cached."""
         for expected in self._expected.values():

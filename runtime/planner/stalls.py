@@ -55,6 +55,8 @@ class Stalls:
         """Nobody else joins the step, predicted to take ``warm_s`` with all adapters cached."""
         chunks = [self._chunks[request_id] for request_id in cold if request_id in self._chunks]
         self._chunks.clear()
+        if warm_s <= 0.0:  # of rows that decode alone nothing was predicted
+            return
         strategies = {strategy for strategy, _ in chunks}
         self._steps[step_id] = _Step(
             closed_at_s=now_s,
@@ -71,7 +73,7 @@ class Stalls:
         step = self._steps.pop(step_id, None)
         for given_up in [known for known in self._steps if known < step_id]:
             del self._steps[given_up]
-        if step is None or step.warm_s <= 0.0:
+        if step is None:
             return None
         ratio = (now_s - max(began_s, step.closed_at_s)) / step.warm_s
         if not step.is_cold:
