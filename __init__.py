@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     )
     from .runtime.frontend.async_engine import AsyncEngine
     from .runtime.frontend.engine import Engine
-    from .runtime.frontend.outputs import (
-        CompletionOutput,
-        Logprob,
-        LoRARequest,
-        RequestOutput,
-    )
+    from .runtime.frontend.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from .runtime.sampling import SamplingParams
 
 __version__ = "0.1.0"

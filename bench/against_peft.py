@@ -22,7 +22,7 @@ from typing import Any
 import peft
 import torch
 from corun import Engine, SamplingParams
-from corun.cpu_workers.kernels.isa import process_isa
+from corun.cpu_workers.kernels.simd.isa import process_isa
 from models import RANKS, VOCAB_SIZE, make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, report, seconds
 from transformers import AutoModelForCausalLM

@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from corun.gpu.attention.base import AttentionBackend, AttentionParams
 from corun.gpu.attention.select import select_attention_backend
+from corun.gpu.execution.threads import set_threads
+from corun.gpu.forward.batch import AttentionMetadata
 from corun.gpu.model.kv_pool import KvLayout, KvPool, LayerKvShape
-from corun.gpu.model.threads import set_threads
-from corun.gpu.step import AttentionMetadata
 from paired import compare, ratio_of, report, seconds
 
 _BLOCK_SIZE = 16

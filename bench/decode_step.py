@@ -23,7 +23,7 @@ from typing import Any
 
 from corun import Engine, SamplingParams
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.build import build_engine
+from corun.runtime.engine.assembly.build import build_engine
 from models import VOCAB_SIZE, make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, Ratio, compare, ratio_of, report, seconds
 from stepped_engine import SteppedEngine, Steps
@@ -31,7 +31,7 @@ from stepped_engine import SteppedEngine, Steps
 MAX_OVER_LINEARS, JUDGED_BATCH = 1.5, 8
 MAX_SINGLE_STREAM_MS = 11.0
 _ENGINE_OPTIONS = (
-    "linear_backend", "attention_backend", "lora_backend", "leaf_kernels", "decode_graphs",
+    "linear_backend", "attention_backend", "lora_backend", "fused_kernels", "decode_graphs",
 )  # fmt: skip
 
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from corun.cpu_workers.deltas.base import ITEM_BYTES, DeltaJob
 from corun.cpu_workers.deltas.select import Deltas
-from corun.cpu_workers.kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from corun.cpu_workers.kernels.lora.regions import (
+    Matrices,
+    TargetShape,
+    plan_packed,
+    write_region,
+)
 from corun.shm.region import Region, read_header
 from corun.shm.segment import Segment
 from paired import seconds

@@ -15,14 +15,14 @@ from typing import Any
 
 import numba
 import numpy as np
-from corun.cpu_workers.kernels.arithmetic import (
+from corun.cpu_workers.kernels.simd.arithmetic import (
     bfloat16_tag,
     describe,
     products_per_loop,
     spin,
 )
-from corun.cpu_workers.kernels.layout import FLOAT32
-from corun.gpu import huge_pages
+from corun.cpu_workers.kernels.simd.layout import FLOAT32
+from corun.gpu.device import huge_pages
 
 READ_BYTES = 256 << 20  # larger than the last-level caches of common servers
 _LOOPS = 1_000_000

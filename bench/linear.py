@@ -25,8 +25,8 @@ from typing import Any
 
 import numba
 import torch
-from corun.gpu.kernel_threads import set_kernel_threads
-from corun.gpu.launcher import capturing
+from corun.gpu.forward.kernel_threads import set_kernel_threads
+from corun.gpu.forward.launcher import capturing
 from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.numba_backend import FusedProduct, NumbaLinear
 from corun.gpu.linear.select import select_linear_backend

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from corun.gpu.kernel_threads import set_kernel_threads
-from corun.gpu.launcher import capturing
+from corun.gpu.forward.batch import LoraBatch, PassMetadata
+from corun.gpu.forward.kernel_threads import set_kernel_threads
+from corun.gpu.forward.launcher import capturing
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
-from corun.gpu.step import LoraBatch, PassMetadata
 from floors import FloorMeter, least_s
 from paired import report
 

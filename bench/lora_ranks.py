@@ -19,10 +19,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from corun.gpu.forward.batch import LoraBatch
 from corun.gpu.lora.base import LoraBackend
 from corun.gpu.lora.select import select_lora_backend
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
-from corun.gpu.step import LoraBatch
 from paired import MAX_CONTROL_SPREAD, ratio_of, report
 
 BOUND = 1.1

@@ -12,7 +12,6 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterCache
 from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
@@ -26,6 +25,7 @@ from corun.runtime.plan import (
     StepResult,
     TransferResult,
 )
+from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy

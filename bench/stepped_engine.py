@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from corun import SamplingParams
-from corun.gpu import executor as executor_module
+from corun.gpu.execution import executor as executor_module
+from corun.gpu.execution.runner import ModelRunner
+from corun.gpu.execution.sampler import Sampler
 from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.wrapper import CorunLinear
 from corun.gpu.lora.deltas import ResidentDeltas
-from corun.gpu.model.runner import ModelRunner
-from corun.gpu.model.sampler import Sampler
 from corun.gpu.replay.captured_pass import CapturedPass, KernelCalls, TorchOperation
 from corun.runtime.engine.core import EngineCore
 from corun.runtime.engine.messages import AddRequest

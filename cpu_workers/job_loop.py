@@ -19,7 +19,7 @@ from ..shm.segment import Segment
 from .deltas.base import ITEM_BYTES, DeltaBackend, DeltaJob
 from .deltas.select import Deltas, make_backend
 from .deltas.table import DeltaTable
-from .kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from .kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from .messages import WorkerSetup
 
 _MAX_KNOWN_SHAPES = 1024

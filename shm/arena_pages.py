@@ -8,13 +8,7 @@ import logging
 from pathlib import Path
 
 from .backing import available_memory_bytes
-from .huge_pages import (
-    HUGE_PAGE_BYTES,
-    MADV_HUGEPAGE,
-    MADV_NOHUGEPAGE,
-    MADV_POPULATE_WRITE,
-    advise,
-)
+from .huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 from .segment import Segment
 
 _LOG = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ A region starts at a multiple of 64 bytes and is copied as a whole. All fields a
             of the region
   byte 64   one line of 64 bytes per target, in the group's order (q, k, v): rank, byte offsets of
             its matrices A and B, padded columns of y, scaling
-  then      the matrices as ``cpu_workers.kernels.layout`` packs them, each at a multiple of 64
+  then      the matrices as ``cpu_workers.kernels.simd.layout`` packs them, each at a multiple of 64
 
 Offsets count from the region's first byte. A target of rank 0 has no matrices; its columns of y
 are zeros. The y of a group is [tokens, sum of all padded columns], targets side by side.

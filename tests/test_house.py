@@ -28,7 +28,7 @@ _ALLOWED_IMPORTS = {
     # Of the profiles the pure part.
     "runtime": (
         "runtime",
-        "cpu_workers.kernels.isa",  # names of levels and their environment
+        "cpu_workers.kernels.simd.isa",  # names of levels and their environment
         "shm.arena_ranges",  # which ranges of anything are free: pure
         "profiles.busy",
         "profiles.curve",
@@ -41,20 +41,8 @@ _ALLOWED_IMPORTS = {
         "profiles.profile",
         "profiles.report",
     ),
-    # Composition: only these put policy and mechanism together.
-    "runtime/engine/build.py": ("runtime", "gpu", "shm", "profiles"),
-    "runtime/engine/adapter_wiring.py": ("runtime", "gpu", "profiles"),
-    "runtime/engine/coexecution.py": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
-    "runtime/engine/profiling.py": ("runtime", "gpu", "profiles"),
-    "runtime/engine/process.py": (
-        "runtime",
-        "gpu",
-        "shm",
-        "profiles",
-        "cpu_workers.kernels.isa",
-    ),
-    "runtime/engine/placement.py": ("runtime", "gpu", "cpu_workers"),
-    "runtime/adapters/check.py": ("runtime", "gpu"),
+    # Composition: only this puts policy and mechanism together.
+    "runtime/engine/assembly": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
     "runtime/cli/env.py": ("runtime", "cpu_workers.kernels"),
     "gpu": (
         "gpu",
@@ -90,10 +78,9 @@ _ALLOWED_IMPORTS = {
 # Policy decides and never computes: standard library and numpy only.
 _POLICY = (
     "runtime.plan",
+    "runtime.request",
     "runtime.sampling",
     "runtime.errors",
-    "runtime.facts",
-    "runtime.cores",
     "runtime.adapters.registry",
     "runtime.adapters.target_map",
     "runtime.engine.core",
@@ -101,7 +88,8 @@ _POLICY = (
 )
 _POLICY_PACKAGES = (
     "runtime/scheduler",
-    "runtime/planner",
+    "runtime/coldstart",
+    "runtime/machine",
     "runtime/memory",
     "runtime/config",
     "runtime/cli",
@@ -168,11 +156,11 @@ def test_folders_import_only_what_they_may() -> None:
 
 
 def test_only_what_runs_the_model_knows_that_passes_are_replayed() -> None:
-    """Kernels are called by ``gpu.launcher``, whoever notes it."""
+    """Kernels are called by ``gpu.forward.launcher``, whoever notes it."""
     wrong = [
         f"{item.file}:{item.line} imports {item.target}"
         for path in _product_files()
-        if not _name(path).startswith(("gpu/replay/", "gpu/model/"))
+        if not _name(path).startswith(("gpu/replay/", "gpu/execution/"))
         for item in _imports(path)
         if _is_below(item.target, "gpu.replay")
     ]

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from corun.cpu_workers.kernels import isa
+from corun.cpu_workers.kernels.simd import isa
 
 _ROOT = Path(__file__).parent.parent
 _KERNELS = (
     "tests/cpu_workers/deltas", "tests/cpu_workers/kernels", "tests/gpu/attention",
-    "tests/gpu/leaf", "tests/gpu/linear", "tests/gpu/lora",
+    "tests/gpu/fused", "tests/gpu/linear", "tests/gpu/lora",
 )  # fmt: skip
 _PARITY = ("tests/parity", "tests/e2e/test_answers.py")
 _LEVELS = [level.name for level in isa.LEVELS]

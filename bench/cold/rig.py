@@ -19,14 +19,14 @@ from corun.gpu.device.cuda import CudaDevice
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import LinkModel, MachineModel
 from corun.profiles.profile import Profile, save_profile
+from corun.runtime.coldstart.planner import Planner, PlannerConfig
+from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.build import EngineAssembly, build_engine
-from corun.runtime.engine.coexecution import Coexecution
+from corun.runtime.engine.assembly.build import EngineAssembly, build_engine
+from corun.runtime.engine.assembly.coexecution import Coexecution
+from corun.runtime.engine.assembly.profiling import HowMuch, Listener, run_profile
 from corun.runtime.engine.messages import AddRequest
-from corun.runtime.engine.profiling import HowMuch, Listener, run_profile
 from corun.runtime.plan import RequestId
-from corun.runtime.planner.planner import Planner, PlannerConfig
-from corun.runtime.planner.strategy import LoadStrategy
 from corun.runtime.sampling import SamplingParams
 
 from cold.waits import GroupWait, WaitRecorder

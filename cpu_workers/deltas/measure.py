@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...shm.region import Region
-from ..kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from ..kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from .base import BACKEND_NAMES, ITEM_BYTES, DeltaBackend, DeltaJob, shape_of
 from .select import make_backend
 from .table import DeltaTable, Measured

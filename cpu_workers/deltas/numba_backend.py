@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ..kernels.arithmetic import bfloat16_tag
-from ..kernels.delta import MAX_BLOCK_TOKENS, SCRATCH_BYTES, store_delta
+from ..kernels.lora.delta import MAX_BLOCK_TOKENS, SCRATCH_BYTES, store_delta
+from ..kernels.simd.arithmetic import bfloat16_tag
 from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
 from .unpack import padded_in
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...shm.region import TargetPlace
-from ..kernels.layout import COLUMNS_PER_GROUP, RANKS_PER_TILE, padded_features
+from ..kernels.simd.layout import COLUMNS_PER_GROUP, RANKS_PER_TILE, padded_features
 from .base import ITEM_BYTES, DeltaJob, values_at
 
 _A_UNIT = 8 // ITEM_BYTES

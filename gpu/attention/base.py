@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from ..step import AttentionMetadata
+from ..forward.batch import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ import numba
 import numpy as np
 import torch
 
-from ...cpu_workers.kernels.arithmetic import bfloat16_tag
-from ...cpu_workers.kernels.layout import FLOAT32
-from ..launcher import current_capture, launch, new_output
-from ..step import AttentionMetadata
-from . import numba_kernels as kernels
+from ...cpu_workers.kernels.attention import kernel as kernels
+from ...cpu_workers.kernels.attention.layout import NO_WINDOW, Shape, Step, make_shape
+from ...cpu_workers.kernels.attention.plan import make_items
+from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
+from ...cpu_workers.kernels.simd.layout import FLOAT32
+from ..forward.batch import AttentionMetadata
+from ..forward.launcher import current_capture, launch, new_output
 from .base import AttentionParams
-from .numba_layout import NO_WINDOW, Shape, Step, make_shape
-from .numba_plan import make_items
 
 _CACHE_LINE_BYTES = 64
 

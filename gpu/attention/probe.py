@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..step import AttentionMetadata
+from ..forward.batch import AttentionMetadata
 from .base import AttentionBackend, AttentionParams
 from .torch_backend import TorchAttention
 

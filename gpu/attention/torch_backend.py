@@ -6,7 +6,7 @@ the number of rows; rows of several tokens are computed one after the other.
 
 import torch
 
-from ..step import AttentionMetadata
+from ..forward.batch import AttentionMetadata
 from .base import AttentionParams
 from .dense import accumulation_dtype, causal_mask, masked_attention
 

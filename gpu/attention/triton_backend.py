@@ -6,7 +6,7 @@ machines without it can import everything else.
 
 import torch
 
-from ..step import AttentionMetadata
+from ..forward.batch import AttentionMetadata
 from .base import AttentionParams
 
 # Programs that keep a large device busy: a decode batch with fewer is split along the context.

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from ...shm.errors import ShmError
+from ..forward.batch import LoraBatch
+from ..forward.lower import lora_batch
 from ..lora.base import LoraBackend
-from ..model.lower import lora_batch
-from ..step import LoraBatch
 from .cold_deltas import Arrival, ColdDeltas, ColdPlan, GroupKey, NoObserver, WaitObserver
 from .gateway import AssistedRow, ColdAdapter, WorkerGateway
 from .handover import Exchange, Handover

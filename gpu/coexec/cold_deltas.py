@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from ..device.base import Event
+from ..forward.batch import LoraBatch
 from ..lora.base import LoraBackend
-from ..step import LoraBatch
 from .handover import Handover
 from .invocation import Invocation
 

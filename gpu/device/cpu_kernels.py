@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...cpu_workers.kernels.bfloat16 import pointer, rounded, widened
+from ...cpu_workers.kernels.simd.bfloat16 import pointer, rounded, widened
 from ...shm.atomics import store_release
 
 _BITS = np.uint16(0)

@@ -15,13 +15,7 @@ from ...runtime.errors import ConfigError
 from .base import DeviceError, Word
 from .cuda_copies import BounceCopies, Copies, DirectCopies
 from .cuda_driver import Driver
-from .cuda_memory import (
-    BounceRegistrar,
-    DriverRegistrar,
-    Registrar,
-    Registrations,
-    register_memory,
-)
+from .cuda_memory import BounceRegistrar, DriverRegistrar, Registrar, Registrations, register_memory
 from .cuda_probe import (
     PAYLOAD_BYTES,
     PAYLOAD_OFFSET,

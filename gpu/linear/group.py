@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from ..launcher import call_in_every_pass
-from ..step import DeltaPass, StepContext
+from ..forward.batch import DeltaPass, StepContext
+from ..forward.launcher import call_in_every_pass
 from .base import LinearBackend
 from .numba_backend import FusedProduct, NumbaLinear
 

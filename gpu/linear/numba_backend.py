@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...cpu_workers.kernels import layout
-from ...cpu_workers.kernels.arithmetic import bfloat16_tag
-from ...cpu_workers.kernels.linear import MATRIX_FIELDS, Y_FIELD, multiply, num_wide_bytes
-from .. import huge_pages
-from ..kernel_threads import num_kernel_threads
-from ..launcher import current_capture, launch, new_output
+from ...cpu_workers.kernels.linear.multiply import MATRIX_FIELDS, Y_FIELD, multiply, num_wide_bytes
+from ...cpu_workers.kernels.simd import layout
+from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
+from ..device import huge_pages
+from ..forward.kernel_threads import num_kernel_threads
+from ..forward.launcher import current_capture, launch, new_output
 
 _ITEM_BYTES = torch.bfloat16.itemsize
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import nn
 
-from ..step import StepContext
+from ..forward.batch import StepContext
 from .base import LinearBackend, MakeLinear
 from .embedding import TiedEmbedding, plain_embeddings
 from .group import InputGroup

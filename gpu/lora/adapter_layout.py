@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...cpu_workers.kernels.layout import padded_features
+from ...cpu_workers.kernels.simd.layout import padded_features
 from ...runtime.adapters.resolved import RawTensor, ResolvedAdapter, TargetLora
 from ...runtime.adapters.target_map import Target, TargetMap
 from ...shm.arena_entry import Region as Place

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..step import LoraBatch
+from ..forward.batch import LoraBatch
 from .matrix_layout import ROWS, MatrixLayout
 
 

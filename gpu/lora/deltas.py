@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from ..step import LoraBatch
+from ..forward.batch import LoraBatch
 from .base import LoraBackend
 
 

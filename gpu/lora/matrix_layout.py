@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...cpu_workers.kernels import layout
+from ...cpu_workers.kernels.simd import layout
 
 _BITS = {2: np.uint16, 4: np.float32}  # what the packing functions take, by bytes of a value
 _TORCH_BITS = {2: torch.int16, 4: torch.int32}
@@ -37,7 +37,7 @@ class MatrixLayout(Protocol):
 
 
 class PackedLayout:
-    """What ``cpu_workers.kernels.layout`` says; the kernels on CPUs read it."""
+    """What ``cpu_workers.kernels.simd.layout`` says; the kernels on CPUs read it."""
 
     name = "packed"
 

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...cpu_workers.kernels import layout
-from ...cpu_workers.kernels.arithmetic import bfloat16_tag
-from ...cpu_workers.kernels.lora import BATCH_FIELDS, add_deltas
-from ..kernel_threads import num_kernel_threads
-from ..launcher import current_capture, launch
-from ..step import LoraBatch, PassMetadata
+from ...cpu_workers.kernels.lora.grouped import BATCH_FIELDS, add_deltas
+from ...cpu_workers.kernels.simd import layout
+from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
+from ..forward.batch import LoraBatch, PassMetadata
+from ..forward.kernel_threads import num_kernel_threads
+from ..forward.launcher import current_capture, launch
 from .base import PackedLora
 from .matrix_layout import PACKED, MatrixLayout
 from .table import LoraTable
@@ -51,7 +51,7 @@ class NumbaLora:
         self._batch_fields = array("q", [0] * BATCH_FIELDS)  # stays at one address
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
-        """Lay out A and B as ``cpu_workers.kernels.layout`` says; the rank is padded to 8 and 2."""
+        """Lay out A and B as ``kernels.simd.layout`` says; the rank is padded to 8 and 2."""
         # Clones, because torch aligns to the 64 bytes of a vector load and numpy does not.
         packed_a = torch.from_numpy(layout.pack_a(self._bits(a).numpy())).clone()
         packed_b = torch.from_numpy(layout.pack_b(self._bits(b).numpy())).clone()

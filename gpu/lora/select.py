@@ -6,7 +6,7 @@ import torch
 
 from ...runtime.config.engine import LORA_BACKENDS
 from ...runtime.errors import ConfigError
-from ..step import LoraBatch
+from ..forward.batch import LoraBatch
 from .base import LoraBackend
 from .table import DeviceAdapter, LoraTable
 from .torch_backend import TorchLora

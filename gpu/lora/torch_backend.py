@@ -5,7 +5,7 @@ The plain reading of the formula, accumulated in float32. Other backends are hel
 
 import torch
 
-from ..step import LoraBatch
+from ..forward.batch import LoraBatch
 from .base import PackedLora, TargetByTarget
 from .table import LoraTable
 

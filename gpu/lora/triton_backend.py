@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..step import LoraBatch
+from ..forward.batch import LoraBatch
 from .base import PackedLora, TargetByTarget
 from .table import LoraTable
 from .triton_kernels import expand_kernel, shrink_kernel

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from ...runtime.errors import ModelError
 from ..attention.base import AttentionBackend, AttentionParams
-from ..step import StepContext
+from ..forward.batch import StepContext
 from .kv_pool import KvPool, LayerKvShape
 
 _IDS = itertools.count()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..huge_pages import advise_huge_pages
+from ..device.huge_pages import advise_huge_pages
 
 _ALIGNMENT_BYTES = 64  # a cache line; every layer's keys and values start on one
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..launcher import current_capture
-from ..step import StepContext
+from ..forward.batch import StepContext
+from ..forward.launcher import current_capture
 
 
 def rope_recompute_length(model: nn.Module) -> int | None:

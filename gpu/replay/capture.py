@@ -17,9 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..launcher import capturing
-from ..leaf import residual
-from ..step import PassMetadata
+from ..forward.batch import PassMetadata
+from ..forward.launcher import capturing
+from ..fused import residual
 from .captured_pass import Callback, CapturedPass, KernelCalls, Part, TorchOperation
 from .replay_kernel import LETTERS, SIGNATURES
 

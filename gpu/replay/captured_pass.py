@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..step import PassMetadata
+from ..forward.batch import PassMetadata
 from .replay_kernel import replay
 
 

@@ -13,8 +13,8 @@ from typing import Protocol, Self
 
 import torch
 
-from ..kernel_threads import num_kernel_threads
-from ..step import PassMetadata
+from ..forward.batch import PassMetadata
+from ..forward.kernel_threads import num_kernel_threads
 from .capture import capture_pass
 from .captured_pass import CapturedPass
 

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ...cpu_workers.kernels.tiles import int64_at
+from ...cpu_workers.kernels.lora.tiles import int64_at
 
 # One letter for each argument. The first argument of some kernels selects code by its type alone.
 LETTERS = {

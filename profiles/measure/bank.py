@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...gpu.assemble import LoadedModel
+from ...gpu.execution.assemble import LoadedModel
 from ...gpu.lora.base import PackedLora
 from ...gpu.lora.table import DeviceAdapter
 

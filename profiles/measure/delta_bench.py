@@ -18,7 +18,7 @@ import numpy as np
 
 from ...cpu_workers.deltas.base import BACKEND_NAMES, ITEM_BYTES, DeltaBackend, DeltaJob, shape_of
 from ...cpu_workers.deltas.select import make_backend
-from ...cpu_workers.kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from ...cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from ...cpu_workers.process_life import OrphanError, die_with_parent
 from ...shm.region import Region
 from ..curve import median

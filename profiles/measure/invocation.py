@@ -10,7 +10,7 @@ import numpy as np
 
 from ...cpu_workers.deltas.base import ITEM_BYTES
 from ...cpu_workers.deltas.table import DeltaTable
-from ...cpu_workers.kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from ...cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from ...cpu_workers.pool import PoolConfig, WorkerPool
 from ...gpu.coexec.cold_deltas import ColdDeltas, ColdPlan, NoObserver
 from ...gpu.coexec.gateway import AssistedRow, PlacedGroup, WorkerGateway

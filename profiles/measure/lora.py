@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ...gpu.model.lower import PackedRows
+from ...gpu.forward.lower import PackedRows
 from ..busy import relative_spread
 from ..curve import median
 from ..fit import fit_with_held_out

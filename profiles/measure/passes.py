@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...gpu.execution.runner import ModelRunner
+from ...gpu.forward.batch import DeltaPass
+from ...gpu.forward.lower import PackedRows, lower
 from ...gpu.lora.base import LoraBackend
 from ...gpu.lora.deltas import ResidentDeltas
-from ...gpu.model.lower import PackedRows, lower
-from ...gpu.model.runner import ModelRunner
-from ...gpu.step import DeltaPass
 from .stopwatch import GroupSpan, GroupTimer, Stopwatch
 
 CONTEXT_TOKENS = 32  # of decode rows; attention over long contexts is no matter of adapters

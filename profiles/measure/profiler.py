@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 import torch
 
 from ...cpu_workers.errors import WorkerPoolError
-from ...gpu.assemble import LoadedModel, make_runner
 from ...gpu.coexec.handover import Exchange
 from ...gpu.device.host_memory import TorchDevice
+from ...gpu.execution.assemble import LoadedModel, make_runner
 from ...shm.errors import ShmError
 from ..busy import CpuUse
 from ..meter import Meter, OnReport

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from ...gpu.assemble import LoadedModel
+from ...gpu.execution.assemble import LoadedModel
 from ...runtime.adapters.target_map import Target
 from ..profile import ModelShape
 from .delta_bench import GroupShape

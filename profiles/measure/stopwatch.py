@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...gpu.step import DeltaPass
+from ...gpu.forward.batch import DeltaPass
 
 
 class Stopwatch(Protocol):

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
-from ..engine.messages import AdapterInfo
+import msgspec
+
 from ..errors import AdapterError, AdapterUnavailableError, UnknownModelError
 from ..near_names import near_names
 from ..plan import AdapterId
@@ -26,6 +27,19 @@ DRAINING = "draining"
 FAILED = "failed"
 
 _MAX_NAME_LENGTH = 256
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One registered adapter as the API shows it."""
+
+    name: str
+    path: str
+    state: str  # loading | ready | draining | failed
+    reason: str | None  # why it failed
+    rank: int  # the largest of its targets
+    num_bytes: int  # on the device
+    version: str  # content digest, hexadecimal
+    resident: bool  # on the device now
 
 
 @dataclass(frozen=True, slots=True)

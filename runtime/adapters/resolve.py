@@ -13,12 +13,7 @@ from ..near_names import near_names
 from .lora_spec import ALL_LINEAR, LoraSpec
 from .resolved import FLOAT_BYTES, RawTensor, ResolvedAdapter, TargetLora
 from .target_map import EXPERTS_REASON, Target, TargetMap
-from .tensor_names import (
-    PathIndex,
-    PrefixChange,
-    parse_tensor_name,
-    refusal_of_name,
-)
+from .tensor_names import PathIndex, PrefixChange, parse_tensor_name, refusal_of_name
 
 _MAX_LISTED = 8
 

@@ -12,7 +12,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report; return 0 if the adapter can be served, else 1."""
     config = with_demo(EngineConfig(**read_flags(vars(arguments), EngineConfig)))
     assert config.model is not None
-    from ..adapters.check import run_check
+    from ..engine.assembly.adapter_check import run_check
 
     report = run_check(
         Path(arguments.adapter),

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
-from ..facts import MachineFacts, read_machine_facts
+from ..machine.facts import MachineFacts, read_machine_facts
 
 _PACKAGES = (
     "corun",
@@ -64,7 +64,7 @@ def environment(facts: MachineFacts) -> Iterator[tuple[str, str]]:
 
 
 def _machine(facts: MachineFacts) -> Iterator[tuple[str, str]]:
-    from ...cpu_workers.kernels import arithmetic, isa
+    from ...cpu_workers.kernels.simd import arithmetic, isa
 
     quota = "no quota" if facts.cpu_quota is None else f"quota of {facts.cpu_quota:g} CPUs"
     limit = facts.memory_limit_bytes

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import ConfigError, CorunError
-from ..process_end import leave
+from ..machine.process_end import leave
 from .parser import parse_arguments
 
 _COMMAND_MODULES = {

@@ -20,7 +20,7 @@ _CHECK_OPTIONS = ("revision", "trust_remote_code", "max_lora_rank")
 _PROFILE_OPTIONS = (
     "model", "revision", "trust_remote_code", "device", "dtype", "max_model_len",
     "max_num_batched_tokens", "block_size", "linear_backend", "attention_backend", "lora_backend",
-    "leaf_kernels", "decode_graphs", "cpu_threads", "cpu_cores", "engine_cores", "delta_backend",
+    "fused_kernels", "decode_graphs", "cpu_threads", "cpu_cores", "engine_cores", "delta_backend",
     "worker_slowdown", "link_gib_per_s", "link_latency_us", "device_sync", "skip_parity_probe",
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from ..errors import ConfigError, ResourceError
 from .main import configure_logging
 
 if TYPE_CHECKING:
-    from ..engine.profiling import ProfileRun
+    from ..engine.assembly.profiling import ProfileRun
 
 _REPORT_EVERY_S = 2.0  # where lines cannot be overwritten
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Before numba and torch are loaded.
     os.environ.update(own_environment(config.cpu_isa, os.environ))
     may_draw = _may_draw(is_asked=arguments.picture is not None)
-    from ..engine.profiling import HowMuch, Listener, run_profile
+    from ..engine.assembly.profiling import HowMuch, Listener, run_profile
 
     how_much = HowMuch(arguments.effort, _budget_s(arguments.budget_s))
     progress = ProgressLine()

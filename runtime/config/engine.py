@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ...cpu_workers.kernels import isa
-from ..planner.strategy import LoadStrategy
+from ...cpu_workers.kernels.simd import isa
+from ..coldstart.strategy import LoadStrategy
 from .check import check_config
 from .cpu_list import parse_cpu_cores
 from .lora_modules import parse_lora_modules
@@ -17,7 +17,7 @@ POLICIES = ("fcfs",)
 LINEAR_BACKENDS = ("auto", "numba", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
-LEAF_KERNELS = ("auto", "off")
+FUSED_KERNELS = ("auto", "off")
 DECODE_GRAPHS = ("auto", "off")
 LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy))
 DEVICE_SYNCS = ("auto", "stream", "host")
@@ -102,9 +102,9 @@ class EngineConfig:
     linear_backend: str = option("auto", choices=LINEAR_BACKENDS, help="Matrix products.")
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS, help="Paged attention.")
     lora_backend: str = option("auto", choices=LORA_BACKENDS, help="LoRA products.")
-    leaf_kernels: str = option(
+    fused_kernels: str = option(
         "auto",
-        choices=LEAF_KERNELS,
+        choices=FUSED_KERNELS,
         help="Norms, rotary embeddings and gated activations in one pass, for bfloat16 on the CPU; "
         "auto = where a check at start finds them equal to the model's own.",
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ...cpu_workers.kernels.isa import forcing_environment
+from ...cpu_workers.kernels.simd.isa import forcing_environment
 
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """How many hardware queues CUDA spreads a process's streams over; it reads it when it starts.

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..adapters.registry import AdapterFacts, AdapterRegistry, AdapterVersion, LoadId
+from ..adapters.registry import AdapterFacts, AdapterInfo, AdapterRegistry, AdapterVersion, LoadId
 from ..errors import AdapterError, CorunError, UnknownModelError
 from ..plan import AdapterId
-from .messages import AdapterInfo, AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
+from .messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from ..adapters.registry import AdapterVersion
 from ..errors import EngineDeadError
 from ..memory.namespace import kv_namespace
 from ..plan import BASE_ADAPTER, AdapterId, Executor, RequestId, StepPlan
+from ..request import Request
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
 from .messages import AddRequest, ColdStartInfo, CpuWorkerStats, EngineStats, RequestUpdate
-from .request import Request
 
 _logger = logging.getLogger(__name__)
 

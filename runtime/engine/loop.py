@@ -12,12 +12,12 @@ import selectors
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from ..adapters.registry import AdapterInfo
 from ..config.engine import EngineConfig
 from ..errors import CorunError, EngineDeadError, RequestError
 from .channel import Channel
 from .messages import (
     AbortRequests,
-    AdapterInfo,
     AdaptersChanged,
     AddAdapter,
     AddRequest,

@@ -7,6 +7,7 @@ request and operation ids. Every request gets exactly one final ``RequestUpdate`
 
 import msgspec
 
+from ..adapters.registry import AdapterInfo
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
 
@@ -74,19 +75,6 @@ class StartupFailed(Message, frozen=True):
 
     kind: str
     error: str
-
-
-class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One registered adapter as the API shows it."""
-
-    name: str
-    path: str
-    state: str  # loading | ready | draining | failed
-    reason: str | None  # why it failed
-    rank: int  # the largest of its targets
-    num_bytes: int  # on the device
-    version: str  # content digest, hexadecimal
-    resident: bool  # on the device now
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True):

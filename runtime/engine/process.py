@@ -23,7 +23,7 @@ from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
 from ..config.environment import own_environment
 from ..errors import CorunError
-from ..process_end import leave
+from ..machine.process_end import leave
 from .channel import Channel, ChannelError, receive_one_frame
 from .loop import BuildEngine, serve_channel
 from .messages import ToEngine

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-DEFAULT_FACTORY = f"{__package__}.build:build_engine"
+DEFAULT_FACTORY = f"{__package__}.assembly.build:build_engine"
 
 
 class SpawnedEngine:

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
+from ..adapters.registry import AdapterInfo
 from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..engine.client import EngineClient, ProcessClient, ThreadClient
 from ..engine.messages import (
-    AdapterInfo,
     AdaptersChanged,
     EngineStats,
     FromEngine,

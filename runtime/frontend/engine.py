@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from ..adapters.registry import AdapterInfo
 from ..config.engine import EngineConfig
-from ..engine.messages import AdapterInfo, AddAdapter, EngineStats, ModelInfo, RemoveAdapter
+from ..engine.messages import AddAdapter, EngineStats, ModelInfo, RemoveAdapter
 from ..engine.process import load_factory
 from ..engine.spawn import DEFAULT_FACTORY
 from ..engine.tokenizer import load_tokenizer
@@ -24,14 +25,7 @@ from .batch import BatchItem, read_batch
 from .codec import codec_of
 from .engine_thread import EngineThread
 from .generation import Generation
-from .inputs import (
-    Asked,
-    Prompt,
-    check_prompt,
-    default_sampling,
-    engine_requests,
-    make_config,
-)
+from .inputs import Asked, Prompt, check_prompt, default_sampling, engine_requests, make_config
 from .jobs import AdapterJob, GenerateJob, Submission
 from .lora_directory import adapter_path, check_lora_request
 from .outputs import LoRARequest, RequestOutput

@@ -6,7 +6,7 @@ Pure bookkeeping: paths and names. Knows nothing of channels or of how adapters 
 import os
 from collections.abc import Iterable
 
-from ..engine.messages import AdapterInfo
+from ..adapters.registry import AdapterInfo
 from ..errors import AdapterUnavailableError, RequestError, UnknownModelError
 from ..near_names import near_names
 from .outputs import LoRARequest

@@ -13,14 +13,7 @@ from ..engine.messages import AbortRequests, ModelInfo, RequestUpdate
 from ..errors import EngineDeadError
 from ..sampling import SamplingParams
 from .generation import Generation
-from .inputs import (
-    Asked,
-    Prompt,
-    check_prompt,
-    check_room,
-    default_sampling,
-    engine_requests,
-)
+from .inputs import Asked, Prompt, check_prompt, check_room, default_sampling, engine_requests
 from .outputs import LoRARequest
 from .request_table import Notify, RequestTable
 from .tokenizer import Tokenizer

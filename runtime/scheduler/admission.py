@@ -1,9 +1,9 @@
 """Lets waiting requests in, as far as the step and the device have room, and loads adapters."""
 
-from ..engine.request import Request
 from ..memory.adapter_cache import AdapterState
 from ..memory.device_memory import DeviceMemory
 from ..plan import BASE_ADAPTER
+from ..request import Request
 from .cold import ColdStarts
 from .config import SchedulerConfig
 from .limits import blocks_for

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..engine.request import Request
 from ..plan import AdapterId, RequestId, StepId
+from ..request import Request
 from .events import ColdStart
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..engine.request import Request, RequestStatus
+from ..request import Request, RequestStatus
 from .cold import ColdStarts
 from .config import SchedulerConfig
 from .events import SchedulerCounters

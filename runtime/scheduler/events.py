@@ -4,8 +4,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..engine.request import Request
 from ..plan import RequestId, TokenLogprobs
+from ..request import Request
 
 
 class FinishReason(enum.StrEnum):

@@ -10,8 +10,8 @@ by at most one request.
 import bisect
 from collections.abc import Collection, Generator, Sequence
 
-from ..engine.request import Request
 from ..plan import RequestId
+from ..request import Request
 from .config import DEFAULT_MAX_OVERTAKING_TOKENS
 from .policy import Verdict
 

@@ -1,8 +1,8 @@
 """Whether a request can be served at all. Refusals name the limit and the flag that moves it."""
 
-from ..engine.request import Request
 from ..errors import OverloadedError, RequestError
 from ..memory.device_memory import DeviceMemory
+from ..request import Request
 from .config import SchedulerConfig
 
 

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Collection, Generator, Sequence
 from typing import Protocol
 
-from ..engine.request import Request
+from ..request import Request
 
 
 class Verdict(enum.Enum):

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable, Iterator
 
-from ..engine.request import Request, RequestStatus
 from ..plan import Outcome, RowResult
+from ..request import Request, RequestStatus
 from .events import FinishReason, RequestEvent, SchedulerCounters, finish_reason_of
 from .running_set import RunningSet
 from .step_draft import InFlightStep

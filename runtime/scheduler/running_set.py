@@ -6,9 +6,9 @@ hold on its adapter, until the last of these steps has returned.
 
 from collections.abc import Collection
 
-from ..engine.request import Request, RequestStatus
 from ..memory.device_memory import DeviceMemory
 from ..plan import BASE_ADAPTER, BlockId, RequestId
+from ..request import Request, RequestStatus
 from .limits import blocks_for
 
 

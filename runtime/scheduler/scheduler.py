@@ -7,7 +7,6 @@ the results of earlier steps have come back. Who is admitted and who is preempte
 
 from collections.abc import Iterable, Mapping
 
-from ..engine.request import Request, RequestStatus
 from ..errors import RequestError
 from ..memory.device_memory import DeviceMemory
 from ..plan import (
@@ -21,6 +20,7 @@ from ..plan import (
     TransferRead,
     TransferResult,
 )
+from ..request import Request, RequestStatus
 from .admission import Admission
 from .cold import ColdStarts, WarmStarts
 from .config import SchedulerConfig

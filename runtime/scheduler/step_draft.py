@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..engine.request import Request
 from ..plan import (
     BlockUpdate,
     NewRequest,
@@ -15,6 +14,7 @@ from ..plan import (
     Transfer,
     TransferId,
 )
+from ..request import Request
 from .cold import ColdChunk, StepRows
 from .config import SchedulerConfig
 

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine.messages import AdapterInfo
+from ..adapters.registry import AdapterInfo
 from ..errors import UnknownModelError
 from ..frontend.tokenizer import check_token_ids
 from .body import RequestModel, parse_body, read_body

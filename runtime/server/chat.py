@@ -12,13 +12,7 @@ from .chunks import ChunkEncoder, Envelope
 from .endpoint import Form, GenerationEndpoint
 from .generation import Generation
 from .logprobs import chat_logprobs
-from .responses import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-)
+from .responses import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage
 from .sampling_map import to_sampling_params
 
 _OBJECT = "chat.completion"

@@ -7,7 +7,8 @@ of processes, tensors or the scheduler.
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..engine.messages import AdapterInfo, EngineStats, ModelInfo
+from ..adapters.registry import AdapterInfo
+from ..engine.messages import EngineStats, ModelInfo
 from ..frontend.outputs import LoRARequest, RequestOutput
 from ..sampling import SamplingParams
 

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine.messages import AdapterInfo
+from ..adapters.registry import AdapterInfo
 from ..errors import NotServedError, RequestError, UnknownModelError
 from ..frontend.outputs import LoRARequest
 from ..near_names import near_names

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from ..engine.messages import AdapterInfo
+from ..adapters.registry import AdapterInfo
 from ..frontend.outputs import RequestOutput
 from .engine_port import EnginePort
 from .histogram import Histogram

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.messages import AdapterInfo
+from ..adapters.registry import AdapterInfo
 from ..errors import AdapterUnavailableError, UnknownModelError
 from ..near_names import near_names
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ..collector import collection_paused, keep_imported
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.client import EngineClient, ProcessClient
 from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
+from ..machine.gc_control import collection_paused, keep_imported
 from .listening import bind
 from .stop import EXIT_OK, StopSignals
 

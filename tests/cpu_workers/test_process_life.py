@@ -8,11 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from corun.cpu_workers.process_life import (
-    has_ended,
-    kill_and_wait,
-    look_at,
-)
+from corun.cpu_workers.process_life import has_ended, kill_and_wait, look_at
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
 SPIN = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from corun import AsyncEngine, Engine, SamplingParams
-from corun.cpu_workers.kernels import isa
+from corun.cpu_workers.kernels.simd import isa
 from corun.runtime.demo import chat_prompt
 from corun.runtime.errors import ConfigError
 

@@ -14,7 +14,7 @@ import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
 from corun.gpu.coexec.invocation import Invocation
-from corun.runtime.planner.strategy import LoadStrategy
+from corun.runtime.coldstart.strategy import LoadStrategy
 from support.cold_engine import ColdEngine
 from support.cold_parity import LARGE_SPEC, NUM_LAYERS, check, make_case, prompts, split_at
 from support.devices import DEVICES

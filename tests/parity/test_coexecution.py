@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from corun.runtime.engine.request import Request
+from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.plan import SubBatchKind
-from corun.runtime.planner.strategy import LoadStrategy
+from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk
 from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, NUM_LAYERS, check, make_case, prompts, split_at

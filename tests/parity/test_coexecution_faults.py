@@ -7,8 +7,8 @@ import psutil
 import pytest
 from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
 from corun.gpu.coexec.invocation import Invocation
-from corun.runtime.engine.request import Request
 from corun.runtime.plan import RequestId
+from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk
 from corun.shm.errors import WorkerUnavailableError
 from support.cold_engine import ColdEngine

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from corun.runtime.engine.request import Request
+from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import StepPlan, SubBatchKind
-from corun.runtime.planner.strategy import LoadStrategy
+from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk
 from support.cold_engine import Answer, ColdEngine
 from support.cold_parity import NUM_LAYERS, check, make_case, prompts
@@ -69,7 +69,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def files(running: Files, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
     """Nothing is in memory; afterwards everything is given back."""
-    monkeypatch.setattr("corun.gpu.adapter_arrival._READ_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("corun.gpu.adapters.arrival._READ_TIMEOUT_S", 30.0)
     running.forget()
     running.engine.plans.clear()
     yield running
@@ -141,7 +141,7 @@ def test_a_layer_that_is_late_costs_a_retry_and_not_the_request(
 ) -> None:
     """Nobody in the pass waits for a disk that hangs."""
     engine = files.engine
-    monkeypatch.setattr("corun.gpu.adapter_arrival._READ_TIMEOUT_S", 0.001)
+    monkeypatch.setattr("corun.gpu.adapters.arrival._READ_TIMEOUT_S", 0.001)
     prompt = prompts(1, seed=22)[0]
     files.gate.close()
     files.gate.let(TENSORS_OF_A_LAYER)

@@ -7,13 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from corun.profiles.find import (
-    Fitness,
-    default_path,
-    find_or_measure,
-    judge,
-    state_directory,
-)
+from corun.profiles.find import Fitness, default_path, find_or_measure, judge, state_directory
 from corun.profiles.profile import (
     Profile,
     ProfileError,

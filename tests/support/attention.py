@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from corun.gpu.attention.base import AttentionParams
-from corun.gpu.step import AttentionMetadata
+from corun.gpu.forward.batch import AttentionMetadata
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import random
 
-from corun.runtime.engine.request import Request
 from corun.runtime.plan import AdapterId, RequestId, StepId
+from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 
 NUM_LAYERS = 4

@@ -19,14 +19,14 @@ import torch
 from corun.cpu_workers.pool import WorkerPool
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.device.link import Direction
+from corun.runtime.coldstart.planner import Planner, PlannerConfig
+from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.build import build_engine
+from corun.runtime.engine.assembly.build import build_engine
 from corun.runtime.engine.messages import AddAdapter, AddRequest, OperationDone, RemoveAdapter
-from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import AdapterId, StepPlan, SubBatchKind
-from corun.runtime.planner.planner import Planner, PlannerConfig
-from corun.runtime.planner.strategy import LoadStrategy
+from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from support.model_profiles import Figures, save_made_up_profile

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corun.gpu import assemble
+from corun.gpu.execution import assemble
+from corun.gpu.forward.batch import DeltaPass
+from corun.gpu.forward.lower import ForwardInputs, PackedRows, lower
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model.load import ModelSource
-from corun.gpu.model.lower import ForwardInputs, PackedRows, lower
-from corun.gpu.step import DeltaPass
 from corun.runtime.config.engine import EngineConfig
 
 _BLOCK_SIZE = 4

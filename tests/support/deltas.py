@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from corun.cpu_workers.deltas.base import DeltaBackend, DeltaJob
-from corun.cpu_workers.kernels.regions import Matrices, TargetShape, plan_packed, write_region
+from corun.cpu_workers.kernels.lora.regions import (
+    Matrices,
+    TargetShape,
+    plan_packed,
+    write_region,
+)
 from corun.shm.region import Region
 
 # What surrounds x and y must neither be read as data nor be written.

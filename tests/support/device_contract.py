@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from corun.gpu.device.base import (
-    DeviceError,
-    DeviceTimeoutError,
-    Event,
-    Stream,
-    Word,
-)
+from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Event, Stream, Word
 from corun.gpu.device.host_memory import HostMemory, TorchDevice
 from corun.shm.atomics import load_acquire, store_release
 from corun.shm.errors import ShmError

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from corun.runtime.engine.messages import AdapterInfo, EngineStats, ModelInfo
+from corun.runtime.adapters.registry import AdapterInfo
+from corun.runtime.engine.messages import EngineStats, ModelInfo
 from corun.runtime.errors import (
     AdapterError,
     CorunError,

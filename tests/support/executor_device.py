@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corun.gpu import assemble
-from corun.gpu.executor import AdapterFetch, DeviceExecutor
+from corun.gpu.execution import assemble
+from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model.load import ModelSource
 from corun.runtime.config.engine import EngineConfig

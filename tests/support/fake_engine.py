@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from corun.runtime.adapters.registry import AdapterInfo
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import (
-    AdapterInfo,
     AdaptersChanged,
     AddAdapter,
     AddRequest,

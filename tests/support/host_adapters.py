@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
+from corun.gpu.adapters.host import ArenaSize, HostAdapters
 from corun.gpu.device.host_memory import TorchDevice
-from corun.gpu.host_adapters import ArenaSize, HostAdapters
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import LoraTable
 from corun.gpu.lora.torch_backend import TorchLora

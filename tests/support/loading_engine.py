@@ -16,29 +16,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from corun.gpu.adapter_copier import SlabSize
-from corun.gpu.adapter_fetcher import Arrival
+from corun.gpu.adapters.copier import SlabSize
+from corun.gpu.adapters.fetcher import Arrival
+from corun.gpu.adapters.host import HostAdapters
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink, Transfer
-from corun.gpu.executor import AdapterFetch, DeviceExecutor
-from corun.gpu.host_adapters import HostAdapters
+from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
+from corun.gpu.execution.row_results import RowResults
+from corun.gpu.execution.sampler import SampledRow
+from corun.gpu.forward.batch import DeltaPass
+from corun.gpu.forward.lower import ForwardInputs
 from corun.gpu.lora.adapter_layout import AdapterLayout
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.matrix_layout import PACKED
 from corun.gpu.lora.table import LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
-from corun.gpu.model.lower import ForwardInputs
-from corun.gpu.model.sampler import SampledRow
 from corun.gpu.model.targets import build_target_map
-from corun.gpu.row_results import RowResults
-from corun.gpu.step import DeltaPass
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
-from corun.runtime.engine.request import Request
-from corun.runtime.engine.resources import MemoryPlan
+from corun.runtime.engine.assembly.resources import MemoryPlan
 from corun.runtime.plan import AdapterId, RequestId, RowResult, StepPlan, SubBatch, SubBatchKind
+from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestEvent
 from support.architectures import make_model

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from corun.gpu.forward.batch import LoraBatch
 from corun.gpu.lora.base import LoraBackend
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
-from corun.gpu.step import LoraBatch
 
 TARGET = 2
 NUM_TARGETS = 4

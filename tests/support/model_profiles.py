@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from corun.gpu import assemble
+from corun.gpu.execution import assemble
+from corun.gpu.execution.threads import set_threads
 from corun.gpu.model.load import ModelSource
-from corun.gpu.model.threads import set_threads
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.profile import Subject, save_profile
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.placement import place_engine
-from corun.runtime.engine.profiling import subject_of
-from corun.runtime.facts import read_machine_facts
+from corun.runtime.engine.assembly.placement import place_engine
+from corun.runtime.engine.assembly.profiling import subject_of
+from corun.runtime.machine.facts import read_machine_facts
 from support.profiles import PROFILE
 
 _STEP_S = Curve((1.0, 512.0), (0.002, 0.02))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from corun.cpu_workers.pool import PoolConfig
-from corun.runtime.engine import coexecution
+from corun.runtime.engine.assembly import coexecution
 from support.worker_pool import table_of
 
 

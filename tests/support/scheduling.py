@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterCache
 from corun.runtime.memory.adapter_slab import AdapterSlab
 from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, RequestId, StepPlan
+from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdStarts
 from corun.runtime.scheduler.config import SchedulerConfig

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from corun.gpu import assemble
 from corun.gpu.attention.triton_backend import TritonAttention
+from corun.gpu.execution import assemble
+from corun.gpu.execution.runner import ModelRunner
+from corun.gpu.execution.warm_up import warm_up
+from corun.gpu.forward.lower import PackedRows, lower
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.lora.triton_backend import TritonLora
 from corun.gpu.model.load import ModelSource
-from corun.gpu.model.lower import PackedRows, lower
-from corun.gpu.model.runner import ModelRunner
-from corun.gpu.model.warm_up import warm_up
 from corun.runtime.config.engine import EngineConfig
 from support.architectures import save_model
 from triton import knobs
@@ -70,7 +70,7 @@ def load(architecture: str, device: str, directory: Path) -> assemble.LoadedMode
     save_model(architecture, directory)
     config = EngineConfig(
         model=str(directory), device=device, dtype="bfloat16", linear_backend="plain",
-        attention_backend="torch", lora_backend="torch", leaf_kernels="off", decode_graphs="off",
+        attention_backend="torch", lora_backend="torch", fused_kernels="off", decode_graphs="off",
     )  # fmt: skip
     loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
     return replace(

@@ -12,9 +12,9 @@ from corun.cpu_workers.deltas.base import DeltaBackend, shape_of
 from corun.cpu_workers.deltas.numba_backend import NumbaDelta
 from corun.cpu_workers.deltas.numpy_backend import NumpyDelta
 from corun.cpu_workers.deltas.torch_backend import TorchDelta
-from corun.cpu_workers.kernels.arithmetic import bfloat16_tag
-from corun.cpu_workers.kernels.layout import BFLOAT16
-from corun.cpu_workers.kernels.regions import TargetShape, plan_packed
+from corun.cpu_workers.kernels.lora.regions import TargetShape, plan_packed
+from corun.cpu_workers.kernels.simd.arithmetic import bfloat16_tag
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16
 from corun.shm.errors import FormatError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ from typing import Any
 import numba
 import pytest
 import torch
-from corun.cpu_workers.kernels.layout import BFLOAT16
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16
 from corun.gpu.attention.numba_backend import NumbaAttention
 from support.attention import Call, Problem, dense_oracle, make_call
 

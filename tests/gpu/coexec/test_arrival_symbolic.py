@@ -6,8 +6,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from corun.gpu.adapter_arrival import Copied
-from corun.gpu.adapter_copier import AdapterCopier
+from corun.gpu.adapters.arrival import Copied
+from corun.gpu.adapters.copier import AdapterCopier
 from corun.gpu.device.base import UnrecordedEventError
 from hypothesis import given, settings
 from support.streams.symbolic_explore import explore

@@ -4,11 +4,7 @@ import threading
 import time
 
 import pytest
-from corun.gpu.device.base import (
-    DeviceError,
-    DeviceTimeoutError,
-    UnrecordedEventError,
-)
+from corun.gpu.device.base import DeviceError, DeviceTimeoutError, UnrecordedEventError
 from support.cuda_setting import Setting, add, fill, open_setting
 
 

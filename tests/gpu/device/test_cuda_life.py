@@ -8,11 +8,7 @@ import time
 import pytest
 import torch
 from corun.gpu.device import cuda
-from corun.gpu.device.base import (
-    DeviceError,
-    DeviceTimeoutError,
-    Stream,
-)
+from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Stream
 from support.cuda_setting import NUM_BYTES, Setting, add, fill, open_setting
 
 

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.kernels.isa import process_isa
-from corun.cpu_workers.kernels.layout import BFLOAT16, BFLOAT16_DOT
-from corun.gpu.kernel_threads import num_kernel_threads, set_kernel_threads
+from corun.cpu_workers.kernels.simd.isa import process_isa
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT
+from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.linear import select
 from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.numba_backend import NumbaLinear

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from corun.gpu.forward.batch import StepContext
 from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.numba_backend import NumbaLinear
@@ -14,7 +15,6 @@ from corun.gpu.linear.wrapper import wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
-from corun.gpu.step import StepContext
 from support.lora import make_batch
 from torch import nn
 

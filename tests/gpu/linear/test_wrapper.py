@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from corun.gpu.forward.batch import StepContext
 from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear
@@ -14,7 +15,6 @@ from corun.gpu.linear.wrapper import CorunLinear, leave_weight_files, wrap_linea
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
-from corun.gpu.step import StepContext
 from support.lora import make_batch
 from torch import nn
 

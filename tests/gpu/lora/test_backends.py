@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from corun.cpu_workers.kernels.layout import BFLOAT16
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16
 from corun.gpu.lora.base import LoraBackend
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import DeviceAdapter, LoraTable

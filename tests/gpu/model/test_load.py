@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.generation import GenerationDefaults, read_generation_defaults
 from corun.gpu.model.load import ModelSource, load_config, load_model
-from corun.gpu.step import StepContext
 from corun.runtime.errors import ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import make_model, save_model

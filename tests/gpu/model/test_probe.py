@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.attention.torch_backend import TorchAttention
+from corun.gpu.execution.runner import ModelRunner
+from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.kv_pool import KvLayout, KvPool
 from corun.gpu.model.load import ModelSource, load_config, load_model
 from corun.gpu.model.probe import check_parity, layer_shapes, record_attention
 from corun.gpu.model.rope import guard_longrope
-from corun.gpu.model.runner import ModelRunner
-from corun.gpu.step import StepContext
 from corun.runtime.errors import ModelError
 from support.architectures import ARCHITECTURES, save_model
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM

@@ -5,21 +5,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.kernels.isa import process_isa
-from corun.cpu_workers.kernels.layout import BFLOAT16, BFLOAT16_DOT
-from corun.gpu.launcher import (
+from corun.cpu_workers.kernels.simd.isa import process_isa
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT
+from corun.gpu.forward.batch import PassMetadata
+from corun.gpu.forward.launcher import (
     call_in_every_pass,
     capturing,
     current_capture,
     launch,
     new_output,
 )
-from corun.gpu.leaf import residual
+from corun.gpu.forward.lower import PackedRows, lower
+from corun.gpu.fused import residual
 from corun.gpu.linear.numba_backend import NumbaLinear
-from corun.gpu.model.lower import PackedRows, lower
 from corun.gpu.replay.capture import OutputMemory, capture_pass
 from corun.gpu.replay.captured_pass import CapturedPass, KernelCalls
-from corun.gpu.step import PassMetadata
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

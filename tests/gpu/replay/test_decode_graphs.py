@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from corun.gpu.kernel_threads import num_kernel_threads, set_kernel_threads
-from corun.gpu.model.runner import ModelRunner
+from corun.gpu.execution.runner import ModelRunner
+from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.replay.decode_graphs import DecodeGraphs
 from support.architectures import ARCHITECTURES, save_model
 from support.decode_passes import DecodePasses

@@ -4,11 +4,7 @@ from typing import Any
 
 import pytest
 from corun.runtime.adapters.lora_spec import LoraSpec
-from corun.runtime.adapters.resolve import (
-    ResolveError,
-    max_tensor_bytes,
-    resolve_adapter,
-)
+from corun.runtime.adapters.resolve import ResolveError, max_tensor_bytes, resolve_adapter
 from corun.runtime.adapters.resolved import RawTensor, ResolvedAdapter
 from corun.runtime.adapters.target_map import Target, TargetMap
 

@@ -1,7 +1,7 @@
 """What processes of corun's own set before they load libraries."""
 
 import pytest
-from corun.cpu_workers.kernels.isa import forcing_environment
+from corun.cpu_workers.kernels.simd.isa import forcing_environment
 from corun.runtime.config.environment import own_environment
 
 

@@ -4,9 +4,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import AdapterId, StepPlan, TransferKind, TransferResult
+from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.fcfs import FcfsPolicy
 from corun.runtime.scheduler.policy import Verdict

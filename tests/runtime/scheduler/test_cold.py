@@ -1,8 +1,8 @@
 """Requests that start while their adapter is being loaded, as the scheduler plans them."""
 
-from corun.runtime.engine.request import Request
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import AdapterId, RequestId, StepId, StepPlan, SubBatchKind
+from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import ColdStart
 from support.scheduling import make_executor, make_memory, make_request, make_scheduler

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from corun.runtime.engine.request import Request
 from corun.runtime.errors import ConfigError, OverloadedError, RequestError
 from corun.runtime.plan import RequestId
+from corun.runtime.request import Request
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.registry import make_policy

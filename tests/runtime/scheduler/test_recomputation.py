@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from corun.runtime.engine.request import Request
 from corun.runtime.plan import Outcome, RequestId, RowResult, StepId, StepResult
+from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output

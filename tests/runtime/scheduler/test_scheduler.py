@@ -1,8 +1,8 @@
 """Steps and preemption, one rule at a time."""
 
 import pytest
-from corun.runtime.engine.request import Request, RequestStatus
 from corun.runtime.plan import RequestId
+from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output

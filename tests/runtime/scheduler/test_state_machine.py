@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import hypothesis.strategies as st
 import pytest
-from corun.runtime.engine.request import Request
 from corun.runtime.errors import RequestError
 from corun.runtime.plan import AdapterId, Outcome, RequestId, TransferKind
+from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.fcfs import FcfsPolicy
 from hypothesis import HealthCheck, settings

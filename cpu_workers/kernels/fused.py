@@ -1,0 +1,233 @@
+"""What a decoder computes between its products, in bfloat16: norms, rotations, gated activations.
+
+Rows in, rows out, in one pass over memory, rounded where transformers' modules round. The kernels
+know nothing of modules or torch: they are handed raw addresses; strides are in values. Each thread
+takes one contiguous share of the rows; few rows are left to the caller's thread, because a second
+one would wake up for less than it costs.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange
+
+from .simd.bfloat16 import pointer, rounded, widened
+from .simd.compiled import address_of, call_function, part
+
+# Values of a call below which one thread computes them all: about 10 us.
+_SERIAL_VALUES = 32 * 1024
+
+_BITS = np.uint16(0)
+_PAIR = np.uint32(0)
+_FLOAT = np.float32(0)
+_LOW_HALF, _HALF_BITS = np.uint32(0xFFFF), np.uint32(16)
+
+
+# Only sums may be taken in another order; NaN and infinities are as they are.
+@njit(error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"})
+def _inverse_rms(x: np.ndarray, epsilon: np.float32) -> Any:
+    total = np.float32(0)
+    for i in range(len(x)):
+        value = widened(x[i])
+        total += value * value
+    return np.float32(1) / np.sqrt(total / np.float32(len(x)) + epsilon)
+
+
+@part
+def _norm_share(
+    x: int, x_stride: int, scale: int, y: int, features: int, epsilon: np.float32,
+    rounds_twice: bool, first: int, last: int,
+) -> None:  # fmt: skip
+    factors = carray(pointer(scale, _FLOAT), (features,))
+    for row in range(first, last):
+        values = carray(pointer(x + 2 * row * x_stride, _BITS), (features,))
+        results = carray(pointer(y + 2 * row * features, _BITS), (features,))
+        inverse = _inverse_rms(values, epsilon)
+        if rounds_twice:
+            for i in range(features):
+                normed = widened(rounded(widened(values[i]) * inverse))
+                results[i] = rounded(normed * factors[i])
+        else:
+            for i in range(features):
+                results[i] = rounded((widened(values[i]) * inverse) * factors[i])
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def norm(
+    x: int, x_stride: int, scale: int, y: int, num_rows: int, features: int, epsilon: np.float32,
+    rounds_twice: bool, num_threads: int,
+) -> None:  # fmt: skip
+    """Write scale * x / sqrt(mean(x^2) + epsilon) of each row.
+
+    x: bfloat16 [num_rows, features], ``x_stride`` values from one row to the next; y: the same
+        without gaps; scale: float32 [features].
+    rounds_twice: the normed row is rounded before it is scaled, too.
+    num_threads: at most as many as numba has started.
+    """
+    whole = (x, x_stride, scale, y, features, epsilon, rounds_twice, np.int64(0), num_rows)
+    share = address_of(_norm_share, whole)
+    if num_threads == 1 or num_rows * features <= _SERIAL_VALUES:
+        call_function(share, whole)
+        return
+    for worker in prange(num_threads):
+        first = num_rows * worker // num_threads
+        last = num_rows * (worker + 1) // num_threads
+        call_function(share, (x, x_stride, scale, y, features, epsilon, rounds_twice, first, last))
+
+
+@part
+def _add_share(a: int, b: int, y: int, first: int, last: int) -> None:
+    lefts = carray(pointer(a, _BITS), (last,))
+    rights = carray(pointer(b, _BITS), (last,))
+    results = carray(pointer(y, _BITS), (last,))
+    for i in range(first, last):
+        results[i] = rounded(widened(lefts[i]) + widened(rights[i]))
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def add(a: int, b: int, y: int, num_values: int, num_threads: int) -> None:
+    """Write a + b; bfloat16 [num_values] each.
+
+    num_threads: at most as many as numba has started.
+    """
+    whole = (a, b, y, np.int64(0), num_values)
+    share = address_of(_add_share, whole)
+    if num_threads == 1 or num_values <= _SERIAL_VALUES:
+        call_function(share, whole)
+        return
+    for worker in prange(num_threads):
+        first = num_values * worker // num_threads
+        last = num_values * (worker + 1) // num_threads
+        call_function(share, (a, b, y, first, last))
+
+
+@part
+def _gated_share(
+    gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, features: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    activated = carray(pointer(table, _BITS), (65536,))
+    for row in range(first, last):
+        gates = carray(pointer(gate + 2 * row * gate_stride, _BITS), (features,))
+        ups = carray(pointer(up + 2 * row * up_stride, _BITS), (features,))
+        results = carray(pointer(y + 2 * row * features, _BITS), (features,))
+        # Two loops: the first cannot use vectors, the second can. Pairs spare reads and writes.
+        gate_pairs = carray(pointer(gate + 2 * row * gate_stride, _PAIR), (features // 2,))
+        result_pairs = carray(pointer(y + 2 * row * features, _PAIR), (features // 2,))
+        for i in range(features // 2):
+            pair = gate_pairs[i]
+            low = np.uint32(activated[pair & _LOW_HALF])
+            result_pairs[i] = low | np.uint32(activated[pair >> _HALF_BITS]) << _HALF_BITS
+        if features % 2:
+            results[features - 1] = activated[gates[features - 1]]
+        for i in range(features):
+            results[i] = rounded(widened(results[i]) * widened(ups[i]))
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def gated(
+    gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, num_rows: int,
+    features: int, num_threads: int,
+) -> None:  # fmt: skip
+    """Write activation(gate) * up of each row.
+
+    gate, up: bfloat16 [num_rows, features], strides in values from one row to the next; y: the
+        same without gaps.
+    table: bfloat16 [65536], the activation of every bfloat16, by its bits.
+    num_threads: at most as many as numba has started.
+    """
+    whole = (gate, gate_stride, up, up_stride, table, y, features, np.int64(0), num_rows)
+    share = address_of(_gated_share, whole)
+    if num_threads == 1 or num_rows * features <= _SERIAL_VALUES:
+        call_function(share, whole)
+        return
+    for worker in prange(num_threads):
+        first = num_rows * worker // num_threads
+        last = num_rows * (worker + 1) // num_threads
+        call_function(share, (gate, gate_stride, up, up_stride, table, y, features, first, last))
+
+
+@part
+def _rotate_heads(
+    x: int, head_stride: int, num_heads: int, dim: int, cos: np.ndarray, sin: np.ndarray, y: int
+) -> None:
+    """All heads of one token."""
+    half = len(cos) // 2
+    for head in range(num_heads):
+        values = carray(pointer(x + 2 * head * head_stride, _BITS), (dim,))
+        results = carray(pointer(y + 2 * head * dim, _BITS), (dim,))
+        for i in range(half):
+            a, b = widened(values[i]), widened(values[half + i])
+            near = widened(rounded(a * widened(cos[i])))
+            far = widened(rounded(-b * widened(sin[i])))
+            results[i] = rounded(near + far)
+            near = widened(rounded(b * widened(cos[half + i])))
+            far = widened(rounded(a * widened(sin[half + i])))
+            results[half + i] = rounded(near + far)
+        for i in range(2 * half, dim):
+            results[i] = values[i]
+
+
+@part
+def _rotate_tokens(
+    x: int, token_stride: int, head_stride: int, num_heads: int, y: int, dim: int,
+    cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
+) -> None:  # fmt: skip
+    for token in range(first, last):
+        cosines = carray(pointer(cos + 2 * token * table_stride, _BITS), (rotary_dim,))
+        sines = carray(pointer(sin + 2 * token * table_stride, _BITS), (rotary_dim,))
+        _rotate_heads(
+            x + 2 * token * token_stride, head_stride, num_heads, dim, cosines, sines,
+            y + 2 * token * num_heads * dim,
+        )  # fmt: skip
+
+
+@part
+def _rotate_share(
+    q: int, q_token_stride: int, q_head_stride: int, q_heads: int, q_out: int,
+    k: int, k_token_stride: int, k_head_stride: int, k_heads: int, k_out: int,
+    dim: int, cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
+) -> None:  # fmt: skip
+    _rotate_tokens(
+        q, q_token_stride, q_head_stride, q_heads, q_out, dim,
+        cos, sin, table_stride, rotary_dim, first, last,
+    )  # fmt: skip
+    _rotate_tokens(
+        k, k_token_stride, k_head_stride, k_heads, k_out, dim,
+        cos, sin, table_stride, rotary_dim, first, last,
+    )  # fmt: skip
+
+
+@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+def rotate(
+    q: int, q_token_stride: int, q_head_stride: int, q_heads: int, q_out: int,
+    k: int, k_token_stride: int, k_head_stride: int, k_heads: int, k_out: int,
+    dim: int, cos: int, sin: int, table_stride: int, rotary_dim: int, num_tokens: int,
+    num_threads: int,
+) -> None:  # fmt: skip
+    """Rotate pairs (i, i + rotary_dim / 2) of the first ``rotary_dim`` values of each head.
+
+    q, k: bfloat16, a value per (token, head, dim) at the given strides, dim without gaps; q_out,
+        k_out: bfloat16 [num_tokens, heads, dim].
+    cos, sin: bfloat16 [num_tokens, rotary_dim], ``table_stride`` values from one token to the
+        next. Both products are rounded before they are added.
+    num_threads: at most as many as numba has started.
+    """
+    whole = (
+        q, q_token_stride, q_head_stride, q_heads, q_out, k, k_token_stride, k_head_stride,
+        k_heads, k_out, dim, cos, sin, table_stride, rotary_dim, np.int64(0), num_tokens,
+    )  # fmt: skip
+    share = address_of(_rotate_share, whole)
+    if num_threads == 1 or num_tokens * (q_heads + k_heads) * dim <= _SERIAL_VALUES:
+        call_function(share, whole)
+        return
+    for worker in prange(num_threads):
+        first = num_tokens * worker // num_threads
+        last = num_tokens * (worker + 1) // num_threads
+        call_function(
+            share,
+            (
+                q, q_token_stride, q_head_stride, q_heads, q_out, k, k_token_stride, k_head_stride,
+                k_heads, k_out, dim, cos, sin, table_stride, rotary_dim, first, last,
+            ),
+        )  # fmt: skip

@@ -1,0 +1,248 @@
+"""Register tiles of dense products: LLVM code for a few tokens times a few panels of columns.
+
+Addresses and strides are in bytes. A change here must become a change of the kernels'
+``TILES_DIGEST``: see ``tiles``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..lora.tiles import WIDE_ROW_BYTES
+from ..simd.emitter import F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
+from ..simd.isa import process_isa
+from ..simd.layout import COLUMNS_PER_GROUP, LINEAR_STEPS_UNROLLED, WIDE_STEPS
+from ..simd.products import Product, choose, product_emitter
+
+_PAIR_BYTES = 4  # two bfloat16 of x, which one instruction multiplies by those of 16 columns
+
+# Panels that a tile of so many tokens has, by float32: sums, the shorter side of the tile, one of
+# the longer one and a zero fit the registers. Blocks of tokens may have any of these sizes.
+PANELS_OF = (
+    {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 3, 7: 3, 8: 3}
+    if process_isa().has_many_registers
+    else {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
+)
+_WIDE_UNROLLED = 4
+
+
+def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> Any:
+    """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by pairs.
+
+    Tokens behind ``last_token`` are computed and written as that one once more, so that few shapes
+    serve any number of tokens. All shapes add in the same order: a token's result does not depend
+    on how many are computed with it.
+
+    ``lines_ahead``: for every LINEAR_STEPS_UNROLLED steps, ask for so many cache lines from
+    ``ahead`` on, an address that need not be valid.
+    """
+
+    @intrinsic
+    def product(
+        typingctx: Any,
+        weights: types.Type,
+        group_bytes: types.Type,
+        x: types.Type,
+        x_stride: types.Type,
+        steps: types.Type,
+        bias: types.Type,
+        y: types.Type,
+        y_stride: types.Type,
+        last_token: types.Type,
+        ahead: types.Type,
+    ) -> tuple[Any, Any]:
+        signature = types.void(*[types.int64] * 10)
+
+        def codegen(
+            context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]
+        ) -> Any:
+            emit = Emitter(builder, types.int16)
+            weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token, ahead = args
+            groups = [
+                emit.offset(weights, builder.mul(group_bytes, I64(g))) for g in range(num_groups)
+            ]
+            rows = [
+                builder.select(builder.icmp_signed("<", I64(t), last_token), I64(t), last_token)
+                for t in range(num_tokens)
+            ]
+            tokens = [emit.offset(x, builder.mul(x_stride, row)) for row in rows]
+
+            def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                results = totals
+                asked = emit.offset(ahead, index, lines_ahead * VECTOR_BYTES)
+                for line in range(lines_ahead):
+                    emit.prefetch(emit.offset(asked, line * VECTOR_BYTES))
+                for u in range(LINEAR_STEPS_UNROLLED):
+                    step = builder.add(builder.mul(index, I64(LINEAR_STEPS_UNROLLED)), I64(u))
+                    columns = [
+                        emit.operands(emit.load(emit.offset(group, step, VECTOR_BYTES), I32X16))
+                        for group in groups
+                    ]
+                    for t, token in enumerate(tokens):
+                        pair = emit.load(emit.offset(token, step, _PAIR_BYTES), I32)
+                        values = emit.operands(emit.splat(pair, 16))
+                        for g, column in enumerate(columns):
+                            slot = t * num_groups + g
+                            results[slot] = emit.multiply_add(column, values, results[slot])
+                return results
+
+            count = builder.sdiv(steps, I64(LINEAR_STEPS_UNROLLED))
+            totals = emit.loop(count, num_tokens * num_groups, body)
+            for g in range(num_groups):
+                added = emit.load(emit.offset(bias, g * VECTOR_BYTES), F32X16)
+                for t, row in enumerate(rows):
+                    total = builder.fadd(totals[t * num_groups + g], added)
+                    target = emit.offset(y, builder.mul(y_stride, row))
+                    emit.store_bfloat16(total, emit.offset(target, g * COLUMNS_PER_GROUP * 2))
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return product
+
+
+product_1x4 = _make_product(1, 4)
+product_2x4 = _make_product(2, 4)
+product_4x4 = _make_product(4, 4)
+product_8x2 = _make_product(8, 2)
+# All weights of the next 32 columns are asked for during one block of tokens, or during two.
+product_8x2_ahead_in_1 = _make_product(8, 2, lines_ahead=2 * LINEAR_STEPS_UNROLLED)
+product_8x2_ahead_in_2 = _make_product(8, 2, lines_ahead=LINEAR_STEPS_UNROLLED)
+
+
+def _sums(
+    emit: Emitter, panels: list[ir.Value], num_tokens: int, x: ir.Value, steps: ir.Value,
+    prefetch: Callable[[ir.Value, ir.Value], None],
+) -> list[ir.Value]:  # fmt: skip
+    """Products of a block of tokens and some panels, chunk by chunk."""
+    builder = emit.builder
+
+    def chunk(number: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        start = emit.offset(x, number, num_tokens * WIDE_ROW_BYTES)
+        first = builder.mul(number, I64(WIDE_STEPS))
+        left = builder.sub(steps, first)
+        is_whole = builder.icmp_signed(">", left, I64(WIDE_STEPS))
+        count = builder.select(is_whole, I64(WIDE_STEPS), left)
+
+        def place_of(row: int, piece: int, step: ir.Value) -> ir.Value:
+            # One address and fixed distances: there are not enough registers for one of each row.
+            distance = row * WIDE_ROW_BYTES + piece * (WIDE_ROW_BYTES // 2)
+            return emit.offset(emit.offset(start, step, 4), distance)
+
+        product = Product(
+            emit, panels, num_tokens, place_of, 4, line_bytes=emit.bytes, are_words_apart=True
+        )
+
+        def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            results = list(totals)
+            row_step = builder.mul(index, I64(_WIDE_UNROLLED))
+            step = builder.add(first, row_step)
+            prefetch(number, row_step)
+            for u in range(_WIDE_UNROLLED):
+                at = I64(u)
+                product.add_step(builder.add(step, at), builder.add(row_step, at), results)
+            return results
+
+        return emit.loop(builder.sdiv(count, I64(_WIDE_UNROLLED)), totals, body)
+
+    num_chunks = builder.sdiv(builder.add(steps, I64(WIDE_STEPS - 1)), I64(WIDE_STEPS))
+    return emit.loop(num_chunks, num_tokens * len(panels), chunk)
+
+
+def _write(
+    emit: Emitter, num_tokens: int, totals: list[ir.Value], bias: ir.Value, y: ir.Value,
+    y_stride: ir.Value, last_token: ir.Value,
+) -> None:  # fmt: skip
+    """Add the bias, round, and write; tokens behind the last one are not there."""
+    builder = emit.builder
+    rows = []
+    for t in range(num_tokens):
+        is_there = builder.icmp_signed("<", I64(t), last_token)
+        token = builder.select(is_there, I64(t), last_token)
+        rows.append(builder.add(y, builder.mul(y_stride, token)))
+    num_panels = len(totals) // num_tokens
+    for p in range(num_panels):
+        added = emit.load(emit.offset(bias, p * emit.bytes), emit.f32s)
+        # What has no token is written where the last one is, and it is the last to be.
+        for t in reversed(range(num_tokens)):
+            total = builder.fadd(totals[t * num_panels + p], added)
+            emit.store_bfloat16(total, emit.offset(rows[t], p * emit.bytes // 2))
+
+
+@intrinsic
+def wide_product(
+    typingctx: Any,
+    num_tokens: types.Type,
+    weights: types.Type,
+    panel_bytes: types.Type,
+    x: types.Type,
+    steps: types.Type,
+    bias: types.Type,
+    y: types.Type,
+    y_stride: types.Type,
+    last_token: types.Type,
+    ahead: types.Type,
+    is_half: types.Type,
+) -> tuple[Any, Any]:
+    """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], in float32.
+
+    For ``num_tokens`` and as many panels as ``PANELS_OF`` has for them. x: address of what
+    ``tiles.widen`` makes of the block, chunk by chunk, in each token by token. Tokens behind
+    ``last_token`` are computed for nothing. All shapes add in the same order: a token's result
+    does not depend on how many are computed with it.
+
+    ahead: address of what comes next, of which as many bytes are asked for as the tile has, or half
+    of them (``is_half``). It need not be valid.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
+        emit = product_emitter(builder, types.uint16)
+        num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, half = args
+
+        def tile(size: int, *, is_half: bool) -> Callable[[], None]:
+            def emit_tile() -> None:
+                panels = [
+                    builder.add(weights, builder.mul(panel_bytes, I64(p)))
+                    for p in range(PANELS_OF[size])
+                ]
+                prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
+                totals = _sums(emit, panels, size, x, steps, prefetch)
+                _write(emit, size, totals, bias, y, y_stride, last)
+
+            return emit_tile
+
+        cases = {2 * size: tile(size, is_half=False) for size in PANELS_OF}
+        # Of several blocks each has half of the largest size at least.
+        cases |= {
+            2 * size + 1: tile(size, is_half=True)
+            for size in PANELS_OF
+            if 2 * size >= max(PANELS_OF)
+        }
+        key = builder.add(builder.mul(num_tokens, I64(2)), builder.zext(half, I64))
+        choose(builder, key, cases)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10, types.boolean), codegen
+
+
+def _prefetch_ahead(
+    emit: Emitter, num_panels: int, ahead: ir.Value, *, is_half: bool
+) -> Callable[[ir.Value, ir.Value], None]:
+    """Ask for the lines of a tile, or of half of one, from ``ahead`` on, in the order they lie in.
+
+    One stream, which the machine itself sees and reads ahead in. Into the first-level cache, even
+    where they do not fit: on their way they come to the second.
+    """
+    builder = emit.builder
+    step_bytes = num_panels * emit.bytes // (2 if is_half else 1)
+
+    def prefetch(chunk: ir.Value, row_step: ir.Value) -> None:
+        step = builder.add(builder.mul(chunk, I64(WIDE_STEPS)), row_step)
+        start = emit.offset(ahead, step, step_bytes)
+        for distance in range(0, _WIDE_UNROLLED * step_bytes, VECTOR_BYTES):
+            emit.prefetch(emit.offset(start, distance), is_near=True)
+
+    return prefetch

@@ -1,0 +1,296 @@
+"""How an adapter gets from the arena to the device: its regions are copied one by one.
+
+First layer first, on a stream of their own; layers form groups with an event each, so that the
+first layers can be used before the last are there. Workers on the host compute from the same
+regions, so these are always packed for them; where the device's kernels want plain rows, each
+region goes through one buffer on the device and is unpacked from there, which costs some of the
+device's bandwidth and neither the link's nor a second copy on the host.
+
+An adapter whose files are being read arrives as they are: a layer group is copied once its regions
+are whole, and whoever needs it before waits for the file first, for a while.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...runtime.errors import AdapterError
+from ..coexec.cold_deltas import Arrival
+from ..coexec.gateway import PlacedGroup
+from ..device.base import DeviceError, DeviceTimeoutError, Event
+from ..lora.base import PackedLora
+from ..lora.matrix_layout import unpack
+from ..lora.table import DeviceAdapter
+from .copier import AdapterCopier, Lane
+from .placement import LayerSpan, PlacedMatrices, Placement
+from .store import HostAdapter
+
+_LOG = logging.getLogger(__name__)
+
+_CANCEL_TIMEOUT_S = 5.0
+# Behind a failure a stream leaves all out, so it is at its end at once; if it is not, the failure
+# was told of before, and others' copies are under way.
+_FAILURE_TIMEOUT_S = 0.05
+# A pass is begun when its layer groups are expected in time; one that is later than this by far
+# must not hold up whoever else is in the pass.
+_READ_TIMEOUT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """So many layer groups of an adapter are on the host, and how long it took to read them."""
+
+    num_groups: int
+    duration_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _LayerGroup:
+    """Regions of neighbouring layers, which are copied together."""
+
+    span: LayerSpan
+    event: Event | None = None  # behind its copies; None = nothing was placed yet
+    is_enqueued: bool = False
+    has_arrived: bool = False  # all copies were made; False behind the event = one has failed
+
+
+class Copied:
+    """An adapter that is copied; see ``adapter_fetcher.Arrival`` and ``coexec.ArrivingAdapter``."""
+
+    def __init__(self, host: HostAdapter, copier: AdapterCopier, placement: Placement) -> None:
+        """Reads ``host`` until the copies are done."""
+        self._host = host
+        self._copier = copier
+        self._placement = placement
+        self._groups = [_LayerGroup(span) for span in placement.layer_spans]
+        self._lane: Lane | None = None
+        self._memory: torch.Tensor | None = None
+        self._adapter = DeviceAdapter({})
+        self._error: Exception | None = None
+        self._is_late = False  # a pass has gone on without a layer group
+        offsets = (place.offset for place in host.places)
+        self.groups = tuple(map(PlacedGroup, placement.keys, offsets, placement.shapes))
+        """Where its matrices are in the arena; see ``coexec.ColdAdapter``."""
+
+    @property
+    def adapter(self) -> DeviceAdapter:
+        """The matrices where they will be, after ``start``."""
+        return self._adapter
+
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+        """Take memory and enqueue the copies of what is on the host, or of the first layer group.
+
+        Raises what a full device raises, with nothing enqueued; ``finish`` tells of copies that
+        cannot be enqueued.
+        """
+        self._lane = self._copier.take_lane(is_prefetch=is_gradual)
+        self._copier.await_readers(self._lane)
+        self._memory = self._copier.memory(self._placement.num_bytes, offset_bytes)
+        self._adapter = DeviceAdapter(
+            PlacedMatrices(self._placement, self._memory),
+            known_entries=self._placement.entries(self._memory),
+        )
+        for group in self._groups:
+            group.event = self._copier.device.event()
+        if is_gradual:
+            self.advance()
+        else:
+            self.enqueue_all()
+
+    def advance(self) -> None:
+        """Enqueue the next layer group, if it is on the host and the last one has arrived."""
+        for group in self._groups:
+            if not group.is_enqueued:
+                if self._may_enqueue(group):
+                    self._enqueue(group)
+                return
+            if not self._is_there(group):
+                return
+
+    def enqueue_all(self) -> None:
+        """Enqueue every layer group that is on the host and not enqueued yet."""
+        for group in self._groups:
+            if not group.is_enqueued:
+                if not self._may_enqueue(group):
+                    return
+                self._enqueue(group)
+
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Read its files, if they must be; by the fetching thread."""
+        self._host.read(on_progress, is_wanted)
+
+    def reading(self) -> Reading | None:
+        """How far its files have been read; None if they need not be."""
+        if self._host.read_s is None:
+            return None
+        num_groups = sum(self._is_on_host(group) for group in self._groups)
+        return Reading(num_groups, self._host.read_s)
+
+    def is_done(self) -> bool:
+        """Whether all that will be copied has been."""
+        if not self._host.is_read:
+            return False
+        if self._host.error is None:
+            return self._is_there(self._groups[-1])
+        return all(self._is_there(group) for group in self._groups if group.is_enqueued)
+
+    def num_arrived(self) -> int:
+        """Layer groups, from the first on, that have been copied."""
+        for number, group in enumerate(self._groups):
+            if not self._is_there(group):
+                return number
+        return len(self._groups)
+
+    def begin_pass(self) -> int:
+        """A pass is about to use it; how many layers, from the first on, workers may read."""
+        self._is_late = False
+        if self._host.read_s is None:
+            return len(self._placement.group_of_layer)
+        self.enqueue_all()
+        num_whole = self._host.num_whole
+        if num_whole == len(self._host.places):
+            return len(self._placement.group_of_layer)
+        return self._host.places[num_whole].layer
+
+    def has_failed(self) -> bool:
+        """Whether a layer group is known to have failed: what was computed with it is void."""
+        return self._is_late or any(
+            self._is_there(group) and not group.has_arrived for group in self._groups
+        )
+
+    def arrival(self, layer: int) -> Arrival | None:
+        """See ``coexec.ArrivingAdapter``."""
+        group = self._groups[self._placement.group_of_layer[layer]]
+        assert group.event is not None, "not started"
+        if self._is_there(group):
+            return None
+        return Arrival(group.event, self._memory_of(group), partial(self._bring, group))
+
+    def finish(self) -> DeviceAdapter:
+        """Give the host's reference back.
+
+        Raises ``AdapterError`` if a copy has failed, and what reading its files has raised.
+        """
+        is_whole = all(group.has_arrived for group in self._groups)
+        self._let_go()
+        if is_whole:
+            return self._adapter
+        if self._host.error is not None:
+            raise self._host.error
+        if self._error is not None:
+            raise AdapterError(f"copying it to the device failed: {self._error}") from self._error
+        assert self._lane is not None
+        try:
+            self._copier.device.synchronize(self._lane.stream, timeout_s=_FAILURE_TIMEOUT_S)
+        except DeviceTimeoutError as error:
+            _LOG.debug("%s", error)
+        except DeviceError as error:
+            raise AdapterError(f"copying it to the device failed: {error}") from error
+        raise AdapterError("copying it to the device failed, with what was copied before it")
+
+    def cancel(self) -> None:
+        """Give the reference back once nothing is copied any more.
+
+        It is kept if the copies do not come to their end: they read what it protects.
+        """
+        if any(group.is_enqueued and not self._is_there(group) for group in self._groups):
+            assert self._lane is not None
+            try:
+                self._copier.device.synchronize(self._lane.stream, timeout_s=_CANCEL_TIMEOUT_S)
+            except DeviceTimeoutError as error:
+                _LOG.error("an adapter that nobody waits for keeps its host memory: %s", error)
+                return
+            except DeviceError as error:
+                _LOG.debug("a copy that nobody waits for has failed: %s", error)
+        self._let_go()
+
+    def _enqueue(self, group: _LayerGroup) -> None:
+        """Copy the regions of a layer group and record its event, whatever comes of it."""
+        device, lane, event = self._copier.device, self._lane, group.event
+        assert lane is not None and event is not None
+
+        def arrive() -> None:
+            group.has_arrived = True
+
+        try:
+            if self._placement.is_packed:
+                self._copy_regions(group)
+            else:
+                for region in range(group.span.first, group.span.end):
+                    self._copy_as_rows(region, group)
+            # Left out if anything before it has failed.
+            device.launch(lane.stream, arrive)
+        except Exception as error:  # fails this adapter, when those before it are copied
+            _LOG.exception("layers of an adapter cannot be copied")
+            self._error = error
+        device.record(lane.stream, event)
+        group.is_enqueued = True
+
+    def _bring(self, group: _LayerGroup) -> bool:
+        """Let a layer group be enqueued, when its files have been read; False if they are late."""
+        if not group.is_enqueued:
+            self._host.wait_whole(group.span.end, _READ_TIMEOUT_S)
+            self.enqueue_all()
+        self._is_late |= not group.is_enqueued
+        return group.is_enqueued
+
+    def _is_there(self, group: _LayerGroup) -> bool:
+        """Whether the stream has come past its copies."""
+        return group.event is not None and self._copier.device.is_done(group.event)
+
+    def _may_enqueue(self, group: _LayerGroup) -> bool:
+        """Not when the rest will never come: who hears of that looks for the end of the copies."""
+        return self._is_on_host(group) and self._host.error is None
+
+    def _is_on_host(self, group: _LayerGroup) -> bool:
+        """Whether its regions hold what was registered."""
+        return self._host.num_whole >= group.span.end
+
+    def _copy_regions(self, group: _LayerGroup) -> None:
+        """As they are; those that follow each other in the arena in one copy."""
+        assert self._lane is not None and self._memory is not None
+        places, first = self._host.places, group.span.first
+        for region in range(first + 1, group.span.end + 1):
+            before = places[region - 1]
+            follows = (
+                region < group.span.end
+                and places[region].offset == before.offset + before.num_bytes
+            )
+            if not follows:
+                start = self._placement.start_bytes(first)
+                source = self._host.bytes_of(first, region)
+                self._copier.copy(self._lane, self._memory[start : start + source.numel()], source)
+                first = region
+
+    def _copy_as_rows(self, region: int, group: _LayerGroup) -> None:
+        """One region into the lane's buffer, and from there to rows."""
+        copier, lane, placement, memory = self._copier, self._lane, self._placement, self._memory
+        assert lane is not None and memory is not None
+        part = self._host.bytes_of(region, region + 1)
+        buffer = copier.staging(lane, placement.max_region_bytes)
+        packed = buffer[: part.numel()]
+        copier.copy(lane, packed, part)
+        written = (self._memory_of(group),)
+        for one in placement.matrices[region]:
+            views = copier.layout.views(one, packed)
+            rows = placement.views(one.target.index, memory)
+
+            def to_rows(views: PackedLora = views, rows: PackedLora = rows) -> None:
+                unpack(views.a, rows.a)
+                unpack(views.b, rows.b.t())
+
+            copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)
+
+    def _memory_of(self, group: _LayerGroup) -> torch.Tensor:
+        """Where a layer group comes to lie on the device."""
+        assert self._memory is not None, "not started"
+        return self._memory[group.span.start_bytes : group.span.end_bytes]
+
+    def _let_go(self) -> None:
+        for group in self._groups:
+            if group.event is not None:
+                self._copier.device.release_event(group.event)
+        self._host.release()

@@ -1,0 +1,208 @@
+"""Fetches adapters on the host, one after the other: from the arena, or from files into it.
+
+Prefetches come after all that requests wait for, and let them go first between two layers. An
+adapter is handed over as soon as it has its place in the arena; its files are read after that,
+while others use what is there already.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ...cpu_workers.affinity import place_thread
+from ...runtime.errors import CorunError
+from ...runtime.plan import AdapterId, Transfer, TransferId
+from ..lora.table import DeviceAdapter
+from .arrival import Reading
+from .store import StoreBusyError
+
+_LOG = logging.getLogger(__name__)
+
+_RETRY_EVERY_S = 0.005
+# References that fill the arena are those of copies under way; longer than this nothing copies.
+_BUSY_TIMEOUT_S = 30.0
+
+
+class Arrival(Protocol):
+    """An adapter on its way from the host to the device."""
+
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+        """Enqueue what brings it there, or only the first layers. Called once.
+
+        ``offset_bytes``: where to in the adapters' slab, if they have one.
+        Like all but ``read``, ``is_done`` and ``num_arrived`` by the engine's thread.
+        """
+        ...
+
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Read its files, if they must be; ``on_progress`` when there is more to enqueue.
+
+        Called once, by the fetching thread. Raises nothing: ``finish`` does.
+        """
+        ...
+
+    def reading(self) -> Reading | None:
+        """How far its files have been read; None if nobody plans with that."""
+        ...
+
+    def advance(self) -> None:
+        """Enqueue the next layers if they are on the host and those before have arrived."""
+        ...
+
+    def enqueue_all(self) -> None:
+        """Enqueue all layers that are on the host and not enqueued yet."""
+        ...
+
+    def num_arrived(self) -> int:
+        """Layer groups, from the first on, that are on the device. As ``is_done``."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether it has arrived, or failed to. Called between ``start`` and ``finish``."""
+        ...
+
+    def finish(self) -> DeviceAdapter:
+        """Return it. Called once, when it is done; raises ``CorunError`` if it has failed."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the host's copy back and read no further; instead of ``finish``."""
+        ...
+
+
+# Fetches one adapter version on the host; raises ``CorunError`` with the reason.
+FetchAdapter = Callable[[AdapterId], Arrival]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An adapter that has its place on the host, or the reason why it has none."""
+
+    transfer: Transfer
+    arrival: Arrival | None
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    transfer: Transfer
+    is_prefetch: bool
+    since_s: float
+
+
+class AdapterFetcher:
+    """Owns the thread that fetches. All methods belong to the engine's thread."""
+
+    def __init__(
+        self, fetch: FetchAdapter, notify: Callable[[], None], cpus: tuple[int, ...] = ()
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            fetch: Called by the thread.
+            notify: Called by the thread when there is more to take, or more was read.
+            cpus: Where the thread runs; () = where the caller does.
+        """
+        self._cpus = cpus
+        self._fetch = fetch
+        self._notify = notify
+        self._asked: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._fetched: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
+        self._by_id: dict[TransferId, _Waiting] = {}  # asked for, and not taken yet
+        self._waiting: list[_Waiting] = []  # of the thread
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was asked for has been taken."""
+        return not self._by_id
+
+    def ask(self, transfer: Transfer) -> None:
+        """Fetch the adapter of a load; ``take`` tells of it."""
+        waiting = _Waiting(transfer, not transfer.is_demand, time.monotonic())
+        self._by_id[transfer.transfer_id] = waiting
+        self._asked.put(waiting)
+
+    def promote(self, transfer_id: TransferId) -> bool:
+        """A request waits for what was a prefetch; False if it is not, or no longer, here."""
+        waiting = self._by_id.get(transfer_id)
+        if waiting is None:
+            return False
+        waiting.is_prefetch = False
+        return True
+
+    def take(self) -> tuple[Fetched, bool] | None:
+        """The next one that was fetched, and whether it is a prefetch."""
+        try:
+            fetched = self._fetched.get_nowait()
+        except queue.Empty:
+            return None
+        return fetched, self._by_id.pop(fetched.transfer.transfer_id).is_prefetch
+
+    def close(self) -> None:
+        """Read no further, and stop the thread; what was fetched can still be taken."""
+        self._is_closed = True
+        self._asked.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        place_thread(self._cpus)
+        timeout_s: float | None = None
+        while not self._is_closed and self._take_asked(timeout_s):
+            has_fetched = self._fetch_next()
+            timeout_s = (0.0 if has_fetched else _RETRY_EVERY_S) if self._waiting else None
+
+    def _take_asked(self, timeout_s: float | None) -> bool:
+        """Wait for more to fetch; False once the fetcher is closed."""
+        try:
+            waiting = self._asked.get(timeout=timeout_s)
+            while waiting is not None:
+                self._waiting.append(waiting)
+                waiting = self._asked.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _fetch_next(self) -> bool:
+        """Fetch one of those that wait; False if the arena has no room for it now."""
+        # Within a kind in order, or large ones would wait for ever.
+        waiting = min(self._waiting, key=lambda one: one.is_prefetch)
+        fetched = self._fetch_one(waiting)
+        if fetched is None:
+            return False
+        self._waiting.remove(waiting)
+        self._fetched.put(fetched)
+        self._notify()
+        if fetched.arrival is not None:
+            fetched.arrival.read(partial(self._told_of_layer, waiting), lambda: not self._is_closed)
+        return True
+
+    def _told_of_layer(self, waiting: _Waiting) -> None:
+        """More has been read; what requests wait for goes before the rest of a prefetch."""
+        self._notify()
+        while waiting.is_prefetch and not self._is_closed:
+            self._take_asked(0.0)
+            if all(one.is_prefetch for one in self._waiting) or not self._fetch_next():
+                return
+
+    def _fetch_one(self, waiting: _Waiting) -> Fetched | None:
+        """None if it must wait until somebody else is done with the arena."""
+        transfer = waiting.transfer
+        try:
+            return Fetched(transfer, self._fetch(transfer.adapter_id))
+        except StoreBusyError as error:
+            if time.monotonic() - waiting.since_s < _BUSY_TIMEOUT_S:
+                return None
+            return Fetched(transfer, None, str(error))
+        except CorunError as error:
+            return Fetched(transfer, None, str(error))
+        except Exception as error:  # a bug must fail one adapter, not the thread
+            _LOG.exception("loading adapter %d failed", transfer.adapter_id)
+            return Fetched(transfer, None, f"{type(error).__name__}: {error}")

@@ -1,0 +1,281 @@
+"""Brings adapters to the device off the step.
+
+What is not in the host's arena is fetched by a thread; the engine's thread, the only one that
+enqueues operations on the device, starts the copies and later takes what has arrived. What is read
+from files is copied while the rest is being read. Nobody waits for a copy: while any is under way a
+second thread looks now and then whether its event is done, so that reading one adapter's files does
+not delay the end of another's copy.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...runtime.errors import CorunError, EngineDeadError
+from ...runtime.plan import AdapterId, Transfer, TransferId
+from ..device.lost import raise_if_lost
+from ..lora.table import DeviceAdapter
+from .arrival import Copied, Reading
+from .fetcher import AdapterFetcher, Arrival, FetchAdapter, Fetched
+
+_LOG = logging.getLogger(__name__)
+
+# Small against any copy worth the name, large against what a look costs.
+_LOOK_EVERY_S = 0.0005
+
+
+# Fetches one without reading any file: None if it is not in the arena.
+FetchPresent = Callable[[AdapterId], Arrival | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A load that has ended: with an adapter, or with the reason why there is none."""
+
+    transfer_id: TransferId
+    adapter_id: AdapterId
+    adapter: DeviceAdapter | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartedLoad:
+    """A load whose copies are enqueued: its first layers can be used before the last are there."""
+
+    adapter_id: AdapterId
+    arrival: Copied
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """So many layer groups of a load are on the device."""
+
+    transfer_id: TransferId
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProgress:
+    """More of a load's files has been read."""
+
+    transfer_id: TransferId
+    reading: Reading
+
+
+LoadEvent: TypeAlias = StartedLoad | LoadProgress | ReadProgress | LoadedAdapter
+
+
+@dataclass(slots=True, eq=False)
+class _Started:
+    transfer: Transfer
+    arrival: Arrival
+    is_gradual: bool  # a prefetch, which moves only while no demand load does
+    num_seen: int = 0  # layer groups that were told of; of the watching thread
+    num_read: int = 0  # likewise on the host; of the engine's thread
+
+
+class AdapterLoader:
+    """Runs loads, fetched one after the other in the order asked for."""
+
+    def __init__(
+        self, fetch: FetchAdapter, fetch_present: FetchPresent, notify: Callable[[], None],
+        fetch_cpus: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Start the threads.
+
+        Args:
+            fetch: Called by the thread that reads files.
+            fetch_present: Called by ``start``.
+            notify: Called by any thread when ``take_events`` has something to tell.
+            fetch_cpus: Where the thread that reads files runs; () = where the caller does.
+        """
+        self._fetch_present = fetch_present
+        self._notify = notify
+        self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[_Started] = queue.SimpleQueue()
+        self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
+        self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
+        self._under_way: list[_Started] = []  # of the engine's thread
+        self._watch_error: Exception | None = None  # ended the watching thread
+        self._may_look = threading.Event()
+        self._may_look.set()
+        self._closed = False
+        self._fetcher = AdapterFetcher(fetch, notify, fetch_cpus)
+        self._thread = threading.Thread(
+            target=self._watch, name="corun-adapter-copies", daemon=True
+        )
+        self._thread.start()
+
+    def start(self, transfer: Transfer) -> None:
+        """Begin a load: at once if it is in the arena, else when its files have been read.
+
+        What comes of it is told by ``take_events``.
+        """
+        arrival = self._fetch_present(transfer.adapter_id)
+        if arrival is None:
+            self._fetcher.ask(transfer)
+            return
+        self._start(Fetched(transfer, arrival), is_prefetch=not transfer.is_demand)
+        self._notify()
+
+    def promote(self, transfer_id: TransferId) -> None:
+        """A request waits for what was a prefetch; unknown loads have ended."""
+        if self._fetcher.promote(transfer_id):
+            return
+        for started in self._under_way:
+            if started.transfer.transfer_id == transfer_id and started.is_gradual:
+                started.is_gradual = False
+                started.arrival.enqueue_all()
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let nobody look at copies meanwhile: the engine computes, and would hear of it later.
+
+        On a CPU each look takes the core, and the interpreter, from who computes. Whatever has
+        happened is told right afterwards.
+        """
+        self._may_look.clear()
+        try:
+            yield
+        finally:
+            self._may_look.set()
+
+    def take_events(self) -> list[LoadEvent]:
+        """Start the copies of what was fetched; return what has happened since the last call.
+
+        Raises ``EngineDeadError`` if the device is lost, or nobody would hear of copies any more.
+        """
+        if self._watch_error is not None:
+            raise_if_lost(self._watch_error)
+            raise EngineDeadError("nobody looks at copies any more") from self._watch_error
+        while not self._progress.empty():
+            self._events.append(self._progress.get())
+        while not self._arrived.empty():
+            started = self._arrived.get()
+            if not started.arrival.is_done():
+                self._started.put(started)  # reading failed just when more was enqueued
+                continue
+            self._under_way.remove(started)
+            self._events.append(_finished(started))
+        while (taken := self._fetcher.take()) is not None:
+            fetched, is_prefetch = taken
+            self._start(fetched, is_prefetch=is_prefetch)
+        self._advance()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Drop all loads and stop the threads. Idempotent.
+
+        The device must have come to its end: nothing is copied any more.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._may_look.set()
+        self._started.put(None)
+        self._thread.join()
+        self._fetcher.close()
+        for started in self._under_way:
+            started.arrival.cancel()
+        self._under_way.clear()
+        while (taken := self._fetcher.take()) is not None:
+            if taken[0].arrival is not None:
+                taken[0].arrival.cancel()
+
+    def _start(self, fetched: Fetched, *, is_prefetch: bool) -> None:
+        """Start the copies of one adapter."""
+        transfer, arrival = fetched.transfer, fetched.arrival
+        if arrival is None:
+            self._events.append(_failed(transfer, fetched.error))
+            return
+        started = _Started(transfer, arrival, is_prefetch)
+        try:
+            arrival.start(is_gradual=started.is_gradual, offset_bytes=transfer.offset_bytes)
+        except Exception as error:  # a full device must fail one adapter, not the engine
+            raise_if_lost(error)
+            _LOG.exception("adapter %d cannot be copied", transfer.adapter_id)
+            arrival.cancel()
+            self._events.append(_failed(transfer, f"{type(error).__name__}: {error}"))
+            return
+        if arrival.is_done():
+            self._events.append(_finished(started))
+            return
+        if isinstance(arrival, Copied):
+            self._events.append(StartedLoad(transfer.adapter_id, arrival))
+        self._under_way.append(started)
+        self._started.put(started)
+
+    def _advance(self) -> None:
+        """Enqueue what was read; prefetches have the link while no request waits for a load."""
+        has_demand = any(not started.is_gradual for started in self._under_way)
+        for started in self._under_way:
+            reading = started.arrival.reading()
+            if reading is not None and reading.num_groups > started.num_read:
+                started.num_read = reading.num_groups
+                self._events.append(ReadProgress(started.transfer.transfer_id, reading))
+            if not started.is_gradual and reading is not None:
+                started.arrival.enqueue_all()
+            elif started.is_gradual and not has_demand:
+                started.arrival.advance()
+
+    def _watch(self) -> None:
+        """Tell of copies that have ended, or of what was raised instead.
+
+        No other thread asks a load whether it is done.
+        """
+        try:
+            self._watch_copies()
+        except Exception as error:  # of the device; the engine's thread raises it
+            _LOG.exception("copies to the device cannot be watched")
+            self._watch_error = error
+            self._notify()
+
+    def _watch_copies(self) -> None:
+        watched: list[_Started] = []
+        while True:
+            self._may_look.wait()
+            try:
+                started = self._started.get(timeout=_LOOK_EVERY_S if watched else None)
+            except queue.Empty:
+                pass
+            else:
+                if started is None:
+                    return
+                watched.append(started)
+            if self._look(watched):
+                self._notify()
+
+    def _look(self, watched: list[_Started]) -> bool:
+        """Note what has arrived; whether anything has."""
+        has_news = False
+        for started in tuple(watched):
+            if started.arrival.is_done():
+                watched.remove(started)
+                self._arrived.put(started)
+                has_news = True
+                continue
+            num_groups = started.arrival.num_arrived()
+            if num_groups > started.num_seen:
+                started.num_seen = num_groups
+                self._progress.put(LoadProgress(started.transfer.transfer_id, num_groups))
+                has_news = True
+        return has_news
+
+
+def _failed(transfer: Transfer, error: str) -> LoadedAdapter:
+    return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, error)
+
+
+def _finished(started: _Started) -> LoadedAdapter:
+    transfer = started.transfer
+    try:
+        adapter = started.arrival.finish()
+    except CorunError as error:
+        raise_if_lost(error)
+        return _failed(transfer, str(error))
+    return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, adapter)

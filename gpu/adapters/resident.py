@@ -1,0 +1,125 @@
+"""The adapters that rows may name: on the device, or on their way there."""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ...runtime.plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    Result,
+    Transfer,
+    TransferId,
+    TransferProgress,
+    TransferRead,
+    TransferResult,
+)
+from ..device.lost import raise_if_lost
+from ..lora.table import DeviceAdapter, LoraTable
+from .arrival import Copied
+from .loader import AdapterLoader, LoadedAdapter, LoadProgress, ReadProgress, StartedLoad
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ResidentAdapter:
+    """What a row needs of its adapter."""
+
+    table_row: int
+    max_rank: int
+    arriving: Copied | None = None  # its first layers may be there
+
+
+_BASE = ResidentAdapter(table_row=-1, max_rank=0)
+
+
+class ResidentAdapters:
+    """Starts loads and evictions, and keeps the kernels' table in step with what came of them.
+
+    Used by the engine's thread alone.
+    """
+
+    def __init__(self, loader: AdapterLoader, table: LoraTable, results: deque[Result]) -> None:
+        """``results`` gets the progress and the end of every transfer."""
+        self._loader = loader
+        self._table = table
+        self._results = results
+        self._resident: dict[AdapterId, ResidentAdapter] = {}
+
+    def __contains__(self, adapter_id: AdapterId) -> bool:
+        """Whether it is on the device or moves there; the base model always is."""
+        return adapter_id == BASE_ADAPTER or adapter_id in self._resident
+
+    def __getitem__(self, adapter_id: AdapterId) -> ResidentAdapter:
+        return _BASE if adapter_id == BASE_ADAPTER else self._resident[adapter_id]
+
+    def load(self, transfer: Transfer) -> None:
+        """Begin to bring an adapter to the device."""
+        self._loader.start(transfer)
+
+    def promote(self, transfer_id: TransferId) -> None:
+        """Let a prefetch go before others: a request waits for it."""
+        self._loader.promote(transfer_id)
+
+    def evict(self, transfer: Transfer) -> None:
+        """Take an adapter out of the table, which frees it."""
+        resident = self._resident.pop(transfer.adapter_id, None)
+        if resident is not None:
+            self._table.remove(resident.table_row)
+        self._results.append(TransferResult(transfer.transfer_id))
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let nobody look at copies while this thread computes."""
+        with self._loader.unwatched():
+            yield
+
+    def take_loads(self) -> None:
+        """Enter adapters that move or have arrived into the kernels' table."""
+        for event in self._loader.take_events():
+            if isinstance(event, StartedLoad):
+                self._enter(event.adapter_id, event.arrival.adapter, event.arrival)
+            elif isinstance(event, LoadProgress):
+                self._results.append(TransferProgress(event.transfer_id, event.num_groups))
+            elif isinstance(event, ReadProgress):
+                reading = event.reading
+                self._results.append(
+                    TransferRead(event.transfer_id, reading.num_groups, reading.duration_s)
+                )
+            else:
+                self._end_load(event)
+
+    def close(self) -> None:
+        """Stop loading, and let all adapters go."""
+        self._loader.close()
+        self._resident.clear()
+        self._table.clear()
+
+    def _enter(
+        self, adapter_id: AdapterId, adapter: DeviceAdapter, arriving: Copied | None
+    ) -> str | None:
+        """Give an adapter a row of the table; returns the reason if there is none."""
+        try:
+            row = self._table.add(adapter)
+        except Exception as failure:
+            raise_if_lost(failure)
+            _LOG.exception("adapter %d found no place", adapter_id)
+            return str(failure)
+        self._resident[adapter_id] = ResidentAdapter(row, adapter.max_rank, arriving)
+        return None
+
+    def _end_load(self, loaded: LoadedAdapter) -> None:
+        resident = self._resident.get(loaded.adapter_id)
+        error = loaded.error
+        if loaded.adapter is None:
+            if resident is not None:
+                del self._resident[loaded.adapter_id]
+                self._table.remove(resident.table_row)
+        elif resident is not None:
+            resident.arriving = None
+        else:
+            error = self._enter(loaded.adapter_id, loaded.adapter, None)
+        self._results.append(TransferResult(loaded.transfer_id, error))

@@ -1,0 +1,235 @@
+"""Adapters on the host: read once, digested on the way, and kept packed in the arena.
+
+Joins the arena, which knows memory, with whoever opens adapter directories and with the layout of
+matrices. On a CPU without a link the arena is the device's memory, too; otherwise loads copy from
+it. Knows nothing of requests or of the device.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...runtime.adapters.digest import ContentDigest
+from ...runtime.adapters.resolved import AdapterReader, TakeTensor
+from ...runtime.errors import AdapterError, CorunError, ResourceError
+from ...shm.arena import HostArena
+from ...shm.arena_entry import ArenaEntry, ArenaFullError, entry_bytes
+from ...shm.errors import ShmError
+from ..device.host_memory import TorchDevice
+from ..lora.adapter_layout import AdapterLayout, GroupPlan
+from .reading import AdapterReading
+
+_LOG = logging.getLogger(__name__)
+
+
+class StoreBusyError(ResourceError):
+    """There is no room in the arena now, because of what is in use."""
+
+
+# Opens a PEFT directory; raises ``AdapterError``.
+OpenSource = Callable[[str], AdapterReader]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFacts:
+    """What is known of an adapter once it has been read."""
+
+    digest: str
+    rank: int  # the largest of its targets
+    plans: tuple[GroupPlan, ...]
+    host_bytes: int  # in the arena
+
+
+class HostAdapter:
+    """One adapter in the arena, or on its way there; referenced until ``release``."""
+
+    def __init__(
+        self, arena: HostArena, entry: ArenaEntry, memory: torch.Tensor,
+        reading: AdapterReading | None = None,
+    ) -> None:  # fmt: skip
+        """``memory``: the arena's bytes, uint8. ``reading``: what fills the entry, if anything."""
+        self._arena = arena
+        self._entry = entry
+        self.places = entry.regions
+        self._memory: torch.Tensor | None = memory
+        self._reading = reading
+        self._is_released = False
+
+    def bytes_of(self, first: int, end: int) -> torch.Tensor:
+        """Regions [first, end), which follow each other in the arena, uint8; before ``release``."""
+        assert self._memory is not None, "released"
+        last = self.places[end - 1]
+        return self._memory[self.places[first].offset : last.offset + last.num_bytes]
+
+    @property
+    def num_whole(self) -> int:
+        """Regions, from the first on, that may be read; never fewer than before."""
+        return len(self.places) if self._reading is None else self._reading.num_regions
+
+    @property
+    def read_s(self) -> float | None:
+        """How long it took to read what is whole; None if it was in the arena."""
+        return None if self._reading is None else self._reading.read_s
+
+    @property
+    def error(self) -> CorunError | None:
+        """Why the other regions will never be whole, once that is known."""
+        return None if self._reading is None else self._reading.error
+
+    @property
+    def is_read(self) -> bool:
+        """Whether no more regions will become whole."""
+        return self._reading is None or self._reading.is_over
+
+    def read(self, on_layer: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Read the files, if there is anything to read; see ``AdapterReading.run``."""
+        if self._reading is not None:
+            self._reading.run(on_layer, is_wanted)
+
+    def wait_whole(self, num_regions: int, timeout_s: float) -> bool:
+        """Wait until so many regions are whole; False if they will not be, or not in time."""
+        return self._reading is None or self._reading.wait(num_regions, timeout_s)
+
+    def release(self) -> None:
+        """End the reference: nobody reads the regions on its account any more. Idempotent."""
+        if not self._is_released:
+            self._is_released = True
+            self._memory = None
+            if self._reading is not None:
+                self._reading.stop()
+            self._arena.release(self._entry)
+
+
+class AdapterStore:
+    """Owns the arena. ``register`` and ``fetch`` may run in different threads."""
+
+    def __init__(
+        self, arena: HostArena, layout: AdapterLayout, open_source: OpenSource,
+        device: TorchDevice, *, is_device_memory: bool,
+    ) -> None:  # fmt: skip
+        """Takes ``arena`` over.
+
+        ``is_device_memory``: what does not fit now may find room in the one budget later.
+        """
+        self.layout = layout
+        self._arena = arena
+        self._open = open_source
+        self._is_device_memory = is_device_memory
+        self._memory = device.register(arena.segment.pages, name="adapters")
+        self._bytes: torch.Tensor | None = self._memory.tensor(
+            0, (arena.segment.num_bytes,), torch.uint8
+        )
+        self._contents: dict[str, ContentDigest] = {}  # of what was registered, by its name
+
+    def register(self, path: str) -> StoredFacts:
+        """Read and check an adapter, and keep it in the arena if there is room.
+
+        Raises ``AdapterError`` naming what is wrong, or that it can never fit.
+        """
+        with self._open(path) as source:
+            plans = self.layout.plan(source.adapter)
+            specs = [plan.spec for plan in plans]
+            num_bytes = entry_bytes(specs)
+            try:
+                entry = self._arena.reserve(specs, is_optional=True)
+            except ShmError as error:
+                full_for_good = isinstance(error, ArenaFullError) and error.is_for_good
+                if full_for_good and not self._is_device_memory:
+                    raise AdapterError(str(error)) from error
+                _LOG.debug("%s is checked and not kept: %s", path, error)
+                _read_all(source, self.layout.check)
+            else:
+                self._keep(entry, plans, source)
+            digest = source.digest
+            self._contents[digest.hexadecimal] = digest
+            return StoredFacts(digest.hexadecimal, source.adapter.max_rank, plans, num_bytes)
+
+    def fetch(self, digest: str, path: str) -> HostAdapter:
+        """Refer to the adapter with this content, which was registered.
+
+        If it is not in the arena it has a place there when this returns, and the caller must
+        have it filled by ``HostAdapter.read``. Raises ``AdapterError`` if the files are not what
+        they were, ``ResourceError`` if there is no room, ``StoreBusyError`` if there may be soon.
+        """
+        host = self.fetch_present(digest)
+        return self._read_again(digest, path) if host is None else host
+
+    def fetch_present(self, digest: str) -> HostAdapter | None:
+        """Refer to the adapter with this content if it is in the arena."""
+        entry = self._arena.acquire(digest)
+        return None if entry is None else HostAdapter(self._arena, entry, self._whole)
+
+    def is_present(self, digest: str) -> bool:
+        """Whether the adapter with this content is in the arena now."""
+        return self._arena.contains(digest)
+
+    def forget(self, digest: str) -> None:
+        """Nobody will ask for this content any more."""
+        self._contents.pop(digest, None)
+        self._arena.discard(digest)
+
+    def keep_within(self, num_bytes: int) -> None:
+        """Keep what is not in use only while all adapters take no more than this."""
+        self._arena.keep_within(num_bytes)
+
+    def close(self) -> None:
+        """Give the arena up, with nothing under way on it. Idempotent.
+
+        Its memory is free when the last tensor over it is gone.
+        """
+        if self._bytes is None:
+            return
+        self._bytes = None
+        self._memory.close()
+        try:
+            self._arena.close()
+        except ShmError as error:
+            _LOG.warning("%s", error)
+
+    def _read_again(self, digest: str, path: str) -> HostAdapter:
+        source = self._open(path)
+        try:
+            source.expect(self._contents[digest])
+            plans = self.layout.plan(source.adapter)
+            entry = self._reserve(plans, path)
+        except BaseException:
+            source.close()
+            raise
+        writer = self.layout.writer(plans, self._parts(entry))
+        reading = AdapterReading(source, writer, self._arena, entry)
+        self._arena.share(entry)
+        return HostAdapter(self._arena, entry, self._whole, reading)
+
+    def _reserve(self, plans: Sequence[GroupPlan], path: str) -> ArenaEntry:
+        try:
+            return self._arena.reserve([plan.spec for plan in plans])
+        except ArenaFullError as error:
+            kind = ResourceError if error.is_for_good else StoreBusyError
+            raise kind(f"{path}: {error}") from error
+        except ShmError as error:
+            raise ResourceError(f"{path}: {error}") from error
+
+    def _keep(self, entry: ArenaEntry, plans: Sequence[GroupPlan], source: AdapterReader) -> None:
+        """Write the adapter to ``entry`` and publish it, or give it up."""
+        try:
+            _read_all(source, self.layout.writer(plans, self._parts(entry)).write)
+        except BaseException:
+            self._arena.abandon(entry)
+            raise
+        self._arena.release(self._arena.publish(entry, source.digest.hexadecimal))
+
+    @property
+    def _whole(self) -> torch.Tensor:
+        """The arena's bytes."""
+        assert self._bytes is not None, "the store is closed"
+        return self._bytes
+
+    def _parts(self, entry: ArenaEntry) -> list[torch.Tensor]:
+        return [self._whole[r.offset : r.offset + r.num_bytes] for r in entry.regions]
+
+
+def _read_all(source: AdapterReader, take: TakeTensor) -> None:
+    for _ in source.read_layers(take):
+        pass

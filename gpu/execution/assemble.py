@@ -1,0 +1,283 @@
+"""Puts the device half together: model, kernels, KV pool, executor."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...cpu_workers.kernels.simd import arithmetic, isa
+from ...runtime.adapters.target_map import TargetMap
+from ...runtime.config.engine import EngineConfig
+from ...runtime.errors import ConfigError, ModelError, ResourceError
+from ...shm.errors import ShmError
+from ..adapters.host import ArenaSize, GroupLayers, HostAdapters, one_group
+from ..adapters.store import OpenSource
+from ..attention.base import AttentionBackend
+from ..attention.select import select_attention_backend
+from ..coexec.assistant import Assistant
+from ..device.host_memory import TorchDevice
+from ..device.select import DeviceOptions, make_device
+from ..forward.batch import StepContext
+from ..fused.install import select_fused_kernels
+from ..linear.plain import PlainLinear
+from ..linear.select import select_linear_backend
+from ..linear.wrapper import leave_weight_files, wrap_linears
+from ..lora.base import LoraBackend
+from ..lora.select import select_lora_backend
+from ..lora.table import LoraTable
+from ..model.attention_hook import PagedAttentionHook
+from ..model.kv_pool import KvLayout, KvPool
+from ..model.load import ModelSource, load_config, load_model, resolve_device, resolve_dtype
+from ..model.probe import (
+    MAX_PROBE_TOKENS,
+    NUM_PROBE_SEQUENCES,
+    check_parity,
+    layer_shapes,
+    record_attention,
+)
+from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
+from ..model.targets import build_target_map, record_input_groups, with_input_groups
+from ..replay.select import OFF, select_decode_graphs
+from .executor import AdapterFetch, DeviceExecutor
+from .runner import ModelRunner
+from .sampler import Sampler
+from .threads import choose_threads, limit_torch_threads, probe_tokens
+from .warm_up import warm_up
+
+_LOG = logging.getLogger(__name__)
+
+# With these, nothing large is left to torch.
+_ALL_OWN_KERNELS = {
+    "linear": "numba", "attention": "numba", "LoRA": "numba", "fused kernels": "numba",
+}  # fmt: skip
+_MAX_RESIDENT_ADAPTERS = 2048  # rows of the kernels' table, a few dozen bytes per target each
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with corun's modules in place, before its memory is planned."""
+
+    config: Any  # transformers' configuration of the text model
+    model: PreTrainedModel
+    context: StepContext
+    hook: PagedAttentionHook
+    device: TorchDevice  # its streams and copies
+    layout: KvLayout
+    target_map: TargetMap
+    lora_table: LoraTable
+    lora_backend: LoraBackend
+    attention_backend: AttentionBackend
+    linear_backend_name: str
+    fused_kernels_name: str
+    decode_graphs: str  # of ``model.select``
+    weight_bytes: int  # of the model as it was loaded
+    rope_max_len: int | None
+    recompute_at_tokens: int | None
+
+    @property
+    def backend_names(self) -> dict[str, str]:
+        """What computes what."""
+        return {
+            "linear": self.linear_backend_name,
+            "attention": self.attention_backend.name,
+            "LoRA": self.lora_backend.name,
+            "fused kernels": self.fused_kernels_name,
+            "decode graphs": self.decode_graphs,
+            "CPU instructions": arithmetic.describe(),
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and KV."""
+        return self.layout.dtype
+
+    def close(self) -> None:
+        """Give back what is not memory: the attention function and the device. Idempotent."""
+        self.hook.close()
+        self.device.close()
+
+
+def load(
+    source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None],
+    stream_cpus: tuple[int, ...] = (),
+) -> LoadedModel:  # fmt: skip
+    """Load the model and replace its attention and its linears.
+
+    ``stream_cpus``: where the threads of a CPU device run; () = where the caller does.
+
+    Raises ``ModelError`` or ``ConfigError`` with the reason, ``DeviceError`` if the device cannot
+    be used.
+    """
+    reason = isa.why_not(config.cpu_isa)
+    if reason is not None:
+        raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be used: {reason}")
+    where = resolve_device(config.device)
+    hf_config = load_config(source)
+    dtype = resolve_dtype(config.dtype, hf_config)
+    context = StepContext()
+    with contextlib.ExitStack() as undo:
+        device = make_device(where, DeviceOptions.of(config, stream_cpus))
+        undo.callback(device.close)
+        hook = PagedAttentionHook(context)
+        undo.callback(hook.close)
+        on_progress(f"loading {source.path} as {str(dtype).removeprefix('torch.')} on {where}")
+        model = load_model(source, hf_config, dtype, where, hook.name)
+        guard_longrope(model, context)
+        loaded = _equip(model, context, hook, device, config, on_progress)
+        undo.pop_all()
+        return loaded
+
+
+def _equip(
+    model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
+    device: TorchDevice, config: EngineConfig, on_progress: Callable[[str], None],
+) -> LoadedModel:  # fmt: skip
+    where, dtype = model.device, model.dtype
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    on_progress("choosing and compiling kernels")
+    target_map = build_target_map(model)
+    record = None
+
+    def pass_through() -> None:
+        nonlocal record
+        record = record_attention(model, hook)
+
+    groups = record_input_groups(
+        model, [target.path for target in target_map.targets], pass_through
+    )
+    assert record is not None
+    target_map = with_input_groups(target_map, groups)
+    table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where)
+    lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
+    make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype)
+    target_of = {target.physical_path: target.index for target in target_map.targets}
+    group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
+    wrap_linears(model, context, make_linear, target_of, group_of)
+    if where.type == "cpu" and make_linear.name != PlainLinear.name:
+        leave_weight_files(model)
+    fused_kernels_name = select_fused_kernels(
+        config.fused_kernels, model, lambda: record_attention(model, hook)
+    )
+    attention_backend = select_attention_backend(
+        config.attention_backend, device=where, dtype=dtype
+    )
+    names = {"attention": attention_backend.name, "LoRA": lora_backend.name}
+    return LoadedModel(
+        config=model.config.get_text_config(),
+        model=model,
+        context=context,
+        hook=hook,
+        device=device,
+        layout=KvLayout(layer_shapes(record), config.block_size, dtype),
+        target_map=target_map,
+        lora_table=table,
+        lora_backend=lora_backend,
+        attention_backend=attention_backend,
+        linear_backend_name=make_linear.name,
+        fused_kernels_name=fused_kernels_name,
+        decode_graphs=select_decode_graphs(config.decode_graphs, names),
+        weight_bytes=weight_bytes,
+        rope_max_len=rope_max_length(model),
+        recompute_at_tokens=rope_recompute_length(model),
+    )
+
+
+def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
+    """Allocate the KV pool and connect the model to it."""
+    pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
+    loaded.hook.attach(loaded.attention_backend, pool)
+    return ModelRunner(
+        loaded.model, loaded.context, loaded.hook, pool, loaded.lora_backend,
+        with_graphs=loaded.decode_graphs != OFF,
+    )  # fmt: skip
+
+
+def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> None:
+    """Run the parity probe in a small pool, and choose the threads of the CPU device.
+
+    Args:
+        loaded: The model, whose pool is not yet made.
+        is_waived: Only warn of a mismatch.
+        max_threads: Choose at most so many threads for this process; None = leave them alone.
+
+    Raises:
+        ModelError: Packed rows give other logits than plain transformers.
+    """
+    num_columns = -(-max(MAX_PROBE_TOKENS, probe_tokens()) // loaded.layout.block_size)
+    runner = make_runner(loaded, NUM_PROBE_SEQUENCES * num_columns)
+    try:
+        _check_parity(loaded, runner, is_waived=is_waived)
+        if max_threads is not None and loaded.model.device.type == "cpu":
+            choose_threads(runner, max_threads, loaded.weight_bytes)
+    finally:
+        runner.pool.close()
+    if _ALL_OWN_KERNELS.items() <= loaded.backend_names.items():
+        limit_torch_threads()
+
+
+def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:
+    try:
+        error = check_parity(loaded.model, loaded.hook, runner.probe_step)
+    except ModelError as mismatch:
+        if not is_waived:
+            raise
+        _LOG.warning("the parity probe failed and is waived by --skip-parity-probe: %s", mismatch)
+        return
+    _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
+
+
+def warm_up_kernels(
+    loaded: LoadedModel, runner: ModelRunner, max_model_len: int,
+    on_progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Let no kernel be compiled later; on the CPU they all have been (``numba`` has no variants).
+
+    By the thread that will run the steps, before the pool is used.
+    """
+    if loaded.model.device.type == "cuda":
+        warm_up(
+            runner, loaded.lora_table, loaded.lora_backend, loaded.target_map.targets,
+            max_model_len, on_progress,
+        )  # fmt: skip
+
+
+def make_executor(
+    loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch,
+    *, eos_token_ids: tuple[int, ...], max_model_len: int, assistant: Assistant | None = None,
+    on_kv_bytes: Callable[[int], None] | None = None,
+) -> DeviceExecutor:  # fmt: skip
+    """Make the executor of the engine; it owns the runner from now on."""
+    return DeviceExecutor(
+        runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
+        max_model_len=max_model_len, assistant=assistant, on_kv_bytes=on_kv_bytes,
+    )  # fmt: skip
+
+
+def make_host_adapters(
+    loaded: LoadedModel,
+    size: ArenaSize,
+    open_source: OpenSource,
+    group_layers: GroupLayers = one_group,
+) -> HostAdapters:
+    """Make the arena of packed adapters; before the device's first operation.
+
+    Raises ``ResourceError`` if there is too little memory for it.
+    """
+    try:
+        return HostAdapters(
+            loaded.device, loaded.lora_backend, loaded.dtype, loaded.model.device,
+            loaded.target_map, size, open_source, group_layers,
+        )  # fmt: skip
+    except ShmError as error:
+        raise ResourceError(f"{error} (--host-adapter-bytes)") from error
+
+
+def free_bytes(device: torch.device, cpu_available_bytes: int) -> int:
+    """Memory of the device that is free now; on the CPU what the caller has read."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return cpu_available_bytes

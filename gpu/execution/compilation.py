@@ -1,0 +1,104 @@
+"""Says which kernels are being compiled, for people who wait for a first start.
+
+Compilers keep what they have compiled, so a later start hears nothing of it. Owns the listeners
+that it enters with numba and Triton for the time of a ``with`` block.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba.core.event as numba_events
+import torch
+
+# Where kernels are, in the order in which an engine on the CPU comes to need them.
+_GROUPS = {
+    "corun.shm": "signals and waits",
+    "corun.gpu.device": "signals and waits",
+    "corun.cpu_workers.kernels.lora": "LoRA",
+    "corun.cpu_workers.kernels.linear": "linear products",
+    "corun.cpu_workers.kernels.fused": "norms, rotary embeddings and activations",
+    "corun.cpu_workers.kernels.attention": "attention",
+    "corun.gpu.replay": "replays of decode passes",
+}
+_NAMES = tuple(dict.fromkeys(_GROUPS.values()))
+_TOLD_S = 1.0  # a kernel that took so long gets a line of its own
+
+
+class _Teller(numba_events.Listener):  # type: ignore[misc]  # numba has no types
+    """Counts compilations and tells of them. Callees are compiled inside their caller's time."""
+
+    def __init__(self, on_progress: Callable[[str], None]) -> None:
+        self._on_progress = on_progress
+        self._open = threading.local()
+        self._told: set[str] = set()
+        self.num_compiled = 0
+        self.total_s = 0.0
+
+    def on_start(self, event: Any) -> None:
+        """A compilation begins."""
+        open_starts = self._open.__dict__.setdefault("starts", [])
+        open_starts.append(time.perf_counter())
+        function = event.data["dispatcher"].py_func
+        group = _group_of(function.__module__)
+        if len(open_starts) == 1 and group is not None and group not in self._told:
+            self._told.add(group)
+            num_left = len(_NAMES) - 1 - _NAMES.index(group)
+            self._on_progress(
+                f"compiling kernels for {group}; {num_left} of {len(_NAMES)} groups may follow"
+            )
+
+    def on_end(self, event: Any) -> None:
+        """A compilation has ended, well or not."""
+        start_s = self._open.starts.pop()
+        if not self._open.starts:
+            self.count(event.data["dispatcher"].py_func.__name__, time.perf_counter() - start_s)
+
+    def count(self, name: str, seconds: float) -> None:
+        """Take in one kernel."""
+        self.num_compiled += 1
+        self.total_s += seconds
+        if seconds >= _TOLD_S:
+            self._on_progress(f"compiled {name.strip('_')} in {seconds:.1f} s")
+
+    def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        """Triton has compiled, or found in its cache, one kernel; its times are microseconds."""
+        if not cache_hit:
+            self.count(str(src.name), times.total * 1e-6)
+
+
+def _group_of(module: str) -> str | None:
+    return next((name for where, name in _GROUPS.items() if module.startswith(where)), None)
+
+
+@contextmanager
+def compilation_told(on_progress: Callable[[str], None]) -> Iterator[None]:
+    """Tell what is compiled inside, as it begins; at the end how many kernels and how long."""
+    teller = _Teller(on_progress)
+    with numba_events.install_listener("numba:compile", teller), _triton_tells(teller):
+        yield
+    if teller.num_compiled:
+        on_progress(
+            f"compiled {teller.num_compiled} kernels in {teller.total_s:.1f} s; "
+            "they are kept for the next start"
+        )
+
+
+@contextmanager
+def _triton_tells(teller: _Teller) -> Iterator[None]:
+    if not torch.cuda.is_available():  # nothing compiles with it; importing it takes a while
+        yield
+        return
+    try:
+        from triton import knobs
+    except ImportError:  # not installed, so it compiles nothing either
+        yield
+        return
+    previous = knobs.compilation.listener
+    knobs.compilation.listener = teller.on_triton
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = previous

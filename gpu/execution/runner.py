@@ -1,0 +1,108 @@
+"""Runs packed forward passes of one model. Owns the model and the metadata its modules read."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..forward.batch import DeltaPass, PassMetadata, StepContext
+from ..forward.lower import ForwardInputs, PackedRows, lower
+from ..lora.base import LoraBackend
+from ..lora.deltas import ResidentDeltas
+from ..model.attention_hook import PagedAttentionHook
+from ..model.kv_pool import KvPool
+from ..model.probe import ProbeRow
+from ..replay.decode_graphs import DecodeGraphs, RunPass
+
+
+class ModelRunner:
+    """The model, its KV pool and the context that its wrapped modules share.
+
+    Not thread-safe: passes run from one thread at a time.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook, pool: KvPool,
+        lora_backend: LoraBackend | None = None, *, with_graphs: bool = False,
+    ) -> None:  # fmt: skip
+        """``with_graphs``: Replay decode passes; the backends must be able to."""
+        self.model = model
+        self.pool = pool
+        self.device = model.device
+        self.block_size = pool.layout.block_size
+        self._context = context
+        self._hook = hook
+        self._lora_backend = lora_backend
+        self.graphs = DecodeGraphs(self._run_modules) if with_graphs else None
+
+    def forward(
+        self, inputs: ForwardInputs, logit_indices: torch.Tensor, deltas: DeltaPass | None = None
+    ) -> torch.Tensor:
+        """Compute one pass, writing keys and values into the pool.
+
+        Args:
+            inputs: The packed rows.
+            logit_indices: int64 [n], packed indices of the tokens whose logits are wanted.
+            deltas: Adds the adapters' deltas; None = all of ``inputs.lora`` are on the device.
+
+        Returns:
+            float32 [n, vocabulary]. With n = 0 one row is computed and thrown away, because
+            packed products do not take empty inputs.
+        """
+        wanted = logit_indices if len(logit_indices) else inputs.last_indices[-1:]
+        context = self._context
+        context.attention = inputs.attention
+        if deltas is None and inputs.lora is not None:
+            assert self._lora_backend is not None, "adapters need a LoRA backend"
+            deltas = ResidentDeltas(self._lora_backend, inputs.lora)
+        context.deltas = deltas
+        context.known_lens_host = inputs.known_lens
+        try:
+            with torch.inference_mode():
+                metadata = PassMetadata(inputs.attention, inputs.lora, deltas)
+                run_pass: RunPass = self.graphs or self._run_modules
+                logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
+                return logits[0, : len(logit_indices)].to(torch.float32, copy=True)
+        finally:
+            context.attention = None
+            context.deltas = None
+
+    def _run_modules(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> torch.Tensor:  # fmt: skip
+        """See ``RunPass``; what the modules read of the pass is in their context."""
+        out = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logit_indices,
+        )
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def probe_step(self, rows: Sequence[ProbeRow]) -> torch.Tensor:
+        """Run base-model rows in the pool's first blocks; for the parity probe only.
+
+        Sequence s owns every second block from s on, so that tables are not contiguous.
+        """
+        num_columns = max(-(-(row.start + len(row.token_ids)) // self.block_size) for row in rows)
+        owned = [np.arange(num_columns, dtype=np.int32) * 2 + row.sequence for row in rows]
+        packed = PackedRows(
+            token_ids=np.concatenate([np.array(row.token_ids, dtype=np.int64) for row in rows]),
+            starts=np.array([row.start for row in rows], dtype=np.int64),
+            num_tokens=np.array([len(row.token_ids) for row in rows], dtype=np.int64),
+            block_tables=np.stack(owned),
+            known_lens=tuple(row.start + len(row.token_ids) for row in rows),
+            table_rows=(-1,) * len(rows),
+            ranks=(0,) * len(rows),
+        )
+        inputs = lower(packed, self.block_size, self.device)
+        return self.forward(inputs, inputs.last_indices)
+
+    def close(self) -> None:
+        """Take the attention function out of transformers' table and free the pool."""
+        self._hook.close()
+        self.pool.close()
+        self.graphs = None  # it refers to this object

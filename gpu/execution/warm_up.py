@@ -1,0 +1,88 @@
+"""Runs every variant of the kernels once, before anybody waits for a token.
+
+A kernel that is compiled, or even loaded, in the middle of serving holds up everybody. What decides
+on a variant is the model, the shape of a pass (does every row decode? how long is the longest
+context?) and how long a segment of an adapter is, so a few passes of the model itself ask for all
+of them, with the strides and addresses that serving has.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ...runtime.adapters.target_map import Target
+from ..forward.lower import PackedRows, lower
+from ..lora.base import LoraBackend, PackedLora
+from ..lora.table import DeviceAdapter, LoraTable
+from .runner import ModelRunner
+
+# More tokens than the kernels of few tokens take: of one row, and of all rows of an adapter.
+_PREFILL_TOKENS = 64
+
+
+def warm_up(
+    runner: ModelRunner, table: LoraTable, backend: LoraBackend, targets: Sequence[Target],
+    max_model_len: int, on_progress: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Run the passes, with an adapter of zeros on all ``targets``; return how many.
+
+    Writes to the pool's first block, so it must not be in use. Raises what a kernel raises that
+    this device does not take.
+    """
+    row = table.add(_zeros(targets, backend))
+    try:
+        passes = tuple(_passes(max_model_len, runner.block_size, row))
+        on_progress(f"warming up: {len(passes)} passes, so that serving compiles no kernel")
+        for rows in passes:
+            inputs = lower(rows, runner.block_size, runner.device)
+            runner.forward(inputs, inputs.last_indices)
+        if runner.device.type == "cuda":  # what has failed must fail the start
+            torch.cuda.synchronize(runner.device)
+    finally:
+        table.remove(row)
+    return len(passes)
+
+
+def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[PackedRows]:
+    """Prefill, then one token behind contexts of all lengths by powers of two.
+
+    The parts that a context is divided into double likewise, so all their numbers are among them;
+    a single row has the most.
+    """
+    num_tokens = min(_PREFILL_TOKENS, max_model_len)
+    num_rows = -(-_PREFILL_TOKENS // num_tokens)
+    yield _rows(num_rows, num_tokens, num_tokens, block_size, table_row)
+    context_len = 1
+    while context_len <= max_model_len:
+        yield _rows(1, 1, context_len, block_size, table_row)
+        context_len *= 2
+
+
+def _rows(
+    num_rows: int, num_tokens: int, context_len: int, block_size: int, table_row: int
+) -> PackedRows:
+    """Rows of one shape whose contexts lie in the pool's first block, over and over."""
+    num_columns = -(-context_len // block_size)
+    return PackedRows(
+        token_ids=np.zeros(num_rows * num_tokens, dtype=np.int64),
+        starts=np.full(num_rows, context_len - num_tokens, dtype=np.int64),
+        num_tokens=np.full(num_rows, num_tokens, dtype=np.int64),
+        block_tables=np.zeros((num_rows, num_columns), dtype=np.int32),
+        known_lens=(context_len,) * num_rows,
+        table_rows=(table_row,) * num_rows,
+        ranks=(1,) * num_rows,
+    )
+
+
+def _zeros(targets: Sequence[Target], backend: LoraBackend) -> DeviceAdapter:
+    """An adapter of rank 1 on all targets; those of one shape share its matrices."""
+    by_shape: dict[tuple[int, int], PackedLora] = {}
+    for target in targets:
+        shape = target.in_features, target.out_features
+        if shape not in by_shape:
+            a, b = torch.zeros(1, target.in_features), torch.zeros(target.out_features, 1)
+            by_shape[shape] = backend.pack(a, b, 1.0)
+    return DeviceAdapter(
+        {target.index: by_shape[target.in_features, target.out_features] for target in targets}
+    )

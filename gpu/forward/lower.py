@@ -1,0 +1,102 @@
+"""Lowers a sub-batch to the tensors of one forward pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .batch import AttentionMetadata, LoraBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows as host arrays, before they go to the device.
+
+    ``token_ids``, ``positions``: int64 [tokens]; ``starts``, ``num_tokens``: int64 [rows];
+    ``block_tables``: int32 [rows, max_blocks].
+    """
+
+    token_ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+    known_lens: tuple[int, ...]
+    table_rows: tuple[int, ...]  # LoRA table row of each row, -1 = base model
+    ranks: tuple[int, ...]  # largest rank of each row's adapter, 0 = base model
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """Everything one forward pass of the model needs, on its device."""
+
+    input_ids: torch.Tensor  # int64 [1, tokens]
+    position_ids: torch.Tensor  # int64 [1, tokens]
+    last_indices: torch.Tensor  # int64 [rows], packed index of each row's last token
+    attention: AttentionMetadata
+    lora: LoraBatch | None
+    known_lens: tuple[int, ...]
+
+
+def lower(rows: PackedRows, block_size: int, device: torch.device) -> ForwardInputs:
+    """Compute positions, slots and segments of the packed rows."""
+    query_starts = np.zeros(len(rows.starts) + 1, dtype=np.int64)
+    np.cumsum(rows.num_tokens, out=query_starts[1:])
+    row_of_token = np.repeat(np.arange(len(rows.starts)), rows.num_tokens)
+    offsets = rows.starts - query_starts[:-1]
+    positions = np.arange(query_starts[-1]) + offsets[row_of_token]
+    context_lens = rows.starts + rows.num_tokens
+    blocks = rows.block_tables[row_of_token, positions // block_size].astype(np.int64)
+    num_columns = -(-int(context_lens.max()) // block_size)
+    starts_host = tuple(query_starts.tolist())
+    metadata = AttentionMetadata(
+        query_starts=_to(query_starts.astype(np.int32), device),
+        context_lens=_to(context_lens.astype(np.int32), device),
+        block_tables=_to(np.ascontiguousarray(rows.block_tables[:, :num_columns]), device),
+        slot_mapping=_to(blocks * block_size + positions % block_size, device),
+        query_starts_host=starts_host,
+        context_lens_host=tuple(context_lens.tolist()),
+        max_query_len=int(rows.num_tokens.max()),
+        max_context_len=int(context_lens.max()),
+        block_size=block_size,
+    )
+    return ForwardInputs(
+        input_ids=_to(rows.token_ids[None], device),
+        position_ids=_to(positions[None], device),
+        last_indices=_to(query_starts[1:] - 1, device),
+        attention=metadata,
+        lora=lora_batch(rows.table_rows, rows.ranks, starts_host, device),
+        known_lens=rows.known_lens,
+    )
+
+
+def lora_batch(
+    table_rows: Sequence[int], ranks: Sequence[int], starts: Sequence[int], device: torch.device
+) -> LoraBatch | None:
+    """Merge neighbouring rows of one adapter into segments; None if all rows are the base's."""
+    segments: list[tuple[int, int, int]] = []
+    for row, table_row in enumerate(table_rows):
+        if table_row < 0:
+            continue
+        if segments and segments[-1][2] == table_row and segments[-1][1] == starts[row]:
+            segments[-1] = (segments[-1][0], starts[row + 1], table_row)
+        else:
+            segments.append((starts[row], starts[row + 1], table_row))
+    if not segments:
+        return None
+    begins, ends, owners = (tuple(column) for column in zip(*segments, strict=True))
+    return LoraBatch(
+        segment_starts=_to(np.array(begins, dtype=np.int32), device),
+        segment_ends=_to(np.array(ends, dtype=np.int32), device),
+        table_rows=_to(np.array(owners, dtype=np.int32), device),
+        segment_starts_host=begins,
+        segment_ends_host=ends,
+        table_rows_host=owners,
+        max_segment_tokens=max(end - begin for begin, end in zip(begins, ends, strict=True)),
+        max_rank=max(ranks),
+    )
+
+
+def _to(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -1,0 +1,94 @@
+"""Gated feed-forward modules of transformers' decoders: activation and product in one pass.
+
+The activation is looked up: of a bfloat16 there are 65,536, so that a table that the model's own
+activation has filled gives what it gives, to the bit, whichever it is.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from ...cpu_workers.kernels import fused as kernels
+from ..forward.kernel_threads import num_kernel_threads
+from ..forward.launcher import launch, new_output
+
+_ACTIVATION_NAMES = ("act_fn", "activation_fn")
+_NUM_VALUES = 2**16
+
+
+class ActivationTables:
+    """Tables of activations, one for all modules that compute the same."""
+
+    def __init__(self) -> None:
+        self._tables: list[torch.Tensor] = []
+
+    def of(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """bfloat16 [65536]: the activation of every value, by its bits."""
+        bits = torch.arange(_NUM_VALUES, dtype=torch.int32).to(torch.uint16)
+        table = activation(bits.view(torch.bfloat16)).contiguous()
+        for known in self._tables:
+            if torch.equal(known.view(torch.uint16), table.view(torch.uint16)):
+                return known
+        self._tables.append(table)
+        return table
+
+
+def gated_product(gate: torch.Tensor, up: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """activation(gate) * up: bfloat16 [..., features], each with rows of one stride."""
+    features = gate.shape[-1]
+    assert gate.dtype == up.dtype == torch.bfloat16 and gate.shape == up.shape
+    assert gate.stride(-1) == up.stride(-1) == 1
+    gates, ups = gate.reshape(-1, features), up.reshape(-1, features)
+    y = new_output(gate.shape, torch.bfloat16)
+    launch(
+        kernels.gated,
+        gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0), table.data_ptr(),
+        y.data_ptr(), gates.shape[0], features, num_kernel_threads(),
+    )  # fmt: skip
+    return y
+
+
+class FusedGatedMlp:
+    """Replaces the ``forward`` of a module with separate products for gate and up."""
+
+    def __init__(self, module: nn.Module, table: torch.Tensor) -> None:
+        self._gate, self._up, self._down = (
+            module.get_submodule(name).forward for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        self._table = table
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        result: torch.Tensor = self._down(gated_product(self._gate(x), self._up(x), self._table))
+        return result
+
+
+class GateUpGatedMlp:
+    """Replaces the ``forward`` of a module with one product, gate first, then up."""
+
+    def __init__(self, module: nn.Module, table: torch.Tensor) -> None:
+        self._gate_up, self._down = (
+            module.get_submodule(name).forward for name in ("gate_up_proj", "down_proj")
+        )
+        self._table = table
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        result: torch.Tensor = self._down(gated_product(gate, up, self._table))
+        return result
+
+
+def mlp_candidates(
+    module: nn.Module, tables: ActivationTables
+) -> Iterator[FusedGatedMlp | GateUpGatedMlp]:
+    """What a module might compute if it is a gated feed-forward; for a check to decide."""
+    children = dict(module.named_children())
+    activation = next((children[name] for name in _ACTIVATION_NAMES if name in children), None)
+    if activation is None or any(True for _ in activation.parameters()):
+        return
+    if {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+        yield FusedGatedMlp(module, tables.of(activation))
+    elif {"gate_up_proj", "down_proj"} <= children.keys():
+        yield GateUpGatedMlp(module, tables.of(activation))

@@ -1,0 +1,54 @@
+"""RMS norms of transformers' decoders in one pass, in bfloat16."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...cpu_workers.kernels import fused as kernels
+from ..forward.kernel_threads import num_kernel_threads
+from ..forward.launcher import launch, new_output
+
+
+class FusedNorm:
+    """Replaces the ``forward`` of an RMS norm: [..., features] -> [..., features]."""
+
+    def __init__(self, factors: torch.Tensor, epsilon: float, *, rounds_twice: bool) -> None:
+        """``factors``: [features], what the normed row is multiplied by, in float32.
+
+        ``rounds_twice``: the normed row is rounded before it is multiplied, too.
+        """
+        self._factors = factors.detach().float().contiguous()
+        self._epsilon = np.float32(epsilon)
+        self._rounds_twice = rounds_twice
+        self._features = len(factors)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm each row of bfloat16."""
+        features = self._features
+        assert x.dtype == torch.bfloat16 and x.shape[-1] == features, (x.dtype, x.shape)
+        rows = x if x.is_contiguous() else x.contiguous()
+        y = new_output(rows.shape, torch.bfloat16)
+        launch(
+            kernels.norm, rows.data_ptr(), features, self._factors.data_ptr(), y.data_ptr(),
+            rows.numel() // features, features, self._epsilon, self._rounds_twice,
+            num_kernel_threads(),
+        )  # fmt: skip
+        return y
+
+
+def norm_candidates(module: nn.Module) -> Iterator[FusedNorm]:
+    """What a module might compute if it is an RMS norm; for a check to decide."""
+    if "norm" not in type(module).__name__.lower() or isinstance(module, nn.LayerNorm):
+        return
+    # Only of norms: that of a linear may be packed, and unpacking a model takes half a second.
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(epsilon, float) or not isinstance(weight, torch.Tensor):
+        return
+    if weight.ndim == 1 and weight.dtype == torch.bfloat16:
+        # Llama and those after it; OLMo 2 and gpt-oss; Gemma.
+        yield FusedNorm(weight, epsilon, rounds_twice=True)
+        yield FusedNorm(weight, epsilon, rounds_twice=False)
+        yield FusedNorm(1.0 + weight.float(), epsilon, rounds_twice=False)

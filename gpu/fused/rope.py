@@ -1,0 +1,81 @@
+"""Rotary embeddings of transformers' decoders in one pass, in bfloat16.
+
+The attention modules call a function of their own file by its name. A module gets a copy of its
+``forward`` whose name stands for ours; nothing that other models share is changed.
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...cpu_workers.kernels import fused as kernels
+from ..forward.kernel_threads import num_kernel_threads
+from ..forward.launcher import launch, new_output
+
+_NAME = "apply_rotary_pos_emb"
+
+Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys.
+
+    q, k: bfloat16 [1, heads, tokens, dim] in any order of heads and tokens; cos, sin: bfloat16
+    [1, tokens, rotary dim], of pairs (i, i + rotary dim / 2). Returns the same shapes, laid out
+    as [1, tokens, heads, dim].
+    """
+    assert is_servable(q, k, cos, sin), (q.shape, k.shape, cos.shape, sin.shape)
+    _, q_heads, num_tokens, dim = q.shape
+    k_heads = k.shape[1]
+    q_out = new_output((1, num_tokens, q_heads, dim), torch.bfloat16)
+    k_out = new_output((1, num_tokens, k_heads, dim), torch.bfloat16)
+    launch(
+        kernels.rotate,
+        q.data_ptr(), q.stride(2), q.stride(1), q_heads, q_out.data_ptr(),
+        k.data_ptr(), k.stride(2), k.stride(1), k_heads, k_out.data_ptr(),
+        dim, cos.data_ptr(), sin.data_ptr(), cos.stride(1), cos.shape[2], num_tokens,
+        num_kernel_threads(),
+    )  # fmt: skip
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def is_servable(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether ``rotate`` can be asked for it."""
+    tensors = (q, k, cos, sin)
+    return (
+        all(t.dtype == torch.bfloat16 and t.shape[0] == 1 and t.stride(-1) == 1 for t in tensors)
+        and q.ndim == k.ndim == 4
+        and cos.ndim == 3
+        and cos.shape == sin.shape
+        and cos.stride() == sin.stride()
+        and q.shape[2] == k.shape[2] == cos.shape[1]
+        and q.shape[3] == k.shape[3] >= cos.shape[2]
+        and cos.shape[2] % 2 == 0
+    )
+
+
+def rotation_of(module: nn.Module) -> Rotate | None:
+    """The function by which a module's ``forward`` rotates, if it does so by the usual name."""
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType) or _NAME not in forward.__code__.co_names:
+        return None
+    found: Rotate | None = forward.__globals__.get(_NAME)
+    return found
+
+
+def with_rotation(module: nn.Module, rotation: Rotate) -> Callable[..., Any]:
+    """A ``forward`` for the module that rotates by another function."""
+    forward = type(module).forward
+    assert isinstance(forward, types.FunctionType)
+    names: Mapping[str, Any] = forward.__globals__
+    copy = types.FunctionType(
+        forward.__code__, {**names, _NAME: rotation}, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return types.MethodType(copy, module)

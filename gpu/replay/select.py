@@ -1,0 +1,34 @@
+"""Chooses whether decode passes of a model may be captured and replayed."""
+
+import logging
+from collections.abc import Mapping
+
+from ..fused import residual
+from .replay_kernel import replay
+
+_LOG = logging.getLogger(__name__)
+
+_KERNELS = ("attention", "LoRA")
+OFF, ONCE_VERIFIED = "off", "once verified"
+
+
+def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
+    """Whether decode passes may be replayed; returns ``OFF`` or ``ONCE_VERIFIED``, for people.
+
+    What a model's passes can be is known only when they are captured, while requests run.
+
+    ``backend_names``: by what they compute. All that is not torch's own must be kernels that are
+    called by ``launch``.
+    """
+    others = [
+        f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"
+    ]
+    if name == "off":
+        others = ["as asked"]
+    if others:
+        _LOG.info("decode graphs: off (%s)", ", ".join(others))
+        return OFF
+    # What a capture adds to the kernels that run anyway; here nobody waits for a token.
+    replay(0, 0)
+    residual.compile_kernel()
+    return ONCE_VERIFIED

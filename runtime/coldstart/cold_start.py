@@ -1,0 +1,304 @@
+"""Cold starts as the scheduler asks for them: keeps loads and decisions, plans chunk by chunk.
+
+Joins the planner, which knows times, with the ledger of the link, which knows what is under way.
+Pure: times come in as arguments.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..plan import AdapterId, RequestId, StepId
+from ..request import Request
+from ..scheduler.cold import ColdChunk, StepRows
+from ..scheduler.events import ColdStart
+from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
+from .company import CompanyModel
+from .files import FileLedger, ready_s
+from .first_tokens import FirstTokens
+from .link import LinkLedger, by_layer
+from .planner import Planner
+from .predict import gains_by_waiting, plan_step
+from .stalls import Stalls
+from .strategy import AT_ONCE, Decision, LoadStrategy
+
+_MIN_CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayers:
+    """An adapter as its load sees it."""
+
+    shape: AdapterShape
+    group_bytes: tuple[int, ...]  # by layer group, in the order of loading
+    group_of_layer: tuple[int, ...]
+    is_on_host: bool  # its layer groups can move at once; else files must be read first
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """The CPU workers as chunks are cut for them."""
+
+    num_ready: Callable[[], int]  # that are alive now
+    max_tokens: Callable[[int], int]  # of one step, that the rings of so many hold
+
+
+class PlannedColdStarts:
+    """See ``scheduler.cold.ColdStarts``. Requests of unknown or failed loads wait."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        layers_of: Callable[[AdapterId], AdapterLayers],
+        workers: WorkerFacts,
+        decode_step_s: Callable[[int], float],
+    ) -> None:
+        """Make plans without any load under way.
+
+        Args:
+            planner: Chooses strategies; its model is what chunks are predicted with.
+            layers_of: Looks an adapter version up.
+            workers: Asked whenever a chunk is cut, because workers come and go.
+            decode_step_s: One forward of so many rows that decode, without adapters.
+        """
+        self._planner = planner
+        self._layers_of = layers_of
+        self._workers = workers
+        self._decode_step_s = decode_step_s
+        self._ledger = LinkLedger(planner.model.link)
+        self._files = FileLedger()
+        self._companies = CompanyModel(planner.model, decode_step_s)
+        self._first_tokens = FirstTokens()
+        self._stalls = Stalls()
+        self._loading: dict[AdapterId, AdapterLayers] = {}
+        self._decisions: dict[RequestId, Decision] = {}
+        self._blocking: set[AdapterId] = set()
+        self._counts: Counter[str] = Counter()
+
+    def use(self, planner: Planner) -> None:
+        """Ask another planner from now on. No load may be under way."""
+        assert not self._loading, "the link's ledger is of the planner before"
+        self._planner = planner
+        self._ledger = LinkLedger(planner.model.link)
+        self._companies = CompanyModel(planner.model, self._decode_step_s)
+
+    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
+        """A load has been commanded."""
+        layers = self._layers_of(adapter_id)
+        self._loading[adapter_id] = layers
+        self._ledger.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
+        if not layers.is_on_host:
+            self._files.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
+
+    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
+        """A request waits for what was a prefetch."""
+        if adapter_id in self._loading:
+            self._ledger.promote(adapter_id, now_s)
+            self._files.promote(adapter_id, now_s)
+
+    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
+        """So many layer groups have arrived."""
+        self._ledger.report(adapter_id, num_groups, now_s)
+        self._files.arrived(adapter_id, num_groups, now_s)
+
+    def load_read(
+        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
+    ) -> None:
+        """So many layer groups have been read from files, which took so long."""
+        self._files.report(adapter_id, num_groups, duration_s, now_s)
+
+    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
+        """The load has ended, well or badly."""
+        self._loading.pop(adapter_id, None)
+        self._blocking.discard(adapter_id)
+        self._ledger.end(adapter_id, now_s)
+        self._files.end(adapter_id, now_s)
+        self._first_tokens.load_ended(adapter_id)
+
+    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
+        """Decide once for a request whose adapter is loading; then keep to it."""
+        layers = self._loading.get(request.adapter_id)
+        if layers is None or request.retried_positions:
+            return False
+        decision = self._decisions.get(request.request_id)
+        if decision is None:
+            decision = self._decide(request, layers, num_others, rows, now_s)
+            self._decisions[request.request_id] = decision
+            self._counts[decision.strategy.value] += 1
+            if decision.strategy is LoadStrategy.BLOCKING:
+                self._blocking.add(request.adapter_id)
+        return decision.strategy in AT_ONCE
+
+    def next_chunk(
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
+    ) -> ColdChunk | None:
+        """As many tokens as leave the step, with all that is in it, within the configured share.
+
+        None while the request would only wait for its load: the next layer group, or the end of
+        the load, lets the scheduler ask again.
+        """
+        layers = self._loading.get(request.adapter_id)
+        if layers is None:
+            return None  # the load has failed, and the request is about to be told
+        if request.retried_positions[request.num_computed_tokens] > 1:
+            return None  # not even what has arrived was of use, so it needs the whole adapter
+        if self._files.num_on_host(request.adapter_id) == 0:
+            return None  # it has no place on the device yet
+        cold = self._cold_request(request, layers, num_others, rows, now_s)
+        chunk = self._cut(request, cold, max_tokens)
+        if chunk is None:
+            self._first_tokens.declined(request.request_id)
+            return None
+        company = cold.company
+        if self._first_tokens.has_begun(request.request_id):
+            company = cold.later_company  # that was reckoned with
+        part = ColdPart(chunk.num_tokens, layers.shape, chunk.split_layer, cold.ready_s)
+        self._first_tokens.planned(
+            request.request_id,
+            warm_step_s(self._planner.model, company.joined_by(part)),
+            is_last=chunk.num_tokens == request.num_pending_tokens,
+        )
+        return chunk
+
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
+        """Note how long the step takes without waits, if that is to be learned from.
+
+        That is also by how much others have made the steps of cold requests longer.
+        """
+        step_s = 0.0
+        if rows.chunks or rows.cold_chunks:
+            step_s = warm_step_s(self._planner.model, self._company(rows, None))
+        cold = [request.request_id for request, _ in rows.cold_chunks]
+        has_others = bool(rows.decodes or rows.chunks)
+        self._stalls.closed(step_id, cold, step_s, now_s, has_others=has_others)
+        self._first_tokens.step_closed(step_s)
+
+    def step_ended(self, step_id: StepId, now_s: float) -> None:
+        """Compare with what was predicted."""
+        lesson = self._stalls.ended(step_id, now_s)
+        if lesson is not None:
+            self._planner.observe_stall(
+                lesson.strategy, lesson.predicted_share, lesson.measured_share
+            )
+
+    def stops_everybody(self) -> bool:
+        """Whether a blocking load is under way."""
+        return bool(self._blocking)
+
+    def decision(self, request_id: RequestId) -> Decision | None:
+        """What was decided for a request that has not ended, if it came cold."""
+        return self._decisions.get(request_id)
+
+    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+        """Compare with what was predicted."""
+        decision = self._decisions.get(request_id)
+        if decision is None:
+            return None
+        lesson = self._first_tokens.came(request_id, now_s)
+        if lesson is not None:
+            self._planner.observe(lesson.strategy, lesson.predicted_s, lesson.measured_s)
+        return ColdStart(decision.strategy.value, decision.reason)
+
+    def counts(self) -> Mapping[str, int]:
+        """Requests that came cold, by strategy."""
+        return self._counts
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended."""
+        self._decisions.pop(request_id, None)
+        self._first_tokens.forget(request_id)
+
+    def _decide(
+        self, request: Request, layers: AdapterLayers, num_others: int, rows: StepRows,
+        now_s: float,
+    ) -> Decision:  # fmt: skip
+        """Ask the planner. How fast files are read, is no lesson for it."""
+        cold = self._cold_request(request, layers, num_others, rows, now_s)
+        decision = self._planner.decide(cold)
+        if not layers.is_on_host:
+            return replace(decision, reason=f"{decision.reason}; its files must be read first")
+        if decision.predictions:
+            self._first_tokens.expect(
+                request.request_id, request.adapter_id, decision.predictions[0], now_s,
+                is_at_once=decision.strategy in AT_ONCE,
+            )  # fmt: skip
+        return decision
+
+    def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
+        """The next chunk, if there is one that the step can bear."""
+        strategy = self._strategy_of(request)
+        num_tokens = min(request.num_pending_tokens, max_tokens)
+        if strategy is LoadStrategy.ASSISTED:
+            if cold.max_assisted_tokens:
+                num_tokens = min(num_tokens, cold.max_assisted_tokens)
+            else:
+                strategy = LoadStrategy.PIPELINED
+        while True:
+            step = plan_step(self._planner.model, cold, num_tokens, cold.company, strategy)
+            if not cold.num_running or self._planner.is_bearable(step, strategy):
+                if gains_by_waiting(self._planner.model, cold, num_tokens, cold.company, strategy):
+                    return None
+                self._stalls.planned(request.request_id, strategy, step.wait_s)
+                return ColdChunk(num_tokens, step.split_layer)
+            if num_tokens <= _MIN_CHUNK_TOKENS:
+                return None
+            num_tokens = max(_MIN_CHUNK_TOKENS, num_tokens // 2)
+
+    def _strategy_of(self, request: Request) -> LoadStrategy:
+        """A row that failed once is computed without workers."""
+        if request.retried_positions:
+            return LoadStrategy.PIPELINED
+        return self._decisions[request.request_id].strategy
+
+    def _cold_request(
+        self, request: Request, layers: AdapterLayers, num_others: int, rows: StepRows,
+        now_s: float,
+    ) -> ColdRequest:  # fmt: skip
+        company = self._company(rows, now_s)
+        num_workers = self._workers.num_ready()
+        num_assisted_tokens = sum(part.num_tokens for part in company.cold if part.split_layer)
+        max_assisted_tokens = self._workers.max_tokens(num_workers) if num_workers else 0
+        return ColdRequest(
+            num_tokens=max(1, request.num_pending_tokens),
+            adapter=layers.shape,
+            ready_s=self._ready_s(request.adapter_id, now_s),
+            read_s=self._read_s(request.adapter_id, now_s),
+            max_chunk_tokens=rows.max_cold_tokens,
+            max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
+            num_workers=num_workers,
+            num_running=num_others,
+            company=company,
+            later_company=self._companies.of_decodes(rows),
+        )
+
+    def _company(self, rows: StepRows, now_s: float | None) -> Company:
+        """All rows so far; ``now_s`` None = when layers are there does not matter."""
+        return self._companies.of_step(
+            rows,
+            [
+                ColdPart(
+                    chunk.num_tokens,
+                    self._loading[request.adapter_id].shape,
+                    chunk.split_layer,
+                    () if now_s is None else self._ready_s(request.adapter_id, now_s),
+                )
+                for request, chunk in rows.cold_chunks
+            ],
+        )
+
+    def _ready_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...]:
+        """By layer: when it is on the device."""
+        layers = self._loading[adapter_id]
+        by_group = self._ledger.ready_s(adapter_id, now_s)
+        if self._files.num_on_host(adapter_id) is not None:
+            link = self._planner.model.link
+            copy_s = [link.latency_s + size / link.bytes_per_s for size in layers.group_bytes]
+            by_group = ready_s(by_group, self._files.read_s(adapter_id, now_s), copy_s)
+        return by_layer(layers.group_of_layer, by_group)
+
+    def _read_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...] | None:
+        """By layer: when it is on the host; None if its files need not be read."""
+        if self._files.num_on_host(adapter_id) is None:
+            return None
+        by_group = self._files.read_s(adapter_id, now_s)
+        return by_layer(self._loading[adapter_id].group_of_layer, by_group)

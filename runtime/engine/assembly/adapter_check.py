@@ -1,0 +1,107 @@
+"""``corun check``: does an adapter fit a model, and what will it cost. Reads no base weights."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...adapters.load import open_adapter
+from ...adapters.lora_spec import LoraSpec
+from ...adapters.resolve import ResolveError
+from ...adapters.resolved import ResolvedAdapter
+from ...errors import AdapterError
+
+_DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What was found. ``problems`` is empty exactly if the adapter can be served."""
+
+    directory: str
+    model: str
+    problems: tuple[str, ...]
+    spec: LoraSpec | None = None
+    adapter: ResolvedAdapter | None = None
+    digest: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the adapter can be served over the model."""
+        return not self.problems
+
+    def lines(self) -> tuple[str, ...]:
+        """The report for a terminal."""
+        if not self.ok:
+            count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+            head = f"{self.directory} cannot be served over {self.model}: {count}"
+            return (head, *(f"  - {problem}" for problem in self.problems))
+        assert self.spec is not None and self.adapter is not None
+        head = f"{self.directory} can be served over {self.model}"
+        return (head, *(f"  {line}" for line in _describe(self.spec, self.adapter)), *self._tail())
+
+    def _tail(self) -> tuple[str, ...]:
+        return (f"  digest    {self.digest}",)
+
+
+def run_check(
+    adapter: Path,
+    model: str,
+    *,
+    max_rank: int = 256,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> CheckReport:
+    """Check the PEFT directory ``adapter`` against the model directory or hub id ``model``.
+
+    Builds the model's modules from its configuration, without weights. Raises ``ModelError`` if
+    that fails; what is wrong with the adapter is in the report. A module that the model never
+    calls is noticed only by the engine, which runs the model.
+    """
+    # Imported here so that the registry and its callers stay free of torch.
+    from ....gpu.lora.convert import check_values
+    from ....gpu.model.load import ModelSource
+    from ....gpu.model.skeleton import target_map_of
+
+    target_map = target_map_of(ModelSource(model, revision, trust_remote_code))
+    try:
+        with open_adapter(adapter, target_map, max_rank=max_rank) as source:
+            for _ in source.read_layers(check_values):
+                pass
+            digest = source.digest.hexadecimal
+            return CheckReport(str(adapter), model, (), source.spec, source.adapter, digest)
+    except ResolveError as error:
+        return CheckReport(str(adapter), model, error.problems)
+    except AdapterError as error:
+        return CheckReport(str(adapter), model, (str(error),))
+
+
+def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:
+    loras = adapter.targets
+    layers = sorted({lora.target.layer for lora in loras})
+    kinds = Counter(lora.target.path.rpartition(".")[2] for lora in loras)
+    targets = ", ".join(f"{kind} x{count}" for kind, count in kinds.items())
+    scalings = ", ".join(f"{scaling:g}" for scaling in sorted({lora.scaling for lora in loras}))
+    rule = "alpha / sqrt(rank), rsLoRA" if spec.use_rslora else "alpha / rank"
+    ranks = ", ".join(str(rank) for rank in sorted({lora.rank for lora in loras}))
+    return [
+        f"rank      {ranks}",
+        f"scaling   {scalings} ({rule})",
+        f"targets   {len(loras)}: {targets}",
+        f"layers    {len(layers)}: {_ranges(layers)}",
+        *(
+            f"bytes     {adapter.num_bytes(size):,} on the device in {name}"
+            for name, size in _DEVICE_DTYPES
+        ),
+        f"base      {spec.base_model_name_or_path or 'not named'}",
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write ascending numbers as "0-3, 7"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)

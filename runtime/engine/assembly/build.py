@@ -1,0 +1,333 @@
+"""Builds an engine from its configuration: the one place that knows all the parts.
+
+``build_engine`` is imported by engine processes and by the in-process engines; importing this
+module loads no torch, calling it does. What only some engines need is imported where they do.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ....shm.stale import remove_stale_names
+from ...adapters.sources import AdapterSource, collect_sources
+from ...config.demo import model_name, with_demo
+from ...config.engine import EngineConfig
+from ...machine.facts import MachineFacts, read_machine_facts
+from ...machine.gc_control import collection_paused, keep_imported, keep_living
+from ...memory.adapter_cache import AdapterCache
+from ...memory.adapter_slab import AdapterSlab
+from ...memory.block_pool import BlockPool
+from ...memory.budget import MemoryBudget
+from ...memory.device_memory import DeviceMemory
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.registry import make_policy
+from ...scheduler.scheduler import Scheduler
+from ..adapter_manager import AdapterManager
+from ..core import CoreConfig, EngineCore
+from ..messages import CpuWorkerStats, ModelInfo, TokenizerSpec
+from ..tokenizer import load_tokenizer, spec_of
+from .adapter_wiring import (
+    adapter_fetch,
+    base_names,
+    facts_reader,
+    make_host_adapters,
+    register_adapters,
+)
+from .placement import Placement, place_engine
+from .resources import (
+    ArenaPlan,
+    DeviceFacts,
+    MemoryPlan,
+    plan_copied_arena,
+    plan_max_model_len,
+    plan_memory,
+    plan_shared_arena,
+)
+from .summary import summary_lines
+
+if TYPE_CHECKING:
+    from ....gpu.device.host_memory import TorchDevice
+    from ....gpu.execution.assemble import LoadedModel
+    from ....gpu.model.generation import GenerationDefaults
+    from ....gpu.model.load import ModelSource
+    from ....profiles.profile import Profile
+    from .coexecution import Coexecution
+
+
+class EngineAssembly:
+    """An engine, put together; ``close`` takes it apart."""
+
+    def __init__(
+        self, core: EngineCore, info: ModelInfo, adapters: AdapterManager,
+        close: Callable[[], None], device: "TorchDevice", coexecution: "Coexecution | None",
+    ) -> None:  # fmt: skip
+        self.core = core
+        self.info = info
+        self.adapters = adapters
+        self.device = device
+        # None where the kernels read the arena itself, or no profile could be measured.
+        self.coexecution = coexecution
+        self.tokenizer: TokenizerSpec | None = None
+        self._close = close
+
+    def close(self) -> None:
+        """Stop the threads and free the memory. Idempotent."""
+        self._close()
+
+
+def build_engine(
+    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+) -> EngineAssembly:
+    """Load model and adapters and connect everything.
+
+    Args:
+        config: The options.
+        on_progress: Told what is being done, for people.
+        own_process: Whether the front end is in another process, so that what is this one's
+            (threads, collector) may be set.
+
+    Raises:
+        CorunError: With the reason why the engine cannot start.
+    """
+    config = with_demo(config)
+    on_progress("importing torch, transformers and numba")
+    with _imports(own_process=own_process):
+        from ....gpu.execution.compilation import compilation_told
+
+    with compilation_told(on_progress):
+        built = _build(config, on_progress, own_process=own_process)
+    if own_process:
+        keep_living()
+    return built
+
+
+@contextlib.contextmanager
+def _imports(*, own_process: bool) -> Iterator[None]:
+    """Import inside without the garbage collector, if it is ours."""
+    if not own_process:
+        yield
+        return
+    with collection_paused():
+        yield
+    keep_imported()
+
+
+def _build(
+    config: EngineConfig, on_progress: Callable[[str], None], *, own_process: bool
+) -> EngineAssembly:
+    assert config.model is not None
+    remove_stale_names()
+    with _imports(own_process=own_process):
+        from ....gpu.execution import assemble
+        from ....gpu.execution.threads import set_threads
+        from ....gpu.forward.kernel_threads import set_kernel_threads
+        from ....gpu.model.load import ModelSource, load_config
+
+    facts = read_machine_facts()
+    placement = place_engine(config, facts)
+    num_cpus = placement.machine.num_cpus
+    num_threads = config.cpu_threads or num_cpus
+    # torch's threads are the whole process's. A pinned engine with more threads than cores would
+    # wait at every barrier, so asking for cores is asking for as many, also in somebody else's.
+    if own_process or config.cpu_threads is not None or config.engine_cores is not None:
+        set_threads(num_threads)
+    set_kernel_threads(num_threads)
+    source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    # What can be refused before the weights are read should not cost the time to read them.
+    hf_config = load_config(source)
+    if config.max_model_len is not None:
+        _max_model_len(config, hf_config.get_text_config(), rope_limit=None)
+    adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
+    tokenizer = _tokenizer_spec(config, on_progress) if own_process else None
+    loaded = assemble.load(source, config, on_progress, placement.background_cpus)
+    try:
+        on_progress("comparing logits with transformers (parity probe)")
+        may_choose = own_process and config.cpu_threads is None
+        assemble.probe(
+            loaded,
+            is_waived=config.skip_parity_probe,
+            max_threads=num_cpus if may_choose else None,
+        )
+        profile = None
+        if _copies_adapters(config, loaded):
+            from .profiling import profile_for
+
+            profile = profile_for(config, loaded, placement, facts)
+        assembly = _connect(config, source, loaded, adapters, on_progress, placement, profile)
+    except BaseException:
+        loaded.close()
+        raise
+    assembly.tokenizer = tokenizer
+    return assembly
+
+
+def _tokenizer_spec(
+    config: EngineConfig, on_progress: Callable[[str], None]
+) -> TokenizerSpec | None:
+    """What saves the front end's process transformers and torch."""
+    assert config.model is not None
+    if config.trust_remote_code:  # a tokenizer's own code may do anything
+        return None
+    on_progress("reading the tokenizer")
+    return spec_of(load_tokenizer(config.model, revision=config.revision))
+
+
+def _connect(
+    config: EngineConfig,
+    source: "ModelSource",
+    loaded: "LoadedModel",
+    adapters: Sequence[AdapterSource],
+    on_progress: Callable[[str], None],
+    placement: Placement,
+    profile: "Profile | None",
+) -> EngineAssembly:
+    """Plan the memory, make core and executor, register the adapters."""
+    from ....gpu.execution import assemble
+    from ....gpu.model.fingerprint import model_fingerprint
+    from ....gpu.model.generation import read_generation_defaults
+
+    memory, arena = _plan_memory(config, loaded, read_machine_facts())
+    runner = assemble.make_runner(loaded, memory.num_blocks)
+    defaults = read_generation_defaults(source, loaded.config)
+    fingerprint = model_fingerprint(source, loaded.config)
+    with contextlib.ExitStack() as undo:
+        undo.callback(loaded.device.close)
+        host = make_host_adapters(config, loaded, arena, memory.slab_bytes, profile)
+        # The account is of what is left when loads have their buffers.
+        memory = replace(memory, slab_bytes=host.slab_bytes)
+        undo.callback(host.close)
+        manager = AdapterManager(facts_reader(host), base_names(config), host.forget)
+        undo.callback(manager.close)
+        coexecution = None
+        if _copies_adapters(config, loaded):
+            from .coexecution import start_coexecution
+
+            coexecution = start_coexecution(
+                config, loaded, host, manager, placement, profile, on_progress
+            )
+        if coexecution is not None:
+            undo.callback(coexecution.close)
+        assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
+        executor = assemble.make_executor(
+            loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
+            eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
+            assistant=None if coexecution is None else coexecution.assistant,
+            on_kv_bytes=host.on_kv_bytes,
+        )  # fmt: skip
+        undo.callback(executor.close)
+        core = EngineCore(
+            _make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution),
+            executor,
+            manager,
+            CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
+            clock=time.monotonic,
+            on_adapter_gone=manager.forget,
+            cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
+            num_host_evictions=lambda: host.arena.num_evictions,
+        )
+        manager.attach(core)
+        register_adapters(config, manager, adapters, on_progress)
+        info = _model_info(config, loaded, memory, defaults, profile)
+        summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
+        info = msgspec.structs.replace(info, summary=summary)
+        return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
+
+
+def _plan_memory(
+    config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts
+) -> tuple[MemoryPlan, ArenaPlan]:
+    """Share what is free between the one budget and, where that is apart, the arena."""
+    from ....gpu.execution import assemble
+
+    device = loaded.model.device
+    arena: ArenaPlan | None = None
+    host_bytes = facts.memory_available_bytes
+    if _copies_adapters(config, loaded):
+        arena = plan_copied_arena(config, device.type, host_bytes)
+        host_bytes -= arena.memory_bytes
+    max_model_len = _max_model_len(config, loaded.config, loaded.rope_max_len)
+    device_facts = DeviceFacts(
+        type=device.type,
+        free_bytes=assemble.free_bytes(device, host_bytes),
+        block_bytes=loaded.layout.block_bytes,
+    )
+    memory = plan_memory(config, device_facts, max_model_len)
+    return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
+
+
+def _copies_adapters(config: EngineConfig, loaded: "LoadedModel") -> bool:
+    """Whether there is a link between adapters on the host and the device's kernels."""
+    is_paced = config.link_gib_per_s is not None or config.link_latency_us > 0
+    return loaded.model.device.type == "cuda" or is_paced
+
+
+def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None) -> int:
+    """Choose the context; ``hf_config`` is the text model's configuration."""
+    model_limit = getattr(hf_config, "max_position_embeddings", None)
+    return plan_max_model_len(config.max_model_len, model_limit, rope_limit)
+
+
+def _make_scheduler(
+    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, eos_token_ids: tuple[int, ...],
+    coexecution: "Coexecution | None",
+) -> Scheduler:  # fmt: skip
+    budget = MemoryBudget(plan.capacity_bytes)
+    memory = DeviceMemory(
+        budget,
+        BlockPool(plan.num_blocks, loaded.layout.block_bytes, budget),
+        AdapterCache(budget, None if plan.slab_bytes is None else AdapterSlab(plan.slab_bytes)),
+    )
+    scheduler_config = SchedulerConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=config.block_size,
+        max_num_waiting=config.max_num_waiting,
+        # A forward on the CPU reads all weights, so one is cheaper than two; on CUDA rows that
+        # decode would wait for workers, and be computed in tiles made for prompts.
+        mix_decode_with_prefill=loaded.model.device.type != "cuda",
+        recompute_at_tokens=loaded.recompute_at_tokens,
+    )
+    cold_starts = None
+    if coexecution is not None:
+        cold_starts = coexecution.cold_starts
+        scheduler_config = replace(
+            scheduler_config,
+            max_assisted_tokens_per_step=coexecution.max_tokens_per_step,
+            max_assisted_rows_per_step=coexecution.max_rows_per_step,
+        )
+    policy = make_policy(config.scheduling_policy)
+    return Scheduler(scheduler_config, policy, memory, eos_token_ids, cold_starts)
+
+
+def _model_info(
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    memory: MemoryPlan,
+    defaults: "GenerationDefaults",
+    profile: "Profile | None",
+) -> ModelInfo:
+    assert config.model is not None
+    return ModelInfo(
+        name=model_name(config),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.model.device),
+        max_model_len=memory.max_model_len,
+        vocab_size=int(loaded.config.vocab_size),
+        eos_token_ids=defaults.eos_token_ids,
+        default_sampling=defaults.sampling,
+        kv_capacity_tokens=memory.num_blocks * config.block_size,
+        memory_bytes=memory.capacity_bytes,
+        adapter_memory_bytes=memory.slab_bytes,
+        max_num_waiting=config.max_num_waiting,
+        model_path=config.model,
+        device_choices=dataclasses.asdict(loaded.device.choices),
+        backends=loaded.backend_names,
+        summary=(),
+        has_profile_failed=profile is None and _copies_adapters(config, loaded),
+    )

@@ -1,0 +1,283 @@
+"""Puts co-execution together: CPU workers, the passes they assist, and the planner that uses them.
+
+Only where adapters are copied to the device over a link; where the kernels read the host's arena
+itself there is nothing to hide.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....profiles.models import MachineModel
+from ....profiles.profile import Profile
+from ...coldstart.cold import AdapterShape
+from ...coldstart.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
+from ...coldstart.link import group_of_layers
+from ...coldstart.planner import Planner, PlannerConfig
+from ...coldstart.strategy import LoadStrategy
+from ...config.engine import EngineConfig
+from ...plan import AdapterId
+from ..adapter_manager import AdapterManager
+from ..messages import CpuWorkerStats
+from .placement import Placement
+
+if TYPE_CHECKING:
+    from ....cpu_workers.pool import PoolConfig, WorkerPool
+    from ....gpu.adapters.host import GroupLayers, HostAdapters
+    from ....gpu.coexec.assistant import Assistant
+    from ....gpu.coexec.gateway import PredictDelta, WorkerGateway
+    from ....gpu.coexec.handover import Exchange
+    from ....gpu.execution.assemble import LoadedModel
+
+_LOG = logging.getLogger(__name__)
+
+# Slices of one input group that one worker may have: a ring slot each.
+_RING_SLOTS = 8
+_MAX_COLD_ROWS = 4  # of a step; each may cut one slice more than the tokens need
+_WORKERS_TIMEOUT_S = 60.0
+_MAX_KNOWN_JOBS = 4096  # whose predicted time is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Coexecution:
+    """What the engine's parts need of it; ``close`` after the executor."""
+
+    assistant: "Assistant"
+    cold_starts: PlannedColdStarts
+    max_tokens_per_step: int
+    max_rows_per_step: int
+    worker_stats: Callable[[], CpuWorkerStats]
+    profile: Profile
+    pool: "WorkerPool | None"  # None without workers
+    layers_of: Callable[[AdapterId], AdapterLayers]
+    close: Callable[[], None]
+
+
+def layer_grouper(profile: Profile) -> "GroupLayers":
+    """Cuts an adapter's layers into groups that outweigh the link's latency."""
+
+    def group_layers(layer_bytes: Sequence[int]) -> Sequence[int]:
+        return group_of_layers(layer_bytes, profile.min_group_bytes)
+
+    return group_layers
+
+
+def start_coexecution(
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    host: "HostAdapters",
+    manager: AdapterManager,
+    placement: Placement,
+    profile: Profile | None,
+    on_progress: Callable[[str], None],
+) -> Coexecution | None:
+    """Start the workers, if there are to be any, and connect them; None without a profile.
+
+    Called by the thread that will run the steps: it becomes the device's compute stream.
+    """
+    from ....gpu.coexec.assistant import Assistant
+    from ....gpu.coexec.handover import Exchange
+    from ....gpu.coexec.select import make_handover
+
+    device = loaded.device
+    is_cuda = loaded.model.device.type == "cuda"
+    compute = device.stream("compute", is_urgent=True)
+    device.adopt(compute)
+    if is_cuda:  # on the CPU the kernels have read what they read when a step is over
+        host.read_by(compute)
+    if profile is None:
+        return None
+    transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute
+    exchange = Exchange(device, compute, transfer)
+    with contextlib.ExitStack() as undo:
+        workers = _start_workers(config, loaded, host, exchange, placement, profile, on_progress)
+        if workers is not None:
+            undo.callback(workers.close)
+        assistant = Assistant(
+            make_handover(
+                exchange,
+                loaded.model.device,
+                max_slice_tokens=_slice_tokens(profile.model),
+                max_columns=_widths(loaded)[1],
+            ),
+            loaded.lora_backend,
+            None if workers is None else workers.gateway,
+            profile.model.num_layers,
+        )
+        layers_of = _layers_of(host, manager)
+        planner = Planner(
+            profile.model,
+            PlannerConfig(forced=_forced(config), max_stall_share=config.max_assisted_stall),
+        )
+        cold_starts = PlannedColdStarts(
+            planner,
+            layers_of,
+            _worker_facts(assistant, profile.model),
+            profile.decode_step_s.at,
+        )
+        return Coexecution(
+            assistant, cold_starts,
+            min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens),
+            _MAX_COLD_ROWS,
+            CpuWorkerStats if workers is None else workers.stats, profile,
+            None if workers is None else workers.pool, layers_of, undo.pop_all().close,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    pool: "WorkerPool"
+    gateway: "WorkerGateway"
+    close: Callable[[], None]
+
+    def stats(self) -> CpuWorkerStats:
+        """For the metrics."""
+        counts = self.pool.counts()
+        return CpuWorkerStats(
+            num_workers=self.pool.num_workers,
+            num_ready=len(self.pool.ready_workers()),
+            num_restarts=counts.num_restarts,
+            num_failed_jobs=counts.num_failed_jobs,
+        )
+
+
+def _start_workers(
+    config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", exchange: "Exchange",
+    placement: Placement, profile: Profile, on_progress: Callable[[str], None],
+) -> _Workers | None:  # fmt: skip
+    """Start the pool and register its memory; None where there are to be no workers."""
+    import torch
+
+    from ....cpu_workers.errors import WorkerPoolError
+    from ....cpu_workers.pool import WorkerPool
+    from ....gpu.coexec.gateway import WorkerGateway
+
+    cpus = placement.plan.worker_cpus
+    if not cpus:
+        return None
+    if loaded.dtype != torch.bfloat16:
+        _LOG.info("no CPU workers: they compute in bfloat16, and the model is %s", loaded.dtype)
+        return None
+    on_progress(f"starting {len(cpus)} CPU workers")
+    with contextlib.ExitStack() as undo:
+        pool = WorkerPool(_pool_config(config, loaded, placement, profile), host.arena.segment)
+        undo.callback(pool.close)
+        rings = loaded.device.register(pool.rings.segment.pages, name="rings", is_paced=False)
+        undo.callback(rings.close)
+        control = loaded.device.register(pool.control.segment.pages, name="control", is_paced=False)
+        undo.callback(control.close)
+        try:
+            pool.wait_ready(_WORKERS_TIMEOUT_S)
+        except WorkerPoolError as error:
+            _LOG.warning("going on without them for now: %s", error)
+        gateway = WorkerGateway(
+            pool, rings, control, exchange, _predictor(pool),
+            tokens_per_worker=profile.model.tokens_per_worker,
+        )  # fmt: skip
+        return _Workers(pool, gateway, undo.pop_all().close)
+
+
+def _pool_config(
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, profile: Profile
+) -> "PoolConfig":
+    from ....cpu_workers.pool import PoolConfig
+    from ....profiles.measure.deltas import delta_table
+
+    max_in_features, max_out_columns = _widths(loaded)
+    num_jobs = profile.model.num_layers * len(profile.model.groups) * _RING_SLOTS
+    return PoolConfig(
+        worker_cpus=placement.plan.worker_cpus,
+        supervisor_cpus=placement.plan.supervisor_cpus,
+        max_slice_tokens=_slice_tokens(profile.model),
+        max_in_features=max_in_features,
+        max_out_columns=max_out_columns,
+        num_ring_slots=_RING_SLOTS,
+        num_job_slots=1 << max(6, (num_jobs - 1).bit_length()),
+        backend=config.delta_backend,
+        delta_table=delta_table(profile),
+        slowdown=config.worker_slowdown,
+    )
+
+
+def _predictor(pool: "WorkerPool") -> "PredictDelta":
+    """How long a worker takes, by what it has measured; read when the first job comes."""
+    from ....cpu_workers.deltas.base import shape_of
+    from ....shm.region import Region
+
+    # All layers of a pass ask the same, and a look into the table costs more than publishing.
+    known_s: dict[tuple[Region, int], float] = {}
+
+    def predict_s(region: Region, num_tokens: int) -> float:
+        key = region, num_tokens
+        seconds = known_s.get(key)
+        if seconds is not None:
+            return seconds
+        table = pool.delta_table()
+        if table is None:
+            return 0.0  # the watch has a limit of its own for jobs of unknown length
+        if len(known_s) >= _MAX_KNOWN_JOBS:
+            known_s.clear()
+        shape = shape_of(region, num_tokens)
+        known_s[key] = table.predicted_us(table.best(shape), shape) / 1e6
+        return known_s[key]
+
+    return predict_s
+
+
+def _widths(loaded: "LoadedModel") -> tuple[int, int]:
+    """The widest x, and the widest y of all targets of an input group together."""
+    from ....cpu_workers.kernels.simd.layout import padded_features
+
+    columns: dict[tuple[int, int], int] = {}
+    for target in loaded.target_map.targets:
+        key = (target.layer, target.input_group)
+        _, padded = padded_features(0, target.out_features, loaded.dtype.itemsize)
+        columns[key] = columns.get(key, 0) + padded
+    return max(t.in_features for t in loaded.target_map.targets), max(columns.values())
+
+
+def _slice_tokens(model: MachineModel) -> int:
+    """What a slice holds at most: the budget in whole blocks."""
+    from ....cpu_workers.slices import BLOCK_TOKENS
+
+    return -(-model.tokens_per_worker // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def _worker_facts(assistant: "Assistant", model: MachineModel) -> WorkerFacts:
+    """Who is ready now, and how many cold tokens of a step the rings of so many hold."""
+    from ....cpu_workers.slices import max_tokens
+
+    def max_tokens_of(num_workers: int) -> int:
+        return max_tokens(
+            num_cores=num_workers,
+            tokens_per_core=model.tokens_per_worker,
+            max_requests=_MAX_COLD_ROWS,
+            max_slices_per_core=_RING_SLOTS,
+        )
+
+    return WorkerFacts(lambda: assistant.num_ready_workers, max_tokens_of)
+
+
+def _forced(config: EngineConfig) -> LoadStrategy | None:
+    return None if config.load_strategy == "auto" else LoadStrategy(config.load_strategy)
+
+
+def _layers_of(
+    host: "HostAdapters", manager: AdapterManager
+) -> Callable[[AdapterId], AdapterLayers]:
+    def layers_of(adapter_id: AdapterId) -> AdapterLayers:
+        digest = manager.version(adapter_id).digest
+        extent = host.extent(digest)
+        group_bytes = [0] * (max(extent.group_of_layer) + 1)
+        for group, num_bytes in zip(extent.group_of_layer, extent.layer_bytes, strict=True):
+            group_bytes[group] += num_bytes
+        return AdapterLayers(
+            shape=AdapterShape(extent.num_bytes, extent.rank_sums),
+            group_bytes=tuple(group_bytes),
+            group_of_layer=extent.group_of_layer,
+            is_on_host=host.is_on_host(digest),
+        )
+
+    return layers_of

@@ -1,0 +1,69 @@
+"""Chooses the cores of engine and workers for this machine, and pins the engine's thread."""
+
+import logging
+from dataclasses import dataclass, replace
+
+from ...config.cpu_list import format_cpus, parse_cpu_cores
+from ...config.engine import EngineConfig
+from ...machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
+from ...machine.facts import MachineFacts, pci_numa_node
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the engine runs now, and where workers may."""
+
+    plan: CorePlan
+    machine: MachineFacts  # with the CPUs that are left to the engine's thread
+    line: str  # for the start-up summary
+    background_cpus: tuple[int, ...] = ()  # of threads that help the engine; () = where it runs
+
+
+def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
+    """Plan the cores, log what will go badly, and pin the calling thread: the engine's.
+
+    Threads that it starts later run where it does, unless they pin themselves. A sandbox that
+    forbids pinning is no error.
+    Raises ``ConfigError`` for cores that do not exist or are not allowed.
+    """
+    from ....cpu_workers.affinity import pin_thread
+    from ....gpu.device.pci import pci_address
+    from ....gpu.model.load import resolve_device
+
+    device = resolve_device(config.device)
+    node = None
+    if device.type == "cuda":
+        address = pci_address(device)
+        node = None if address is None else pci_numa_node(address)
+    off_reason = None
+    if device.type == "cpu" and config.link_gib_per_s is None:
+        off_reason = "the model runs on the CPU itself"
+    plan = plan_cores(machine, _request(config, off_reason), node)
+    for warning in plan.warnings:
+        _LOG.warning("%s", warning)
+    reasons = plan.reasons
+    background = background_cpus(machine, plan)
+    if plan.engine_cpus:
+        pinning = pin_thread(plan.engine_cpus)
+        machine = replace(machine, allowed_cpus=pinning.granted)
+        if not pinning.is_exact:
+            _LOG.warning("the engine is not pinned as planned: %s", pinning.describe())
+            reasons = (*reasons, f"but the engine runs on {format_cpus(pinning.granted)}")
+    return Placement(plan, machine, "; ".join(reasons), background)
+
+
+def _request(config: EngineConfig, off_reason: str | None) -> CoreRequest:
+    engine = config.engine_cores
+    return CoreRequest(
+        worker_cpus=_worker_cpus(config.cpu_cores),
+        engine_cpus=None if engine is None else parse_cpu_cores(engine, "--engine-cores"),
+        off_reason=off_reason,
+    )
+
+
+def _worker_cpus(text: str) -> tuple[int, ...] | None:
+    if text == "auto":
+        return None
+    return () if text == "none" else parse_cpu_cores(text, "--cpu-cores")

@@ -1,0 +1,253 @@
+"""Measures profiles of a loaded model, and finds the one that an engine predicts with.
+
+With ``build`` the place that knows all the parts: device, model, workers, options. Importing this
+module loads no torch, calling it does.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .... import __version__
+from ....profiles.busy import busy_reasons
+from ....profiles.find import default_path, find_or_measure, state_directory
+from ....profiles.meter import OnReport
+from ....profiles.profile import Machine, Profile, ProfileError, Settings, Subject
+from ...config.demo import with_demo
+from ...config.engine import EngineConfig
+from ...errors import ConfigError, CorunError, ResourceError
+from ...machine.facts import MachineFacts, read_machine_facts
+from .placement import Placement, place_engine
+
+if TYPE_CHECKING:
+    from ....gpu.execution.assemble import LoadedModel
+
+_LOG = logging.getLogger(__name__)
+
+_OFF = "co-execution off: "  # what the last reason of a plan without workers begins with
+_MIN_TOKENS = 16  # of the largest step, for curves need several sizes
+_LOOK_S = 0.3  # at the machine before anything is measured
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRun:
+    """A profile that was measured, and what it is for."""
+
+    profile: Profile
+    placement: Placement
+    default_path: Path  # where an engine with these options looks for it
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Whom a run tells what."""
+
+    on_progress: Callable[[str], None]  # what is being done before measuring
+    on_estimate: Callable[[float], None]  # how many seconds measuring will take
+    on_report: OnReport
+
+
+@dataclass(frozen=True, slots=True)
+class HowMuch:
+    """How much is measured."""
+
+    effort: str = "quick"  # or thorough
+    budget_s: float | None = None  # None = the effort's own
+
+
+def run_profile(config: EngineConfig, how_much: HowMuch, listener: Listener) -> ProfileRun:
+    """Load the model as an engine process would, and measure it.
+
+    Args:
+        config: The options; without a model, of the demo.
+        how_much: To measure.
+        listener: Told how far it is.
+
+    Raises:
+        CorunError: The model cannot be loaded, or a part cannot be measured.
+    """
+    config = with_demo(config)
+    assert config.model is not None
+    from ....gpu.execution import assemble
+    from ....gpu.execution.threads import set_threads
+    from ....gpu.model.load import ModelSource
+
+    facts = read_machine_facts()
+    placement = place_engine(config, facts)
+    num_cpus = placement.machine.num_cpus
+    set_threads(config.cpu_threads or num_cpus)
+    source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    loaded = assemble.load(source, config, listener.on_progress, placement.background_cpus)
+    try:
+        listener.on_progress("comparing logits with transformers (parity probe)")
+        assemble.probe(
+            loaded,
+            is_waived=config.skip_parity_probe,
+            max_threads=num_cpus if config.cpu_threads is None else None,
+        )
+        subject = subject_of(config, loaded, placement, facts)
+        with _as_corun_error():
+            profile = _measure(config, loaded, placement, subject, how_much, listener)
+    finally:
+        loaded.close()
+    return ProfileRun(profile, placement, default_path(subject, _directory()))
+
+
+def profile_for(
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
+) -> Profile | None:
+    """The profile that an engine with CPU workers predicts with; measured quickly if there is none.
+
+    None, with a warning, if that fails, whatever it raises: an engine can serve without predicting.
+    To be called before the KV pool is made, in the thread that will run the model.
+
+    Args:
+        config: The options; ``profile`` names a file.
+        loaded: The model, probed, so that its threads are chosen.
+        placement: Where engine and workers run.
+        facts: Of the machine, from before the engine was pinned.
+
+    Raises:
+        ConfigError: ``--profile`` holds no profile, or another model's.
+    """
+
+    def find(given: Path | None) -> Profile:
+        subject = subject_of(config, loaded, placement, facts)
+
+        def measure() -> Profile:
+            listener = Listener(_LOG.info, _log_estimate, lambda _: None)
+            return _measure(config, loaded, placement, subject, HowMuch(), listener)
+
+        return find_or_measure(subject, given, _directory(), measure, datetime.now(UTC))
+
+    if config.profile is not None:
+        with _as_corun_error(ConfigError):
+            return find(Path(config.profile))
+    try:
+        return find(None)
+    except Exception as error:
+        _LOG.warning(
+            "co-execution is off, and requests wait until their adapter is on the device, because "
+            "this machine could not be measured: %s: %s; run corun profile with the same options "
+            "to see whether it fails again (a profile that it writes is found at the next start), "
+            "or give one with --profile",
+            type(error).__name__, error,
+            exc_info=not isinstance(error, ProfileError),
+        )  # fmt: skip
+        return None
+
+
+def subject_of(
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
+) -> Subject:
+    """What a profile with these options is of."""
+    import torch
+
+    from ....gpu.forward.kernel_threads import num_kernel_threads
+    from ....profiles.measure.shape import model_shape
+
+    device = loaded.model.device
+    is_cuda = device.type == "cuda"
+    return Subject(
+        machine=Machine(
+            cpu_model=facts.cpu_model,
+            num_cpus=facts.num_cpus,
+            device=torch.cuda.get_device_name(device) if is_cuda else device.type,
+        ),
+        settings=Settings(
+            num_threads=0 if is_cuda else num_kernel_threads(),
+            has_workers=bool(placement.plan.worker_cpus),
+            worker_slowdown=config.worker_slowdown,
+            delta_backend=config.delta_backend,
+            link=loaded.device.choices.link,
+            backends=tuple(loaded.backend_names.values()),
+        ),
+        shape=model_shape(loaded),
+        torch_version=str(torch.__version__),
+        corun_version=__version__,
+    )
+
+
+def _measure(
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, subject: Subject,
+    how_much: HowMuch, listener: Listener,
+) -> Profile:  # fmt: skip
+    from ....gpu.device.select import DeviceOptions, make_device
+    from ....profiles.measure.cpu_use import CpuUseSampler
+    from ....profiles.measure.effort import EFFORTS
+    from ....profiles.measure.profiler import Bench, measure_profile
+    from ....profiles.measure.profiler import Listener as MeasureListener
+
+    effort = EFFORTS[how_much.effort]
+    if how_much.budget_s is not None:
+        effort = effort.within(how_much.budget_s)
+    plan = placement.plan
+    allowed = os.sched_getaffinity(0)
+    cpus = sorted(allowed.union(plan.worker_cpus))
+    _look_at_machine(cpus)
+    # A device of its own, because streams come before a device's first operation.
+    device = make_device(loaded.model.device, DeviceOptions.of(config))
+    try:
+        bench = Bench(
+            loaded=loaded,
+            device=device,
+            subject=subject,
+            effort=effort,
+            max_tokens=max(
+                _MIN_TOKENS, min(config.max_num_batched_tokens, _max_context(config, loaded))
+            ),
+            worker_cpus=plan.worker_cpus,
+            supervisor_cpus=plan.supervisor_cpus,
+            delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),
+            coexecution_off="" if plan.worker_cpus else plan.reasons[-1].removeprefix(_OFF),
+        )
+        return measure_profile(
+            bench,
+            MeasureListener(listener.on_estimate, listener.on_report),
+            CpuUseSampler(cpus).use,
+        )
+    finally:
+        device.close()
+
+
+def _max_context(config: EngineConfig, loaded: "LoadedModel") -> int:
+    """The longest row that the model computes."""
+    limits = (
+        config.max_model_len,
+        getattr(loaded.config, "max_position_embeddings", None),
+        loaded.rope_max_len,
+    )
+    return min([limit for limit in limits if limit is not None], default=2**20)
+
+
+def _look_at_machine(cpus: list[int]) -> None:
+    """Say at once what would spoil the figures."""
+    from ....profiles.measure.cpu_use import CpuUseSampler
+
+    sampler = CpuUseSampler(cpus)
+    time.sleep(_LOOK_S)
+    for reason in busy_reasons(sampler.use(), ()):
+        _LOG.warning("the machine is busy, so figures will be off: %s", reason)
+
+
+def _log_estimate(seconds: float) -> None:
+    _LOG.info("measuring takes about %.0f s", seconds)
+
+
+def _directory() -> Path:
+    return state_directory(dict(os.environ), Path.home())
+
+
+@contextmanager
+def _as_corun_error(kind: type[CorunError] = ResourceError) -> Iterator[None]:
+    """Raise what the profiles' own errors mean to those who call."""
+    try:
+        yield
+    except ProfileError as error:
+        raise kind(str(error)) from error

@@ -1,0 +1,152 @@
+"""Turns options and facts into the sizes an engine is built with. Pure."""
+
+from dataclasses import dataclass
+
+from ...config.engine import EngineConfig
+from ...config.num_bytes import parse_num_bytes
+from ...errors import ConfigError, ResourceError
+
+_GIB = 2**30
+
+# The arena that adapters are copied from, where nothing else is asked for: of what is free.
+_ARENA_SHARE = 1 / 8
+_MAX_ARENA_BYTES = 8 * _GIB
+# Addresses cost nothing where memory is taken page by page; twice the budget leaves holes that an
+# adapter's layers fit even where others of all sizes come and go.
+_ADDRESSES_PER_BYTE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What the sizes depend on."""
+
+    type: str  # "cpu" or "cuda"
+    free_bytes: int  # after the model has been loaded
+    block_bytes: int  # one KV block over all layers
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The one budget, and the KV blocks that exist physically."""
+
+    capacity_bytes: int  # KV blocks and adapters together
+    num_blocks: int
+    max_model_len: int  # what the model allows, cut to what fits
+    slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
+
+
+def plan_max_model_len(
+    requested: int | None, model_limit: int | None, rope_limit: int | None
+) -> int:
+    """Choose the longest context in tokens.
+
+    Args:
+        requested: ``--max-model-len``, or None.
+        model_limit: What the model's configuration states, or None.
+        rope_limit: Length up to which its rotary embeddings do not change, or None.
+
+    Raises:
+        ConfigError: A longer context is asked for than the model can answer rightly.
+    """
+    limits = [limit for limit in (model_limit, rope_limit) if limit is not None]
+    if not limits and requested is None:
+        raise ConfigError(
+            "the model's configuration states no context length; give --max-model-len"
+        )
+    limit = min(limits, default=requested)
+    assert limit is not None
+    if requested is not None and requested > limit:
+        raise ConfigError(
+            f"--max-model-len is {requested}, but the model was made for {limit} tokens at most"
+        )
+    return requested or limit
+
+
+def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
+    """Size the budget and the KV pool.
+
+    CUDA memory is taken whole at start, so there adapters have a slab beside the blocks. On the CPU
+    blocks take memory only when they are written, so both share all of it.
+
+    Raises:
+        ResourceError: There is less memory than was asked for, or too little for one request of
+            the context length that was asked for.
+    """
+    capacity_bytes = _capacity_bytes(config, facts)
+    slab_bytes = None
+    if facts.type == "cuda":
+        slab_bytes = int(capacity_bytes * config.adapter_memory_fraction)
+    num_blocks = (capacity_bytes - (slab_bytes or 0)) // facts.block_bytes
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    num_blocks = min(num_blocks, most_useful)
+    num_tokens = num_blocks * config.block_size
+    if num_tokens >= max_model_len:
+        return MemoryPlan(capacity_bytes, num_blocks, max_model_len, slab_bytes)
+    if config.max_model_len is not None or num_tokens < 2:
+        raise ResourceError(
+            f"{(capacity_bytes - (slab_bytes or 0)) / _GIB:.3g} GiB hold the KV of {num_tokens} "
+            f"tokens, but one request may take {max_model_len} (--max-model-len); lower it or "
+            "raise --memory-gib"
+        )
+    return MemoryPlan(capacity_bytes, num_blocks, num_tokens, slab_bytes)
+
+
+def _capacity_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
+    if config.memory_gib is None:
+        return int(facts.free_bytes * config.memory_fraction)
+    asked_bytes = int(config.memory_gib * _GIB)
+    if asked_bytes > facts.free_bytes:
+        raise ResourceError(
+            f"--memory-gib is {config.memory_gib:g}, but only {facts.free_bytes / _GIB:.3g} GiB "
+            f"are free on {facts.type} with the model loaded"
+        )
+    return asked_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """The arena of packed adapters on the host."""
+
+    num_bytes: int  # of memory, or of addresses if it is elastic
+    is_elastic: bool
+    memory_bytes: int  # to be left out of the one budget; 0 where it is part of that
+    budget_bytes: int | None = None  # where it is part of it: what it shares with KV blocks
+    idle_bytes: int | None = None  # and what of it adapters may hold that no request uses
+
+
+def plan_copied_arena(
+    config: EngineConfig, device_type: str, host_available_bytes: int
+) -> ArenaPlan:
+    """Size the arena that adapters are copied from. CUDA pins it, so its size is fixed there.
+
+    Raises:
+        ResourceError: There is less memory than was asked for.
+    """
+    asked_bytes = _asked_arena_bytes(config)
+    if asked_bytes is None:
+        asked_bytes = min(int(host_available_bytes * _ARENA_SHARE), _MAX_ARENA_BYTES)
+    elif not 0 < asked_bytes <= host_available_bytes:
+        raise ResourceError(
+            f"--host-adapter-bytes is {config.host_adapter_bytes}, but adapters that are copied "
+            f"to the device need some, and {host_available_bytes / _GIB:.3g} GiB of host memory "
+            "are free"
+        )
+    return ArenaPlan(asked_bytes, device_type == "cpu", memory_bytes=asked_bytes)
+
+
+def plan_shared_arena(config: EngineConfig, capacity_bytes: int) -> ArenaPlan:
+    """Size the arena that is the device's memory: ``capacity_bytes`` are its and the KV's."""
+    asked_bytes = _asked_arena_bytes(config)
+    return ArenaPlan(
+        num_bytes=_ADDRESSES_PER_BYTE * capacity_bytes,
+        is_elastic=True,
+        memory_bytes=0,
+        budget_bytes=capacity_bytes,
+        idle_bytes=capacity_bytes if asked_bytes is None else min(asked_bytes, capacity_bytes),
+    )
+
+
+def _asked_arena_bytes(config: EngineConfig) -> int | None:
+    if config.host_adapter_bytes is None:
+        return None
+    return parse_num_bytes(config.host_adapter_bytes, "--host-adapter-bytes")

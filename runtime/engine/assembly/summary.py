@@ -1,0 +1,64 @@
+"""The lines that say at start what is served and how much fits."""
+
+from collections.abc import Sequence
+
+from ...adapters.registry import AdapterInfo
+from ..messages import ModelInfo
+
+_MIB = 2**20
+_GIB = 2**30
+
+
+def summary_lines(
+    info: ModelInfo, adapters: Sequence[AdapterInfo], backends: dict[str, str], cores: str
+) -> tuple[str, ...]:
+    """Describe an engine that is ready, one aspect a line.
+
+    ``backends`` maps what is computed (attention, linear, LoRA) to the back end's name;
+    ``cores`` says who runs where.
+    """
+    chosen = ", ".join(f"{what} {name}" for what, name in backends.items())
+    lines: tuple[str, ...] = (
+        f"model     {info.name} ({info.dtype} on {info.device}; {chosen})",
+        f"device    {', '.join(f'{what} {name}' for what, name in info.device_choices.items())}",
+        f"context   {info.max_model_len} tokens per request",
+        f"memory    {_memory_line(info)}, KV for {info.kv_capacity_tokens} tokens",
+        f"cores     {cores}",
+        f"adapters  {_adapter_line(info, adapters)}",
+    )
+    if info.has_profile_failed:
+        lines += ("loads     co-execution is off: the machine could not be measured",)
+    return lines
+
+
+def _memory_line(info: ModelInfo) -> str:
+    line = f"{info.memory_bytes / _GIB:.3g} GiB for KV and adapters together"
+    if info.adapter_memory_bytes is None:
+        return line
+    return f"{line}, {info.adapter_memory_bytes / _GIB:.3g} GiB of it for adapters alone"
+
+
+def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
+    ready = [adapter for adapter in adapters if adapter.state == "ready"]
+    if not ready:
+        return "none"
+    total_bytes = sum(adapter.num_bytes for adapter in ready)
+    room_bytes = info.adapter_memory_bytes
+    room_bytes = info.memory_bytes if room_bytes is None else room_bytes
+    num_fitting = _num_fitting(sorted(a.num_bytes for a in ready), room_bytes)
+    ranks = sorted({adapter.rank for adapter in ready})
+    span = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    fit = "all fit" if num_fitting == len(ready) else f"{num_fitting} of them fit"
+    failed = len(adapters) - len(ready)
+    tail = f"; {failed} failed to load" if failed else ""
+    return f"{len(ready)} ready, {span}, {total_bytes / _MIB:.1f} MiB; {fit} at once{tail}"
+
+
+def _num_fitting(sizes_bytes: Sequence[int], capacity_bytes: int) -> int:
+    """How many adapters, smallest first, would be there at once with nothing else."""
+    used_bytes = 0
+    for number, size_bytes in enumerate(sizes_bytes):
+        used_bytes += size_bytes
+        if used_bytes > capacity_bytes:
+            return number
+    return len(sizes_bytes)

@@ -1,0 +1,70 @@
+"""One request as the engine's policies see it: plain data, changed by the scheduler alone."""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .plan import BASE_ADAPTER, AdapterId, BlockId, RequestId
+from .sampling import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # has arrived, or was preempted
+    RUNNING = "running"  # holds blocks and its adapter
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """A request, its tokens, and how far they are computed.
+
+    A step lets a request catch up: it has ``num_known_tokens`` tokens of which
+    ``num_computed_tokens`` are in the KV pool or in a step in flight. Known tokens include those
+    that steps in flight will sample, whose values are not known yet.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+    adapter_id: AdapterId = BASE_ADAPTER
+    adapter_bytes: int = 0  # on the device
+    namespace: bytes = b""  # KV made under another namespace is never read
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    block_ids: list[BlockId] = field(default_factory=list)
+    max_total_tokens: int = 0  # prompt and output; set when the scheduler accepts the request
+    num_known_tokens: int = field(init=False)
+    num_computed_tokens: int = 0  # as scheduled
+    num_allocated_tokens: int = 0  # room in block_ids
+    num_in_flight_samples: int = 0
+    num_in_flight_steps: int = 0
+    num_preemptions: int = 0
+    num_counted_prompt_tokens: int = 0  # for statistics: each prompt token counts once
+    is_announced: bool = False  # the executor knows it
+    is_held: bool = False  # not to be scheduled until no step in flight refers to it
+    is_cold: bool = False  # runs although its adapter is not wholly on the device
+    has_short_kv: bool = False  # KV was computed below SchedulerConfig.recompute_at_tokens
+    # How often a row that starts there came to nothing, by no fault of the request.
+    retried_positions: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.num_known_tokens = len(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens whose values have come back."""
+        return len(self.output_token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Known tokens that no step has computed or is computing."""
+        return self.num_known_tokens - self.num_computed_tokens

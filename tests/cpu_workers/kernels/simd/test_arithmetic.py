@@ -1,0 +1,56 @@
+"""Which arithmetic kernels use for bfloat16, and the loop in registers that says how fast it is."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from corun.cpu_workers.kernels.simd import arithmetic, isa
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, FLOAT32
+
+_HAS_DOT = isa.process_isa().has_bfloat16_dot
+_TAGS = [FLOAT32, BFLOAT16, *([BFLOAT16_DOT] if _HAS_DOT else [])]
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    arithmetic.bfloat16_tag.cache_clear()
+    yield
+    arithmetic.bfloat16_tag.cache_clear()
+
+
+@pytest.mark.parametrize("tag", _TAGS, ids=lambda tag: tag.dtype.name)
+def test_the_loop_multiplies_as_often_as_it_says(tag: np.generic) -> None:
+    loops = 1000
+    products = arithmetic.products_per_loop(tag) * loops
+    # A lane of every sum takes its share of products of ones, or of pairs of zero and one.
+    per_lane = products / isa.process_isa().lanes
+    if tag.dtype == BFLOAT16_DOT.dtype:
+        per_lane /= 2
+    assert arithmetic.spin(tag, loops) == per_lane
+
+
+@pytest.mark.skipif(not _HAS_DOT, reason="this process has no AVX512_BF16 to choose")
+@pytest.mark.parametrize(("pairs", "expected"), [(2.0, BFLOAT16_DOT), (0.5, BFLOAT16)])
+def test_pairs_are_multiplied_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, pairs: float, expected: np.generic
+) -> None:
+    rates = {BFLOAT16_DOT.dtype: pairs, BFLOAT16.dtype: 1.0}
+    monkeypatch.setattr(arithmetic, "_products_per_s", lambda tag: rates[tag.dtype])
+    monkeypatch.setattr(arithmetic, "is_forced", lambda: False)
+    assert arithmetic.bfloat16_tag().dtype == expected.dtype
+    assert ("without pairs" in arithmetic.describe()) == (expected is BFLOAT16)
+
+
+def test_a_level_without_pairs_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "process_isa", lambda: isa.LEVELS[-1])
+    monkeypatch.delattr(arithmetic, "_products_per_s")
+    assert arithmetic.bfloat16_tag().dtype == BFLOAT16.dtype
+    assert arithmetic.describe() == "generic"
+
+
+@pytest.mark.skipif(not _HAS_DOT, reason="this process has no AVX512_BF16 to force")
+def test_a_forced_level_is_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "is_forced", lambda: True)
+    monkeypatch.delattr(arithmetic, "_products_per_s")
+    assert arithmetic.bfloat16_tag().dtype == BFLOAT16_DOT.dtype
+    assert arithmetic.describe() == isa.process_isa().name

@@ -1,0 +1,113 @@
+"""Levels of instructions: which one a processor has, how one is forced, what is refused."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from corun.cpu_workers.kernels.simd import isa
+
+_AVX2 = frozenset(["avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"])
+_AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
+# What this machine could be forced to, other than what this process is.
+_MACHINE = isa.level_of(isa.machine_features())
+_OTHERS = [
+    level.name
+    for level in isa.LEVELS[isa.LEVELS.index(_MACHINE) :]
+    if level is not isa.process_isa()
+]
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        (_AVX512 | {"avx512bf16", "amx-bf16"}, "avx512-bf16"),
+        (_AVX512 | {"avx512vnni"}, "avx512"),
+        (_AVX512 - {"avx512bw"}, "avx2"),  # the first processors with 512 bits
+        (_AVX2, "avx2"),
+        (_AVX2 - {"fma"}, "generic"),
+        (frozenset({"neon"}), "generic"),
+    ],
+)
+def test_the_highest_level_that_a_processor_has_whole(
+    features: frozenset[str], expected: str
+) -> None:
+    assert isa.level_of(features).name == expected
+
+
+def test_auto_forces_nothing() -> None:
+    assert isa.forcing_environment("auto") == {}
+    assert isa.why_not("auto") is None
+
+
+def _in_process(code: str, environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", code]
+    inherited = {key: value for key, value in os.environ.items() if "NUMBA_" not in key}
+    done = subprocess.run(
+        command, env=inherited | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("level", [each.name for each in isa.LEVELS])
+def test_a_forced_process_is_of_that_level(level: str) -> None:
+    code = (
+        "from corun.cpu_workers.kernels.simd import isa\n"
+        f"print(isa.process_isa().name, isa.is_forced(), isa.why_not({level!r}))"
+    )
+    told = _in_process(code, isa.forcing_environment(level))
+    if isa.level_of(isa.machine_features()).name not in (level, *_above(level)):
+        assert "this processor has no" in told
+    else:
+        assert told == f"{level} True None"
+
+
+def _above(level: str) -> list[str]:
+    names = [each.name for each in isa.LEVELS]
+    return names[: names.index(level)]
+
+
+@pytest.mark.skipif(not _OTHERS, reason="this machine has the lowest level")
+def test_a_process_of_another_level_is_told_how_to_be_started() -> None:
+    reason = isa.why_not(_OTHERS[0])
+    assert reason is not None
+    assert "own_process=True" in reason
+    assert "NUMBA_CPU_FEATURES=" in reason
+
+
+def test_numbas_own_switches_count() -> None:
+    code = "from corun.cpu_workers.kernels.simd import isa; print(isa.process_isa().name)"
+    assert _in_process(code, {"NUMBA_ENABLE_AVX": "0"}) == "generic"
+    assert _in_process(code, {"NUMBA_CPU_NAME": "generic"}) == "generic"
+
+
+@pytest.mark.parametrize("level", ["avx2", "avx512"])
+def test_no_sum_of_a_tile_is_kept_in_memory(level: str) -> None:
+    """A vector that leaves its register in a loop makes a tile two or three times slower."""
+    if isa.level_of(isa.machine_features()).name not in (level, *_above(level)):
+        pytest.skip(f"this machine has no {level}")
+    assert _in_process(_COUNT_SPILLS, isa.forcing_environment(level)) == "[]"
+
+
+_COUNT_SPILLS = """
+import re
+import numpy as np
+from numba import int64, boolean, njit
+from corun.cpu_workers.kernels.linear.tiles import wide_product
+
+@njit(error_model="numpy")
+def product(a, b, c, d, e, f, g, h, i, j, k):
+    wide_product(a, b, c, d, e, f, g, h, i, j, k)
+
+product.compile((*[int64] * 10, boolean))
+(assembly,) = product.inspect_asm().values()
+# Vectors that are written to the stack between two products: in a tile's loop.
+lines = [line.strip() for line in assembly.splitlines()]
+spills = []
+for index, line in enumerate(lines):
+    around = lines[max(0, index - 8) : index] , lines[index + 1 : index + 9]
+    is_within = all(any(near.startswith("vfmadd") for near in side) for side in around)
+    if is_within and re.match(r"vmov\\w+\\s+%[yz]mm\\d+, -?\\d*\\(%r[sb]p\\)", line):
+        spills.append(line)
+print(spills)
+"""

@@ -1,0 +1,92 @@
+"""More adapters than the device holds: they come and go, and no request fails for memory."""
+
+import random
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
+from corun.runtime.plan import AdapterId
+from support.loading_engine import (
+    BLOCK_BYTES,
+    SIZES,
+    TIMEOUT_S,
+    LoadingEngine,
+    device_bytes,
+    staging_bytes,
+)
+
+NUM_VERSIONS = 50
+NUM_FITTING = 20
+GIB = 2**30
+
+
+class FakeGpuMemory:
+    """Stands for torch where adapters get memory: there is so much, and no more."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.taken_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, num_bytes: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert dtype is torch.uint8
+        if self.taken_bytes + num_bytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"{self.taken_bytes} + {num_bytes} bytes")
+        memory = np.empty(num_bytes, np.uint8)
+        self.taken_bytes += num_bytes
+        weakref.finalize(memory, self._free, num_bytes)
+        return torch.from_numpy(memory)
+
+    def _free(self, num_bytes: int) -> None:
+        self.taken_bytes -= num_bytes
+
+
+def cuda_plan() -> MemoryPlan:
+    """As an engine plans it that has room for so many adapters of the mean size."""
+    room_bytes = NUM_FITTING * sum(map(device_bytes, SIZES)) // len(SIZES)
+    slab_bytes = room_bytes + staging_bytes()
+    total_bytes = 4 * slab_bytes
+    config = EngineConfig(memory_gib=total_bytes / GIB, block_size=4)
+    return plan_memory(config, DeviceFacts("cuda", total_bytes, BLOCK_BYTES), 64)
+
+
+def test_fifty_adapters_in_room_for_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sizes, so that what is free comes in pieces."""
+    plan, rng = cuda_plan(), random.Random(0)
+    gpu = FakeGpuMemory(plan.capacity_bytes - plan.num_blocks * BLOCK_BYTES)  # beside the blocks
+    monkeypatch.setattr("corun.gpu.adapters.copier.torch", gpu)
+    engine = LoadingEngine(rng, plan, arena_bytes=1 << 20, contents="")
+    try:
+        versions: list[tuple[str, AdapterId]] = []
+        for number in range(NUM_VERSIONS):
+            name = SIZES[number % len(SIZES)]
+            engine.register(name)
+            versions.append((name, engine.served[name]))
+        taken_bytes = gpu.taken_bytes
+        for name, version in rng.sample(versions, NUM_VERSIONS) + rng.choices(versions, k=20):
+            engine.ask(name, rng.randint(1, 9), version)
+            for _ in range(rng.randint(0, 3)):
+                engine.step()
+        finish(engine)
+        assert engine.num_failed == 0
+        cache = engine.scheduler.memory.cache
+        assert cache.num_evictions >= NUM_VERSIONS - 2 * NUM_FITTING
+        assert len(cache.resident_ids()) > NUM_FITTING // 2, "pieces are not most of it"
+        assert gpu.taken_bytes == taken_bytes, "a load has asked for memory"
+    finally:
+        engine.close()
+
+
+def finish(engine: LoadingEngine) -> None:
+    """Answer everything that was asked."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while engine.live:
+        engine.step(timeout_s=0.01)
+        assert time.monotonic() < deadline_s, "it does not come to its end"

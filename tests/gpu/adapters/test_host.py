@@ -1,0 +1,393 @@
+"""Adapters between files, arena and device: read once, kept while there is room, never mixed up."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu.adapters.copier import AdapterCopier, SlabSize
+from corun.gpu.adapters.fetcher import Arrival
+from corun.gpu.adapters.host import RegisteredAdapter
+from corun.gpu.adapters.store import StoreBusyError
+from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.device.link import Direction, PacedLink
+from corun.gpu.lora.table import DeviceAdapter
+from corun.runtime.errors import AdapterError, ResourceError
+from support.host_adapters import Host, copied, shared
+from support.loading_engine import HeldLink
+from support.lora import make_batch
+from support.peft_adapters import WEIGHTS, edit_tensors, load_with_peft, save_adapter
+
+ROOMY_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three adapters of one size, and their deltas."""
+    directory = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("abc"):
+        save_adapter(directory / name, seed=seed, target_modules=["q_proj", "v_proj", "up_proj"])
+    return directory
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice()
+    yield device
+    device.close(timeout_s=5)
+
+
+def take(host: Host, arrival: Arrival) -> DeviceAdapter:
+    """Do what the loader does, but wait."""
+    arrival.read(lambda: None, lambda: True)
+    arrival.start(is_gradual=False)
+    host.device.synchronize(timeout_s=30)
+    assert arrival.is_done()
+    return arrival.finish()
+
+
+def load(host: Host, facts: RegisteredAdapter, path: Path) -> DeviceAdapter:
+    return take(host, host.adapters.fetch(facts.digest, str(path)))
+
+
+def check_deltas(host: Host, adapter: DeviceAdapter, directory: Path) -> None:
+    """What the kernels compute with it is what PEFT computes."""
+    model = load_with_peft(directory)
+    row = host.table.add(DeviceAdapter(adapter.targets))
+    for target in host.target_map.targets:
+        if target.index not in adapter.targets:
+            continue
+        module = model.get_submodule(f"base_model.model.{target.path}")
+        x = torch.eye(target.in_features)
+        y = torch.zeros(target.in_features, target.out_features)
+        batch = make_batch([(0, target.in_features, 0)], host.table, [row])
+        host.backend.add_delta(x, y, target.index, batch)
+        torch.testing.assert_close(y.t(), module.get_delta_weight("default"))
+    host.table.remove(row)
+
+
+@pytest.mark.parametrize(
+    "size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"]
+)
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_from_the_files_to_the_kernels(
+    files: Path, device: CpuDevice, backend: str, size: object
+) -> None:
+    host = Host(device, size, backend=backend)  # type: ignore[arg-type]
+    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    assert len({fact.digest for fact in facts.values()}) == 3
+    loaded = {name: load(host, facts[name], files / name) for name in "abc"}
+    for name, adapter in loaded.items():
+        check_deltas(host, adapter, files / name)
+    assert host.num_opened == 3, "read once, at registration"
+    memory = {
+        lora.a.untyped_storage().data_ptr(): lora.a.untyped_storage().nbytes()
+        for lora in loaded["a"].targets.values()
+    }
+    if host.adapters.on_kv_bytes is None:
+        assert sum(memory.values()) == facts["a"].num_bytes
+        assert device.link.stats(Direction.TO_DEVICE).num_bytes > 0
+        assert all(entry == 0 for entry in references(host))
+    else:
+        assert device.link.stats(Direction.TO_DEVICE).num_bytes == 0
+        assert references(host) == [1, 1, 1]
+        assert host.arena.taken_bytes == 3 * facts["a"].num_bytes
+    for adapter in loaded.values():
+        if adapter.release is not None:
+            adapter.release()
+    assert all(entry == 0 for entry in references(host))
+    memory.clear()
+    loaded.clear()
+    del adapter
+    host.adapters.close()
+
+
+def references(host: Host) -> list[int]:
+    host.arena.check_invariants()
+    return [entry.num_references for entry in host.arena._entries.values()]
+
+
+def test_an_evicted_adapter_is_read_again(files: Path, device: CpuDevice) -> None:
+    num_bytes = Host(device, shared(ROOMY_BYTES)).adapters.register(str(files / "a")).num_bytes
+    host = Host(device, shared(4 * num_bytes, idle_bytes=2 * num_bytes))
+    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    assert host.arena.taken_bytes == 2 * num_bytes
+    assert host.num_opened == 3
+    adapter = load(host, facts["a"], files / "a")
+    assert host.num_opened == 4
+    check_deltas(host, adapter, files / "a")
+    again = load(host, facts["c"], files / "c")
+    assert host.num_opened == 4, "the one that was registered last had stayed"
+    assert again.release is not None and adapter.release is not None
+    again.release()
+    adapter.release()
+
+
+def test_kv_blocks_take_the_place_of_adapters_that_nobody_uses(
+    files: Path, device: CpuDevice
+) -> None:
+    num_bytes = Host(device, shared(ROOMY_BYTES)).adapters.register(str(files / "a")).num_bytes
+    host = Host(device, shared(4 * num_bytes))
+    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    used = load(host, facts["a"], files / "a")
+    note = host.adapters.on_kv_bytes
+    assert note is not None
+    note(num_bytes)
+    assert host.arena.taken_bytes == 3 * num_bytes
+    note(num_bytes + 1)
+    assert host.arena.taken_bytes == 2 * num_bytes
+    note(4 * num_bytes)
+    assert host.arena.taken_bytes == num_bytes
+    check_deltas(host, used, files / "a")
+    opened = host.num_opened
+    assert host.adapters.register(str(files / "b")) == facts["b"]
+    assert host.arena.taken_bytes == num_bytes, "checked and not kept: there is no room"
+    late = load(host, facts["b"], files / "b")  # the budget has said that it may
+    assert host.num_opened == opened + 2
+    assert used.release is not None and late.release is not None
+    used.release()
+    late.release()
+    assert host.arena.taken_bytes == 0
+
+
+def test_files_that_changed_after_an_eviction(
+    files: Path, device: CpuDevice, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(files / "a", tmp_path / "a"))
+    host = Host(device, shared(ROOMY_BYTES, idle_bytes=0))
+    facts = host.adapters.register(str(path))
+    assert host.arena.taken_bytes == 0
+    edit_tensors(path, lora_A=lambda tensor: tensor + 1)
+    with pytest.raises(AdapterError, match="have changed since the adapter was registered"):
+        load(host, facts, path)
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-9])
+    with pytest.raises(AdapterError, match="truncated or damaged"):
+        host.adapters.fetch(facts.digest, str(path))
+    shutil.rmtree(path)
+    with pytest.raises(AdapterError, match="no such adapter directory"):
+        host.adapters.fetch(facts.digest, str(path))
+    assert host.arena.taken_bytes == 0
+    host.arena.check_invariants()
+
+
+def test_files_that_changed_are_not_read_while_the_arena_has_them(
+    files: Path, device: CpuDevice, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(files / "a", tmp_path / "a"))
+    host = Host(device, shared(ROOMY_BYTES))
+    facts = host.adapters.register(str(path))
+    edit_tensors(path, lora_A=lambda tensor: tensor * 2)
+    new = host.adapters.register(str(path))
+    assert new.digest != facts.digest
+    old_adapter, new_adapter = load(host, facts, path), load(host, new, path)
+    check_deltas(host, old_adapter, files / "a")
+    check_deltas(host, new_adapter, path)
+    host.adapters.forget(facts.digest)
+    check_deltas(host, old_adapter, files / "a")
+    assert old_adapter.release is not None and new_adapter.release is not None
+    before = host.arena.taken_bytes
+    old_adapter.release()
+    assert host.arena.taken_bytes == before - facts.num_bytes
+    new_adapter.release()
+
+
+def test_a_bad_file_leaves_nothing_in_the_arena(
+    files: Path, device: CpuDevice, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(files / "a", tmp_path / "a"))
+    edit_tensors(path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor / 0)
+    host = Host(device, shared(ROOMY_BYTES))
+    with pytest.raises(AdapterError, match="not finite"):
+        host.adapters.register(str(path))
+    assert host.arena.taken_bytes == 0
+    host.arena.check_invariants()
+
+
+def test_an_adapter_larger_than_the_arena_is_refused_when_it_is_registered(
+    files: Path, device: CpuDevice
+) -> None:
+    host = Host(device, copied(8192))
+    with pytest.raises(AdapterError, match=r"8192 bytes.*--host-adapter-bytes"):
+        host.adapters.register(str(files / "a"))
+
+
+def test_an_arena_full_of_what_is_in_use(files: Path, device: CpuDevice) -> None:
+    roomy = Host(device, copied(ROOMY_BYTES))
+    roomy.adapters.register(str(files / "a"))
+    host = Host(device, copied(roomy.arena.taken_bytes))
+    facts = {name: host.adapters.register(str(files / name)) for name in "ab"}
+    first = host.adapters.fetch(facts["a"].digest, str(files / "a"))
+    with pytest.raises(StoreBusyError, match="in use now"):
+        host.adapters.fetch(facts["b"].digest, str(files / "b"))
+    assert host.adapters.register(str(files / "c")).num_bytes > 0, "checked and not kept"
+    adapter = take(host, first)
+    check_deltas(host, adapter, files / "a")
+    second = load(host, facts["b"], files / "b")
+    check_deltas(host, second, files / "b")
+
+
+def test_an_unload_while_it_is_loading(files: Path, device: CpuDevice) -> None:
+    """The host's copy stays until the copy to the device has ended, and goes then."""
+    host = Host(device, copied(ROOMY_BYTES))
+    facts = host.adapters.register(str(files / "a"))
+    arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+    host.adapters.forget(facts.digest)
+    adapter = take(host, arrival)
+    assert host.arena.taken_bytes == 0
+    check_deltas(host, adapter, files / "a")
+    other = host.adapters.register(str(files / "b"))
+    cancelled = host.adapters.fetch(other.digest, str(files / "b"))
+    cancelled.start(is_gradual=False)
+    host.adapters.forget(other.digest)
+    cancelled.cancel()
+    assert host.arena.taken_bytes == 0
+
+
+def test_a_copy_that_fails_fails_its_adapter(
+    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(device, copied(ROOMY_BYTES))
+    facts = host.adapters.register(str(files / "a"))
+
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("no room for rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("corun.gpu.adapters.arrival.unpack", fail)
+        arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+        arrival.start(is_gradual=False)
+        deadline_s = time.monotonic() + 30
+        while not arrival.is_done():
+            assert time.monotonic() < deadline_s
+        with pytest.raises(AdapterError, match=r"copying it to the device failed.*no room"):
+            arrival.finish()
+    assert references(host) == [0]
+    check_deltas(host, load(host, facts, files / "a"), files / "a")
+
+
+def test_a_copy_that_cannot_be_enqueued_fails_its_adapter(
+    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before it are under way, so it ends when they do."""
+    host = Host(device, copied(ROOMY_BYTES), backend="numba")
+    facts = host.adapters.register(str(files / "a"))
+    copy = AdapterCopier.copy
+    num_copies = 0
+
+    def refuse(self: AdapterCopier, *args: Any) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        if num_copies == 2:
+            raise RuntimeError("no more copies")
+        copy(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdapterCopier, "copy", refuse)
+        arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+        arrival.start(is_gradual=False)
+    device.synchronize(timeout_s=30)
+    assert arrival.is_done()
+    with pytest.raises(AdapterError, match=r"copying it to the device failed: no more copies"):
+        arrival.finish()
+    assert references(host) == [0]
+    check_deltas(host, load(host, facts, files / "a"), files / "a")
+
+
+def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
+    files: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = HeldLink()
+    device = CpuDevice(link=link)
+    host = Host(device, copied(ROOMY_BYTES), backend="numba")
+    facts = host.adapters.register(str(files / "a"))
+    monkeypatch.setattr("corun.gpu.adapters.arrival._CANCEL_TIMEOUT_S", 0.01)
+    link.is_open = False
+    arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+    arrival.start(is_gradual=False)
+    arrival.cancel()
+    assert references(host) == [1]
+    assert "keeps its host memory" in caplog.text
+    monkeypatch.undo()
+    link.num_to_fail, link.is_open = 1, True
+    second = host.adapters.fetch(facts.digest, str(files / "a"))
+    second.start(is_gradual=False)
+    second.cancel()  # with a copy that has failed, which is nobody's concern
+    assert references(host) == [1]
+    del arrival, second
+    device.close()
+
+
+def test_with_a_slab_loads_ask_torch_for_no_memory(
+    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While streams wait for the host nobody may, and nobody knows when they do."""
+    roomy = Host(device, copied(ROOMY_BYTES))
+    num_bytes = roomy.adapters.register(str(files / "a")).num_bytes
+    slab = SlabSize(1 << 20, max_rank=64)
+    host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
+    assert host.adapters.slab_bytes is not None and roomy.adapters.slab_bytes is None
+    assert num_bytes < host.adapters.slab_bytes < slab.num_bytes, "loads have their buffers"
+    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    # On the device everything is a view of the slab; the host's side reads no files here.
+    monkeypatch.setattr("corun.gpu.adapters.copier.torch", None)
+    loaded = {}
+    for index, name in enumerate("abc"):
+        arrival = host.adapters.fetch(facts[name].digest, str(files / name))
+        arrival.start(is_gradual=index == 1, offset_bytes=index * num_bytes)
+        host.device.synchronize(timeout_s=30)
+        while not arrival.is_done():
+            arrival.advance()
+            host.device.synchronize(timeout_s=30)
+        loaded[name] = arrival.finish()
+    monkeypatch.undo()
+    storages = set()
+    for name, adapter in loaded.items():
+        check_deltas(host, adapter, files / name)
+        storages |= {lora.a.untyped_storage().data_ptr() for lora in adapter.targets.values()}
+    assert len(storages) == 1
+
+
+def test_what_no_slab_holds_is_refused(files: Path, device: CpuDevice) -> None:
+    too_small = replace(copied(ROOMY_BYTES), slab=SlabSize(1000, max_rank=64))
+    with pytest.raises(ResourceError, match=r"1000 bytes.*--adapter-memory-fraction"):
+        Host(device, too_small)
+    roomy = Host(device, replace(copied(ROOMY_BYTES), slab=SlabSize(ROOMY_BYTES, 64)))
+    assert roomy.adapters.slab_bytes is not None
+    slab = SlabSize(ROOMY_BYTES - roomy.adapters.slab_bytes + 4096, max_rank=64)
+    host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
+    with pytest.raises(AdapterError, match=r"have 4096 .*--adapter-memory-fraction"):
+        host.adapters.register(str(files / "a"))
+    assert host.arena.taken_bytes == 0
+
+
+def test_copies_take_the_link(files: Path) -> None:
+    device = CpuDevice(link=PacedLink(1.0))
+    host = Host(device, copied(ROOMY_BYTES), backend="numba")
+    facts = host.adapters.register(str(files / "a"))
+    adapter = load(host, facts, files / "a")
+    assert device.link.stats(Direction.TO_DEVICE).num_bytes == facts.num_bytes
+    check_deltas(host, adapter, files / "a")
+    del adapter
+    host.adapters.close()
+    device.close()
+
+
+def test_too_little_memory_for_an_elastic_arena(files: Path, device: CpuDevice) -> None:
+    host = Host(device, shared(ROOMY_BYTES))
+    facts = host.adapters.register(str(files / "a"))
+    host.adapters.forget(facts.digest)
+
+    def refuse(offset: int, num_bytes: int) -> None:
+        from corun.shm.errors import SpaceError
+
+        raise SpaceError("adapters", num_bytes, 0, "free memory or ask for less")
+
+    host.arena._pages.take = refuse  # type: ignore[method-assign]
+    assert host.adapters.register(str(files / "a")) == facts, "checked and not kept"
+    with pytest.raises(ResourceError, match="free memory or ask for less"):
+        host.adapters.fetch(facts.digest, str(files / "a"))
+    assert host.arena.taken_bytes == 0

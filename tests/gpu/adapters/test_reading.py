@@ -1,0 +1,212 @@
+"""Reading an adapter's files into the arena while its first layers are used."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter
+from corun.gpu.adapters.store import HostAdapter
+from corun.gpu.device.cpu import CpuDevice
+from corun.runtime.errors import AdapterError
+from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
+from support.gated_files import FileGate
+from support.host_adapters import Host, copied, shared
+from support.peft_adapters import edit_tensors, save_adapter
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapters")
+    save_adapter(directory / "a", target_modules=["q_proj", "v_proj", "up_proj"])
+    return directory / "a"
+
+
+class Reading:
+    """A host whose files are read as the test lets them be, in a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.device = CpuDevice()
+        self.gate = FileGate()
+        self.host = Host(self.device, copied(1 << 20), gate=self.gate)
+        self.path = path
+        self.store = self.host.adapters._store
+        self.digest = self.host.adapters.register(str(path)).digest
+        self.thread: threading.Thread | None = None
+        self.num_told = 0
+        self.is_wanted = True
+
+    def evict(self) -> None:
+        self.host.arena.keep_within(0)
+        self.host.arena.keep_within(None)
+        assert self.host.arena.taken_bytes == 0
+
+    def begin(self) -> HostAdapter:
+        """Read with the gate closed."""
+        self.evict()
+        self.gate.close()
+        host = self.store.fetch(self.digest, str(self.path))
+        self.thread = threading.Thread(target=host.read, args=(self._note, lambda: self.is_wanted))
+        self.thread.start()
+        return host
+
+    def end(self) -> None:
+        assert self.thread is not None
+        self.gate.open()
+        self.thread.join(TIMEOUT_S)
+        assert not self.thread.is_alive()
+
+    def _note(self) -> None:
+        self.num_told += 1
+
+
+def loaded(loader: AdapterLoader) -> LoadedAdapter:
+    """The end of the only load."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        for event in loader.take_events():
+            if isinstance(event, LoadedAdapter):
+                return event
+        assert time.monotonic() < deadline_s, "it does not end"
+
+
+@pytest.fixture
+def reading(files: Path, tmp_path: Path) -> Iterator[Reading]:
+    reading = Reading(Path(shutil.copytree(files, tmp_path / "a")))
+    yield reading
+    reading.end()
+    reading.host.arena.check_invariants()
+    assert all(not entry.num_references for entry in reading.host.arena._all_entries())
+    reading.device.close(timeout_s=TIMEOUT_S)
+
+
+def parts_of(host: HostAdapter) -> list[bytes]:
+    numbers = range(len(host.places))
+    return [host.bytes_of(number, number + 1).numpy().tobytes() for number in numbers]
+
+
+def test_the_first_layer_can_be_used_before_the_second_is_read(reading: Reading) -> None:
+    present = reading.store.fetch_present(reading.digest)
+    assert present is not None
+    wanted = parts_of(present)
+    present.release()
+
+    host = reading.begin()
+    num_first = sum(place.layer == 0 for place in host.places)
+    assert host.num_whole == 0
+    reading.gate.let(4 + 1)  # of six tensors
+    assert not host.wait_whole(1, timeout_s=0.01)
+    reading.gate.let(1)
+    assert host.wait_whole(num_first, TIMEOUT_S)
+    assert host.num_whole == num_first < len(host.places)
+    assert parts_of(host)[:num_first] == wanted[:num_first]
+    assert not host.is_read
+    assert reading.store.fetch_present(reading.digest) is None, "nobody finds what is not whole"
+    reading.end()
+    assert host.is_read and host.error is None
+    assert parts_of(host) == wanted
+    assert reading.num_told == 3, "at each layer and at the end"
+    host.release()
+    again = reading.store.fetch_present(reading.digest)
+    assert again is not None
+    again.release()
+
+
+def test_a_late_layer_that_has_changed(reading: Reading) -> None:
+    edit_tensors(reading.path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
+    host = reading.begin()
+    num_first = sum(place.layer == 0 for place in host.places)
+    reading.end()
+    assert host.num_whole == num_first, "what was found to be right may be used"
+    assert not host.wait_whole(len(host.places), TIMEOUT_S)
+    assert isinstance(host.error, AdapterError)
+    assert "have changed since the adapter was registered" in str(host.error)
+    assert reading.host.arena.taken_bytes > 0, "somebody may still read it"
+    host.release()
+    assert reading.host.arena.taken_bytes == 0
+    assert reading.store.fetch_present(reading.digest) is None
+
+
+def test_a_file_that_is_cut_while_it_is_read(reading: Reading) -> None:
+    host = reading.begin()
+    reading.gate.let(6)
+    assert host.wait_whole(1, TIMEOUT_S)
+    path = reading.path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:600])
+    reading.end()
+    assert "changed while it was read" in str(host.error)
+    host.release()
+    assert reading.host.arena.taken_bytes == 0
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_what_nobody_waits_for_is_not_read_to_its_end(reading: Reading, is_released: bool) -> None:
+    host = reading.begin()
+    reading.gate.let(7)
+    assert host.wait_whole(1, TIMEOUT_S)
+    if is_released:
+        host.release()
+    reading.is_wanted = is_released
+    reading.end()
+    host.release()
+    assert reading.gate.num_taken <= 8
+    assert "nobody waits" in str(host.error)
+    assert reading.host.arena.taken_bytes == 0
+
+
+def test_the_same_content_is_registered_while_it_is_read(reading: Reading) -> None:
+    """Both are whole; the one that came first is found, the other goes with its user."""
+    host = reading.begin()
+    reading.gate.let(6)
+    assert host.wait_whole(1, TIMEOUT_S)
+    used = np.frombuffer(parts_of(host)[0], np.uint8)
+    assert reading.host.adapters.register(str(reading.path)).digest == reading.digest
+    reading.end()
+    assert host.error is None
+    num_bytes = reading.host.arena.taken_bytes
+    assert (np.frombuffer(parts_of(host)[0], np.uint8) == used).all()
+    host.release()
+    assert reading.host.arena.taken_bytes == num_bytes // 2
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_where_kernels_read_the_arena_it_is_there_when_all_is_read(
+    files: Path, tmp_path: Path, has_changed: bool
+) -> None:
+    path = Path(shutil.copytree(files, tmp_path / "a"))
+    gate, device = FileGate(), CpuDevice()
+    host = Host(device, shared(1 << 20), gate=gate)
+    digest = host.adapters.register(str(path)).digest
+    host.arena.keep_within(0)
+    host.arena.keep_within(None)
+    if has_changed:
+        edit_tensors(path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
+    loader = AdapterLoader(
+        lambda _: host.adapters.fetch(digest, str(path)),
+        lambda _: host.adapters.fetch_present(digest),
+        lambda: None,
+    )
+    gate.close()
+    gate.let(7)
+    loader.start(Transfer(TransferId(1), TransferKind.LOAD_ADAPTER, AdapterId(1), 1))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while gate.num_taken < 7:
+        assert loader.take_events() == []
+        assert time.monotonic() < deadline_s
+    gate.open()
+    end = loaded(loader)
+    loader.close()
+    if has_changed:
+        assert end.error is not None and "have changed" in end.error
+    else:
+        assert end.adapter is not None and end.adapter.release is not None
+        assert len(end.adapter.targets) == 6
+        end.adapter.release()
+    host.arena.keep_within(0)
+    assert host.arena.taken_bytes == 0
+    device.close(timeout_s=TIMEOUT_S)

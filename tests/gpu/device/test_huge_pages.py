@@ -1,0 +1,70 @@
+"""Memory in huge pages is zeros of the right size, aligned, and held by its tensor alone."""
+
+import gc
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from corun.gpu.device import huge_pages
+from corun.shm.huge_pages import HUGE_PAGE_BYTES
+
+MIB = 1 << 20
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, MIB, 2 * MIB, 2 * MIB + 64, 6 * MIB - 192 * 1024])
+def test_zeros(num_bytes: int) -> None:
+    tensor = huge_pages.zeros(num_bytes)
+    assert tensor.dtype == torch.uint8 and tensor.shape == (num_bytes,)
+    assert not tensor.any()
+    assert tensor.data_ptr() % (HUGE_PAGE_BYTES if num_bytes >= 2 * MIB else 64) == 0
+    tensor.fill_(7)
+    assert int(tensor.sum(dtype=torch.int64)) == 7 * num_bytes
+
+
+def test_little_memory_is_held_in_vain_and_all_is_given_back() -> None:
+    huge_pages.zeros(8 * MIB).fill_(1)
+    before = psutil.Process().memory_info().rss
+    # Just above four huge pages: a fifth would hold almost all of itself for nothing.
+    tensor = huge_pages.zeros(8 * MIB + 4096)
+    tensor.fill_(1)
+    assert psutil.Process().memory_info().rss - before < 9 * MIB
+    part = tensor[-4096:].view(torch.int32)
+    del tensor
+    gc.collect()
+    assert int(part[0]) == 0x01010101  # a view keeps the mapping
+    del part
+    gc.collect()
+    assert psutil.Process().memory_info().rss - before < MIB
+
+
+def test_pages_are_huge() -> None:
+    if not SETTING.exists() or "[never]" in SETTING.read_text(encoding="ascii"):
+        pytest.skip("this kernel gives no huge pages")
+    tensor = huge_pages.zeros(16 * MIB)
+    tensor.fill_(1)
+    assert huge_bytes_at(tensor.data_ptr()) >= 16 * MIB  # neighbours may be one mapping with it
+
+
+def test_a_kernel_that_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huge_pages, "MADV_HUGEPAGE", 9999)
+    with caplog.at_level("DEBUG"):
+        assert not huge_pages.zeros(4 * MIB).any()
+    assert "Invalid argument" in caplog.text
+
+
+def huge_bytes_at(address: int) -> int:
+    """Of the mapping that holds an address, as the kernel tells."""
+    is_inside = False
+    for line in Path(f"/proc/{os.getpid()}/smaps").read_text(encoding="ascii").splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            start, end = (int(part, 16) for part in first.split("-"))
+            is_inside = start <= address < end
+        elif is_inside and first == "AnonHugePages:":
+            return int(rest.split()[0]) * 1024
+    raise AssertionError(f"nothing is mapped at {address:#x}")

@@ -1,0 +1,72 @@
+"""What is told of kernels that are being compiled."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numba
+import pytest
+import torch
+from corun.gpu.execution import compilation
+from corun.gpu.execution.compilation import compilation_told
+
+
+def compiled(said: list[str], module: str) -> Any:
+    """Compile a function and its callee as if they came from ``module``."""
+
+    def callee(x: int) -> int:
+        return x + 1
+
+    def kernel(x: int) -> Any:
+        return inner(x)
+
+    for function in (callee, kernel):
+        function.__module__ = module
+    inner = numba.njit(callee)
+    outer = numba.njit(kernel)
+    with compilation_told(said.append):
+        assert outer(1) == 2
+        assert outer(2) == 3  # is compiled
+    return outer
+
+
+def test_says_which_group_begins_and_how_much_it_was() -> None:
+    said: list[str] = []
+    kernel = compiled(said, "corun.cpu_workers.kernels.linear.multiply")
+    assert said[0] == "compiling kernels for linear products; 3 of 6 groups may follow"
+    assert said[-1].startswith("compiled 1 kernels in ")
+    said.clear()
+    with compilation_told(said.append):
+        assert kernel(3) == 4
+    assert said == []
+
+
+def test_kernels_that_take_long_get_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "_TOLD_S", 0.0)
+    said: list[str] = []
+    compiled(said, "elsewhere")
+    assert said[0].startswith("compiled kernel in ")
+
+
+def test_without_triton_there_is_nothing_to_listen_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with compilation_told(pytest.fail):
+        pass
+
+
+def test_triton_is_listened_to_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = knobs.compilation.listener
+    said: list[str] = []
+    with compilation_told(said.append):
+        tell = knobs.compilation.listener
+        source, times = SimpleNamespace(name="_decode"), SimpleNamespace(total=2_500_000)
+        tell(src=source, metadata={}, metadata_group={}, times=times, cache_hit=False)
+        tell(src=source, metadata={}, metadata_group={}, times=times, cache_hit=True)
+    assert knobs.compilation.listener is before
+    assert said == [
+        "compiled decode in 2.5 s",
+        "compiled 1 kernels in 2.5 s; they are kept for the next start",
+    ]

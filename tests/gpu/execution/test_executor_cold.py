@@ -1,0 +1,136 @@
+"""Cold rows and warm ones in one pass: what is the fault of one is borne by no other."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu.coexec.assistant import ColdRow
+from corun.runtime.plan import Outcome, RequestId, SubBatch, SubBatchKind
+from corun.shm.errors import RingFullError
+from support.architectures import save_model
+from support.executor_device import (
+    ADAPTER,
+    ExecutorDevice,
+    blocks,
+    load,
+    new,
+    rows,
+    wait_transfer,
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama3-rope", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def device(directory: Path) -> Iterator[ExecutorDevice]:
+    device = ExecutorDevice(directory)
+    yield device
+    device.executor.close()
+
+
+def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
+    ids, starts, counts, samples, splits = zip(*columns, strict=True)
+    request_ids = tuple(RequestId(i) for i in ids)
+    return SubBatch(SubBatchKind.ASSISTED, request_ids, starts, counts, samples, splits)
+
+
+class Assisting:
+    """Stands for the workers: they have a bad day, or void what they did."""
+
+    def __init__(
+        self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.error = error
+        self.void = void
+        self.num_given_up = 0
+
+    def begin(self, rows: list[ColdRow], where: torch.device) -> Any:
+        if self.error is not None and any(row.split_layer for row in rows):
+            raise self.error
+        return SimpleNamespace(
+            deltas="of workers", settle=lambda: frozenset(self.void), give_up=self.give_up
+        )
+
+    def give_up(self) -> None:
+        self.num_given_up += 1
+
+
+def beside_the_cold_one(
+    device: ExecutorDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    assisting: Assisting,
+    *,
+    is_broken: bool,
+) -> tuple[Any, list[Any]]:
+    """A pass of a warm row that decodes, a warm chunk and a cold chunk.
+
+    Returns the rows' results by request, and those of the warm ones computed without the cold one.
+    """
+    forward = device.runner.forward
+
+    def with_workers(inputs: Any, indices: Any, deltas: Any) -> Any:
+        if deltas is not None and is_broken:
+            forward(inputs, indices)  # all is written; the next thing fails
+            raise RuntimeError("the exchange is broken")
+        return forward(inputs, indices)
+
+    device.executor._assistant = assisting  # type: ignore[assignment]
+    device.adapter = device.make_adapter()
+    device.submit(transfers=(load(1),))
+    wait_transfer(device)
+    requests = (new(1, (5, 6)), new(2, (7, 8, 9)), new(3, (5, 6), ADAPTER))
+    tables = (blocks(1, 0), blocks(2, 1), blocks(3, 2))
+    device.run(rows((1, 0, 2, True)), new_requests=requests, block_updates=tables)
+    (alone,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))
+    arriving: Any = SimpleNamespace(has_failed=lambda: False)
+    device.executor._adapters[ADAPTER].arriving = arriving
+    monkeypatch.setattr(device.runner, "forward", with_workers)
+    (result,) = device.run(cold_rows((1, 2, 1, True, 0), (2, 0, 3, True, 0), (3, 0, 2, True, 1)))
+    return {row.request_id: row for row in result.rows}, list(alone.rows)
+
+
+def test_only_the_rows_that_need_workers_are_retried_without_them(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assisting = Assisting(error=RingFullError("too many slices"))
+    found, alone = beside_the_cold_one(device, monkeypatch, assisting, is_broken=False)
+    assert [found[RequestId(1)], found[RequestId(2)]] == alone
+    assert found[RequestId(3)].outcome is Outcome.RETRY
+    assert "too many slices" in (found[RequestId(3)].error or "")
+
+
+def test_void_deltas_are_the_cold_rows_matter_alone(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, alone = beside_the_cold_one(
+        device, monkeypatch, Assisting(void=[(4, 6)]), is_broken=False
+    )
+    assert [found[RequestId(1)], found[RequestId(2)]] == alone
+    assert found[RequestId(3)].outcome is Outcome.RETRY
+
+
+def test_what_breaks_a_pass_with_cold_rows_does_not_fail_the_warm_ones(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assisting = Assisting()
+    found, alone = beside_the_cold_one(device, monkeypatch, assisting, is_broken=True)
+    assert [found[RequestId(1)], found[RequestId(2)]] == alone
+    assert found[RequestId(3)].outcome is Outcome.FAILED
+    assert "the exchange is broken" in (found[RequestId(3)].error or "")
+    assert assisting.num_given_up == 2  # with the others, and alone
+    assert "computed again without the cold ones" in caplog.text
+
+
+def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorDevice) -> None:
+    (result,) = device.run(
+        cold_rows((1, 0, 2, True, 0)),
+        new_requests=(new(1, (5, 6), ADAPTER),), block_updates=(blocks(1, 0),),
+    )  # fmt: skip
+    assert [row.outcome for row in result.rows] == [Outcome.RETRY]
+    assert "not on its way" in (result.rows[0].error or "")

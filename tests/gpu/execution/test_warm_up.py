@@ -1,0 +1,77 @@
+"""The passes of a start that ask for every variant of the kernels: none is asked for later."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from corun.gpu.execution import assemble
+from corun.gpu.execution.warm_up import warm_up
+from support.architectures import save_model
+from support.executor_device import ExecutorDevice
+from support.triton_program import run_triton_program
+from transformers import PreTrainedModel
+
+# Layers of two kinds, one with a window so small that its contexts are never divided; heads whose
+# rows lie one after the other in memory; queries, keys and values in one tensor.
+MODELS = ("gemma2", "odd-heads", "phi3")
+
+
+def count(device: str) -> dict[str, dict[str, int]]:
+    """Variants that were warmed, by model and kernel; serving asks for no other."""
+    pytest.importorskip("triton")
+    counted = json.loads(run_triton_program("triton_variants", device, *MODELS))
+    for name, model in counted.items():
+        assert model["more"] == [], name
+    return {name: model["warmed"] for name, model in counted.items()}
+
+
+def test_serving_asks_for_no_variant_that_was_not_warmed() -> None:
+    counted = count("cpu")
+    assert tuple(counted) == MODELS
+    for name, warmed in counted.items():
+        # Prefill, and decode with 1, 2, 4, 8 and 16 parts of a context; with a small window 1.
+        num_attend = 6 + (2 if name == "gemma2" else 0)
+        assert warmed == {
+            "write_kv_kernel": 1, "attend_kernel": num_attend, "merge_kernel": 4,
+            "shrink_kernel": 2, "expand_kernel": 2,  # for few tokens and for many
+        }, name  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_serving_compiles_no_kernel_on_a_gpu() -> None:
+    assert count("cuda")[MODELS[0]].keys() >= {"attend_kernel", "shrink_kernel"}
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExecutorDevice]:
+    device = ExecutorDevice(save_model("gemma2", tmp_path_factory.mktemp("model")))
+    yield device
+    device.executor.close()
+
+
+def test_a_warm_up_leaves_nothing_behind(device: ExecutorDevice) -> None:
+    loaded, told = device.loaded, list[str]()
+    num_free = loaded.lora_table.num_free_rows
+    targets = loaded.target_map.targets
+    args = device.runner, loaded.lora_table, loaded.lora_backend, targets
+    num_passes = warm_up(*args, 9, told.append)
+    assert num_passes == 5  # prefill, and contexts of 1, 2, 4 and 8
+    assert told == ["warming up: 5 passes, so that serving compiles no kernel"]
+    assert loaded.lora_table.num_free_rows == num_free
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_gpus_kernels_are_warmed_and_those_of_the_cpu_are_not(
+    where: str, device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    monkeypatch.setattr(assemble, "warm_up", lambda *arguments: lengths.append(arguments[4]))
+    model = SimpleNamespace(device=torch.device(where))
+    loaded = replace(device.loaded, model=cast(PreTrainedModel, model))
+    assemble.warm_up_kernels(loaded, device.runner, 64, lambda text: None)
+    assert lengths == ([64] if where == "cuda" else [])

@@ -1,0 +1,138 @@
+"""Cold starts of adapters that must be read from files, with the real planner and made-up times."""
+
+import pytest
+from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from corun.runtime.coldstart.cold import NOBODY, AdapterShape, ColdRequest
+from corun.runtime.coldstart.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
+from corun.runtime.coldstart.planner import Planner, PlannerConfig
+from corun.runtime.coldstart.predict import plan_step, predict
+from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.plan import AdapterId, RequestId
+from corun.runtime.request import Request
+from corun.runtime.scheduler.cold import ColdChunk, StepRows
+from support.scheduling import make_request
+
+ADAPTER = AdapterId(1)
+LAYERS = 4
+GROUP_BYTES = 10_000_000  # 0.1 s of the first guess of how fast files are read
+SHAPE = AdapterShape(LAYERS * GROUP_BYTES, ((8,),) * LAYERS)
+
+
+def model(link_bytes_per_s: float) -> MachineModel:
+    """4 ms per token and step, 0.2 ms per token and group for the workers."""
+    curve = Curve((1.0, 101.0), (0.001, 0.101))
+    deltas = CurveFamily((8.0,), (Curve((1.0, 101.0), (0.0002, 0.0202)),))
+    return MachineModel(
+        num_layers=LAYERS,
+        step_s=Curve((1.0, 101.0), (0.004, 0.404)),
+        groups=(GroupModel("q_proj", curve, deltas),),
+        invocation_s=0.00002,
+        lora=LoraModel(0.0, 0.0, 0.0, 0.0),
+        link=LinkModel(link_bytes_per_s, 0.0),
+        num_workers=1,
+        tokens_per_worker=64,
+    )
+
+
+class Start:
+    """A request of 32 tokens, 128 ms of work, whose adapter has begun to be read."""
+
+    def __init__(self, link_bytes_per_s: float = 1e9, num_others: int = 0) -> None:
+        self.planner = Planner(model(link_bytes_per_s), PlannerConfig())
+        self.cold_starts = PlannedColdStarts(
+            self.planner,
+            lambda _: AdapterLayers(SHAPE, (GROUP_BYTES,) * LAYERS, tuple(range(LAYERS)), False),
+            WorkerFacts(lambda: 1, lambda number: 512 * number),
+            decode_step_s=lambda num_rows: 0.004 * num_rows,
+        )
+        self.num_others = num_others
+        self.request: Request = make_request(1, prompt=32, adapter_id=ADAPTER)
+        self.cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+        assert self.cold_starts.may_start(self.request, num_others, StepRows(64, False), 0.0)
+
+    @property
+    def strategy(self) -> LoadStrategy:
+        decision = self.cold_starts.decision(RequestId(1))
+        assert decision is not None
+        assert "its files must be read first" in decision.reason
+        return decision.strategy
+
+    def read(self, num_groups: int, now_s: float) -> None:
+        self.cold_starts.load_read(ADAPTER, num_groups, 0.1 * num_groups, now_s)
+
+    def chunk(self, now_s: float) -> ColdChunk | None:
+        rows = StepRows(64, False)
+        return self.cold_starts.next_chunk(self.request, 512, self.num_others, rows, now_s)
+
+
+def test_it_begins_while_the_last_layer_is_read_and_no_sooner_than_is_of_use() -> None:
+    start = Start()
+    assert start.strategy is LoadStrategy.PIPELINED
+    assert start.chunk(0.0) is None
+    for num_groups, now_s in ((1, 0.1), (2, 0.2)):
+        start.read(num_groups, now_s)
+        assert start.chunk(now_s) is None, "it would end when the last layer is there anyway"
+    start.read(3, 0.3)
+    chunk = start.chunk(0.3)
+    assert chunk is not None
+    assert chunk.num_tokens == 32
+
+
+def test_it_does_not_begin_while_the_disk_hangs() -> None:
+    start = Start()
+    start.read(2, 0.2)
+    for now_s in (0.3, 1.0, 20.0):
+        assert start.chunk(now_s) is None
+
+
+def test_others_are_held_up_by_no_more_than_their_share() -> None:
+    start = Start(num_others=3)
+    assert start.strategy is LoadStrategy.PIPELINED
+    start.read(3, 0.3)
+    assert start.chunk(0.3) is None
+    start.cold_starts.load_progressed(ADAPTER, 3, 0.31)
+    start.read(4, 0.4)
+    assert start.chunk(0.4) is not None
+
+
+def test_workers_compute_only_what_is_on_the_host() -> None:
+    """The link is slow, so they are wanted; the step begins when they can have all of it."""
+    start = Start(link_bytes_per_s=1e7)
+    assert start.strategy is LoadStrategy.ASSISTED
+    start.read(3, 0.3)
+    assert start.chunk(0.3) is None
+    start.read(4, 0.4)
+    chunk = start.chunk(0.4)
+    assert chunk is not None
+    assert chunk.split_layer == LAYERS
+
+
+@pytest.mark.parametrize("num_read", range(LAYERS + 1))
+def test_a_split_is_no_higher_than_what_was_read(num_read: int) -> None:
+    read_s = tuple(0.0 if layer < num_read else 1.0 for layer in range(LAYERS))
+    cold = ColdRequest(32, SHAPE, (9.0,) * LAYERS, 512, 512, 1, read_s=read_s)
+    step = plan_step(model(1.0), cold, 32, NOBODY, LoadStrategy.ASSISTED)
+    assert step.split_layer <= num_read == cold.num_layers_on_host
+    assert cold.after(1.0).num_layers_on_host == LAYERS
+    assert cold.after(8.0).ready_s == (1.0,) * LAYERS
+
+
+def test_a_start_as_files_are_read_is_predicted_to_hold_nobody_up() -> None:
+    times_s = (0.1, 0.2, 0.3, 0.4)
+    cold = ColdRequest(32, SHAPE, times_s, 512, num_running=1, read_s=times_s)
+    pipelined = predict(model(1e9), cold, LoadStrategy.PIPELINED)
+    assert pipelined.stall_s == pytest.approx(0.0, abs=1e-9)
+    assert pipelined.first_token_s == pytest.approx(0.4 + 0.032)
+    waiting = predict(model(1e9), cold, LoadStrategy.ASYNC_LOAD)
+    assert waiting.first_token_s == pytest.approx(0.4 + 0.128)
+
+
+def test_how_fast_files_are_read_teaches_nothing_of_strategies() -> None:
+    start = Start()
+    cold = ColdRequest(32, SHAPE, (0.1,) * LAYERS, 512)
+    before = start.planner.predict(cold, LoadStrategy.PIPELINED)
+    told = start.cold_starts.first_token(RequestId(1), 9.0)
+    assert told is not None
+    assert told.strategy == "pipelined"
+    assert start.planner.predict(cold, LoadStrategy.PIPELINED) == before

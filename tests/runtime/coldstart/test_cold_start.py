@@ -1,0 +1,348 @@
+"""Cold starts from arrival to first token, with the real planner and made-up times."""
+
+import hypothesis.strategies as st
+import pytest
+from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from corun.runtime.coldstart.cold import AdapterShape
+from corun.runtime.coldstart.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
+from corun.runtime.coldstart.planner import Planner, PlannerConfig
+from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.plan import AdapterId, RequestId, StepId
+from corun.runtime.request import Request
+from corun.runtime.scheduler.cold import ColdChunk, StepRows
+from hypothesis import given, settings
+from support.scheduling import make_request
+
+ADAPTER = AdapterId(1)
+_LAYERS = 4
+
+
+def _model(link_bytes_per_s: float, invocation_s: float = 0.00002) -> MachineModel:
+    """4 ms per token and step, 0.2 ms per token and group for the workers."""
+    curve = Curve((1.0, 101.0), (0.001, 0.101))
+    deltas = CurveFamily((8.0,), (Curve((1.0, 101.0), (0.0002, 0.0202)),))
+    return MachineModel(
+        num_layers=_LAYERS,
+        step_s=Curve((1.0, 101.0), (0.004, 0.404)),
+        groups=(GroupModel("q_proj", curve, deltas),),
+        invocation_s=invocation_s,
+        lora=LoraModel(0.0, 0.0, 0.0, 0.0),
+        link=LinkModel(link_bytes_per_s, 0.0),
+        num_workers=1,
+        tokens_per_worker=64,
+    )
+
+
+def _cold_starts(
+    *,
+    link_bytes_per_s: float = 1000.0,
+    num_workers: int = 1,
+    forced: LoadStrategy | None = None,
+    max_worker_tokens: int = 512,
+    invocation_s: float = 0.00002,
+) -> PlannedColdStarts:
+    layers = AdapterLayers(
+        shape=AdapterShape(400, ((8,),) * _LAYERS),
+        group_bytes=(200, 200),
+        group_of_layer=(0, 0, 1, 1),
+        is_on_host=True,
+    )
+    return PlannedColdStarts(
+        Planner(_model(link_bytes_per_s, invocation_s), PlannerConfig(forced=forced)),
+        lambda adapter_id: layers,
+        WorkerFacts(lambda: num_workers, lambda number: max_worker_tokens * number),
+        decode_step_s=lambda num_rows: 0.004 * num_rows,
+    )
+
+
+def _arrive(cold_starts: PlannedColdStarts, number: int) -> list[Request]:
+    """Requests of 32 tokens for an adapter that begins to load."""
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    requests = [make_request(n + 1, prompt=32, adapter_id=ADAPTER) for n in range(number)]
+    for request in requests:
+        assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    return requests
+
+
+def _rows(num_decodes: int = 0, *, is_decode_apart: bool = False) -> StepRows:
+    """A step in which so many requests decode so far."""
+    decodes = [make_request(100 + number) for number in range(num_decodes)]
+    return StepRows(64, is_decode_apart, decodes)
+
+
+def test_workers_start_what_the_link_would_hold_up() -> None:
+    cold_starts = _cold_starts()
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    decision = cold_starts.decision(RequestId(1))
+    assert decision is not None
+    assert decision.strategy is LoadStrategy.ASSISTED
+    chunk = cold_starts.next_chunk(request, 512, 0, _rows(), 0.0)
+    assert chunk is not None
+    assert (chunk.num_tokens, chunk.split_layer) == (32, _LAYERS)
+
+
+def test_the_split_follows_what_has_arrived() -> None:
+    cold_starts = _cold_starts()
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    cold_starts.load_progressed(ADAPTER, 1, 0.05)
+    chunk = cold_starts.next_chunk(request, 8, 0, _rows(), 0.05)
+    assert chunk is not None
+    assert chunk.split_layer == _LAYERS  # the second group is 200 ms away, the chunk takes 32
+    cold_starts.load_progressed(ADAPTER, 2, 0.06)
+    chunk = cold_starts.next_chunk(request, 8, 0, _rows(), 0.06)
+    assert chunk is not None
+    assert chunk.split_layer == 0
+
+
+def test_a_row_that_failed_runs_without_workers() -> None:
+    cold_starts = _cold_starts()
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    request.retried_positions[0] += 1
+    chunk = cold_starts.next_chunk(request, 512, 0, _rows(), 0.0)
+    assert chunk is not None
+    assert chunk.split_layer == 0
+    assert not cold_starts.may_start(request, 0, _rows(), 0.0)  # if it was preempted meanwhile
+    request.retried_positions[0] += 1
+    assert (
+        cold_starts.next_chunk(request, 512, 0, _rows(), 0.0) is None
+    )  # it waits for the whole adapter
+
+
+def test_nobody_waits_for_a_load_that_one_cold_row_needs() -> None:
+    cold_starts = _cold_starts(num_workers=0, forced=LoadStrategy.PIPELINED)
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert cold_starts.may_start(request, 3, _rows(3), 0.0)
+    assert cold_starts.next_chunk(request, 512, 3, _rows(3), 0.0) is None  # 200 ms of waiting
+    assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.0) is not None
+    cold_starts.load_progressed(ADAPTER, 2, 0.1)
+    assert cold_starts.next_chunk(request, 512, 3, _rows(3), 0.1) is not None
+
+
+def test_a_chunk_is_no_larger_than_the_rings_of_the_ready_workers() -> None:
+    cold_starts = _cold_starts(max_worker_tokens=24, forced=LoadStrategy.ASSISTED)
+    first, second, third = _arrive(cold_starts, 3)
+    rows = _rows()
+    chunk = cold_starts.next_chunk(first, 512, 0, rows, 0.0)
+    assert chunk == ColdChunk(24, _LAYERS)
+    rows.cold_chunks.append((first, ColdChunk(20, _LAYERS)))  # had it had fewer tokens
+    chunk = cold_starts.next_chunk(second, 512, 0, rows, 0.0)
+    assert chunk == ColdChunk(4, _LAYERS)
+    rows.cold_chunks.append((second, chunk))
+    chunk = cold_starts.next_chunk(third, 512, 0, rows, 0.0)
+    assert chunk == ColdChunk(32, 0)  # the rings are full, so it waits for its layers
+
+
+def test_a_step_bears_the_waits_of_all_its_rows_together() -> None:
+    """What a row of the step may, may be too much beside it."""
+    cold_starts = _cold_starts(invocation_s=0.0016, forced=LoadStrategy.ASSISTED)
+    first, second = _arrive(cold_starts, 2)
+    rows = _rows(4)
+    chunk = cold_starts.next_chunk(first, 32, 5, rows, 0.0)
+    assert chunk == ColdChunk(32, _LAYERS)
+    rows.cold_chunks.append((first, chunk))
+    assert cold_starts.next_chunk(second, 16, 5, rows, 0.0) is None
+    rows.chunks.append((make_request(9, prompt=64), 64))  # which makes the step longer
+    assert cold_starts.next_chunk(second, 16, 5, rows, 0.0) == ColdChunk(16, _LAYERS)
+
+
+def test_rows_that_decode_make_a_chunk_bearable_wherever_they_are_computed() -> None:
+    for is_decode_apart in (False, True):
+        cold_starts = _cold_starts(invocation_s=0.0022, forced=LoadStrategy.ASSISTED)
+        (request,) = _arrive(cold_starts, 1)
+        few, many = (_rows(n, is_decode_apart=is_decode_apart) for n in (1, 16))
+        assert cold_starts.next_chunk(request, 32, 1, few, 0.0) is None
+        assert cold_starts.next_chunk(request, 32, 16, many, 0.0) is not None
+
+
+@st.composite
+def _crowds(draw: st.DrawFn) -> tuple[PlannedColdStarts, StepRows, list[Request], float]:
+    """Cold requests of several adapters, warm rows, and when what of the loads has arrived."""
+    forced = draw(st.sampled_from([LoadStrategy.ASSISTED, LoadStrategy.PIPELINED, None]))
+    cold_starts = _cold_starts(
+        link_bytes_per_s=draw(st.sampled_from([1e3, 1e4, 1e6])),
+        invocation_s=draw(st.sampled_from([1e-5, 3e-4, 2e-3])),
+        num_workers=draw(st.integers(0, 3)),
+        max_worker_tokens=draw(st.sampled_from([8, 40, 512])),
+        forced=forced,
+    )
+    rows = _rows(draw(st.integers(0, 8)), is_decode_apart=draw(st.booleans()))
+    requests = []
+    for number in range(1, draw(st.integers(1, 4)) + 1):
+        adapter_id = AdapterId(number)
+        cold_starts.load_started(adapter_id, 0.0, is_demand=True)
+        if draw(st.booleans()):
+            cold_starts.load_progressed(adapter_id, 1, 0.0)
+        prompt = draw(st.integers(1, 64))
+        requests.append(make_request(number, prompt=prompt, adapter_id=adapter_id))
+    return cold_starts, rows, requests, draw(st.sampled_from([0.0, 0.02, 0.3]))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(_crowds())
+def test_no_step_is_held_up_by_more_than_the_share(
+    crowd: tuple[PlannedColdStarts, StepRows, list[Request], float],
+) -> None:
+    """Whoever is in it: layer by layer, the step is run in thought as a device would."""
+    cold_starts, rows, requests, now_s = crowd
+    for request in requests:
+        if cold_starts.may_start(request, 5, rows, now_s):
+            chunk = cold_starts.next_chunk(request, 64, 5, rows, now_s)
+            if chunk is not None:
+                rows.cold_chunks.append((request, chunk))
+    if rows.cold_chunks:
+        wait_s, warm_s = _run_step(cold_starts, rows, now_s)
+        assert wait_s <= 0.05 * warm_s + 1e-9
+    cold_starts.step_closed(StepId(1), rows, 0.0)
+
+
+def _run_step(cold_starts: PlannedColdStarts, rows: StepRows, now_s: float) -> tuple[float, float]:
+    """By how much the step waits, and how long it takes without waiting."""
+    model = cold_starts._planner.model
+    chunks = [chunk for _, chunk in rows.cold_chunks]
+    ready_s = [cold_starts._ready_s(request.adapter_id, now_s) for request, _ in rows.cold_chunks]
+    apart_s = 0.004 * len(rows.decodes) if rows.is_decode_apart else 0.0
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    num_tokens += 0 if rows.is_decode_apart else len(rows.decodes)
+    end_s = apart_s
+    for layer in range(_LAYERS):
+        end_s = max(
+            [end_s, *(ready_s[n][layer] for n, c in enumerate(chunks) if c.split_layer <= layer)]
+        )
+        end_s += num_tokens * 0.001
+        helped = [chunk.num_tokens for chunk in chunks if chunk.split_layer > layer]
+        # A fifth of the base products' time: never longer than these on one worker.
+        end_s += len(helped) * model.invocation_s
+        assert not helped or cold_starts._workers.num_ready() > 0
+        assert sum(helped) <= cold_starts._workers.max_tokens(cold_starts._workers.num_ready())
+    warm_s = apart_s + num_tokens * 0.004
+    return end_s - warm_s, warm_s
+
+
+def test_company_that_nobody_foresaw_is_no_fault_of_the_strategy() -> None:
+    """Another cold and a warm prompt join the step; the first token is as late as they make it."""
+    cold_starts = _cold_starts(forced=LoadStrategy.ASSISTED)
+    request, other = _arrive(cold_starts, 2)
+    decision = cold_starts.decision(request.request_id)
+    assert decision is not None
+    alone_s = decision.predictions[0].first_token_s
+    rows = _rows()
+    chunk = cold_starts.next_chunk(request, 512, 1, rows, 0.0)
+    assert chunk is not None
+    rows.cold_chunks += [(request, chunk), (other, ColdChunk(32, _LAYERS))]
+    rows.chunks.append((make_request(9, prompt=100), 100))
+    cold_starts.step_closed(StepId(1), rows, 0.0)
+    cold_starts.first_token(request.request_id, alone_s + 132 * 0.004)
+    assert cold_starts._planner._records[LoadStrategy.ASSISTED].ratio == pytest.approx(1.0)
+
+
+def test_steps_that_wait_longer_than_predicted_make_cold_chunks_rarer() -> None:
+    """Ten steps beside three that decode, each a fifth longer than it would be without waits."""
+    cold_starts = _cold_starts(forced=LoadStrategy.ASSISTED)
+    (request,) = _arrive(cold_starts, 1)
+    now_s = 0.0
+    for number in range(20):
+        rows = _rows(3)
+        if number % 2:
+            chunk = cold_starts.next_chunk(request, 512, 3, rows, now_s)
+            if chunk is None:
+                break
+            rows.cold_chunks.append((request, chunk))
+        else:
+            rows.chunks.append((make_request(9, prompt=32), 32))
+        cold_starts.step_closed(StepId(number), rows, now_s)
+        now_s += (3 + 32) * 0.004 * (1.2 if number % 2 else 1.0)
+        cold_starts.step_ended(StepId(number), now_s)
+    assert chunk is None and number > 1
+
+
+def test_a_request_that_had_no_room_teaches_nothing() -> None:
+    cold_starts = _cold_starts(forced=LoadStrategy.ASSISTED)
+    (request,) = _arrive(cold_starts, 1)
+    cold_starts.step_closed(StepId(1), _rows(), 0.0)  # it was decided on, and not let in
+    rows = _rows()
+    chunk = cold_starts.next_chunk(request, 512, 0, rows, 5.0)
+    assert chunk is not None
+    rows.cold_chunks.append((request, chunk))
+    cold_starts.step_closed(StepId(1), rows, 0.0)
+    assert cold_starts.first_token(request.request_id, 5.1) is not None
+    assert cold_starts._planner._records[LoadStrategy.ASSISTED].num_observed == 0
+
+
+def test_a_request_that_skips_steps_for_its_load_teaches_that() -> None:
+    cold_starts = _cold_starts(num_workers=0, forced=LoadStrategy.PIPELINED)
+    (request,) = _arrive(cold_starts, 1)
+    assert cold_starts.next_chunk(request, 512, 3, _rows(3), 0.0) is None
+    cold_starts.step_closed(StepId(1), _rows(3), 0.0)
+    cold_starts.load_ended(ADAPTER, 0.4)  # from here on it is as warm as others
+    cold_starts.step_closed(StepId(1), _rows(3), 0.0)
+    cold_starts.first_token(request.request_id, 2.0)
+    assert cold_starts._planner._records[LoadStrategy.PIPELINED].ratio > 1.5
+
+
+def test_blocking_stops_everybody_until_the_load_ends() -> None:
+    cold_starts = _cold_starts(forced=LoadStrategy.BLOCKING)
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert not cold_starts.may_start(request, 3, _rows(3), 0.0)
+    assert cold_starts.stops_everybody()
+    cold_starts.load_ended(ADAPTER, 0.4)
+    assert not cold_starts.stops_everybody()
+
+
+def test_what_is_unknown_waits() -> None:
+    cold_starts = _cold_starts()
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    assert not cold_starts.may_start(request, 0, _rows(), 0.0)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    cold_starts.load_ended(ADAPTER, 0.1)  # failed: the request is about to be told
+    assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.1) is None
+
+
+def test_first_tokens_teach_the_planner_and_ends_are_forgotten() -> None:
+    cold_starts = _cold_starts()
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    cold_starts.may_start(request, 0, _rows(), 0.0)
+    before = cold_starts.decision(RequestId(1))
+    assert before is not None
+    told = cold_starts.first_token(RequestId(1), 1.0)  # far later than predicted
+    assert told is not None
+    assert (told.strategy, told.reason) == ("assisted", before.reason)
+    assert cold_starts.counts() == {"assisted": 1}
+    cold_starts.forget(RequestId(1))
+    assert cold_starts.decision(RequestId(1)) is None
+    cold_starts.load_ended(ADAPTER, 1.0)
+    cold_starts.load_started(ADAPTER, 2.0, is_demand=True)
+    cold_starts.may_start(request, 0, _rows(), 2.0)
+    after = cold_starts.decision(RequestId(1))
+    assert after is not None
+    times = [
+        next(p for p in d.predictions if p.strategy is LoadStrategy.ASSISTED).first_token_s
+        for d in (before, after)
+    ]
+    assert times[1] > 1.5 * times[0]
+
+
+def test_another_planner_brings_its_own_link() -> None:
+    cold_starts = _cold_starts()
+    faster = Planner(_model(100_000.0), PlannerConfig(forced=LoadStrategy.PIPELINED))
+    cold_starts.use(faster)
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    decision = cold_starts.decision(RequestId(1))
+    assert decision is not None
+    assert decision.strategy is LoadStrategy.PIPELINED
+    (prediction,) = decision.predictions
+    assert prediction.first_token_s == pytest.approx(200 / 100_000.0 + 32 * 0.004)
+    with pytest.raises(AssertionError, match="ledger"):
+        cold_starts.use(faster)

@@ -1,0 +1,232 @@
+"""The planner: what it chooses on machines of different shape, and how it learns."""
+
+from dataclasses import replace
+
+import pytest
+from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from corun.runtime.coldstart.cold import AdapterShape, ColdPart, ColdRequest, Company
+from corun.runtime.coldstart.planner import Planner, PlannerConfig
+from corun.runtime.coldstart.predict import plan_step, predict
+from corun.runtime.coldstart.strategy import LoadStrategy
+
+_LAYERS = 4
+
+
+def _model(*, delta_s_per_token: float = 0.0005) -> MachineModel:
+    """10 ms per layer of 10 tokens: 4 groups of 1 ms a token base, deltas of rank 16 as given."""
+    base = Curve((1.0, 101.0), (0.001, 0.101))
+    delta = CurveFamily(
+        (16.0,), (Curve((1.0, 101.0), (delta_s_per_token, 101 * delta_s_per_token)),)
+    )
+    return MachineModel(
+        num_layers=_LAYERS,
+        step_s=Curve((1.0, 101.0), (0.016, 0.016 * 101)),
+        groups=tuple(GroupModel(name, base, delta) for name in ("q_proj", "o_proj")),
+        invocation_s=0.0001,
+        lora=LoraModel(0.0, 0.0, 1e-9, 0.0),
+        link=LinkModel(1e9, 0.0),
+        num_workers=1,
+        tokens_per_worker=64,
+    )
+
+
+def _cold(*, load_s: float, num_running: int = 0, num_workers: int = 1) -> ColdRequest:
+    return ColdRequest(
+        num_tokens=32,
+        adapter=AdapterShape(1000, ((16, 16),) * _LAYERS),
+        ready_s=tuple(load_s * (layer + 1) / _LAYERS for layer in range(_LAYERS)),
+        max_chunk_tokens=512,
+        max_assisted_tokens=512,
+        num_workers=num_workers,
+        num_running=num_running,
+    )
+
+
+def test_workers_hide_a_long_load() -> None:
+    decision = Planner(_model()).decide(_cold(load_s=2.0))
+    assert decision.strategy is LoadStrategy.ASSISTED
+    chosen = decision.predictions[0]
+    assert chosen.split_layer == _LAYERS
+    assert chosen.first_token_s == pytest.approx(0.512 + _LAYERS * 2 * 0.0001)
+    assert "assisted" in decision.reason
+
+
+def test_a_fast_link_needs_no_workers() -> None:
+    decision = Planner(_model()).decide(_cold(load_s=0.001))
+    assert decision.strategy is LoadStrategy.PIPELINED
+
+
+def test_without_workers_the_load_is_pipelined() -> None:
+    decision = Planner(_model()).decide(_cold(load_s=2.0, num_workers=0))
+    assert decision.strategy is not LoadStrategy.ASSISTED
+    assert "no worker" in decision.reason
+
+
+def test_others_are_not_made_to_wait_for_a_load() -> None:
+    # Workers as slow as thrice the layer: every start but waiting for the load stalls the others.
+    slow = _model(delta_s_per_token=0.01)
+    assert Planner(slow).decide(_cold(load_s=2.0)).strategy is not LoadStrategy.ASYNC_LOAD
+    decision = Planner(slow).decide(_cold(load_s=2.0, num_running=8))
+    assert decision.strategy is LoadStrategy.ASYNC_LOAD
+
+
+def test_blocking_stalls_everybody_for_the_whole_load() -> None:
+    request = _cold(load_s=2.0, num_running=3)
+    blocking = predict(_model(), request, LoadStrategy.BLOCKING)
+    waiting = predict(_model(), request, LoadStrategy.ASYNC_LOAD)
+    assert blocking.first_token_s == waiting.first_token_s == pytest.approx(2.512, abs=1e-3)
+    assert blocking.stall_s == pytest.approx(2.0)
+    assert waiting.stall_s == pytest.approx(0.0)
+
+
+def test_the_second_token_need_not_wait_for_the_load() -> None:
+    request = _cold(load_s=10.0)
+    assisted = predict(_model(), request, LoadStrategy.ASSISTED)
+    pipelined = predict(_model(), request, LoadStrategy.PIPELINED)
+    assert assisted.second_token_s < 1.0
+    assert pipelined.second_token_s > 10.0
+
+
+def test_chunks_share_their_steps_with_those_that_decode() -> None:
+    alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
+    # Two of them, for half a millisecond more than their tokens, in each of four steps.
+    company = Company(num_tokens=2, warm_s=0.0005)
+    chunked = replace(
+        _cold(load_s=0.0, num_running=2), max_chunk_tokens=8, company=company, later_company=company
+    )
+    beside = predict(_model(), chunked, LoadStrategy.PIPELINED)
+    assert beside.first_token_s == pytest.approx(alone.first_token_s + 4 * (2 * 0.016 + 0.0005))
+    assert beside.stall_s == pytest.approx(0.0)
+    # Or before each of them, in a forward of their own.
+    company = Company(apart_s=0.02)
+    apart = predict(
+        _model(), replace(chunked, company=company, later_company=company), LoadStrategy.PIPELINED
+    )
+    assert apart.first_token_s == pytest.approx(alone.first_token_s + 4 * 0.02)
+
+
+def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
+    company = Company(num_tokens=100)
+    request = replace(_cold(load_s=0.0, num_running=1), max_chunk_tokens=16, company=company)
+    alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
+    beside = predict(_model(), request, LoadStrategy.PIPELINED)
+    assert beside.first_token_s == pytest.approx(alone.first_token_s + 100 * 0.016)
+
+
+def test_the_load_goes_on_while_others_have_their_forward() -> None:
+    request = _cold(load_s=0.4)
+    step = plan_step(_model(), request, 32, Company(apart_s=0.4), LoadStrategy.PIPELINED)
+    assert step.wait_s == pytest.approx(0.0)
+
+
+def test_products_of_all_rows_hide_the_deltas_of_some() -> None:
+    model = _model(delta_s_per_token=0.004)  # four times the base product of the same tokens
+    alone = plan_step(model, _cold(load_s=9.0), 8, Company(), LoadStrategy.ASSISTED)
+    assert alone.wait_s == pytest.approx(_LAYERS * 2 * (0.0001 + 8 * 0.003), rel=1e-3)
+    beside = plan_step(model, _cold(load_s=9.0), 8, Company(num_tokens=32), LoadStrategy.ASSISTED)
+    assert beside.wait_s == pytest.approx(_LAYERS * 2 * 0.0001, rel=0.02)
+
+
+def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
+    model = _model(delta_s_per_token=0.001)
+    request = _cold(load_s=9.0)
+    other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
+    wait_s = [
+        plan_step(model, request, 8, Company(cold=cold), LoadStrategy.ASSISTED).wait_s
+        for cold in ((), (other,), (other, other))
+    ]
+    in_turn_s = [number * _LAYERS * 2 * 0.0001 for number in (1, 2, 3)]
+    assert wait_s == pytest.approx(in_turn_s, rel=0.02)
+    slow = replace(model, groups=_model(delta_s_per_token=0.002).groups)
+    step = plan_step(slow, request, 8, Company(cold=(other,)), LoadStrategy.ASSISTED)
+    assert step.wait_s == pytest.approx(_LAYERS * 2 * (2 * 0.0001 + 16 * 0.001), rel=1e-3)
+
+
+def test_more_slices_than_workers_queue() -> None:
+    model = replace(_model(), tokens_per_worker=8)  # four slices of eight tokens
+    request = _cold(load_s=100.0)
+    one = predict(model, request, LoadStrategy.ASSISTED)
+    four = predict(model, replace(request, num_workers=4), LoadStrategy.ASSISTED)
+    assert four.first_token_s <= one.first_token_s
+
+
+def test_a_forced_strategy_is_taken_and_said() -> None:
+    planner = Planner(_model(), PlannerConfig(forced=LoadStrategy.BLOCKING))
+    decision = planner.decide(_cold(load_s=0.001))
+    assert decision.strategy is LoadStrategy.BLOCKING
+    assert "forced" in decision.reason
+
+
+def test_a_gain_below_the_margin_is_left() -> None:
+    request = _cold(load_s=0.56)
+    bold = Planner(_model(), PlannerConfig(margin=0.0)).decide(request)
+    shy = Planner(_model(), PlannerConfig(margin=0.9)).decide(request)
+    assert bold.strategy is LoadStrategy.ASSISTED
+    assert shy.strategy is LoadStrategy.PIPELINED
+    assert "would gain only" in shy.reason
+
+
+def test_measurements_correct_the_predictions() -> None:
+    planner = Planner(_model())
+    request = _cold(load_s=2.0)
+    before_s = planner.predict(request, LoadStrategy.ASSISTED).first_token_s
+    for _ in range(30):
+        predicted_s = planner.predict(request, LoadStrategy.ASSISTED).first_token_s
+        planner.observe(LoadStrategy.ASSISTED, predicted_s, before_s * 1.2)
+    after_s = planner.predict(request, LoadStrategy.ASSISTED).first_token_s
+    assert after_s == pytest.approx(before_s * 1.2, rel=0.02)
+
+
+def test_stalls_beyond_their_prediction_are_reckoned_with_until_they_are_forgotten() -> None:
+    planner = Planner(_model())
+    request = _cold(load_s=2.0, num_running=4)
+    before = planner.predict(request, LoadStrategy.ASSISTED)
+    step = plan_step(planner.model, request, 32, request.company, LoadStrategy.ASSISTED)
+    assert planner.decide(request).strategy is LoadStrategy.ASSISTED
+    assert planner.is_bearable(step, LoadStrategy.ASSISTED)
+    for _ in range(20):
+        planner.observe_stall(LoadStrategy.ASSISTED, 0.01, 0.11)
+    after = planner.predict(request, LoadStrategy.ASSISTED)
+    own_s = before.first_token_s - before.stall_s
+    assert after.stall_s == pytest.approx(before.stall_s + 0.1 * own_s, rel=0.02)
+    assert after.first_token_s == before.first_token_s
+    assert not planner.is_bearable(step, LoadStrategy.ASSISTED)
+    taken = [planner.decide(request).strategy for _ in range(40)]
+    assert taken[0] is not LoadStrategy.ASSISTED and taken[-1] is LoadStrategy.ASSISTED
+
+
+def test_one_wait_does_not_speak_for_all() -> None:
+    planner = Planner(_model())
+    planner.observe_stall(LoadStrategy.ASSISTED, 0.0, 50.0)  # something held the machine up
+    stall_s = planner.predict(_cold(load_s=2.0), LoadStrategy.ASSISTED).stall_s
+    assert stall_s <= 0.06 * 0.512
+
+
+def test_who_waits_for_the_load_stalls_nobody() -> None:
+    planner = Planner(_model())
+    for _ in range(5):
+        planner.observe_stall(LoadStrategy.ASYNC_LOAD, 0.0, 0.1)
+    stall_s = planner.predict(_cold(load_s=2.0, num_running=3), LoadStrategy.ASYNC_LOAD).stall_s
+    assert stall_s == pytest.approx(0.0)
+
+
+def test_a_bad_streak_leaves_the_workers_alone_for_a_while() -> None:
+    config = PlannerConfig(streak_limit=3, penalty_decisions=2, smoothing=0.0)
+    planner = Planner(_model(), config)
+    request = _cold(load_s=10.0)
+    for _ in range(3):
+        predicted_s = planner.predict(request, LoadStrategy.ASSISTED).first_token_s
+        planner.observe(LoadStrategy.ASSISTED, predicted_s, predicted_s * 1.5)
+    for _ in range(2):
+        decision = planner.decide(request)
+        assert decision.strategy is not LoadStrategy.ASSISTED
+        assert "streak" in decision.reason
+    assert planner.decide(request).strategy is LoadStrategy.ASSISTED
+
+
+def test_good_ones_between_end_a_streak() -> None:
+    planner = Planner(_model(), PlannerConfig(streak_limit=2))
+    for measured in (2.0, 1.0, 2.0, 1.0, 2.0):
+        planner.observe(LoadStrategy.ASSISTED, 1.0, measured)
+    assert "streak" not in planner.decide(_cold(load_s=10.0)).reason

@@ -1,0 +1,78 @@
+"""``corun check``: the report, and that no base weights are needed."""
+
+from pathlib import Path
+
+import pytest
+from corun.runtime.engine.assembly.adapter_check import run_check
+from corun.runtime.errors import ModelError
+from support.architectures import ARCHITECTURES
+from support.peft_adapters import WEIGHTS, edit_config, edit_tensors, save_adapter
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> str:
+    """A directory with a configuration and nothing else."""
+    directory = tmp_path / "model"
+    ARCHITECTURES["llama3-rope"].config().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def adapter_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "adapter"
+    save_adapter(directory, rank_pattern={"v_proj": 2}, use_rslora=True, lora_alpha=8)
+    return directory
+
+
+def test_report_of_a_good_adapter(adapter_dir: Path, model_dir: str) -> None:
+    edit_config(adapter_dir, base_model_name_or_path=None)
+    report = run_check(adapter_dir, model_dir)
+    assert report.ok
+    assert report.digest is not None
+    assert report.lines() == (
+        f"{adapter_dir} can be served over {model_dir}",
+        "  rank      2, 4",
+        "  scaling   4, 5.65685 (alpha / sqrt(rank), rsLoRA)",
+        "  targets   4: q_proj x2, v_proj x2",
+        "  layers    2: 0-1",
+        "  bytes     5,632 on the device in float32",
+        "  bytes     2,816 on the device in bfloat16 or float16",
+        "  base      not named",
+        f"  digest    {report.digest}",
+    )
+
+
+def test_every_problem_is_listed(adapter_dir: Path, model_dir: str) -> None:
+    edit_tensors(adapter_dir, lora_A=lambda tensor: tensor[:, 1:])
+    report = run_check(adapter_dir, model_dir)
+    assert not report.ok
+    assert len(report.problems) == 4
+    assert report.lines()[0] == f"{adapter_dir} cannot be served over {model_dir}: 4 problems"
+    assert all(line.startswith("  - ") for line in report.lines()[1:])
+
+
+def test_values_are_checked(adapter_dir: Path, model_dir: str) -> None:
+    edit_tensors(adapter_dir, layers__0__self_attn__q_proj__lora_B=lambda tensor: tensor / 0)
+    report = run_check(adapter_dir, model_dir)
+    assert "not finite" in report.problems[0]
+    assert report.lines()[0].endswith("1 problem")
+
+
+def test_configuration_and_file_problems(adapter_dir: Path, model_dir: str) -> None:
+    (adapter_dir / WEIGHTS).unlink()
+    assert "holds no adapter_model.safetensors" in run_check(adapter_dir, model_dir).problems[0]
+    edit_config(adapter_dir, use_dora=True)
+    assert "use_dora" in run_check(adapter_dir, model_dir).problems[0]
+    missing = run_check(adapter_dir / "nowhere", model_dir)
+    assert "no such adapter directory" in missing.problems[0]
+
+
+def test_rank_limit(adapter_dir: Path, model_dir: str) -> None:
+    report = run_check(adapter_dir, model_dir, max_rank=3)
+    assert not report.ok
+    assert "--max-lora-rank" in report.problems[0]
+
+
+def test_no_such_model(adapter_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        run_check(adapter_dir, str(tmp_path / "nowhere"))

@@ -1,0 +1,298 @@
+"""What an engine takes from its process it gives back, also when it cannot start."""
+
+import gc
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun import Engine, LoRARequest, SamplingParams
+from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.execution import assemble
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.assembly import build
+from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
+from corun.runtime.engine.messages import AddRequest, ModelInfo
+from corun.runtime.errors import ConfigError
+from corun.runtime.plan import StepPlan, SubBatchKind
+from support.architectures import save_model
+from support.fake_engine import save_tokenizer
+from support.half_made_segment import half_made_segment
+from support.model_profiles import save_made_up_profile
+from support.peft_adapters import save_adapter
+from support.residue import named_segments
+from transformers import AttentionInterface
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = save_model("llama3-rope", tmp_path_factory.mktemp("model"))
+    save_tokenizer(directory)
+    return {
+        "model": str(directory), "device": "cpu", "dtype": "float32", "memory_gib": 0.01,
+        "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
+    }  # fmt: skip
+
+
+def held() -> tuple[int, list[str], list[str]]:
+    """Open descriptors, threads of corun, attention functions of corun."""
+    gc.collect()
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("corun")]
+    functions = [name for name in AttentionInterface._global_mapping if name.startswith("corun")]
+    return len(os.listdir("/proc/self/fd")), threads, functions
+
+
+def answer(options: dict[str, Any]) -> list[int]:
+    with Engine(**options) as engine:
+        (output,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4))
+        return output.outputs[0].token_ids
+
+
+def test_engines_that_are_closed_leave_nothing(options: dict[str, Any]) -> None:
+    first = answer(options)
+    before = held()
+    assert before[1:] == ([], [])
+    for _ in range(4):
+        assert answer(options) == first
+        assert held() == before
+
+
+def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(
+    options: dict[str, Any],
+) -> None:
+    with half_made_segment() as left, half_made_segment() as living:
+        assert {left.name, living.name} <= set(os.listdir("/dev/shm"))
+        left.creator.kill()
+        left.creator.wait()
+        answer(options)
+        names = os.listdir("/dev/shm")
+        assert left.name not in names
+        assert living.name in names
+
+
+@pytest.mark.parametrize("step", ["_plan_memory", "_make_scheduler", "_model_info"])
+def test_a_failed_start_leaves_nothing(
+    options: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(options)
+    before = held()
+
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(build, step, fail)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            Engine(**options)
+    assert held() == before
+
+
+def test_an_adapter_that_was_named_must_be_servable(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    before = held()
+    with pytest.raises(Exception, match="adapter 'x'"):
+        Engine(**options, lora_modules=(f"x={tmp_path}",))
+    assert held() == before
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_rows_that_decode_are_kept_apart_on_cuda(
+    options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the engine is the CPU's: only the scheduler is told that it is on a GPU."""
+    make_scheduler = build._make_scheduler
+
+    def make(config: EngineConfig, loaded: Any, *others: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(loaded.model), "device", torch.device(where))
+            return make_scheduler(config, loaded, *others)
+
+    monkeypatch.setattr(build, "_make_scheduler", make)
+    config = EngineConfig(**options)
+    assembly = build.build_engine(config, on_progress=lambda _: None, own_process=False)
+    try:
+        core: Any = assembly.core
+        plans: list[StepPlan] = []
+        submit = core._executor.submit
+
+        def note(plan: StepPlan) -> None:
+            plans.append(plan)
+            submit(plan)
+
+        monkeypatch.setattr(core._executor, "submit", note)
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        core.add_request(AddRequest(1, (5, 6, 7), greedy, None))
+        ended = []
+        for number in range(12):
+            if number == 3:  # comes while the first one decodes
+                core.add_request(AddRequest(2, (8, 9), greedy, None))
+            ended += [update for update in core.step(timeout_s=5.0) if update.finish_reason]
+        assert [update.finish_reason for update in ended] == ["length", "length"]
+    finally:
+        assembly.close()
+    (both,) = [plan for plan in plans if sorted(num_tokens(plan)) == [1, 2]]
+    kinds = [batch.kind for batch in both.sub_batches]
+    assert kinds == {
+        "cpu": [SubBatchKind.MIXED], "cuda": [SubBatchKind.DECODE, SubBatchKind.MIXED],
+    }[where]  # fmt: skip
+
+
+def num_tokens(plan: StepPlan) -> list[int]:
+    """Of each row of a step."""
+    return [count for batch in plan.sub_batches for count in batch.num_tokens]
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_told(options: dict[str, Any]) -> None:
+    plain, remote = EngineConfig(**options), EngineConfig(**options, trust_remote_code=True)
+    assert build._tokenizer_spec(plain, lambda _: None) is not None
+    assert build._tokenizer_spec(remote, lambda _: None) is None
+
+
+def profile_of(options: dict[str, Any], directory: Path) -> str:
+    """Or each engine with a link would measure one."""
+    return str(save_made_up_profile(EngineConfig(**options), directory / "profile.json"))
+
+
+def test_kernels_are_warmed_before_an_engine_is_ready(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def note(loaded: object, runner: object, max_model_len: int, on_progress: object) -> None:
+        lengths.append(max_model_len)
+
+    monkeypatch.setattr(assemble, "warm_up_kernels", note)
+    with Engine(**options) as engine:
+        assert lengths == [engine.get_model_info().max_model_len]
+
+
+def test_an_engine_owns_a_device_and_closes_it(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    paced = {**options, "link_gib_per_s": 2, "link_latency_us": 5}
+    profile = profile_of(paced, tmp_path)
+    closed: list[CpuDevice] = []
+    close = CpuDevice.close
+
+    def note(device: CpuDevice, **timeout: float) -> None:
+        closed.append(device)
+        close(device, **timeout)
+
+    monkeypatch.setattr(CpuDevice, "close", note)
+    with Engine(**paced, profile=profile) as engine:
+        choices = engine.get_model_info().device_choices
+        backends = engine.get_model_info().backends
+        assert closed == []
+    assert backends.keys() >= {"attention", "LoRA", "linear"}
+    assert choices == {"sync": "host", "link": "2 GiB/s + 5 us"}
+    assert len(set(map(id, closed))) == 1
+    with pytest.raises(ConfigError, match="--device-sync stream needs a CUDA device"):
+        Engine(**options, device_sync="stream")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("abc"):
+        save_adapter(directory / name, seed=seed, target_modules="all-linear", lora_alpha=64)
+    return {name: directory / name for name in "abc"}
+
+
+def adapted_answers(
+    options: dict[str, Any], adapters: dict[str, Path], infos: list[ModelInfo] | None = None
+) -> list[list[int]]:
+    """Answers under adapters, one after the other and again, so that some must come back.
+
+    ``infos`` gets what the engine says of itself.
+    """
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    answers = []
+    with Engine(**options) as engine:
+        if infos is not None:
+            infos.append(engine.get_model_info())
+        for _ in range(2):
+            for index, (name, path) in enumerate(adapters.items(), start=1):
+                lora = LoRARequest(name, index, str(path))
+                (output,) = engine.generate([[5, 6, 7]], greedy, lora)
+                answers.append(output.outputs[0].token_ids)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[int]]:
+    answers = adapted_answers(options, adapters)
+    assert len(set(map(tuple, answers))) == len(adapters)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"host_adapter_bytes": "0"},
+        {"link_gib_per_s": 4.0},
+        {"link_gib_per_s": 4.0, "host_adapter_bytes": "120KiB"},
+        {"link_gib_per_s": 4.0, "lora_backend": "numba"},
+    ],
+    ids=["nothing kept", "copied", "copied from a small arena", "copied packed"],
+)
+def test_adapters_answer_the_same_and_leave_nothing(
+    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
+    way: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The other ways than to read them where they lie."""
+    if "link_gib_per_s" in way:
+        way = {**way, "profile": profile_of({**options, **way}, tmp_path)}
+    before = held(), mapped_segments(), named_segments(os.getpid())
+    assert before[1] == 0
+    assert adapted_answers({**options, **way}, adapters) == expected
+    assert (held(), mapped_segments(), named_segments(os.getpid())) == before
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_adapters_have_memory_of_their_own_where_it_is_planned(
+    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """As on CUDA, of which here nothing but the plan is."""
+
+    def plan_as_on_cuda(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
+        return plan_memory(config, replace(facts, type="cuda"), max_model_len)
+
+    monkeypatch.setattr(build, "plan_memory", plan_as_on_cuda)
+    paced = {**options, "link_gib_per_s": 4.0, "max_lora_rank": 64}
+    paced["profile"] = profile_of(paced, tmp_path)
+    infos: list[ModelInfo] = []
+    assert adapted_answers(paced, adapters, infos) == expected
+    (info,) = infos
+    assert info.adapter_memory_bytes is not None
+    assert 0 < info.adapter_memory_bytes < 0.25 * info.memory_bytes, "loads have their buffers"
+    assert any("for adapters alone" in line for line in info.summary)
+
+
+def test_without_a_profile_requests_wait_for_their_adapters(
+    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the profiler has a bug")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("corun.profiles.measure.profiler.measure_profile", fail)
+    paced = {**options, "link_gib_per_s": 4.0, "load_strategy": "assisted"}
+    infos: list[ModelInfo] = []
+    assert adapted_answers(paced, adapters, infos) == expected
+    assert "RuntimeError: the profiler has a bug" in caplog.text
+    (info,) = infos
+    assert info.has_profile_failed
+    assert "co-execution is off" in info.summary[-1]
+
+
+def mapped_segments() -> int:
+    """Mappings of shared memory of ours, with or without a name."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return sum("corun-" in line and "(deleted)" in line for line in maps.splitlines())

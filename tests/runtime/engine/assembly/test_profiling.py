@@ -1,0 +1,137 @@
+"""The profile that an engine predicts with: measured once, found again, refused if it is wrong."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from corun.gpu.execution import assemble
+from corun.gpu.model.load import ModelSource
+from corun.profiles.find import default_path
+from corun.profiles.measure import effort
+from corun.profiles.profile import load_profile, save_profile
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.demo import demo_model_path
+from corun.runtime.engine.assembly.placement import Placement
+from corun.runtime.engine.assembly.profiling import profile_for, subject_of
+from corun.runtime.errors import ConfigError
+from corun.runtime.machine.cores import CorePlan
+from corun.runtime.machine.facts import read_machine_facts
+from support.profiles import PROFILE
+
+CONFIG = EngineConfig(
+    model=str(demo_model_path()), device="cpu", link_gib_per_s=1.0, delta_backend="numba"
+)
+FACTS = read_machine_facts()
+PLACEMENT = Placement(
+    CorePlan(
+        engine_cpus=(),
+        supervisor_cpus=(),
+        worker_cpus=(),
+        warnings=(),
+        reasons=("co-execution off: a test",),
+    ),
+    FACTS,
+    "",
+)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[assemble.LoadedModel]:
+    made = assemble.load(ModelSource(str(demo_model_path())), CONFIG, lambda _: None)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _short_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setitem(effort.EFFORTS, "quick", effort.QUICK.within(0.5))
+
+
+def test_it_is_measured_once_and_found_again(
+    loaded: assemble.LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first = profile_for(CONFIG, loaded, PLACEMENT, FACTS)
+    assert first is not None
+    assert "measuring a quick profile, because there is none" in caplog.text
+    assert "measuring takes about" in caplog.text
+    assert first.model.num_workers == 0
+    assert first.coexecution_off == "a test"
+    # No copy is faster than its pace, whoever else computes; the slope of a line through a few of
+    # them can be.
+    assert first.link_points and max(p.bytes_per_s for p in first.link_points) < 1.05 * 2**30
+    assert len(first.model.groups) == 4
+    (path,) = (tmp_path / "state/corun/profiles").iterdir()
+    subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
+    assert path == default_path(subject, path.parent)
+    assert load_profile(path) == first
+
+    # What is not measured again comes back as it is in the file.
+    marked = replace(first, measured_s=12345.0)
+    save_profile(marked, path)
+    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) == marked
+    # Adapters' places are given back, and the model can be run by whoever comes next.
+    assert loaded.lora_table.num_free_rows == loaded.lora_table.capacity
+    assemble.probe(loaded, is_waived=False, max_threads=None)
+
+    named = tmp_path / "theirs.json"
+    machine = replace(first.subject.machine, cpu_model="Another CPU")
+    save_profile(replace(first, subject=replace(subject, machine=machine)), named)
+    caplog.clear()
+    profile_for(replace(CONFIG, profile=str(named)), loaded, PLACEMENT, FACTS)
+    assert "theirs.json is another machine's" in caplog.text
+
+    shape = replace(first.subject.shape, num_layers=77)
+    save_profile(replace(first, subject=replace(subject, shape=shape)), named)
+    with pytest.raises(ConfigError, match="another model: num layers: 77 then, 5 now"):
+        profile_for(replace(CONFIG, profile=str(named)), loaded, PLACEMENT, FACTS)
+
+
+def test_other_options_have_a_profile_of_their_own(loaded: assemble.LoadedModel) -> None:
+    directory = Path("profiles")
+    paths = {
+        default_path(subject_of(config, loaded, placement, FACTS), directory)
+        for config in (CONFIG, replace(CONFIG, worker_slowdown=3.0))
+        for placement in (
+            PLACEMENT,
+            replace(PLACEMENT, plan=replace(PLACEMENT.plan, worker_cpus=(1,))),
+        )
+    }
+    assert len(paths) == 4
+
+
+def test_a_named_profile_must_be_there(loaded: assemble.LoadedModel, tmp_path: Path) -> None:
+    config = replace(CONFIG, profile=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match=r"none\.json holds no profile"):
+        profile_for(config, loaded, PLACEMENT, FACTS)
+
+
+@pytest.mark.parametrize(
+    "failing",
+    ["profiles.measure.profiler.measure_profile", "gpu.device.select.make_device"],
+)
+def test_a_start_does_not_depend_on_measuring(
+    loaded: assemble.LoadedModel, failing: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no such kernel image")
+
+    monkeypatch.setattr(f"corun.{failing}", fail)
+    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    (warning,) = [r.getMessage() for r in caplog.records if "co-execution is off" in r.getMessage()]
+    for part in ("RuntimeError: no such kernel image", "corun profile", "--profile"):
+        assert part in warning
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_kept_profile_of_another_model_does_not_stop_a_start(
+    loaded: assemble.LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
+    save_profile(PROFILE, default_path(subject, tmp_path / "state/corun/profiles"))
+    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    assert "is of another model" in caplog.text

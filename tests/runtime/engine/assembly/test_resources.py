@@ -1,0 +1,108 @@
+"""Sizes from options and facts."""
+
+import pytest
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.assembly.resources import (
+    ArenaPlan,
+    DeviceFacts,
+    plan_copied_arena,
+    plan_max_model_len,
+    plan_memory,
+    plan_shared_arena,
+)
+from corun.runtime.errors import ConfigError, ResourceError
+
+GIB = 2**30
+BLOCK_BYTES = 2**20
+
+
+def facts(free_gib: float = 4.0, kind: str = "cpu") -> DeviceFacts:
+    return DeviceFacts(kind, int(free_gib * GIB), BLOCK_BYTES)
+
+
+def test_context_is_the_shortest_limit() -> None:
+    assert plan_max_model_len(None, 4096, None) == 4096
+    assert plan_max_model_len(None, 4096, 2048) == 2048
+    assert plan_max_model_len(100, 4096, None) == 100
+    assert plan_max_model_len(100, None, None) == 100
+
+
+def test_context_over_the_models_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len is 5000.*4096"):
+        plan_max_model_len(5000, 4096, None)
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        plan_max_model_len(None, None, None)
+
+
+def test_default_is_a_share_of_the_free_memory() -> None:
+    plan = plan_memory(EngineConfig(memory_fraction=0.5), facts(), 4096)
+    assert plan.capacity_bytes == 2 * GIB
+    assert plan.num_blocks == 2048
+    assert plan.max_model_len == 4096
+
+
+def test_the_pool_is_not_larger_than_requests_can_use() -> None:
+    plan = plan_memory(EngineConfig(max_num_seqs=2, block_size=16), facts(), 100)
+    assert plan.num_blocks == 2 * 7
+
+
+def test_on_cuda_adapters_have_a_slab_beside_the_blocks() -> None:
+    plan = plan_memory(EngineConfig(memory_gib=1.0), facts(kind="cuda"), 4096)
+    assert plan.capacity_bytes == GIB
+    assert (plan.slab_bytes, plan.num_blocks) == (GIB // 4, 768)
+    asked = EngineConfig(memory_gib=1.0, adapter_memory_fraction=0.6)
+    plan = plan_memory(asked, facts(kind="cuda"), 4096)
+    assert plan.slab_bytes is not None
+    assert plan.slab_bytes + plan.num_blocks * BLOCK_BYTES <= plan.capacity_bytes == GIB
+    assert plan.num_blocks == 409
+    assert plan_memory(asked, facts(), 4096).slab_bytes is None
+    config = EngineConfig(memory_gib=1.0, adapter_memory_fraction=0.75, max_model_len=4097)
+    with pytest.raises(ResourceError, match=r"0\.25 GiB hold the KV of 4096 tokens"):
+        plan_memory(config, facts(kind="cuda"), 4097)
+
+
+def test_asking_for_more_than_is_free_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ResourceError, match=r"--memory-gib is 8, but only 4 GiB"):
+        plan_memory(EngineConfig(memory_gib=8.0), facts(), 4096)
+
+
+def test_too_little_for_the_context_asked_for() -> None:
+    small = facts(free_gib=1 / 64)
+    config = EngineConfig(max_model_len=4096, memory_fraction=1.0)
+    with pytest.raises(ResourceError, match=r"KV of 256 tokens.*4096.*--max-model-len"):
+        plan_memory(config, small, 4096)
+    # Where nobody asked for a length, the context becomes what fits.
+    assert plan_memory(EngineConfig(memory_fraction=1.0), small, 4096).max_model_len == 256
+    with pytest.raises(ResourceError, match="--memory-gib"):
+        plan_memory(EngineConfig(), facts(free_gib=0.0), 4096)
+
+
+def test_the_arena_that_adapters_are_copied_from() -> None:
+    config = EngineConfig()
+    assert plan_copied_arena(config, "cpu", 16 * GIB) == ArenaPlan(2 * GIB, True, 2 * GIB)
+    assert plan_copied_arena(config, "cuda", 900 * GIB) == ArenaPlan(8 * GIB, False, 8 * GIB)
+    asked = EngineConfig(host_adapter_bytes="3GiB")
+    assert plan_copied_arena(asked, "cuda", 4 * GIB) == ArenaPlan(3 * GIB, False, 3 * GIB)
+
+
+@pytest.mark.parametrize("asked", ["0", "5GiB"])
+def test_an_arena_that_there_is_no_memory_for(asked: str) -> None:
+    config = EngineConfig(host_adapter_bytes=asked)
+    with pytest.raises(ResourceError, match=rf"--host-adapter-bytes is {asked}.* 4 GiB"):
+        plan_copied_arena(config, "cuda", 4 * GIB)
+
+
+def test_the_arena_that_shares_the_budget() -> None:
+    """Its addresses are more than its memory, and no memory is left out of the budget for it."""
+    plan = plan_shared_arena(EngineConfig(), 4 * GIB)
+    assert plan == ArenaPlan(8 * GIB, True, 0, 4 * GIB, 4 * GIB)
+    small = plan_shared_arena(EngineConfig(host_adapter_bytes="1024"), 4 * GIB)
+    assert (small.budget_bytes, small.idle_bytes) == (4 * GIB, 1024)
+    large = plan_shared_arena(EngineConfig(host_adapter_bytes="1TiB"), 4 * GIB)
+    assert large.idle_bytes == 4 * GIB
+
+
+def test_amounts_are_checked_with_the_options() -> None:
+    assert EngineConfig(host_adapter_bytes="4096").host_adapter_bytes == "4096"
+    with pytest.raises(ConfigError, match="--host-adapter-bytes is 'much'"):
+        EngineConfig(host_adapter_bytes="much")
