@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..adapters.registry import AdapterFacts, AdapterInfo, AdapterRegistry, AdapterVersion, LoadId
-from ..errors import AdapterError, CorunError, UnknownModelError
+from ..errors import AdapterError, CorunError
 from ..plan import AdapterId
 from .messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
 
@@ -167,9 +167,6 @@ class AdapterManager:
         os.close(self._event_fd)
 
     def _remove(self, message: RemoveAdapter) -> None:
-        if message.name not in self._registry:
-            near = self._registry.near_names(message.name)
-            raise UnknownModelError(f"no adapter is called {message.name!r}{near}")
         self._drop(self._registry.remove(message.name))
         self._done.append(OperationDone(message.operation_id))
         self._is_changed = True

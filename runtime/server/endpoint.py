@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
 from ..frontend.outputs import RequestOutput
+from ..limits import check_num_sequences
 from .body import read_body
 from .chunks import ChunkEncoder, Envelope
-from .errors import ClientGoneError, HttpError
+from .errors import ClientGoneError
 from .generation import Generation, final_outputs, run, timing_of, usage_of
 from .lifecycle import ended_by_disconnect
 from .responses import Answer
@@ -71,8 +72,8 @@ class GenerationEndpoint(ABC):
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         stream.request_id = request_id
         form = await self.read_form(body, request_id)
-        self._check_size(form.generation)
         try:
+            self._check_size(form.generation)
             if form.stream:
                 await self._answer_stream(form, stream)
             else:
@@ -83,19 +84,12 @@ class GenerationEndpoint(ABC):
             raise
 
     def _check_size(self, generation: Generation) -> None:
-        """Raise ``HttpError`` for more choices than could ever wait and run at once."""
-        num_prompts, num_choices = len(generation.prompts), generation.sampling.n
-        max_waiting = self.state.engine.get_model_info().max_num_waiting
-        limit = self.state.settings.max_num_seqs + max_waiting
-        if num_prompts * num_choices > limit:
-            raise HttpError(
-                400,
-                f"{num_prompts} prompts with {num_choices} choices each are "
-                f"{num_prompts * num_choices} sequences, the server holds at most {limit} "
-                "(--max-num-seqs and --max-num-waiting together)",
-                code="too_many_sequences",
-                param=self.prompt_field if num_prompts > num_choices else "n",
-            )
+        check_num_sequences(
+            len(generation.prompts),
+            generation.sampling.n,
+            max_num_seqs=self.state.settings.max_num_seqs,
+            max_num_waiting=self.state.engine.get_model_info().max_num_waiting,
+        )
 
     async def _answer_stream(self, form: Form, stream: EventStream) -> None:
         encoder = form.chunk_encoder()
