@@ -33,9 +33,7 @@ def check_num_sequences(
         )
 
 
-def check_num_open(
-    num_open: int, num_new: int, *, max_num_seqs: int, max_num_waiting: int
-) -> None:
+def check_num_open(num_open: int, num_new: int, *, max_num_seqs: int, max_num_waiting: int) -> None:
     """Raise ``OverloadedError`` for what cannot even wait beside the sequences that are open."""
     limit = max_num_seqs + max_num_waiting
     if num_open + num_new > limit:

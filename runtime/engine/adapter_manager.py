@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 ReadFacts = Callable[[str], AdapterFacts]  # reads and checks a directory; raises ``CorunError``
 
 
-class Device(Protocol):
+class AdapterResidency(Protocol):
     """What the manager asks of the engine core."""
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
@@ -67,7 +67,7 @@ class AdapterManager:
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)), base_names)
         self._read_facts = read_facts
         self._on_content_gone = on_content_gone
-        self._device: Device | None = None
+        self._device: AdapterResidency | None = None
         self._versions: dict[AdapterId, AdapterVersion] = {}  # until they have left the device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
@@ -82,7 +82,7 @@ class AdapterManager:
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
         self._thread.start()
 
-    def attach(self, device: Device) -> None:
+    def attach(self, device: AdapterResidency) -> None:
         """Name the engine core; before that nothing can be removed."""
         self._device = device
 

@@ -136,14 +136,22 @@ def test_a_failed_request_aborts_the_batch_and_raises(engine: Engine) -> None:
     assert engine.get_stats().num_running == 0
 
 
-def test_seeds_repeat_with_the_engine_and_differ_between_requests(tokenizer_dir: str) -> None:
+def test_seeds_repeat_with_the_engine_and_differ_between_requests(
+    tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[fake_engine.FakeAssembly] = []
+
+    def build(config: EngineConfig, **arguments: Any) -> fake_engine.FakeAssembly:
+        built.append(fake_engine.FakeAssembly(config))
+        return built[-1]
+
+    monkeypatch.setattr(fake_engine, "build", build)
+
     def seeds_of() -> list[int | None]:
         with Engine(model=tokenizer_dir, seed=3, factory=FACTORY) as engine:
             engine.generate(["a", "b"], params(n=2))
             engine.generate("c", params(seed=7, n=2))
-            core = engine._thread.driver._core
-            assert isinstance(core, fake_engine.FakeCore)
-            return core.seeds
+            return built[-1].core.seeds
 
     seeds = seeds_of()
     assert seeds == seeds_of()
