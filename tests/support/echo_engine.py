@@ -120,7 +120,7 @@ class FakeEngine:
 
     @property
     def loras(self) -> LoraDirectory:
-        return LoraDirectory(self.adapters.values())
+        return LoraDirectory(self.list_loras())
 
     def list_loras(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.adapters.values())

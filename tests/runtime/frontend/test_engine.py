@@ -18,11 +18,13 @@ from corun.runtime.errors import (
     AdapterError,
     EngineDeadError,
     ModelError,
+    OverloadedError,
     RequestError,
     StepFailedError,
     UnknownModelError,
 )
 from corun.runtime.frontend.engine import Engine
+from corun.runtime.frontend.loop_thread import THREAD_PREFIX
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
 from support import fake_engine
@@ -33,6 +35,13 @@ TESTS_DIR = Path(__file__).parents[2]
 
 def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 100, **fields})
+
+
+def until_no_thread_is_left() -> None:
+    deadline_s = time.monotonic() + 20
+    while any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
@@ -80,6 +89,14 @@ def test_one_of_each_per_prompt(engine: Engine, tmp_path: Path) -> None:
     assert outputs[1].outputs[0].finish_reason == "length"
     assert outputs[2].outputs[0].logprobs is not None
     assert outputs[0].outputs[0].logprobs is None
+
+
+def test_more_choices_than_may_wait_are_asked_for_when_nothing_else_is_open(
+    engine: Engine,
+) -> None:
+    with pytest.raises(OverloadedError, match="4 requests wait"):  # the engine's own answer
+        engine.generate(["one", "two"], params(n=5))
+    assert texts(engine.generate("next", params(n=4))) == ["next"]
 
 
 def test_stop_strings_free_the_engine(engine: Engine) -> None:
@@ -250,7 +267,38 @@ def test_a_forgotten_engine_is_freed(tokenizer_dir: str) -> None:
     engine.generate("text", params())
     del engine
     gc.collect()
-    assert "corun-engine" not in {thread.name for thread in threading.enumerate()}
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)]
+
+
+def test_an_engine_that_its_own_thread_lets_go_is_freed(tokenizer_dir: str) -> None:
+    """The garbage collector runs in whatever thread it likes, one of the engine's too."""
+    engine = Engine(model=tokenizer_dir, factory=FACTORY)
+    engine.generate("text", params())
+    holders = [engine]
+    own = threading.Thread(target=holders.clear, name=f"{THREAD_PREFIX}any")
+    del engine
+    own.start()
+    own.join(20)
+    assert not own.is_alive()
+    until_no_thread_is_left()
+
+
+def test_a_script_that_closes_nothing_ends(tokenizer_dir: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import corun\n"
+        f"engine = corun.Engine(model={tokenizer_dir!r}, factory={FACTORY!r})\n"
+        "print(engine.generate('text', corun.SamplingParams(max_tokens=50))[0].outputs[0].text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        env={"PYTHONPATH": str(TESTS_DIR), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "text\n", "")
 
 
 def test_global_state_is_left_alone(tokenizer_dir: str) -> None:
