@@ -133,7 +133,7 @@ class ThreadClient(ChannelClient):
         )
         self._thread = thread
         thread.start()
-        weakref.finalize(self, _end_thread, thread, theirs)
+        weakref.finalize(self, _end_thread, thread, theirs, os.getpid())
         return ours
 
     async def _end(self, grace_s: float) -> None:
@@ -164,7 +164,9 @@ def _serve_in_thread(
         channel.close()
 
 
-def _end_thread(thread: threading.Thread, sock: socket.socket) -> None:
+def _end_thread(thread: threading.Thread, sock: socket.socket, pid: int) -> None:
+    if os.getpid() != pid:  # a forked process shares the socket with the one that has the thread
+        return
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     thread.join(_THREAD_JOIN_S)

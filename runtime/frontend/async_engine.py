@@ -238,12 +238,13 @@ class AsyncEngine:
     ) -> list[RequestOutput]:
         """Return one finished output per item, however many wait. See ``Engine.generate``."""
         await self.start()
-        batch = [
-            await self._requests.prepare(
+        batch = []
+        for item in items:
+            prepared = await self._requests.prepare(
                 item.prompt, item.sampling_params, None, item.lora_request, cache_salt, True
             )
-            for item in items
-        ]
+            batch.append(prepared)
+            await asyncio.sleep(0)  # those that run get their tokens meanwhile
         for lora in dict.fromkeys(item.lora_request for item in items):
             await self._loras.resolve(lora)
         return await self._requests.complete(batch)

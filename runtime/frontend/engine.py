@@ -6,6 +6,7 @@ in a notebook, under a running event loop, and for several threads at once, whos
 batches.
 """
 
+import os
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -41,13 +42,14 @@ class Engine:
         client = ThreadClient(make_config(config, options), factory=factory)
         self._engine = AsyncEngine.from_client(client)
         self._thread = LoopThread()
-        # Also at interpreter exit, and for an engine that nobody closed.
-        self._finalizer = weakref.finalize(self, _close, self._thread, self._engine)
         try:
             self._thread.run(self._engine.start())
         except BaseException:
-            self.close()
+            self._thread.close(self._engine.shutdown())
             raise
+        # For an engine that nobody closed. Made after the client's own, which ends its thread less
+        # gently: at interpreter exit the youngest comes first.
+        self._finalizer = weakref.finalize(self, _close, self._thread, self._engine, os.getpid())
 
     def __enter__(self) -> "Engine":
         return self
@@ -122,5 +124,6 @@ class Engine:
         return self._thread.run(self._engine.generate_batch(items, cache_salt=cache_salt))
 
 
-def _close(thread: LoopThread, engine: AsyncEngine) -> None:
-    thread.close(engine.shutdown())
+def _close(thread: LoopThread, engine: AsyncEngine, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has the engine's memory and not its threads
+        thread.close(engine.shutdown())

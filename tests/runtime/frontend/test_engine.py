@@ -44,6 +44,22 @@ def until_no_thread_is_left() -> None:
         time.sleep(0.01)
 
 
+def run_script(directory: Path, text: str) -> str:
+    """Run a user's script, with warnings as errors; return what it printed."""
+    script = directory / "script.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        env={"PYTHONPATH": str(TESTS_DIR), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def texts(outputs: list[RequestOutput]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
@@ -284,21 +300,13 @@ def test_an_engine_that_its_own_thread_lets_go_is_freed(tokenizer_dir: str) -> N
 
 
 def test_a_script_that_closes_nothing_ends(tokenizer_dir: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    output = run_script(
+        tmp_path,
         "import corun\n"
         f"engine = corun.Engine(model={tokenizer_dir!r}, factory={FACTORY!r})\n"
-        "print(engine.generate('text', corun.SamplingParams(max_tokens=50))[0].outputs[0].text)\n"
+        "print(engine.generate('text', corun.SamplingParams(max_tokens=50))[0].outputs[0].text)\n",
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        env={"PYTHONPATH": str(TESTS_DIR), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "text\n", "")
+    assert output == "text\n"
 
 
 def test_global_state_is_left_alone(tokenizer_dir: str) -> None:
@@ -314,9 +322,25 @@ def test_global_state_is_left_alone(tokenizer_dir: str) -> None:
     assert (state(), threading.enumerate()) == (before, threads)
 
 
+def test_a_forked_process_leaves_the_engine_alone(tokenizer_dir: str, tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        "import corun, os, sys\n"
+        f"with corun.Engine(model={tokenizer_dir!r}, factory={FACTORY!r}) as engine:\n"
+        "    sampling = corun.SamplingParams(max_tokens=50)\n"
+        "    engine.generate('before', sampling)\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        sys.exit(engine.close())\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    print(engine.generate('after', sampling)[0].outputs[0].text)\n",
+    )
+    assert output == "after\n"
+
+
 def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    output = run_script(
+        tmp_path,
         "import asyncio, corun\n"
         "from corun.runtime.engine.client import ProcessClient\n"
         f"config = corun.EngineConfig(model={tokenizer_dir!r})\n"
@@ -329,17 +353,9 @@ def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
         "        async for output in engine.generate('async', sampling):\n"
         "            pass\n"
         "        print(output.outputs[0].text)\n"
-        "asyncio.run(main())\n"
+        "asyncio.run(main())\n",
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={"PYTHONPATH": str(TESTS_DIR), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["sync", "async"]), done.stderr
+    assert output.split() == ["sync", "async"]
 
 
 def test_a_closed_engine_keeps_no_model(tokenizer_dir: str) -> None:
