@@ -68,7 +68,6 @@ class AdapterManager:
         self._read_facts = read_facts
         self._on_content_gone = on_content_gone
         self._device: AdapterResidency | None = None
-        self._versions: dict[AdapterId, AdapterVersion] = {}  # until they have left the device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._num_reading = 0  # jobs and reads that are not settled
@@ -104,11 +103,11 @@ class AdapterManager:
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
         """A version that may still be loaded. Called by the loader's thread."""
-        return self._versions[adapter_id]
+        return self._registry.version(adapter_id)
 
     def forget(self, adapter_id: AdapterId) -> None:
         """A dropped version has left the device."""
-        version = self._versions.pop(adapter_id, None)
+        version = self._registry.forget(adapter_id)
         self._is_changed = True
         if version is not None:
             self._maybe_gone.add(version.digest)
@@ -198,7 +197,6 @@ class AdapterManager:
             self._done.append(OperationDone(job.operation_id, error, AdapterError.__name__))
             self._maybe_gone.add(read.facts.digest)
             return
-        self._versions[registered.version.adapter_id] = registered.version
         self._drop(registered.freed)
         self._done.append(OperationDone(job.operation_id))
 
@@ -209,7 +207,7 @@ class AdapterManager:
         """
         if self._num_reading or not self._maybe_gone:
             return
-        gone = self._maybe_gone - {version.digest for version in self._versions.values()}
+        gone = self._maybe_gone - self._registry.digests()
         self._maybe_gone.clear()
         if self._on_content_gone is not None:
             for digest in sorted(gone):

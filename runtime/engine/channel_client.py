@@ -121,6 +121,10 @@ class ChannelClient:
         """Say how it ended."""
         raise NotImplementedError
 
+    def _startup_error(self, kind: str, message: str) -> CorunError:
+        """Return why the engine did not start."""
+        return rebuild_error(kind, message, default=EngineDeadError)
+
     def _begin_death(self) -> None:
         """The other end is gone, or as good as gone: clean up and report. Idempotent."""
         if self._ending is None and not self._is_closing:
@@ -149,17 +153,12 @@ class ChannelClient:
                 _logger.info("%s", text)
             case StartupFailed(kind, error):
                 if not self._ready.done():
-                    self._ready.set_exception(startup_error(kind, error))
+                    self._ready.set_exception(self._startup_error(kind, error))
             case Ready():
                 if not self._ready.done():
                     self._ready.set_result(message)
             case _:
                 self._on_message(message)
-
-
-def startup_error(kind: str, message: str) -> CorunError:
-    """Return why an engine did not start."""
-    return rebuild_error(kind, message, default=EngineDeadError)
 
 
 def _succeeded(future: "asyncio.Future[Ready]") -> bool:
