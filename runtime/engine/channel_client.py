@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..config.engine import EngineConfig
-from ..errors import CorunError, EngineDeadError, rebuild_error
+from ..errors import EngineDeadError, rebuild_error
 from .channel import AsyncChannel, ChannelError
 from .messages import FromEngine, Ready, Shutdown, StartupFailed, StartupProgress, ToEngine
 
@@ -121,10 +121,6 @@ class ChannelClient:
         """Say how it ended."""
         raise NotImplementedError
 
-    def _startup_error(self, kind: str, message: str) -> CorunError:
-        """Return why the engine did not start."""
-        return rebuild_error(kind, message, default=EngineDeadError)
-
     def _begin_death(self) -> None:
         """The other end is gone, or as good as gone: clean up and report. Idempotent."""
         if self._ending is None and not self._is_closing:
@@ -153,7 +149,7 @@ class ChannelClient:
                 _logger.info("%s", text)
             case StartupFailed(kind, error):
                 if not self._ready.done():
-                    self._ready.set_exception(self._startup_error(kind, error))
+                    self._ready.set_exception(rebuild_error(kind, error, default=EngineDeadError))
             case Ready():
                 if not self._ready.done():
                     self._ready.set_result(message)

@@ -12,15 +12,13 @@ import socket
 import subprocess
 import threading
 import weakref
-from dataclasses import dataclass
-from typing import Any
 
 from ..config.codec import config_to_dict
 from ..config.engine import EngineConfig
 from ..errors import CorunError
 from .channel import Channel
 from .channel_client import DEATH_GRACE_S, ChannelClient, EngineClient
-from .loop import BuiltEngine, serve_channel
+from .loop import serve_channel
 from .messages import ToEngine
 from .process import load_factory
 from .spawn import DEFAULT_FACTORY, SpawnedEngine, spawn_engine
@@ -114,14 +112,6 @@ class ProcessClient(ChannelClient):
         return f"the engine process {self._process.pid} {how}"
 
 
-@dataclass(slots=True)
-class _Failure:
-    """What ended an engine's thread."""
-
-    at_start: Exception | None = None
-    text: str = ""  # and no exception: it would keep what it was raised in, the model too
-
-
 class ThreadClient(ChannelClient):
     """An engine in a thread of this process, which changes nothing that other threads share."""
 
@@ -129,7 +119,7 @@ class ThreadClient(ChannelClient):
         super().__init__(config)
         self._factory = factory
         self._thread: threading.Thread | None = None
-        self._failure = _Failure()
+        self._failures: list[str] = []  # what ended the thread, if not we
 
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -137,7 +127,7 @@ class ThreadClient(ChannelClient):
         # interpreter exit the finalizer ends the thread in an orderly way.
         thread = threading.Thread(
             target=_serve_in_thread,
-            args=(theirs, self.config, self._factory, self._failure),
+            args=(theirs, self.config, self._factory, self._failures),
             name="corun-engine",
             daemon=True,
         )
@@ -154,34 +144,22 @@ class ThreadClient(ChannelClient):
             await asyncio.sleep(_REAP_INTERVAL_S)
 
     def _describe_end(self) -> str:
-        return self._failure.text or "the engine thread has ended"
-
-    def _startup_error(self, kind: str, message: str) -> CorunError:
-        """Its cause is what was raised here, in the same process."""
-        error = super()._startup_error(kind, message)
-        error.__cause__, self._failure.at_start = self._failure.at_start, None
-        return error
+        return self._failures[0] if self._failures else "the engine thread has ended"
 
 
 def _serve_in_thread(
-    sock: socket.socket, config: EngineConfig, factory: str, failure: _Failure
+    sock: socket.socket, config: EngineConfig, factory: str, failures: list[str]
 ) -> None:
-    def build(config: EngineConfig, **arguments: Any) -> BuiltEngine:
-        try:
-            return load_factory(factory)(config, **arguments)
-        except Exception as error:
-            failure.at_start = error
-            raise
-
+    """Serve until the end; notes in ``failures`` what went wrong, without what it refers to."""
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     try:
-        serve_channel(channel, config, build, own_process=False)
+        serve_channel(channel, config, load_factory(factory), own_process=False)
     except CorunError as error:
         _logger.error("the engine stops: %s", error)
-        failure.text = f"the engine failed: {error}"
+        failures.append(f"the engine failed: {error}")
     except Exception as error:
         _logger.exception("the engine stops because of an unexpected error")
-        failure.text = f"the engine failed: {type(error).__name__}: {error}"
+        failures.append(f"the engine failed: {type(error).__name__}: {error}")
     finally:
         channel.close()
 

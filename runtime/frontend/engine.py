@@ -17,7 +17,6 @@ from ..config.engine import EngineConfig
 from ..engine.client import ThreadClient
 from ..engine.messages import EngineStats, ModelInfo
 from ..engine.spawn import DEFAULT_FACTORY
-from ..errors import CorunError
 from ..sampling import SamplingParams
 from .async_engine import AsyncEngine
 from .inputs import Lora, Prompt, make_config, read_batch
@@ -45,11 +44,8 @@ class Engine:
         self._thread = LoopThread()
         try:
             self._thread.run(self._engine.start())
-        except BaseException as error:
+        except BaseException:
             self._thread.close(self._engine.shutdown())
-            raised = error.__cause__
-            if raised is not None and isinstance(error, CorunError):
-                raise raised from raised.__cause__  # as it was raised, in this very process
             raise
         # For an engine that nobody closed. Made after the client's own, which ends its thread less
         # gently: at interpreter exit the youngest comes first.
