@@ -5,6 +5,7 @@ bounded: outcomes, routes and status codes are closed sets, adapters are capped.
 """
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 
 from ..adapters.registry import AdapterInfo
-from ..frontend.outputs import RequestOutput
 from .engine_port import EnginePort
-from .histogram import Histogram
 
 MAX_ADAPTER_SERIES = 256
 MAX_ADAPTERS_IN_LABEL = 64
@@ -50,38 +49,35 @@ class MetricLabels:
     max_num_seqs: int
 
 
-class RequestTimer:
-    """Follows the outputs of one prompt and reports to ``ServerMetrics``."""
+class Histogram:
+    """Counts of values up to each bound, and their sum; cheap enough for each chunk of a stream."""
 
-    __slots__ = ("_last_s", "_metrics", "first_token_s", "started_s")
+    __slots__ = ("_bounds", "_counts", "_total")
 
-    def __init__(self, metrics: "ServerMetrics") -> None:
-        self._metrics = metrics
-        self.started_s = metrics.clock()
-        self.first_token_s: float | None = None  # since the start
-        self._last_s = self.started_s
+    def __init__(self, bounds: Sequence[float]) -> None:
+        assert list(bounds) == sorted(bounds)
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)  # not cumulative
+        self._total = 0.0
 
-    def observe(self, output: RequestOutput) -> None:
-        """Take the next output of the request."""
-        metrics = self._metrics
-        now_s = metrics.clock()
-        most_new = 0
-        for choice in output.outputs:
-            num_new = len(choice.new_token_ids)
-            metrics.generation_tokens += num_new
-            most_new = max(most_new, num_new)
-        since_last_s, self._last_s = now_s - self._last_s, now_s
-        if self.first_token_s is None:
-            self.first_token_s = since_last_s
-            metrics.first_token_s.observe(since_last_s)
-            metrics.prompt_tokens += len(output.prompt_token_ids)
-        elif most_new:
-            # Outputs that were merged on the way hold several tokens per choice.
-            metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
-        if output.finished:
-            metrics.request_s.observe(now_s - self.started_s)
-            for choice in output.outputs:
-                metrics.finished[choice.finish_reason or "abort"] += 1
+    def observe(self, value: float, *, weight: int = 1) -> None:
+        """Count ``value`` ``weight`` times."""
+        self._counts[bisect_left(self._bounds, value)] += weight
+        self._total += value * weight
+
+    @property
+    def total(self) -> float:
+        """Sum of all values."""
+        return self._total
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (upper bound, number of values up to it), ending with +Inf."""
+        result = []
+        num = 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            num += count
+            result.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(num)))
+        return result
 
 
 class ServerMetrics:

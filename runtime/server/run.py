@@ -8,10 +8,8 @@ import asyncio
 import importlib
 import logging
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +21,10 @@ from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from ..machine.gc_control import collection_paused, keep_imported
-from .listening import bind
-from .stop import EXIT_OK, StopSignals
+from .listening import StopSignals, bind, handled_signals
 
 if TYPE_CHECKING:
     from .state import AppSettings
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +46,7 @@ async def serve(
     """
     chat_template = _read_template(serve_config.chat_template)
     stop = StopSignals()
-    with bind(serve_config.host, serve_config.port) as sock, _handled_signals(stop):
+    with bind(serve_config.host, serve_config.port) as sock, handled_signals(stop):
         if make_client is None:
             client: EngineClient = ProcessClient(
                 engine_config, log_level=serve_config.log_level, spawned=spawned
@@ -62,7 +57,7 @@ async def serve(
         try:
             if not await _start(engine, stop, owns_process=make_client is None):
                 _logger.info("stopped before the engine was ready")
-                return EXIT_OK
+                return os.EX_OK
             from .state import make_state
             from .supervise import supervise
 
@@ -80,18 +75,6 @@ def _read_template(path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--chat-template {path!r} cannot be read: {exc}") from exc
-
-
-@contextmanager
-def _handled_signals(stop: StopSignals) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.receive)
-    try:
-        yield
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) -> bool:

@@ -11,9 +11,8 @@ import httpx
 import pytest
 import uvicorn
 from corun.runtime.server.app import build_app
-from corun.runtime.server.listening import bind
+from corun.runtime.server.listening import StopSignals, bind
 from corun.runtime.server.state import AppSettings, ServerState, make_state
-from corun.runtime.server.stop import StopSignals
 from corun.runtime.server.supervise import supervise
 from support.echo_engine import BASE_NAME, FakeEngine, expected_text
 
