@@ -15,11 +15,11 @@ from ...profiles.meter import Report
 from ...profiles.picture import check_matplotlib, draw_profile
 from ...profiles.profile import Profile, ProfileError, save_profile
 from ...profiles.report import report_lines, warning_lines
-from ..config.cpu_list import format_cpus
 from ..config.engine import EngineConfig
 from ..config.environment import own_environment
 from ..config.flags import read_flags
 from ..config.option import option_specs
+from ..config.values import format_cpus
 from ..errors import ConfigError, ResourceError
 from .main import configure_logging
 

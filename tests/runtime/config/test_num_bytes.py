@@ -1,7 +1,7 @@
 """Amounts of memory, as people write them."""
 
 import pytest
-from corun.runtime.config.num_bytes import parse_num_bytes
+from corun.runtime.config.values import parse_num_bytes
 from corun.runtime.errors import ConfigError
 
 

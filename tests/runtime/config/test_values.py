@@ -8,9 +8,9 @@ import pytest
 from corun.runtime.config.codec import config_from_dict, config_to_dict
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.flags import build_configs
-from corun.runtime.config.lora_modules import LoraModule, parse_lora_modules
 from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
+from corun.runtime.config.values import LoraModule, parse_lora_modules
 from corun.runtime.config.yaml_file import read_yaml_options
 from corun.runtime.errors import ConfigError
 from hypothesis import given

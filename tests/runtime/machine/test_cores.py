@@ -1,7 +1,7 @@
 """Which cores are chosen on machines of all shapes, and what is refused or warned of."""
 
 import pytest
-from corun.runtime.config.cpu_list import format_cpus, parse_cpu_cores
+from corun.runtime.config.values import format_cpus, parse_cpu_cores
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
 from corun.runtime.machine.facts import MachineFacts, NumaNode
