@@ -18,8 +18,8 @@ from ...profiles.report import report_lines, warning_lines
 from ..config.engine import EngineConfig
 from ..config.environment import own_environment
 from ..config.flags import read_flags
+from ..config.notations import format_cpus
 from ..config.option import option_specs
-from ..config.values import format_cpus
 from ..errors import ConfigError, ResourceError
 from .main import configure_logging
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..config.flags import build_configs
+from ..config.notations import parse_lora_modules
 from ..config.serve import ServeConfig
-from ..config.values import parse_lora_modules
 from ..engine.spawn import spawn_engine
 from ..errors import ConfigError
 from .main import configure_logging

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from ...cpu_workers.kernels.simd import isa
 from ..coldstart.strategy import LoadStrategy
 from ..scheduler.registry import SCHEDULER_POLICIES
+from .notations import parse_cpu_cores, parse_lora_modules, parse_num_bytes
 from .option import check_config, option
-from .values import parse_cpu_cores, parse_lora_modules, parse_num_bytes
 
 CPU_ISAS = isa.NAMES
 DEVICES = ("auto", "cuda", "cpu")

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from ...config.engine import EngineConfig
-from ...config.values import format_cpus, parse_cpu_cores
+from ...config.notations import format_cpus, parse_cpu_cores
 from ...machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
 from ...machine.facts import MachineFacts, pci_numa_node
 
