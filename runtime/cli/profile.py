@@ -135,7 +135,7 @@ def _budget_s(text: str | None) -> float | None:
 
 
 def _may_draw(*, is_asked: bool) -> bool:
-    """Whether there will be a picture; a wish that cannot be fulfilled is told before measuring."""
+    """Whether there can be a picture. Raises ``ConfigError`` if not, but one is asked for."""
     try:
         check_matplotlib()
     except ProfileError as error:

@@ -78,7 +78,7 @@ def _guarded(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ClientGoneError:
-            return Response(status_code=400)  # read by nobody
+            return Response(status_code=400)  # the client has gone
         except Exception as exc:
             return error_response(exc)
 

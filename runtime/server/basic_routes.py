@@ -14,7 +14,7 @@ from .model_names import is_listed
 from .responses import ModelCard, json_response
 from .state import ServerState
 
-# An engine in a step that takes longer has told all that it knows before the step.
+# A step may take longer; the figures from before it are good enough then.
 _STATS_TIMEOUT_S = 0.25
 
 

@@ -66,7 +66,7 @@ def _explain(exc: OSError, host: str, port: int) -> ConfigError:
 
 
 class StopSignals:
-    """How often somebody asked the server to stop."""
+    """How often the server was asked to stop."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()

@@ -77,7 +77,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         access_log=False,
-        proxy_headers=False,  # nobody asks where a client is
+        proxy_headers=False,  # addresses of clients are not used
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
