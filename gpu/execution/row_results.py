@@ -1,10 +1,10 @@
 """What became of the rows of one pass: draws their tokens and keeps them."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from ...runtime.plan import Outcome, RequestId, RowResult, SubBatch
+from ...runtime.plan import Outcome, RetryCause, RowResult, SubBatch
 from .request_table import RequestState
 from .sampler import Sampler
 
@@ -28,7 +28,10 @@ class RowResults:
 
         states: one per row; logits: float32 [rows that sample, vocabulary].
         """
-        results = retries([batch.request_ids[row] for row in void], _VOID)
+        results = [
+            RowResult(batch.request_ids[row], Outcome.RETRY, error=_VOID, cause=RetryCause.DELTAS)
+            for row in void
+        ]
         sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         if not sampling_rows:
             return results
@@ -54,13 +57,3 @@ class RowResults:
                 RowResult(request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs)
             )
         return results
-
-
-def retries(request_ids: Iterable[RequestId], reason: str) -> list[RowResult]:
-    """Results of rows that are to be computed again."""
-    return [RowResult(request_id, Outcome.RETRY, error=reason) for request_id in request_ids]
-
-
-def failures(request_ids: Iterable[RequestId], reason: str) -> list[RowResult]:
-    """Results of rows whose requests end."""
-    return [RowResult(request_id, Outcome.FAILED, error=reason) for request_id in request_ids]
