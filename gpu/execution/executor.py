@@ -4,7 +4,7 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,11 +33,12 @@ from ..forward.batch import DeltaPass
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..lora.table import LoraTable
 from .request_table import RequestState, RequestTable
-from .row_results import RowResults
 from .runner import ModelRunner
-from .sampler import Sampler
+from .sampler import SampledRow, Sampler
 
 _LOG = logging.getLogger(__name__)
+
+_VOID = "a CPU worker or a copy of the adapter failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class DeviceExecutor:
         Plans with ASSISTED rows need an ``assistant``.
         """
         self._runner = runner
-        self._row_results = RowResults(sampler)
+        self._sampler = sampler
         self._requests = RequestTable(max_model_len, runner.block_size)
         self._results: deque[Result] = deque()
         # Counts what poll has not taken yet; readable while that is more than nothing.
@@ -142,7 +143,7 @@ class DeviceExecutor:
                 return self._compute_assisted(batch)
             states, inputs = self._lower(batch)
             logits = self._forward(batch, inputs, None)
-            return self._row_results.make(batch, states, logits, frozenset())
+            return self._take_tokens(batch, states, logits)
         except Exception as error:
             raise_if_lost(error)
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
@@ -189,12 +190,39 @@ class DeviceExecutor:
             raise
         void_spans = assisted.settle()
         void = frozenset(
-            number
-            for number, row in enumerate(rows)
+            request_id
+            for request_id, row in zip(batch.request_ids, rows, strict=True)
             if any(row.start <= start < row.end for start, _ in void_spans)
             or (row.arriving is not None and row.arriving.has_failed())
         )
-        return self._row_results.make(batch, states, logits, void)
+        return self._take_tokens(batch, states, logits, void)
+
+    def _take_tokens(
+        self, batch: SubBatch, states: Sequence[RequestState], logits: torch.Tensor,
+        void: Collection[RequestId] = (),
+    ) -> list[RowResult]:  # fmt: skip
+        """Sample, and keep what was drawn but for rows in ``void``.
+
+        states: one per row; logits: float32 [rows that sample, vocabulary].
+        """
+        results = [
+            RowResult(request_id, Outcome.RETRY, error=_VOID, cause=RetryCause.DELTAS)
+            for request_id in void
+        ]
+        sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
+        if not sampling_rows:
+            return results
+        for row in sampling_rows:
+            states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
+        drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
+        for row, sampled in zip(sampling_rows, drawn, strict=True):
+            request_id = batch.request_ids[row]
+            if request_id in void:
+                continue
+            if sampled.error is None:
+                states[row].append(sampled.token_id)
+            results.append(_result_of(request_id, sampled))
+        return results
 
     def _cold_rows(
         self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
@@ -255,6 +283,15 @@ class DeviceExecutor:
         used = self._requests.blocks_in_use()
         self._runner.pool.release(b for b in range(self._num_touched_blocks) if b not in used)
         self._num_touched_blocks = max(used, default=-1) + 1
+
+
+def _result_of(request_id: RequestId, sampled: SampledRow) -> RowResult:
+    if sampled.error is not None:
+        return RowResult(
+            request_id, Outcome.FAILED, error=sampled.error, error_kind=sampled.error_kind
+        )
+    logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
+    return RowResult(request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs)
 
 
 def _not_computed(
