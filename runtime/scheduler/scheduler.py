@@ -8,6 +8,7 @@ the results of earlier steps have come back. Who is admitted and who is preempte
 from collections.abc import Iterable, Mapping
 
 from ..errors import RequestError
+from ..limits import check_queue
 from ..memory.device_memory import DeviceMemory
 from ..plan import (
     AdapterId,
@@ -26,7 +27,7 @@ from .cold import ColdStarts, WarmStarts
 from .config import SchedulerConfig
 from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
-from .limits import check_queue, max_total_tokens
+from .limits import max_total_tokens
 from .policy import SchedulerPolicy
 from .recovery import Recovery
 from .results import ResultReader
@@ -114,7 +115,7 @@ class Scheduler:
         request_id = request.request_id
         if request_id in self._requests or self._running.is_draining(request_id):
             raise RequestError(f"request id {request_id} is in use", param="request_id")
-        check_queue(self.num_waiting, self.config)
+        check_queue(self.num_waiting, self.config.max_num_waiting)
         request.max_total_tokens = max_total_tokens(request, self.config, self.memory)
         self._requests[request_id] = request
         self._wait(request, now_s)
