@@ -12,9 +12,9 @@ from ..frontend.outputs import LoRARequest
 from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
 from .responses import json_response
+from .settings import ALLOW_VARIABLE
 from .state import ServerState
 
-ALLOW_VARIABLE = "CORUN_ALLOW_RUNTIME_LORA_UPDATING"
 MAX_NAME_CHARS = 256
 _UNUSED_INT_ID = 1  # the name identifies an adapter
 

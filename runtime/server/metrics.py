@@ -8,7 +8,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -21,6 +20,7 @@ from prometheus_client.exposition import choose_encoder
 
 from ..adapters.registry import AdapterInfo
 from .engine_port import EnginePort
+from .settings import AppSettings
 
 MAX_ADAPTER_SERIES = 256
 MAX_ADAPTERS_IN_LABEL = 64
@@ -37,16 +37,6 @@ _REQUEST_BOUNDS_S = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class MetricLabels:
-    """What the metrics must know of the configuration."""
-
-    prefix: str  # "corun" gives corun:num_requests_running
-    model_name: str
-    block_size: int  # tokens
-    max_num_seqs: int
 
 
 class Histogram:
@@ -84,7 +74,11 @@ class ServerMetrics:
     """Counters of this server, and the collector that renders them."""
 
     def __init__(
-        self, engine: EnginePort, labels: MetricLabels, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: EnginePort,
+        settings: AppSettings,
+        model_name: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
         self.first_token_s = Histogram(_FIRST_TOKEN_BOUNDS_S)
@@ -95,7 +89,8 @@ class ServerMetrics:
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
         self._engine = engine
-        self._labels = labels
+        self._settings = settings
+        self._model_name = model_name
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -118,11 +113,11 @@ class ServerMetrics:
         yield self._histogram("e2e_request_latency_seconds", self.request_s)
 
     def _name(self, name: str) -> str:
-        return f"{self._labels.prefix}:{name}"
+        return f"{self._settings.metrics_prefix}:{name}"
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(self._name(name), text, labels=["model_name"])
-        family.add_metric([self._labels.model_name], value)
+        family.add_metric([self._model_name], value)
         return family
 
     def _engine_gauges(self) -> Iterator[Metric]:
@@ -136,7 +131,7 @@ class ServerMetrics:
             "The KV cache.",
             labels=["block_size", "num_gpu_blocks"],
         )
-        cache.add_metric([str(self._labels.block_size), str(stats.kv_blocks_total)], 1.0)
+        cache.add_metric([str(self._settings.block_size), str(stats.kv_blocks_total)], 1.0)
         yield cache
         yield from self._choices()
         yield self._gauge("adapter_bytes", "Device memory of adapters.", stats.adapter_bytes_used)
@@ -168,7 +163,7 @@ class ServerMetrics:
             labels=["model_name", "computes", "backend"],
         )
         for computes, backend in info.backends.items():
-            backends.add_metric([self._labels.model_name, computes, backend], 1.0)
+            backends.add_metric([self._model_name, computes, backend], 1.0)
         yield backends
 
     def _adapter_gauges(self) -> Iterator[Metric]:
@@ -182,7 +177,7 @@ class ServerMetrics:
         running = ",".join(stats.running_adapters[:MAX_ADAPTERS_IN_LABEL])
         waiting = ",".join(stats.waiting_adapters[:MAX_ADAPTERS_IN_LABEL])
         # There are no adapter slots: every running request may use another adapter.
-        info.add_metric([str(self._labels.max_num_seqs), running, waiting], time.time())
+        info.add_metric([str(self._settings.max_num_seqs), running, waiting], time.time())
         yield info
         loaded = [
             adapter
@@ -225,15 +220,15 @@ class ServerMetrics:
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
         ):
             family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
-            family.add_metric([self._labels.model_name], value)
+            family.add_metric([self._model_name], value)
             yield family
         evictions = CounterMetricFamily(
             self._name("lora_adapter_evictions"),
             "Adapters that left a level of memory.",
             labels=["model_name", "level"],
         )
-        evictions.add_metric([self._labels.model_name, "gpu"], stats.num_device_evictions)
-        evictions.add_metric([self._labels.model_name, "cpu"], stats.num_host_evictions)
+        evictions.add_metric([self._model_name, "gpu"], stats.num_device_evictions)
+        evictions.add_metric([self._model_name, "cpu"], stats.num_host_evictions)
         yield evictions
         starts = CounterMetricFamily(
             self._name("adapter_cold_starts"),
@@ -241,7 +236,7 @@ class ServerMetrics:
             labels=["model_name", "strategy"],
         )
         for strategy, count in sorted(stats.cold_starts.items()):
-            starts.add_metric([self._labels.model_name, strategy], count)
+            starts.add_metric([self._model_name, strategy], count)
         yield starts
         success = CounterMetricFamily(
             self._name("request_success"),
@@ -249,7 +244,7 @@ class ServerMetrics:
             labels=["model_name", "finished_reason"],
         )
         for reason, count in sorted(self.finished.items()):
-            success.add_metric([self._labels.model_name, reason], count)
+            success.add_metric([self._model_name, reason], count)
         yield success
         http = CounterMetricFamily(
             self._name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
@@ -262,5 +257,5 @@ class ServerMetrics:
         family = HistogramMetricFamily(
             self._name(name), name.replace("_", " "), labels=["model_name"]
         )
-        family.add_metric([self._labels.model_name], histogram.buckets(), histogram.total)
+        family.add_metric([self._model_name], histogram.buckets(), histogram.total)
         return family

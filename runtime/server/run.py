@@ -11,9 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ... import __version__
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.client import EngineClient, ProcessClient
@@ -22,9 +20,7 @@ from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from ..machine.gc_control import collection_paused, keep_imported
 from .listening import StopSignals, bind, handled_signals
-
-if TYPE_CHECKING:
-    from .state import AppSettings
+from .settings import AppSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ async def serve(
             from .state import make_state
             from .supervise import supervise
 
-            settings = _settings(engine_config, serve_config, environment)
+            settings = AppSettings.of(engine_config, serve_config, environment)
             state = make_state(engine, settings, now_s=int(time.time()))
             return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
         finally:
@@ -98,21 +94,3 @@ async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) 
 
 def _import_server() -> None:
     importlib.import_module(".supervise", __package__)
-
-
-def _settings(
-    engine_config: EngineConfig, serve_config: ServeConfig, environment: Mapping[str, str]
-) -> "AppSettings":
-    from .lora_routes import ALLOW_VARIABLE
-    from .state import AppSettings
-
-    return AppSettings(
-        served_names=serve_config.served_model_name,
-        api_key=serve_config.api_key,
-        metrics_prefix=serve_config.metrics_prefix,
-        max_body_bytes=serve_config.max_body_mib << 20,
-        allow_lora_updates=environment.get(ALLOW_VARIABLE, "") == "1",
-        block_size=engine_config.block_size,
-        max_num_seqs=engine_config.max_num_seqs,
-        version=__version__,
-    )

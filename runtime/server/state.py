@@ -1,7 +1,7 @@
 """What all endpoints of one server share: the engine behind it, and the requests that are open."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,24 +10,9 @@ from starlette.types import Receive
 from ..errors import EngineDeadError
 from .engine_port import EnginePort
 from .errors import SHUTTING_DOWN, ClientGoneError, HttpError
-from .metrics import MetricLabels, ServerMetrics
+from .metrics import ServerMetrics
 from .model_names import ModelNames, ResolvedModel
-
-DEFAULT_MAX_BODY_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppSettings:
-    """Configuration of the HTTP application; the engine's facts come from the engine."""
-
-    served_names: Sequence[str] = ()  # of the base model; empty = the name that it has itself
-    api_key: str | None = None
-    metrics_prefix: str = "corun"
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    allow_lora_updates: bool = False
-    block_size: int = 16  # tokens
-    max_num_seqs: int = 256
-    version: str = "unknown"
+from .settings import AppSettings
 
 
 class OpenRequest:
@@ -134,11 +119,5 @@ class ServerState:
 def make_state(engine: EnginePort, settings: AppSettings, *, now_s: int) -> ServerState:
     """Build the state for an engine that is ready."""
     names = ModelNames(tuple(settings.served_names) or (engine.get_model_info().name,))
-    labels = MetricLabels(
-        prefix=settings.metrics_prefix,
-        model_name=names.base,
-        block_size=settings.block_size,
-        max_num_seqs=settings.max_num_seqs,
-    )
-    metrics = ServerMetrics(engine, labels)
+    metrics = ServerMetrics(engine, settings, names.base)
     return ServerState(engine, settings, names, metrics, now_s)
