@@ -29,6 +29,7 @@ from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .limits import max_total_tokens
 from .policy import SchedulerPolicy
+from .recovery import Recovery
 from .results import ResultReader
 from .running_set import RunningSet
 from .step_draft import InFlightStep, StepDraft
@@ -59,7 +60,10 @@ class Scheduler:
             config, policy, self._running, self._cold_starts, self.counters, self._wait
         )
         self._admission = Admission(config, policy, memory, self._running, self._cold_starts)
-        self._results = ResultReader(frozenset(eos_token_ids), self._running, self.counters)
+        self._recovery = Recovery()
+        self._results = ResultReader(
+            frozenset(eos_token_ids), self._running, self._recovery, self.counters
+        )
         self._requests: dict[RequestId, Request] = {}  # those that have not ended
         self._in_flight: dict[StepId, InFlightStep] = {}  # oldest first
         self._forget: list[RequestId] = []  # ended, and the executor does not know yet
@@ -133,7 +137,7 @@ class Scheduler:
 
         Growth comes first, then decode rows, prefill chunks of running requests, new requests.
         """
-        draft = StepDraft(self.config)
+        draft = StepDraft(self.config, self._recovery)
         self._continuation.reset_outgrown()
         if not self._cold_starts.stops_everybody() and self._continuation.go_on(draft, now_s):
             self._admission.admit(draft, now_s)
@@ -222,6 +226,7 @@ class Scheduler:
             self._running.stop(request, RequestStatus.ENDED)
         self._policy.ended(request, now_s)
         self._cold_starts.forget(request.request_id)
+        self._recovery.forget(request.request_id)
         if request.is_announced:
             self._forget.append(request.request_id)
 

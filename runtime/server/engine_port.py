@@ -68,7 +68,7 @@ class EnginePort(Protocol):
         ...
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:
-        """Return the gauges and totals of now; the latest, if the engine tells none in time."""
+        """Return current gauges and totals; the latest known if the engine takes too long."""
         ...
 
     @property

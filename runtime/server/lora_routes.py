@@ -1,8 +1,7 @@
-"""Loading and unloading adapters over HTTP. Off unless the operator allows it."""
+"""Adapters over HTTP: the list, and loading and unloading, which are off unless allowed."""
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,12 +9,12 @@ from ..adapters.names import unknown_name
 from ..adapters.registry import AdapterInfo
 from ..errors import NotServedError, RequestError
 from ..frontend.outputs import LoRARequest
-from .basic_routes import adapter_dict
 from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
+from .responses import json_response
+from .settings import ALLOW_VARIABLE
 from .state import ServerState
 
-ALLOW_VARIABLE = "CORUN_ALLOW_RUNTIME_LORA_UPDATING"
 MAX_NAME_CHARS = 256
 _UNUSED_INT_ID = 1  # the name identifies an adapter
 
@@ -41,6 +40,11 @@ class LoraRoutes:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+
+    async def list_all(self, request: Request) -> Response:
+        """All registered adapters with their states, the failed ones with the reason."""
+        adapters = self._state.engine.list_loras()
+        return json_response({"object": "list", "data": [_as_dict(one) for one in adapters]})
 
     async def load(self, request: Request) -> Response:
         """Register an adapter; answers when it is ready or refused."""
@@ -108,5 +112,10 @@ class LoraRoutes:
         adapter = self._find(name)
         answer: dict[str, Any] = {"status": verb, "lora_name": name}
         if adapter is not None:
-            answer["adapter"] = adapter_dict(adapter)
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+            answer["adapter"] = _as_dict(adapter)
+        return json_response(answer)
+
+
+def _as_dict(adapter: AdapterInfo) -> dict[str, Any]:
+    """Return an adapter as the API shows it."""
+    return {name: getattr(adapter, name) for name in adapter.__struct_fields__}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...config.engine import EngineConfig
-from ...config.num_bytes import parse_num_bytes
+from ...config.notations import parse_num_bytes
 from ...errors import ConfigError, ResourceError
 
 _GIB = 2**30

@@ -16,7 +16,7 @@ from corun.runtime.demo import demo_model_path
 from corun.runtime.engine.client import ProcessClient
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.server.run import _start
-from corun.runtime.server.stop import StopSignals
+from corun.runtime.server.listening import StopSignals
 
 async def start(owns_process):
     client = ProcessClient(EngineConfig(model=str(demo_model_path())), factory=FACTORY)
