@@ -122,6 +122,10 @@ class Copied:
         """Read its files, if they must be; by the fetching thread."""
         self._host.read(on_progress, is_wanted)
 
+    def is_read(self) -> bool:
+        """Whether nothing more is read, whatever became of it."""
+        return self._host.is_read
+
     def reading(self) -> Reading | None:
         """How far its files have been read; None if they need not be."""
         if self._host.read_s is None:

@@ -23,6 +23,10 @@ class InPlace:
         """Read its files, if they must be."""
         self._host.read(on_progress, is_wanted)
 
+    def is_read(self) -> bool:
+        """Whether nothing more is read, whatever became of it."""
+        return self._host.is_read
+
     def reading(self) -> Reading | None:
         """Nobody plans with it here."""
         return None

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ...runtime.adapters.resolved import AdapterReader, RawTensor
 from ...runtime.errors import AdapterError, CorunError
-from ...shm.arena import HostArena
-from ...shm.arena_entry import ArenaEntry
+from ...shm.arena import ArenaEntry, HostArena
 from ..lora.adapter_layout import RegionWriter
 
 _LOG = logging.getLogger(__name__)
@@ -106,11 +105,7 @@ class AdapterReading:
 
     def _end(self, error: CorunError | None) -> None:
         """End the filler's reference, and tell all who wait."""
-        if error is None:
-            published = self._arena.publish(self._entry, self._source.digest.hexadecimal)
-            self._arena.release(published)
-        else:
-            self._arena.abandon(self._entry)
+        self._arena.release(self._entry)
         with self._changed:
             self._error = error
             self._is_over = True

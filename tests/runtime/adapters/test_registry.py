@@ -3,8 +3,8 @@
 from itertools import count
 
 import pytest
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.registry import (
-    AdapterFacts,
     AdapterRegistry,
     LoadId,
     Registered,
