@@ -11,70 +11,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from ...cpu_workers.affinity import place_thread
 from ...runtime.errors import CorunError
 from ...runtime.plan import Transfer, TransferId
-from ..lora.table import DeviceAdapter
-from .arrival import Reading
+from .arrival import AdapterLoad
 
 _LOG = logging.getLogger(__name__)
 
 
-class Arrival(Protocol):
-    """An adapter on its way from the host to the device."""
-
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
-        """Enqueue what brings it there, or only the first layers. Called once.
-
-        ``offset_bytes``: where to in the adapters' slab, if they have one.
-        Like all but ``read``, ``is_done`` and ``num_arrived`` by the engine's thread.
-        """
-        ...
-
-    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
-        """Read its files, if they must be; ``on_progress`` when there is more to enqueue.
-
-        Called once, by the fetching thread. Raises nothing: ``finish`` does.
-        """
-        ...
-
-    def is_read(self) -> bool:
-        """Whether nothing more is read, whatever became of it; also after ``cancel``."""
-        ...
-
-    def reading(self) -> Reading | None:
-        """How far its files have been read; None if nobody plans with that."""
-        ...
-
-    def advance(self) -> None:
-        """Enqueue the next layers if they are on the host and those before have arrived."""
-        ...
-
-    def enqueue_all(self) -> None:
-        """Enqueue all layers that are on the host and not enqueued yet."""
-        ...
-
-    def num_arrived(self) -> int:
-        """Layer groups, from the first on, that are on the device. As ``is_done``."""
-        ...
-
-    def is_done(self) -> bool:
-        """Whether it has arrived, or failed to. Called between ``start`` and ``finish``."""
-        ...
-
-    def finish(self) -> DeviceAdapter:
-        """Return it. Called once, when it is done; raises ``CorunError`` if it has failed."""
-        ...
-
-    def cancel(self) -> None:
-        """Give the host's copy back and read no further; instead of ``finish``."""
-        ...
-
-
 # Fetches the adapter of a load on the host; raises ``CorunError`` with the reason.
-FetchAdapter = Callable[[Transfer], Arrival]
+FetchAdapter = Callable[[Transfer], AdapterLoad]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +29,7 @@ class Fetched:
     """An adapter that has its place on the host, or the reason why it has none."""
 
     transfer: Transfer
-    arrival: Arrival | None
+    arrival: AdapterLoad | None
     error: str = ""
 
 

@@ -15,11 +15,8 @@ from ..device.host_memory import TorchDevice
 from ..lora.adapter_layout import AdapterLayout, GroupPlan
 from ..lora.base import LoraBackend
 from ..lora.matrix_layout import PACKED
-from .arrival import Copied
-from .copier import AdapterCopier, SlabSize
-from .fetcher import Arrival
-from .in_place import InPlace
-from .placement import Placement
+from .arrival import AdapterLoad, Copied, InPlace
+from .copier import AdapterCopier, DeviceLayout, SlabSize
 from .store import AdapterStore, MakeRoom, OpenSource
 
 
@@ -76,7 +73,7 @@ class HostAdapters:
         self._group_layers = group_layers
         self._num_layers = 1 + max(target.layer for target in target_map.targets)
         self._num_groups = 1 + max(target.input_group for target in target_map.targets)
-        self._placements: dict[str, Placement] = {}  # by digest, of adapters that are copied
+        self._placements: dict[str, DeviceLayout] = {}  # by digest, of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
             self._copier = AdapterCopier(device, where, layout, backend.layout, size.slab)
@@ -125,10 +122,10 @@ class HostAdapters:
             tuple(group_bytes), group_of_layer, facts.is_kept,
         )  # fmt: skip
 
-    def fetch(self, digest: str, path: str, place: HostPlace) -> Arrival:
+    def fetch(self, digest: str, path: str, place: HostPlace) -> AdapterLoad:
         """Begin to bring an adapter to the device by its content; see ``AdapterStore.fetch``.
 
-        ``Arrival.read`` must be called for it unless its place is filled.
+        ``AdapterLoad.read`` must be called for it unless its place is filled.
         """
         host = self._store.fetch(digest, path, place)
         if self._copier is None:

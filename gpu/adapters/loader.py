@@ -19,8 +19,8 @@ from ...runtime.errors import CorunError, EngineDeadError
 from ...runtime.plan import AdapterId, Transfer, TransferId
 from ..device.lost import raise_if_lost
 from ..lora.table import DeviceAdapter
-from .arrival import Copied, Reading
-from .fetcher import AdapterFetcher, Arrival, FetchAdapter, Fetched
+from .arrival import AdapterLoad, Copied, Reading
+from .fetcher import AdapterFetcher, FetchAdapter, Fetched
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ LoadEvent: TypeAlias = StartedLoad | LoadProgress | ReadProgress | LoadedAdapter
 @dataclass(slots=True, eq=False)
 class _Started:
     transfer: Transfer
-    arrival: Arrival
+    arrival: AdapterLoad
     is_gradual: bool  # a prefetch, which moves only while no demand load does
     num_seen: int = 0  # layer groups that were told of; of the watching thread
     num_read: int = 0  # likewise on the host; of the engine's thread
@@ -94,7 +94,7 @@ class AdapterLoader:
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
         self._under_way: list[_Started] = []  # of the engine's thread
-        self._cancelled: list[tuple[Arrival, LoadedAdapter]] = []  # whose files are still read
+        self._cancelled: list[tuple[AdapterLoad, LoadedAdapter]] = []  # whose files are still read
         self._watch_error: Exception | None = None  # ended the watching thread
         self._may_look = threading.Event()
         self._may_look.set()

@@ -28,7 +28,7 @@ MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 ReadAdapter = Callable[[str, MakeRoom], tuple[AdapterFacts, bool]]
 
 
-class HostMemory(Protocol):
+class AdapterHost(Protocol):
     """What the manager tells the host's memory."""
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
@@ -91,7 +91,7 @@ class AdapterManager:
         self,
         read_adapter: ReadAdapter,
         base_names: Collection[str],
-        host: HostMemory,
+        host: AdapterHost,
     ) -> None:
         """``host``: where adapters are kept as ``attach``'s core says."""
         ids = itertools.count(1)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from corun.gpu.adapters.fetcher import Arrival
+from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.host import ArenaSize, HostAdapters, RegisteredAdapter
 from corun.gpu.device.host_memory import TorchDevice
 from corun.gpu.lora.numba_backend import NumbaLora
@@ -86,7 +86,7 @@ class Host:
         self._loads.append((place, digest))
         return place
 
-    def fetch(self, digest: str, path: Path) -> Arrival:
+    def fetch(self, digest: str, path: Path) -> AdapterLoad:
         """Begin a load; ``end_load`` ends what it is for the account."""
         try:
             return self.adapters.fetch(digest, str(path), self.place(digest))

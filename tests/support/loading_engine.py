@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.copier import SlabSize
-from corun.gpu.adapters.fetcher import Arrival
 from corun.gpu.adapters.host import HostAdapters
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.handover import Exchange
@@ -387,7 +387,7 @@ class LoadingEngine:
                 self.num_failed += event.error_kind is not None
                 del self.live[event.request_id]
 
-    def _fetch(self, transfer: Transfer) -> Arrival:
+    def _fetch(self, transfer: Transfer) -> AdapterLoad:
         assert transfer.host is not None
         name = self.contents[transfer.adapter_id]
         path = str(Path(_files()[0].name) / name)

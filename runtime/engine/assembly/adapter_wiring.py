@@ -16,7 +16,7 @@ from ..adapter_manager import AdapterManager, MakeRoom, ReadAdapter
 from .resources import ArenaPlan
 
 if TYPE_CHECKING:
-    from ....gpu.adapters.fetcher import Arrival
+    from ....gpu.adapters.arrival import AdapterLoad
     from ....gpu.adapters.host import GroupLayers, HostAdapters
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.execution.executor import AdapterFetch
@@ -74,7 +74,7 @@ def adapter_fetch(
     """What the executor's loads do: a version's files must still be what was registered."""
     from ....gpu.execution.executor import AdapterFetch
 
-    def fetch(transfer: Transfer) -> "Arrival":
+    def fetch(transfer: Transfer) -> "AdapterLoad":
         assert transfer.host is not None, transfer
         version = manager.version(transfer.adapter_id)
         return host.fetch(version.digest, version.path, transfer.host)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.copier import AdapterCopier, SlabSize
-from corun.gpu.adapters.fetcher import Arrival
 from corun.gpu.adapters.host import RegisteredAdapter
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink
@@ -40,7 +40,7 @@ def device() -> Iterator[CpuDevice]:
     device.close(timeout_s=5)
 
 
-def take(host: Host, arrival: Arrival, digest: str) -> DeviceAdapter:
+def take(host: Host, arrival: AdapterLoad, digest: str) -> DeviceAdapter:
     """Do what the loader does, but wait."""
     arrival.read(lambda: None, lambda: True)
     arrival.start(is_gradual=False)
