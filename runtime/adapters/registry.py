@@ -2,7 +2,7 @@
 
 name -> entry -> immutable ``AdapterVersion``. A reload makes a new version; the old one serves the
 requests that hold it and is freed with the last of them. Pure bookkeeping: the caller reads files,
-holds the bytes, and frees what this module says may be freed.
+holds the bytes, frees what this module says may be freed, and says when it has left the device.
 
     begin_loading -> ready    the version serves; with other content it replaces the older one
                   -> failed   a first load is kept as "failed", a reload leaves the old one serving
@@ -116,6 +116,7 @@ class AdapterRegistry:
     base_names: Collection[str] = ()  # names of the base model, taken
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _held: dict[AdapterId, _Held] = field(default_factory=dict)
+    _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet gone
     _num_loads: int = 0
 
     def begin_loading(self, name: str, path: str) -> LoadId:
@@ -150,7 +151,8 @@ class AdapterRegistry:
             entry.version = self._held[old.adapter_id].version = replace(old, path=path)
             return Registered(entry.version, is_new=False)
         version = AdapterVersion(self.next_adapter_id(), name, path, facts)
-        assert version.adapter_id not in self._held, "adapter ids are never reused"
+        taken = version.adapter_id in self._held or version.adapter_id in self._freed
+        assert not taken, "adapter ids are never reused"
         self._held[version.adapter_id] = _Held(version)
         entry.version = version
         return Registered(version, is_new=True, freed=self._drain(old))
@@ -194,8 +196,18 @@ class AdapterRegistry:
         return self._free_if_drained(held)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
-        """A version that is served or draining."""
-        return self._held[adapter_id].version
+        """A version that is served or draining, or was and has not yet left the device."""
+        held = self._held.get(adapter_id)
+        return self._freed[adapter_id] if held is None else held.version
+
+    def forget(self, adapter_id: AdapterId) -> AdapterVersion | None:
+        """A freed version has left the device; returns it, None if it is not known."""
+        return self._freed.pop(adapter_id, None)
+
+    def digests(self) -> set[str]:
+        """Return the contents that some version has, those that have not yet left included."""
+        held = {held.version.digest for held in self._held.values()}
+        return held | {version.digest for version in self._freed.values()}
 
     def infos(self, resident: Collection[AdapterId] = ()) -> tuple[AdapterInfo, ...]:
         """All names with their states, sorted; ``resident`` are the versions on the device."""
@@ -238,7 +250,8 @@ class AdapterRegistry:
     def _free_if_drained(self, held: _Held) -> bool:
         if held.num_references > 0 or not held.is_draining:
             return False
-        del self._held[held.version.adapter_id]
+        adapter_id = held.version.adapter_id
+        self._freed[adapter_id] = self._held.pop(adapter_id).version
         return True
 
     def _unknown(self, name: str) -> UnknownModelError:

@@ -99,7 +99,6 @@ class AdapterManager:
         self._read_adapter = read_adapter
         self._host = host
         self._device: AdapterResidency | None = None
-        self._versions: dict[AdapterId, AdapterVersion] = {}  # until they have left the device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         # The reading thread asks for room, one adapter at a time, and waits for the answer.
@@ -138,11 +137,11 @@ class AdapterManager:
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
         """A version that may still be loaded. Called by the loader's thread."""
-        return self._versions[adapter_id]
+        return self._registry.version(adapter_id)
 
     def forget(self, adapter_id: AdapterId) -> None:
         """A dropped version has left the device."""
-        version = self._versions.pop(adapter_id, None)
+        version = self._registry.forget(adapter_id)
         self._is_changed = True
         if version is not None:
             self._maybe_gone.add(version.digest)
@@ -239,7 +238,6 @@ class AdapterManager:
             self._done.append(OperationDone(job.operation_id, error, AdapterError.__name__))
             self._maybe_gone.add(read.facts.digest)
             return
-        self._versions[registered.version.adapter_id] = registered.version
         self._drop(registered.freed)
         self._done.append(OperationDone(job.operation_id))
 
@@ -250,7 +248,7 @@ class AdapterManager:
         """
         if self._num_reading or not self._maybe_gone:
             return
-        gone = self._maybe_gone - {version.digest for version in self._versions.values()}
+        gone = self._maybe_gone - self._registry.digests()
         self._maybe_gone.clear()
         for digest in sorted(gone):
             assert self._device is not None

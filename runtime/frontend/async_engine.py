@@ -61,9 +61,9 @@ class AsyncEngine:
     def _set_up(self, client: EngineClient, chat_template: str | None) -> None:
         self._client = client
         self._chat_template = chat_template
-        self._requests = RequestClient(client)
-        self._loras = LoraClient(client)
         self._stats = StatsClient(client)
+        self._requests = RequestClient(client, self._stats)
+        self._loras = LoraClient(client)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._hf: Any = None  # the tokenizer of transformers, where it has been needed

@@ -12,13 +12,14 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ..engine.client import EngineClient
-from ..engine.messages import AbortRequests, EngineStats, ModelInfo, StepOutputs
+from ..engine.messages import AbortRequests, ModelInfo, StepOutputs
 from ..errors import EngineDeadError, RequestError
 from ..limits import check_num_open, check_num_sequences
 from ..sampling import SamplingParams
 from .generation import Choice, Generation, Notify
 from .inputs import Lora, PreparedRequest, Prompt, check_prompt, default_sampling, engine_sampling
 from .outputs import RequestOutput
+from .stats_client import StatsClient
 from .tokenizer import Tokenizer
 
 
@@ -54,8 +55,9 @@ class Waker:
 class RequestClient:
     """Opens requests through an engine client and tells their owners what is new."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, stats: StatsClient) -> None:
         self._client = client
+        self._stats = stats
         self._config = client.config
         self._rng = random.Random(client.config.seed)  # noqa: S311 -- seeds of samplers
         self._engine_ids = itertools.count(1)
@@ -63,7 +65,7 @@ class RequestClient:
         # What the engine still computes, whose choice it is, and whose request that is.
         self._by_engine_id: dict[int, tuple[Generation, Choice]] = {}
         self._num_sent = 0  # engine requests so far
-        self._last = StepOutputs((), EngineStats())
+        self._num_taken = 0  # of them those that the statistics know of
         self._on_turn: set[Callable[[], None]] = set()  # called whenever the engine has said more
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
@@ -190,7 +192,7 @@ class RequestClient:
 
         A request is notified once, however many of its choices go on.
         """
-        self._last = message
+        self._num_taken = message.num_requests
         unneeded: list[int] = []
         touched: dict[Generation, None] = {}  # in order
         for update in message.updates:
@@ -242,8 +244,7 @@ class RequestClient:
         num_open = len(self._by_engine_id)
         if num_open == 0 or self._error is not None:
             return True
-        num_unseen = self._num_sent - self._last.num_requests
-        num_waiting = self._last.stats.num_waiting + num_unseen
+        num_waiting = self._stats.latest.num_waiting + self._num_sent - self._num_taken
         max_waiting = self._config.max_num_waiting
         return (
             num_waiting + num_new <= max_waiting

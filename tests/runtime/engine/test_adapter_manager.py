@@ -108,6 +108,14 @@ def add(
     return wait_done(manager)
 
 
+def remove(manager: AdapterManager, name: str) -> None:
+    """Unregister an adapter that nobody uses, and have it leave the device."""
+    adapter_id = manager.resolve(name).adapter_id
+    manager.handle(RemoveAdapter(9, name))
+    assert wait_done(manager)[0] == OperationDone(9)
+    manager.forget(adapter_id)
+
+
 def test_adds_an_adapter_and_tells(manager: AdapterManager, files: Files) -> None:
     done, changed = add(manager, files, "d1")
     assert done == OperationDone(7)
@@ -206,8 +214,8 @@ def test_tells_of_content_that_no_version_has_any_more(
     add(manager, files, "d2")
     manager.forget(first)
     assert files.gone == [], "another name has the same content"
-    manager.forget(manager.resolve("b").adapter_id)
-    manager.forget(manager.resolve("a").adapter_id)
+    remove(manager, "b")
+    remove(manager, "a")
     assert files.gone == ["d1", "d2"]
 
 
@@ -226,7 +234,7 @@ def test_content_that_is_being_read_again_is_not_gone(
     assert files.gone == []
     assert wait_done(manager)[0] == OperationDone(3)
     assert files.gone == []
-    manager.forget(manager.resolve("b").adapter_id)
+    remove(manager, "b")
     assert files.gone == ["d1"]
 
 

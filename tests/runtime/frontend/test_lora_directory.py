@@ -55,8 +55,8 @@ def test_an_unknown_name_is_answered_with_near_ones_or_with_what_is_served() -> 
     registry.remove("failed")
     mirror = LoraDirectory(registry.infos())
     for check in (registry.resolve, registry.remove, mirror.check_known, mirror.check_usable):
-        with pytest.raises(UnknownModelError, match="named 'redy'; did you mean 'ready'"):
-            check("redy")
+        with pytest.raises(UnknownModelError, match="named 'ready2'; did you mean 'ready'"):
+            check("ready2")
         with pytest.raises(UnknownModelError, match=r"named 'zzz'; served are .*'ready'"):
             check("zzz")
 
