@@ -21,7 +21,7 @@ BASE_ADAPTER = AdapterId(0)  # the base model, no adapter
 
 
 class SubBatchKind(StrEnum):
-    """Rows of one kind share a forward pass."""
+    """Rows of one sub-batch share a forward pass; a step may have several of one kind."""
 
     DECODE = "decode"  # one token per row; can be captured; never waits for a worker
     MIXED = "mixed"  # prefill chunks of resident adapters, with decode rows where that is faster
@@ -116,8 +116,16 @@ class Outcome(StrEnum):
     """What became of a row that sampled, or that failed."""
 
     TOKENS = "tokens"
-    RETRY = "retry"  # nothing of this row counts; compute it again
+    RETRY = "retry"  # nothing of this row counts; to be planned again as ``cause`` allows
     FAILED = "failed"  # the request ends with ``error``
+
+
+class RetryCause(StrEnum):
+    """Why nothing of a row counts. What follows from it is the scheduler's to decide."""
+
+    DELTAS = "deltas"  # the row's own: what brings its deltas has failed, or is not on its way
+    FORWARD = "forward"  # its forward pass has failed, and it may be the reason
+    COMPANY = "company"  # another row of the sub-batch is to blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,7 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if asked for
     error: str | None = None  # why, for RETRY and FAILED
     error_kind: str | None = None  # a class in errors, for FAILED; None = the step failed
+    cause: RetryCause | None = None  # for RETRY
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +183,12 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> None:
         """Accept ``plan``; plans run in the order in which they are submitted.
 
-        Each plan has one ``StepResult``, also one without rows, and each transfer one
-        ``TransferResult``, perhaps with ``TransferProgress`` before it. Transfers of a plan begin
-        before its rows, which may use the layer groups of loads that have not ended if they are
-        ASSISTED. A token sampled by a row has position ``start_position + num_tokens``
-        and is kept there: a row that is computed again replaces it and what was kept behind it.
+        A plan is run as it is: rows that cannot be computed in the sub-batch that they are in
+        come back as RETRY. Each plan has one ``StepResult``, also one without rows, and each
+        transfer one ``TransferResult``, perhaps with ``TransferProgress`` before it. Transfers of a
+        plan begin before its rows, which may use the layer groups of loads that have not ended if
+        they are ASSISTED. A token sampled by a row has position ``start_position + num_tokens`` and
+        is kept there: a row that is computed again replaces it and what was kept behind it.
         Requests to forget may be unknown. Never raises for what happens inside the step: that is
         a result.
         """

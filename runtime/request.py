@@ -48,7 +48,7 @@ class Request:
     is_held: bool = False  # not to be scheduled until no step in flight refers to it
     is_cold: bool = False  # runs although its adapter is not wholly on the device
     has_short_kv: bool = False  # KV was computed below SchedulerConfig.recompute_at_tokens
-    # How often a row that starts there came to nothing, by no fault of the request.
+    # How often a row that starts there came to nothing and may have been the reason itself.
     retried_positions: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:

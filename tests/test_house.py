@@ -81,6 +81,8 @@ _POLICY = (
     "runtime.request",
     "runtime.sampling",
     "runtime.errors",
+    "runtime.limits",
+    "runtime.adapters.names",
     "runtime.adapters.registry",
     "runtime.adapters.target_map",
     "runtime.engine.core",

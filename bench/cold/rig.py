@@ -94,7 +94,7 @@ class Rig:
         self.profile: Profile = coexecution.profile
         self._waits = WaitRecorder(self.pool)
         if isinstance(assembly.device, CpuDevice):  # elsewhere the host runs ahead of its waits
-            coexecution.assistant.observer = self._waits
+            self._waits.watch(coexecution.assistant.handover)
         self._rng = random.Random(0)
         self._vocab = vocab
         self._next_id = 1

@@ -4,15 +4,17 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ...runtime.plan import (
+    Outcome,
     RequestId,
     Result,
+    RetryCause,
     RowResult,
     StepPlan,
     StepResult,
@@ -31,11 +33,12 @@ from ..forward.batch import DeltaPass
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..lora.table import LoraTable
 from .request_table import RequestState, RequestTable
-from .row_results import RowResults, failures, retries
 from .runner import ModelRunner
-from .sampler import Sampler
+from .sampler import SampledRow, Sampler
 
 _LOG = logging.getLogger(__name__)
+
+_VOID = "a CPU worker or a copy of the adapter failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class DeviceExecutor:
     """The executor of a real engine; see ``runtime.plan.Executor``.
 
     ``submit`` computes the step in the calling thread, which must always be the same one (the
-    libraries below keep threads of their own per caller). Adapters are loaded beside it.
+    libraries below keep threads of their own per caller). Adapters are loaded beside it. What
+    fails is reported and not tried otherwise: to plan again is the scheduler's.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class DeviceExecutor:
         Plans with ASSISTED rows need an ``assistant``.
         """
         self._runner = runner
-        self._row_results = RowResults(sampler)
+        self._sampler = sampler
         self._requests = RequestTable(max_model_len, runner.block_size)
         self._results: deque[Result] = deque()
         # Counts what poll has not taken yet; readable while that is more than nothing.
@@ -133,32 +137,20 @@ class DeviceExecutor:
         os.eventfd_write(self._event_fd, 1)
 
     def _run_batch(self, batch: SubBatch) -> list[RowResult]:
-        """Compute one sub-batch; an exception fails its rows and no others."""
+        """Compute one sub-batch; if it fails, say which rows may be the reason, and no more."""
         try:
             if batch.kind is SubBatchKind.ASSISTED:
-                return self._run_assisted(batch)
-            return self._compute(batch)
+                return self._compute_assisted(batch)
+            states, inputs = self._lower(batch)
+            logits = self._forward(batch, inputs, None)
+            return self._take_tokens(batch, states, logits)
         except Exception as error:
             raise_if_lost(error)
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
-            parts = self._warm_and_cold(batch)
-            if len(parts) > 1:
-                _LOG.warning("warm rows are computed again without the cold ones, and these alone")
-                return [result for part in parts for result in self._run_batch(part)]
             reason = f"the step failed: {type(error).__name__}: {error}"
-            return failures(batch.request_ids, reason)
-
-    def _warm_and_cold(self, batch: SubBatch) -> list[SubBatch]:
-        """The parts of a sub-batch, so that neither has to bear what the other one did.
-
-        To compute a row again is harmless: it writes the same keys and values to the same places.
-        """
-        is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
-        warm_rows = [row for row, cold in enumerate(is_cold) if not cold]
-        if batch.kind is not SubBatchKind.ASSISTED or not any(is_cold) or not warm_rows:
-            return [batch]
-        warm = replace(_rows_of(batch, warm_rows), kind=SubBatchKind.MIXED, split_layers=())
-        return [warm, _rows_of(batch, [row for row, cold in enumerate(is_cold) if cold])]
+            # Most can happen to what is not on the device.
+            is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
+            return _not_computed(batch, is_cold, RetryCause.FORWARD, reason)
 
     def _is_cold(self, request_id: RequestId) -> bool:
         """Whether the adapter is not, or not wholly, on the device."""
@@ -167,48 +159,30 @@ class DeviceExecutor:
             return True
         return self._adapters[state.adapter_id].arriving is not None
 
-    def _compute(self, batch: SubBatch) -> list[RowResult]:
-        states, inputs = self._lower(batch)
-        return self._row_results.make(
-            batch, states, self._forward(batch, inputs, None), frozenset()
-        )
-
     def _lower(self, batch: SubBatch) -> tuple[list[RequestState], ForwardInputs]:
         states = [self._requests[request_id] for request_id in batch.request_ids]
         packed = self._pack(batch, states)
         return states, lower(packed, self._runner.block_size, self._runner.device)
 
-    def _run_assisted(self, batch: SubBatch) -> list[RowResult]:
-        """Compute the rows whose adapter moves; retry those for which files are read after all."""
-        is_moving = [
-            self._requests[request_id].adapter_id in self._adapters
-            for request_id in batch.request_ids
-        ]
-        if all(is_moving):
-            return self._compute_assisted(batch)
-        reason = "the adapter is not on its way to the device yet"
-        return self._retry_some(batch, [not moving for moving in is_moving], reason)
-
-    def _retry_some(
-        self, batch: SubBatch, is_retried: Sequence[bool], reason: str
-    ) -> list[RowResult]:
-        """Compute only the other rows."""
-        _LOG.warning("%d of %d rows are retried: %s", sum(is_retried), len(is_retried), reason)
-        retried = [row for row, retry in enumerate(is_retried) if retry]
-        others = [row for row, retry in enumerate(is_retried) if not retry]
-        results = retries([batch.request_ids[row] for row in retried], reason)
-        return results + self._run_batch(_rows_of(batch, others)) if others else results
-
     def _compute_assisted(self, batch: SubBatch) -> list[RowResult]:
         """A pass whose deltas partly come from workers; rows whose deltas are void are retried."""
-        assert self._assistant is not None, "nobody assists, but the plan counts on it"
+        is_absent = [
+            self._requests[request_id].adapter_id not in self._adapters
+            for request_id in batch.request_ids
+        ]
+        if any(is_absent):  # its files are read first after all
+            reason = "the adapter is not on its way to the device yet"
+            _LOG.warning("an assisted sub-batch is not computed: %s", reason)
+            return _not_computed(batch, is_absent, RetryCause.DELTAS, reason)
         states, inputs = self._lower(batch)
         rows = self._cold_rows(batch, states, inputs)
+        assert self._assistant is not None, "nobody assists, but the plan counts on it"
         try:
             assisted = self._assistant.begin(rows, self._runner.device)
         except ShmError as error:
-            # Rows without a layer for the workers may have been retried before.
-            return self._retry_some(batch, [split > 0 for split in batch.split_layers], str(error))
+            _LOG.warning("an assisted sub-batch is not computed: %s", error)
+            counts_on_workers = [split_layer > 0 for split_layer in batch.split_layers]
+            return _not_computed(batch, counts_on_workers, RetryCause.DELTAS, str(error))
         try:
             logits = self._forward(batch, inputs, assisted.deltas)
         except BaseException:
@@ -216,12 +190,39 @@ class DeviceExecutor:
             raise
         void_spans = assisted.settle()
         void = frozenset(
-            number
-            for number, row in enumerate(rows)
+            request_id
+            for request_id, row in zip(batch.request_ids, rows, strict=True)
             if any(row.start <= start < row.end for start, _ in void_spans)
             or (row.arriving is not None and row.arriving.has_failed())
         )
-        return self._row_results.make(batch, states, logits, void)
+        return self._take_tokens(batch, states, logits, void)
+
+    def _take_tokens(
+        self, batch: SubBatch, states: Sequence[RequestState], logits: torch.Tensor,
+        void: Collection[RequestId] = (),
+    ) -> list[RowResult]:  # fmt: skip
+        """Sample, and keep what was drawn but for rows in ``void``.
+
+        states: one per row; logits: float32 [rows that sample, vocabulary].
+        """
+        results = [
+            RowResult(request_id, Outcome.RETRY, error=_VOID, cause=RetryCause.DELTAS)
+            for request_id in void
+        ]
+        sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
+        if not sampling_rows:
+            return results
+        for row in sampling_rows:
+            states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
+        drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
+        for row, sampled in zip(sampling_rows, drawn, strict=True):
+            request_id = batch.request_ids[row]
+            if request_id in void:
+                continue
+            if sampled.error is None:
+                states[row].append(sampled.token_id)
+            results.append(_result_of(request_id, sampled))
+        return results
 
     def _cold_rows(
         self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
@@ -284,13 +285,21 @@ class DeviceExecutor:
         self._num_touched_blocks = max(used, default=-1) + 1
 
 
-def _rows_of(batch: SubBatch, rows: Sequence[int]) -> SubBatch:
-    """Some rows of an assisted sub-batch."""
-    return SubBatch(
-        batch.kind,
-        tuple(batch.request_ids[row] for row in rows),
-        tuple(batch.start_positions[row] for row in rows),
-        tuple(batch.num_tokens[row] for row in rows),
-        tuple(batch.samples[row] for row in rows),
-        tuple(batch.split_layers[row] for row in rows),
-    )
+def _result_of(request_id: RequestId, sampled: SampledRow) -> RowResult:
+    if sampled.error is not None:
+        return RowResult(
+            request_id, Outcome.FAILED, error=sampled.error, error_kind=sampled.error_kind
+        )
+    logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
+    return RowResult(request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs)
+
+
+def _not_computed(
+    batch: SubBatch, is_blamed: Sequence[bool], cause: RetryCause, reason: str
+) -> list[RowResult]:
+    """Results of a sub-batch of which nothing counts. Where no row stands out, any may be why."""
+    others = RetryCause.COMPANY if any(is_blamed) else RetryCause.FORWARD
+    return [
+        RowResult(request_id, Outcome.RETRY, error=reason, cause=cause if blamed else others)
+        for request_id, blamed in zip(batch.request_ids, is_blamed, strict=True)
+    ]

@@ -9,24 +9,25 @@ holds the bytes, and frees what this module says may be freed.
     remove        -> draining no new request; freed at once, or with the last reference
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
 import msgspec
 
-from ..errors import AdapterError, AdapterUnavailableError, UnknownModelError
-from ..near_names import near_names
+from ..errors import AdapterError, UnknownModelError
 from ..plan import AdapterId
+from .names import (
+    DRAINING,
+    FAILED,
+    LOADING,
+    READY,
+    check_adapter_name,
+    unavailable_adapter,
+    unknown_name,
+)
 
 LoadId = NewType("LoadId", int)  # one attempt to load; never reused
-
-LOADING = "loading"
-READY = "ready"
-DRAINING = "draining"
-FAILED = "failed"
-
-_MAX_NAME_LENGTH = 256
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -170,13 +171,11 @@ class AdapterRegistry:
             entry.load_id, entry.reason = None, reason
 
     def remove(self, name: str) -> tuple[AdapterId, ...]:
-        """Unregister ``name`` and return versions to free now. Unknown names are no error."""
+        """Unregister ``name`` and return versions to free now. Raises ``UnknownModelError``."""
         entry = self._entries.pop(name, None)
-        return () if entry is None else self._drain(entry.version)
-
-    def __contains__(self, name: str) -> bool:
-        """Whether ``name`` is registered, in whatever state."""
-        return name in self._entries
+        if entry is None:
+            raise self._unknown(name)
+        return self._drain(entry.version)
 
     def resolve(self, name: str) -> AdapterVersion:
         """The version that serves new requests for ``name``.
@@ -187,11 +186,10 @@ class AdapterRegistry:
         if entry is not None and entry.version is not None:
             return entry.version
         if entry is not None:
-            because = f": {entry.reason}" if entry.state == FAILED else ""
-            raise AdapterUnavailableError(f"adapter {name!r} is {entry.state}{because}")
+            raise unavailable_adapter(name, entry.state, entry.reason)
         if self._draining(name):
-            raise AdapterUnavailableError(f"adapter {name!r} is draining: it was removed")
-        raise UnknownModelError(f"unknown model or adapter {name!r}{self.near_names(name)}")
+            raise unavailable_adapter(name, DRAINING, None)
+        raise self._unknown(name)
 
     def acquire(self, adapter_id: AdapterId) -> None:
         """Take a reference; a version is not freed while one is held."""
@@ -219,11 +217,6 @@ class AdapterRegistry:
             else:
                 infos[name] = _info(entry.version, READY, entry.reason, resident)
         return tuple(infos[name] for name in sorted(infos))
-
-    def near_names(self, name: str) -> str:
-        """A phrase that names what ``name`` may have been meant for, or nothing."""
-        known = [*self.base_names, *self._entries]
-        return near_names(name, known, "; near names: {}", joint=", ", show=str)
 
     def check_invariants(self) -> None:
         """Assert that every version is either served or draining with references."""
@@ -257,26 +250,11 @@ class AdapterRegistry:
         del self._held[held.version.adapter_id]
         return True
 
+    def _unknown(self, name: str) -> UnknownModelError:
+        return unknown_name(name, [*self.base_names, *self._entries])
+
     def _draining(self, name: str) -> bool:
         return any(held.version.name == name for held in self._held.values())
-
-
-def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:
-    """Raise ``AdapterError`` unless an adapter may be called ``name``."""
-    reason = None
-    if not name or name != name.strip():
-        reason = "is empty or begins or ends with a space"
-    elif len(name) > _MAX_NAME_LENGTH:
-        reason = f"has {len(name)} characters; the limit is {_MAX_NAME_LENGTH}"
-    elif any(character in "/\\:" for character in name):
-        reason = "contains a slash or a colon"
-    elif not name.isprintable():
-        reason = "contains a control character"
-    elif name in base_names:
-        reason = "is the name of the base model"
-    if reason is not None:
-        shown = repr(name if len(name) <= _MAX_NAME_LENGTH else name[:40] + "...")
-        raise AdapterError(f"an adapter cannot be called {shown}: the name {reason}")
 
 
 def _info(

@@ -12,6 +12,7 @@ from ..plan import AdapterId, RequestId, StepId
 from ..request import Request
 from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
+from ..scheduler.recovery import may_use_workers, needs_whole_adapter
 from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
 from .company import CompanyModel
 from .files import FileLedger, ready_s
@@ -118,7 +119,7 @@ class PlannedColdStarts:
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """Decide once for a request whose adapter is loading; then keep to it."""
         layers = self._loading.get(request.adapter_id)
-        if layers is None or request.retried_positions:
+        if layers is None or not may_use_workers(request):
             return False
         decision = self._decisions.get(request.request_id)
         if decision is None:
@@ -140,8 +141,8 @@ class PlannedColdStarts:
         layers = self._loading.get(request.adapter_id)
         if layers is None:
             return None  # the load has failed, and the request is about to be told
-        if request.retried_positions[request.num_computed_tokens] > 1:
-            return None  # not even what has arrived was of use, so it needs the whole adapter
+        if needs_whole_adapter(request):
+            return None
         if self._files.num_on_host(request.adapter_id) == 0:
             return None  # it has no place on the device yet
         cold = self._cold_request(request, layers, num_others, rows, now_s)
@@ -245,8 +246,7 @@ class PlannedColdStarts:
             num_tokens = max(_MIN_CHUNK_TOKENS, num_tokens // 2)
 
     def _strategy_of(self, request: Request) -> LoadStrategy:
-        """A row that failed once is computed without workers."""
-        if request.retried_positions:
+        if not may_use_workers(request):
             return LoadStrategy.PIPELINED
         return self._decisions[request.request_id].strategy
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..adapters.registry import AdapterFacts, AdapterInfo, AdapterRegistry, AdapterVersion, LoadId
-from ..errors import AdapterError, CorunError, UnknownModelError
+from ..errors import AdapterError, CorunError
 from ..plan import AdapterId
 from .messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
 
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 ReadFacts = Callable[[str], AdapterFacts]  # reads and checks a directory; raises ``CorunError``
 
 
-class Device(Protocol):
+class AdapterResidency(Protocol):
     """What the manager asks of the engine core."""
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
@@ -67,7 +67,7 @@ class AdapterManager:
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)), base_names)
         self._read_facts = read_facts
         self._on_content_gone = on_content_gone
-        self._device: Device | None = None
+        self._device: AdapterResidency | None = None
         self._versions: dict[AdapterId, AdapterVersion] = {}  # until they have left the device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
@@ -82,7 +82,7 @@ class AdapterManager:
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
         self._thread.start()
 
-    def attach(self, device: Device) -> None:
+    def attach(self, device: AdapterResidency) -> None:
         """Name the engine core; before that nothing can be removed."""
         self._device = device
 
@@ -167,9 +167,6 @@ class AdapterManager:
         os.close(self._event_fd)
 
     def _remove(self, message: RemoveAdapter) -> None:
-        if message.name not in self._registry:
-            near = self._registry.near_names(message.name)
-            raise UnknownModelError(f"no adapter is called {message.name!r}{near}")
         self._drop(self._registry.remove(message.name))
         self._done.append(OperationDone(message.operation_id))
         self._is_changed = True

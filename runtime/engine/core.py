@@ -24,6 +24,10 @@ _logger = logging.getLogger(__name__)
 class AdapterVersions(Protocol):
     """Where adapter names are resolved and references are counted: the manager, or its registry."""
 
+    def version(self, adapter_id: AdapterId) -> AdapterVersion:
+        """Return a version that some request uses."""
+        ...
+
     def resolve(self, name: str) -> AdapterVersion:
         """Return the version that new requests use.
 
@@ -88,7 +92,6 @@ class EngineCore:
         self._cpu_workers = cpu_workers
         self._num_host_evictions = num_host_evictions
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
-        self._names: dict[AdapterId, str] = {}
         self._updates: list[RequestUpdate] = []  # for the next step to return
         self._has_news = False  # something happened since nothing could be scheduled
         self._num_steps = 0
@@ -128,7 +131,6 @@ class EngineCore:
         self._adapter_of[request.request_id] = adapter_id
         if message.adapter_name is not None:
             self._adapters.acquire(adapter_id)
-            self._names[adapter_id] = message.adapter_name
         self._has_news = True
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -279,13 +281,11 @@ class EngineCore:
     def _report_gone(self) -> None:
         """Tell of dropped adapter versions that have left the device."""
         for adapter_id in self._scheduler.memory.take_gone():
-            self._names.pop(adapter_id, None)
             if self._on_adapter_gone is not None:
                 self._on_adapter_gone(adapter_id)
 
     def _names_of(self, adapter_ids: tuple[AdapterId, ...]) -> tuple[str, ...]:
-        """Return the names under which requests asked for these adapters, sorted."""
-        return tuple(sorted({self._names[adapter_id] for adapter_id in adapter_ids}))
+        return tuple(sorted({self._adapters.version(key).name for key in adapter_ids}))
 
 
 def _update_of(event: RequestEvent) -> RequestUpdate:

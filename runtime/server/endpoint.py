@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
 from ..frontend.outputs import RequestOutput
+from ..limits import check_num_sequences
 from .body import read_body
-from .errors import ClientGoneError, HttpError
+from .errors import ClientGoneError
 from .generation_request import ParsedRequest
 from .metrics import ServerMetrics
 from .responses import AdapterStartInfo, Answer, Timing, Usage
@@ -107,8 +108,8 @@ class GenerationEndpoint(ABC):
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         writer.request_id = request_id
         request = await self.parse(body, request_id)
-        self._check_size(request)
         try:
+            self._check_size(request)
             if request.body.stream:
                 await self._answer_stream(request, writer)
             else:
@@ -119,19 +120,12 @@ class GenerationEndpoint(ABC):
             raise
 
     def _check_size(self, request: ParsedRequest) -> None:
-        """Raise ``HttpError`` for more choices than could ever wait and run at once."""
-        num_prompts, num_choices = len(request.prompts), request.sampling.n
-        max_waiting = self.state.engine.get_model_info().max_num_waiting
-        limit = self.state.settings.max_num_seqs + max_waiting
-        if num_prompts * num_choices > limit:
-            raise HttpError(
-                400,
-                f"{num_prompts} prompts with {num_choices} choices each are "
-                f"{num_prompts * num_choices} sequences, the server holds at most {limit} "
-                "(--max-num-seqs and --max-num-waiting together)",
-                code="too_many_sequences",
-                param=self.prompt_field if num_prompts > num_choices else "n",
-            )
+        check_num_sequences(
+            len(request.prompts),
+            request.sampling.n,
+            max_num_seqs=self.state.settings.max_num_seqs,
+            max_num_waiting=self.state.engine.get_model_info().max_num_waiting,
+        )
 
     async def _answer_stream(self, request: ParsedRequest, writer: ResponseWriter) -> None:
         encoder = self.chunk_encoder(request)

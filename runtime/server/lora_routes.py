@@ -5,10 +5,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..adapters.names import unknown_name
 from ..adapters.registry import AdapterInfo
-from ..errors import NotServedError, RequestError, UnknownModelError
+from ..errors import NotServedError, RequestError
 from ..frontend.outputs import LoRARequest
-from ..near_names import near_names
 from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
 from .responses import json_response
@@ -73,10 +73,7 @@ class LoraRoutes:
         body = parse_body(UnloadRequest, await self._read(request))
         if self._find(body.lora_name) is None:
             names = [adapter.name for adapter in self._state.engine.list_loras()]
-            hint = near_names(body.lora_name, names)
-            raise UnknownModelError(
-                f"there is no adapter {body.lora_name[:100]!r} here{hint}", param="lora_name"
-            )
+            raise unknown_name(body.lora_name, names, param="lora_name")
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)
 

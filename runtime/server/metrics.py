@@ -213,7 +213,7 @@ class ServerMetrics:
             ("num_preemptions", "Requests sent back to waiting.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
-            ("retried_rows", "Rows computed again without CPU workers.", stats.num_retried_rows),
+            ("retried_rows", "Rows that came to nothing, computed again.", stats.num_retried_rows),
             ("cpu_worker_restarts", "CPU workers replaced.", stats.cpu_workers.num_restarts),
             ("cpu_worker_failed_jobs", "Jobs of dead workers.", stats.cpu_workers.num_failed_jobs),
             ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),

@@ -11,7 +11,7 @@ from ..errors import EngineDeadError
 from .engine_port import EnginePort
 from .errors import SHUTTING_DOWN, ClientGoneError, HttpError
 from .metrics import ServerMetrics
-from .model_names import ModelNames, Target
+from .model_names import ModelNames, ResolvedModel
 from .settings import AppSettings
 
 
@@ -103,9 +103,9 @@ class ServerState:
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     draining: bool = False  # no new requests; those that run may finish
 
-    def resolve(self, model: str | None) -> Target:
+    def resolve(self, model: str | None) -> ResolvedModel:
         """Return what ``model`` stands for now."""
-        return self.names.resolve(model, self.engine.list_loras())
+        return self.names.resolve(model, self.engine.loras)
 
     def check_accepting(self) -> None:
         """Raise unless new requests are served."""

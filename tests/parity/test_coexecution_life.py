@@ -136,7 +136,7 @@ def test_a_load_that_fails_fails_its_requests_alone(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers compute for it until that is known; what they computed is of no use."""
-    device: Any = engine.assistant._handover.exchange.device
+    device: Any = engine.assistant.handover.exchange.device
     begin = device.link.begin
 
     def broken(*arguments: Any, **more: Any) -> Any:

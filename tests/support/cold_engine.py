@@ -18,6 +18,7 @@ import psutil
 import torch
 from corun.cpu_workers.pool import WorkerPool
 from corun.gpu.coexec.assistant import Assistant
+from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.link import Direction
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
@@ -189,6 +190,22 @@ class ColdEngine:
                 del vars(self._cold_starts)[name]
 
     @contextlib.contextmanager
+    def watched_sends(self, sent: Callable[[Invocation], None]) -> Iterator[None]:
+        """Tell ``sent`` of each invocation whose x is out, so that its worker may begin."""
+        handover: Any = self.assistant.handover
+        send = handover.send
+
+        def watched(invocation: Invocation, x: torch.Tensor) -> None:
+            send(invocation, x)
+            sent(invocation)
+
+        handover.send = watched
+        try:
+            yield
+        finally:
+            del handover.send
+
+    @contextlib.contextmanager
     def held_loads(self) -> Iterator[None]:
         """Let no copy to the device begin."""
         self._gate.clear()
@@ -313,7 +330,7 @@ class ColdEngine:
         self.executor.submit = note
 
     def _gate_loads(self) -> None:
-        device: Any = self.assistant._handover.exchange.device
+        device: Any = self.assistant.handover.exchange.device
         link = device.link
         begin = link.begin
 

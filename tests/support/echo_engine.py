@@ -15,6 +15,7 @@ from corun.runtime.errors import (
     OverloadedError,
     RequestError,
 )
+from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.frontend.outputs import (
     AdapterStart,
     ChoiceHistory,
@@ -116,6 +117,10 @@ class FakeEngine:
         while self.error is None:
             await asyncio.sleep(0.005)
         return self.error
+
+    @property
+    def loras(self) -> LoraDirectory:
+        return LoraDirectory(self.list_loras())
 
     def list_loras(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.adapters.values())

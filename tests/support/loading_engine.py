@@ -9,7 +9,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,6 @@ from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink, Transfer
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
-from corun.gpu.execution.row_results import RowResults
 from corun.gpu.execution.sampler import SampledRow
 from corun.gpu.forward.batch import DeltaPass
 from corun.gpu.forward.lower import ForwardInputs
@@ -37,7 +36,14 @@ from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.engine.assembly.resources import MemoryPlan
-from corun.runtime.plan import AdapterId, RequestId, RowResult, StepPlan, SubBatch, SubBatchKind
+from corun.runtime.plan import (
+    AdapterId,
+    Outcome,
+    RequestId,
+    StepPlan,
+    StepResult,
+    SubBatchKind,
+)
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestEvent
@@ -122,14 +128,14 @@ class _ColdStarts(RandomColdStarts):
 
 
 class _Runner:
-    """Computes deltas of ones, and notes for which packed tokens they are right."""
+    """Computes deltas of ones, and notes of each pass for which packed tokens they are right."""
 
     def __init__(self, engine: "LoadingEngine") -> None:
         self._engine = engine
         self.block_size = BLOCK_SIZE
         self.device = torch.device("cpu")
         self.pool = SimpleNamespace(release=lambda blocks: None, block_bytes=BLOCK_BYTES)
-        self.is_right: list[bool] = []
+        self.passes: dict[tuple[int, ...], list[bool]] = {}  # by the rows' first blocks
         self._groups: dict[tuple[int, int], list[Any]] = {}
         for target in _target_map().targets:
             self._groups.setdefault((target.layer, target.input_group), []).append(target)
@@ -155,7 +161,7 @@ class _Runner:
                 deltas.add(key, x, ys, [target.index for target in targets])
                 for target, y in zip(targets, ys, strict=True):
                     right &= self._are_right(contents, target.index, y)
-        self.is_right = right.tolist()
+        self.passes[tuple(inputs.attention.block_tables[:, 0].tolist())] = right.tolist()
         return torch.zeros(len(indices), 4)
 
     def close(self) -> None:
@@ -168,23 +174,6 @@ class _Runner:
         sums = _files()[1]
         wanted = torch.stack([sums[c].get(index, zero) if c else zero for c in contents])
         return torch.isclose(y, wanted, rtol=1e-3, atol=1e-4).all(dim=1)
-
-
-class _RowResults(RowResults):
-    """Looks whether all tokens that count are right."""
-
-    def __init__(self, runner: _Runner) -> None:
-        super().__init__(_Sampler())  # type: ignore[arg-type]
-        self._runner = runner
-
-    def make(
-        self, batch: SubBatch, states: Any, logits: torch.Tensor, void: Collection[int]
-    ) -> list[RowResult]:
-        start, is_right = 0, self._runner.is_right
-        for row, num_tokens in enumerate(batch.num_tokens):
-            assert row in void or all(is_right[start : start + num_tokens]), "wrong deltas count"
-            start += num_tokens
-        return super().make(batch, states, logits, void)
 
 
 class _Sampler:
@@ -246,13 +235,12 @@ class LoadingEngine:
         exchange = Exchange(self.device, compute, compute)
         num_layers = 1 + max(target.layer for target in _target_map().targets)
         assistant = Assistant(HostHandover(exchange), self.backend, None, num_layers)
-        runner = _Runner(self)
+        self._runner = _Runner(self)
         self.executor = DeviceExecutor(
-            runner, _Sampler(), self.table,  # type: ignore[arg-type]
+            self._runner, _Sampler(), self.table,  # type: ignore[arg-type]
             AdapterFetch(self._fetch, self._fetch_present),
             max_model_len=64, assistant=assistant,
         )  # fmt: skip
-        self.executor._row_results = _RowResults(runner)
         self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
         self.digests: dict[str, str] = {}
         self.served: dict[str, AdapterId] = {}
@@ -269,6 +257,7 @@ class LoadingEngine:
         self.num_failed = 0
         self._now_s = 0.0
         self._num_requests = 0
+        self._first_blocks: dict[RequestId, int] = {}  # of those in the step
 
     def register(self, name: str) -> None:
         """Serve a content under a new version, from now on."""
@@ -306,6 +295,8 @@ class LoadingEngine:
         if plan is not None:
             self._submit(plan)
         for result in self.executor.poll(timeout_s):
+            if plan is not None and isinstance(result, StepResult):
+                self._check(plan, result)
             self._note(self.scheduler.update(result, self._now_s))
         self.scheduler.check_invariants()
         for adapter_id in self.scheduler.memory.take_gone():
@@ -355,8 +346,29 @@ class LoadingEngine:
         is_held = not self.link.is_open
         kinds = {batch.kind for batch in plan.sub_batches}
         self.link.is_open |= SubBatchKind.ASSISTED in kinds
+        self._first_blocks = {
+            r.request_id: r.block_ids[0] for r in self.scheduler.requests if r.block_ids
+        }
         self.executor.submit(plan)
         self.link.is_open = not is_held
+
+    def _check(self, plan: StepPlan, result: StepResult) -> None:
+        """All tokens that count are right, and no pass ran that was not planned."""
+        retried = {row.request_id for row in result.rows if row.outcome is Outcome.RETRY}
+        passes, blocks = self._runner.passes, self._first_blocks
+        for batch in plan.sub_batches:
+            is_right = passes.pop(
+                tuple(blocks[request_id] for request_id in batch.request_ids), None
+            )
+            if is_right is None:  # it was refused
+                assert retried.issuperset(batch.request_ids)
+                continue
+            first = 0
+            for request_id, number in zip(batch.request_ids, batch.num_tokens, strict=True):
+                is_good = request_id in retried or all(is_right[first : first + number])
+                assert is_good, "wrong deltas count"
+                first += number
+        assert not passes
 
     def _drop(self) -> None:
         for adapter_id in self._retired - set(self.live.values()):

@@ -100,7 +100,6 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
         capacity_bytes=scheduler.memory.budget.capacity_bytes,
         max_num_tokens=scheduler.config.max_num_batched_tokens,
         recompute_at_tokens=scheduler.config.recompute_at_tokens,
-        is_decode_apart=not scheduler.config.mix_decode_with_prefill,
         is_automatic=is_automatic,
         slab_bytes=None if slab is None else slab.capacity_bytes,
     )

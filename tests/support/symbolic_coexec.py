@@ -13,12 +13,12 @@ import torch
 from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.copier import AdapterCopier, Lane
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
-from corun.gpu.coexec.cold_deltas import ColdDeltas, GroupKey
+from corun.gpu.coexec.cold_deltas import ColdDeltas
 from corun.gpu.coexec.gateway import WorkerGateway
 from corun.gpu.coexec.handover import AddByCopy, Exchange, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.forward.batch import LoraBatch
-from corun.gpu.lora.adapter_layout import GroupPlan, TargetMatrices
+from corun.gpu.lora.adapter_layout import GroupKey, GroupPlan, TargetMatrices
 from corun.gpu.lora.base import PackedLora
 from corun.gpu.lora.matrix_layout import PACKED, ROWS
 from corun.runtime.adapters.target_map import Target

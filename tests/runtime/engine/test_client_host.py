@@ -112,3 +112,16 @@ def test_operations_end_once_and_adapters_are_told_first(host: EngineHost) -> No
     lists = [one.adapters for one in told if isinstance(one, AdaptersChanged)]
     assert [[info.name for info in infos] for infos in lists] == [["a"], []]
     assert told.index(AdaptersChanged(lists[0])) < told.index(OperationDone(1))
+
+
+def test_requests_that_were_taken_in_are_counted(host: EngineHost) -> None:
+    turn_until_idle(host)
+    host.handle(add(1, fake_engine.SILENT))
+    host.handle(add(2, "fine"))
+    told = [one for one in turn_until_idle(host) if isinstance(one, StepOutputs)]
+    assert {one.num_requests for one in told} == {2}
+    host.handle(AbortRequests((1,)))
+    host.handle(add(3, fake_engine.SILENT))  # as many as before are open
+    (told_last,) = turn_until_idle(host)
+    assert isinstance(told_last, StepOutputs)
+    assert told_last.num_requests == 3

@@ -19,6 +19,7 @@ from corun.runtime.errors import (
     OverloadedError,
     RequestError,
     StepFailedError,
+    TooManySequencesError,
     UnknownModelError,
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
@@ -244,6 +245,8 @@ def test_both_limits_refuse(harness: Harness) -> None:
             await collect(engine, "x", params())
         with pytest.raises(OverloadedError, match=r"2 requests are open.*--max-num-waiting"):
             await collect(engine, "x", params(n=2))
+        with pytest.raises(TooManySequencesError, match=r"4 sequences, .* at most 3"):
+            await collect(engine, "x", params(n=4))
         for index in range(2):
             await engine.abort(f"{index}")
         await asyncio.gather(*silent)

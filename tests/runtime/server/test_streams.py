@@ -25,7 +25,7 @@ from corun.runtime.engine.messages import (
     TokenizerSpec,
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
-from corun.runtime.frontend.token_stream import Decoder, WindowStream
+from corun.runtime.frontend.detokenizer import Decoder, WindowStream
 from corun.runtime.frontend.tokenizer import Tokenizer
 from corun.runtime.server.app import build_app
 from corun.runtime.server.settings import AppSettings
