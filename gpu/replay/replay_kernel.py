@@ -8,10 +8,11 @@ nothing of what the kernels compute.
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
-from ...cpu_workers.kernels.lora.tiles import int64_at
+from ...cpu_workers.kernels.simd.compiled import kernel
+from ...cpu_workers.kernels.simd.memory import int64_at
 
 # One letter for each argument. The first argument of some kernels selects code by its type alone.
 LETTERS = {
@@ -85,7 +86,7 @@ def _call(
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
+@kernel()
 def replay(calls: int, num_calls: int) -> None:
     """Make the calls, one after the other. calls: address of int64 [num_calls, CALL_FIELDS]."""
     for index in range(num_calls):
