@@ -36,13 +36,6 @@ STATE_BYTES = 3 * VECTOR_BYTES  # peaks, totals, factors of the heads of a tile
 PEAKS, TOTALS, FACTORS = 0, VECTOR_BYTES, 2 * VECTOR_BYTES
 
 
-def _clamped(emit: Emitter, base: ir.Value, stride: ir.Value, index: int, last: ir.Value) -> Any:
-    """The address of row ``index``, or of row ``last`` where that comes first."""
-    builder = emit.builder
-    row = builder.select(builder.icmp_signed("<", I64(index), last), I64(index), last)
-    return builder.add(base, builder.mul(row, stride))
-
-
 def _make_score(num_heads: int) -> Any:
     num_keys = LANES // num_heads
 
@@ -59,8 +52,8 @@ def _make_score(num_heads: int) -> Any:
         """
         queries, query_bytes, last_head, keys, key_bytes, last_key, dim, ahead, scores = values
         builder = emit.builder
-        rows = [_clamped(emit, queries, query_bytes, h, last_head) for h in range(num_heads)]
-        columns = [_clamped(emit, keys, key_bytes, k, last_key) for k in range(num_keys)]
+        rows = [emit.row(queries, query_bytes, h, last_head) for h in range(num_heads)]
+        columns = [emit.row(keys, key_bytes, k, last_key) for k in range(num_keys)]
         sums = [cgutils.alloca_once(builder, F32X16) for _ in range(LANES)]
         for slot in sums:
             builder.store(constant(0.0), slot)
@@ -178,7 +171,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
         at_once = min(num_vectors, max(1, vectors_at_once(num_heads * num_vectors) // num_heads))
 
         def load_units(key: ir.Value, first: int) -> list[ir.Value]:
-            row = builder.add(base, builder.mul(key, value_bytes))
+            row = emit.row(base, value_bytes, key)
             if first == 0:
                 for u in range(num_units):
                     emit.prefetch(builder.add(emit.offset(row, u * VECTOR_BYTES), ahead))
@@ -224,7 +217,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
             body = partial(add_step, first=first, count=count)
             totals = emit.loop(num_steps, num_heads * count, body)
             for h in range(num_heads):
-                row = builder.add(sums, builder.mul(sum_bytes, I64(h)))
+                row = emit.row(sums, sum_bytes, h)
                 for v in range(count):
                     place = emit.offset(row, (first + v) * VECTOR_BYTES)
                     old = emit.load(place, F32X16)

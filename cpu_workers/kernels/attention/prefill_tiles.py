@@ -196,9 +196,7 @@ def _make_score(num_vectors: int) -> Any:
     def score(emit: Emitter, *values: ir.Value) -> None:
         """Write the products of four rows of queries with packed keys."""
         queries, query_bytes, keys, num_steps, scores = values
-        rows = [
-            emit.offset(queries, emit.builder.mul(query_bytes, I64(r))) for r in range(TILE_ROWS)
-        ]
+        rows = [emit.row(queries, query_bytes, r) for r in range(TILE_ROWS)]
         products = _multiply(
             emit,
             rows,
@@ -332,17 +330,14 @@ def _make_add_values(num_vectors: int) -> Any:
     def add_values(emit: Emitter, *values: Any) -> None:
         """Multiply the sums of four rows by their factors and add weighted values to them."""
         weights, base, step_bytes, num_steps, state, sums, sum_bytes = values
-        builder = emit.builder
         rows = [emit.offset(weights, r * SCORE_ROW_BYTES) for r in range(TILE_ROWS)]
 
-        def place_of(step: ir.Value) -> ir.Value:
-            return builder.add(base, builder.mul(step, step_bytes))
-
+        place_of = partial(emit.row, base, step_bytes)
         totals = _multiply(emit, rows, place_of, num_steps, num_vectors)
         for r in range(TILE_ROWS):
             lane = emit.offset(state, FACTORS + r * VECTOR_BYTES // TILE_ROWS)
             factor = emit.splat(emit.load(lane, F32), LANES)
-            row = builder.add(sums, builder.mul(sum_bytes, I64(r)))
+            row = emit.row(sums, sum_bytes, r)
             for v in range(num_vectors):
                 place = emit.offset(row, v * VECTOR_BYTES)
                 added = emit.fma(emit.load(place, F32X16), factor, totals[r * num_vectors + v])

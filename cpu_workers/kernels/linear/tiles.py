@@ -47,12 +47,9 @@ def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> 
     def product(emit: Emitter, *args: ir.Value) -> None:
         builder = emit.builder
         weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token, ahead = args
-        groups = [emit.offset(weights, builder.mul(group_bytes, I64(g))) for g in range(num_groups)]
-        rows = [
-            builder.select(builder.icmp_signed("<", I64(t), last_token), I64(t), last_token)
-            for t in range(num_tokens)
-        ]
-        tokens = [emit.offset(x, builder.mul(x_stride, row)) for row in rows]
+        groups = [emit.row(weights, group_bytes, g) for g in range(num_groups)]
+        tokens = [emit.row(x, x_stride, t, last_token) for t in range(num_tokens)]
+        targets = [emit.row(y, y_stride, t, last_token) for t in range(num_tokens)]
 
         def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
             results = totals
@@ -77,9 +74,8 @@ def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> 
         totals = emit.loop(count, num_tokens * num_groups, body)
         for g in range(num_groups):
             added = emit.load(emit.offset(bias, g * VECTOR_BYTES), F32X16)
-            for t, row in enumerate(rows):
+            for t, target in enumerate(targets):
                 total = builder.fadd(totals[t * num_groups + g], added)
-                target = emit.offset(y, builder.mul(y_stride, row))
                 emit.store_bfloat16(total, emit.offset(target, g * COLUMNS_PER_GROUP * 2))
 
     return product
@@ -139,11 +135,7 @@ def _write(
 ) -> None:  # fmt: skip
     """Add the bias, round, and write; tokens behind the last one are not there."""
     builder = emit.builder
-    rows = []
-    for t in range(num_tokens):
-        is_there = builder.icmp_signed("<", I64(t), last_token)
-        token = builder.select(is_there, I64(t), last_token)
-        rows.append(builder.add(y, builder.mul(y_stride, token)))
+    rows = [emit.row(y, y_stride, t, last_token) for t in range(num_tokens)]
     num_panels = len(totals) // num_tokens
     for p in range(num_panels):
         added = emit.load(emit.offset(bias, p * emit.bytes), emit.f32s)
@@ -172,9 +164,7 @@ def wide_product(emit: Emitter, *args: ir.Value) -> None:
     num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half = args
 
     def emit_tile(size: int, *, is_half: bool) -> None:
-        panels = [
-            builder.add(weights, builder.mul(panel_bytes, I64(p))) for p in range(PANELS_OF[size])
-        ]
+        panels = [emit.row(weights, panel_bytes, p) for p in range(PANELS_OF[size])]
         prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
         totals = _sums(emit, panels, size, x, steps, prefetch)
         _write(emit, size, totals, bias, y, y_stride, last)

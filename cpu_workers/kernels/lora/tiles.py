@@ -40,10 +40,7 @@ def _portions(
     at_once = total
     if not process_isa().has_many_registers:
         at_once = min(total, 8 if num_tokens == 1 else 4)
-    streams = [
-        emit.offset(address, emit.builder.mul(stream_bytes, I64(stream)))
-        for stream in range(2 * num_streams)
-    ]
+    streams = [emit.row(address, stream_bytes, stream) for stream in range(2 * num_streams)]
     for first in range(0, total, at_once):
         panels = [
             emit.offset(streams[panel // per_line], panel % per_line * emit.bytes)
@@ -78,7 +75,7 @@ def _shrink(emit: Emitter, num_tokens: int, num_tiles: int, args: Sequence[ir.Va
     apart = builder.mul(steps, I64(_SHRINK_BYTES))  # of even values from odd ones: see ``widen``
     rows = []
     for t in range(num_tokens):
-        start = builder.add(x, builder.mul(x_stride, I64(t)))
+        start = emit.row(x, x_stride, t)
         rows.append((start, builder.add(start, apart)))
 
     def place_of(row: int, piece: int, step: ir.Value) -> ir.Value:
@@ -89,7 +86,7 @@ def _shrink(emit: Emitter, num_tokens: int, num_tiles: int, args: Sequence[ir.Va
         product = Product(emit, panels, num_tokens, place_of, _SHRINK_BYTES)
         totals = _add_steps(product, steps, lines)
         for t in range(num_tokens):
-            target = builder.add(h, builder.mul(h_stride, I64(t)))
+            target = emit.row(h, h_stride, t)
             for p in range(len(panels)):
                 both = emit.sum_of_neighbours(totals[t * len(panels) + p])
                 place = emit.offset(target, (first + p) * emit.bytes // 2)
@@ -121,8 +118,7 @@ def _expand(
 ) -> None:
     """One register tile."""
     b, group_bytes, h, h_stride, steps, y, y_stride = args
-    builder = emit.builder
-    rows = [builder.add(h, builder.mul(h_stride, I64(t))) for t in range(num_tokens)]
+    rows = [emit.row(h, h_stride, t) for t in range(num_tokens)]
 
     def place_of(row: int, piece: int, step: ir.Value) -> ir.Value:
         return emit.offset(emit.offset(rows[row], step, 4 * emit.num_pieces), 4 * piece)
@@ -132,7 +128,7 @@ def _expand(
         product = Product(emit, panels, num_tokens, place_of, 4)
         totals = _add_steps(product, steps, lines)
         for t in range(num_tokens):
-            target = builder.add(y, builder.mul(y_stride, I64(t)))
+            target = emit.row(y, y_stride, t)
             for p in range(len(panels)):
                 columns = emit.offset(target, (first + p) * panel_bytes)
                 total = totals[t * len(panels) + p]

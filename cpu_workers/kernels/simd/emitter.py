@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from .isa import process_isa
 
@@ -129,6 +130,22 @@ class Emitter:
         if isinstance(index, int):
             return self.builder.add(address, I64(index * scale))
         return self.builder.add(address, self.builder.mul(index, I64(scale)))
+
+    def row(
+        self, base: ir.Value, stride: ir.Value, index: ir.Value | int, last: ir.Value | None = None
+    ) -> ir.Value:
+        """The address of a row by its number, or of row ``last`` where that comes first."""
+        number = I64(index) if isinstance(index, int) else index
+        if last is not None:
+            is_before = self.builder.icmp_signed("<", number, last)
+            number = self.builder.select(is_before, number, last)
+        return self.builder.add(base, self.builder.mul(stride, number))
+
+    def copy(self, target: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
+        """Copy memory that does not overlap."""
+        byte = ir.IntType(8).as_pointer()
+        to, origin = (self.builder.inttoptr(address, byte) for address in (target, source))
+        cgutils.raw_memcpy(self.builder, to, origin, num_bytes, 1)
 
     def splat(self, scalar: ir.Value, lanes: int) -> ir.Value:
         """A vector of ``lanes`` times ``scalar``."""

@@ -53,9 +53,7 @@ def pointer(emit: Emitter, address: ir.Value) -> ir.Value:
 @emits("target", "source", "num_bytes", tag=ANY_FORMAT)
 def copy_bytes(emit: Emitter, target: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
     """Copy memory that does not overlap."""
-    builder = emit.builder
-    to, origin = builder.inttoptr(target, _BYTES), builder.inttoptr(source, _BYTES)
-    cgutils.raw_memcpy(builder, to, origin, num_bytes, 1)
+    emit.copy(target, source, num_bytes)
 
 
 @emits("address", "num_bytes", tag=ANY_FORMAT)

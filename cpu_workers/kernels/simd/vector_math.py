@@ -200,10 +200,7 @@ def load_first(emit: Emitter, address: ir.Value, num_bytes: ir.Value) -> ir.Valu
     builder = emit.builder
     buffer = cgutils.alloca_once(builder, I32X16)
     builder.store(constant_i32([0] * LANES), buffer)
-    byte = ir.IntType(8)
-    source = builder.inttoptr(address, byte.as_pointer())
-    target = builder.bitcast(buffer, byte.as_pointer())
-    cgutils.raw_memcpy(builder, target, source, num_bytes, 1)
+    emit.copy(builder.ptrtoint(buffer, I64), address, num_bytes)
     return builder.load(buffer)
 
 
@@ -213,12 +210,10 @@ def store_first(
     """Write the first ``num_bytes`` of vectors that are 64 bytes together."""
     builder = emit.builder
     buffer = cgutils.alloca_once(builder, I32X16)
-    start = builder.ptrtoint(buffer, ir.IntType(64))
+    start = builder.ptrtoint(buffer, I64)
     for index, part in enumerate(parts):
         emit.store(part, emit.offset(start, index * VECTOR_BYTES // len(parts)))
-    byte = ir.IntType(8)
-    target = builder.inttoptr(address, byte.as_pointer())
-    cgutils.raw_memcpy(builder, target, builder.bitcast(buffer, byte.as_pointer()), num_bytes, 1)
+    emit.copy(address, start, num_bytes)
 
 
 def _polynomial(emit: Emitter, x: ir.Value, coefficients: Sequence[float]) -> ir.Value:

@@ -1,4 +1,4 @@
-"""The rules of the room of CPU kernels: what may be in it, and that no kernel outlives its source."""
+"""The rules of the room of CPU kernels: what is in it, and that no kernel outlives its source."""
 
 import ast
 import importlib.util
