@@ -16,6 +16,7 @@ AdapterId = NewType("AdapterId", int)  # one immutable adapter version; never re
 BlockId = NewType("BlockId", int)  # index into the KV pool
 TransferId = NewType("TransferId", int)
 StepId = NewType("StepId", int)
+HostPlaceId = NewType("HostPlaceId", int)  # a place in the host's memory; never reused
 
 BASE_ADAPTER = AdapterId(0)  # the base model, no adapter
 
@@ -73,6 +74,15 @@ class TransferKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Where an adapter lies in the host's memory, or is to be read to."""
+
+    place_id: HostPlaceId
+    extents: tuple[tuple[int, int], ...]  # (offset, bytes) of each of its layers, whole pages
+    is_filled: bool  # its content is there; else files are read
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """A command that completes later, through ``Executor.poll``."""
 
@@ -82,6 +92,7 @@ class Transfer:
     num_bytes: int
     is_demand: bool = True  # a request waits for it; prefetches give way
     offset_bytes: int | None = None  # of the adapter in their slab; None = they have none
+    host: HostPlace | None = None  # of a load: where it comes from; None = nobody plans that
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,9 @@ class StepPlan:
     forget_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
     transfers: tuple[Transfer, ...] = ()
     promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
+    # Taken out of the host's memory before anything else happens; nothing refers to them. Places
+    # that never came to be are no error.
+    host_evictions: tuple[HostPlaceId, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +188,14 @@ class TransferResult:
     error: str | None = None
 
 
-Result: TypeAlias = StepResult | TransferProgress | TransferRead | TransferResult
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """So many CPU workers take jobs from now on; there are none until the first of these."""
+
+    num_ready: int
+
+
+Result: TypeAlias = StepResult | TransferProgress | TransferRead | TransferResult | WorkersChanged
 
 
 class Executor(Protocol):

@@ -4,6 +4,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
+from .adapter import AdapterFacts
 from .plan import BASE_ADAPTER, AdapterId, BlockId, RequestId
 from .sampling import SamplingParams
 
@@ -30,7 +31,7 @@ class Request:
     sampling: SamplingParams
     arrival_s: float
     adapter_id: AdapterId = BASE_ADAPTER
-    adapter_bytes: int = 0  # on the device
+    adapter: AdapterFacts | None = None  # of the version; None for the base model
     namespace: bytes = b""  # KV made under another namespace is never read
 
     status: RequestStatus = RequestStatus.WAITING
@@ -53,6 +54,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.prompt_token_ids)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """What the adapter takes on the device."""
+        return 0 if self.adapter is None else self.adapter.num_bytes
 
     @property
     def num_prompt_tokens(self) -> int:

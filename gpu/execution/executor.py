@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...runtime.plan import (
+    HostPlaceId,
     Outcome,
     RequestId,
     Result,
@@ -22,10 +23,11 @@ from ...runtime.plan import (
     SubBatchKind,
     Transfer,
     TransferKind,
+    WorkersChanged,
 )
 from ...shm.errors import ShmError
 from ..adapters.fetcher import FetchAdapter
-from ..adapters.loader import AdapterLoader, FetchPresent
+from ..adapters.loader import AdapterLoader
 from ..adapters.resident import ResidentAdapter, ResidentAdapters
 from ..coexec.assistant import Assistant, ColdRow
 from ..device.lost import raise_if_lost
@@ -46,7 +48,7 @@ class AdapterFetch:
     """Where adapters come from."""
 
     fetch: FetchAdapter
-    fetch_present: FetchPresent
+    evict: Callable[[Sequence[HostPlaceId]], None]  # takes adapters out of the host's memory
     cpus: tuple[int, ...] = ()  # of the thread that reads files; () = where the engine runs
 
 
@@ -61,12 +63,8 @@ class DeviceExecutor:
     def __init__(
         self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch: AdapterFetch,
         *, max_model_len: int, assistant: Assistant | None = None,
-        on_kv_bytes: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """``on_kv_bytes`` is told what memory KV blocks may hold, before a step that changes it.
-
-        Plans with ASSISTED rows need an ``assistant``.
-        """
+        """Plans with ASSISTED rows need an ``assistant``."""
         self._runner = runner
         self._sampler = sampler
         self._requests = RequestTable(max_model_len, runner.block_size)
@@ -76,11 +74,11 @@ class DeviceExecutor:
         self._poller = select.poll()  # unlike select, for descriptors of any number
         self._poller.register(self._event_fd, select.POLLIN)
         self._assistant = assistant
-        loader = AdapterLoader(fetch.fetch, fetch.fetch_present, self._notify, fetch.cpus)
+        self._num_ready_workers = 0  # as was told last
+        self._evict_from_host = fetch.evict
+        loader = AdapterLoader(fetch.fetch, self._notify, fetch.cpus)
         self._adapters = ResidentAdapters(loader, table, self._results)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
-        self._on_kv_bytes = on_kv_bytes
-        self._told_blocks = 0
         self._closed = False
 
     def submit(self, plan: StepPlan) -> None:
@@ -94,12 +92,13 @@ class DeviceExecutor:
         for update in plan.block_updates:
             highest = max(update.block_ids, default=-1)
             self._num_touched_blocks = max(self._num_touched_blocks, highest + 1)
+        if plan.host_evictions:
+            self._evict_from_host(plan.host_evictions)
         for transfer in plan.transfers:
             self._start_transfer(transfer)
         for transfer_id in plan.promoted_transfers:
             self._adapters.promote(transfer_id)
         self._adapters.take_loads()
-        self._tell_kv_bytes()
         rows: list[RowResult] = []
         with self._adapters.unwatched():
             for batch in plan.sub_batches:
@@ -111,6 +110,7 @@ class DeviceExecutor:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)
+        self._note_workers()
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
@@ -135,6 +135,14 @@ class DeviceExecutor:
 
     def _notify(self) -> None:
         os.eventfd_write(self._event_fd, 1)
+
+    def _note_workers(self) -> None:
+        """Tell if other CPU workers are ready than before."""
+        num_ready = 0 if self._assistant is None else self._assistant.num_ready_workers
+        if num_ready != self._num_ready_workers:
+            self._num_ready_workers = num_ready
+            self._results.append(WorkersChanged(num_ready))
+            self._notify()
 
     def _run_batch(self, batch: SubBatch) -> list[RowResult]:
         """Compute one sub-batch; if it fails, say which rows may be the reason, and no more."""
@@ -272,11 +280,6 @@ class DeviceExecutor:
             self._adapters.load(transfer)
         else:
             self._adapters.evict(transfer)
-
-    def _tell_kv_bytes(self) -> None:
-        if self._on_kv_bytes is not None and self._num_touched_blocks != self._told_blocks:
-            self._told_blocks = self._num_touched_blocks
-            self._on_kv_bytes(self._told_blocks * self._runner.pool.block_bytes)
 
     def _give_back_free_blocks(self) -> None:
         """Return the memory of blocks that were used once: the adapter is about to take it."""

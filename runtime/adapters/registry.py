@@ -15,6 +15,7 @@ from typing import NewType
 
 import msgspec
 
+from ..adapter import AdapterFacts
 from ..errors import AdapterError, UnknownModelError
 from ..plan import AdapterId
 from .names import (
@@ -41,16 +42,6 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int  # on the device
     version: str  # content digest, hexadecimal
     resident: bool  # on the device now
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
-    """What is known of an adapter once its files have been read and checked."""
-
-    digest: str  # of configuration and tensors
-    rank: int  # the largest of its targets
-    num_bytes: int  # on the device
-    scale: float = 1.0  # factor on the adapter as a whole
 
 
 @dataclass(frozen=True, slots=True)

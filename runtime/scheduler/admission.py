@@ -85,9 +85,8 @@ class Admission:
             if self._memory.promote(request.adapter_id):
                 self._cold_starts.load_promoted(request.adapter_id, now_s)
         elif not self._load(request, now_s, is_demand=True):
-            self._memory.reclaim(
-                0, request.adapter_bytes, include_waiting=is_first, keep=BASE_ADAPTER
-            )
+            assert request.adapter is not None, request.request_id
+            self._memory.reclaim_load(request.adapter, include_waiting=is_first)
             return Verdict.NO_MEMORY
         may_start = draft.max_cold_tokens > 0 and self._cold_starts.may_start(
             request, len(self._running), draft.rows, now_s
@@ -96,10 +95,12 @@ class Admission:
 
     def _load(self, request: Request, now_s: float, *, is_demand: bool) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
-        adapter_id = request.adapter_id
-        if not self._memory.load(adapter_id, request.adapter_bytes, is_demand=is_demand):
+        assert request.adapter is not None, request.request_id
+        transfer = self._memory.load(request.adapter_id, request.adapter, is_demand=is_demand)
+        if transfer is None:
             return False
-        self._cold_starts.load_started(adapter_id, now_s, is_demand=is_demand)
+        is_on_host = transfer.host is None or transfer.host.is_filled
+        self._cold_starts.load_started(request, now_s, is_demand=is_demand, is_on_host=is_on_host)
         return True
 
     def _start(self, request: Request, num_blocks: int, draft: StepDraft, now_s: float) -> None:

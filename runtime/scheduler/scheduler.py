@@ -20,6 +20,7 @@ from ..plan import (
     TransferProgress,
     TransferRead,
     TransferResult,
+    WorkersChanged,
 )
 from ..request import Request, RequestStatus
 from .admission import Admission
@@ -104,7 +105,7 @@ class Scheduler:
             self._requests
             or self._in_flight
             or self.memory.num_open_transfers
-            or self.memory.has_dropped_adapters
+            or self.memory.has_evictions
         )
 
     def add_request(self, request: Request, now_s: float) -> None:
@@ -146,6 +147,7 @@ class Scheduler:
         step = draft.build(
             step_id,
             transfers=self.memory.take_commands(),
+            host_evictions=self.memory.take_host_evictions(),
             promoted_transfers=self.memory.take_promoted(),
             forget_requests=tuple(self._forget),
         )
@@ -162,6 +164,9 @@ class Scheduler:
             return self._end_transfer(result, now_s)
         if isinstance(result, TransferProgress | TransferRead):
             self._note_progress(result, now_s)
+            return []
+        if isinstance(result, WorkersChanged):
+            self._cold_starts.workers_changed(result.num_ready)
             return []
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
@@ -186,6 +191,7 @@ class Scheduler:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
         self._end_finished(events, now_s)
         self._forget.extend(step.plan.forget_requests)
+        self.memory.evict_again(step.plan.host_evictions)
         for transfer in step.plan.transfers:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
         return events

@@ -5,6 +5,7 @@ from operator import attrgetter
 
 from ..plan import (
     BlockUpdate,
+    HostPlaceId,
     NewRequest,
     RequestId,
     StepId,
@@ -114,10 +115,12 @@ class StepDraft:
         transfers: tuple[Transfer, ...],
         promoted_transfers: tuple[TransferId, ...],
         forget_requests: tuple[RequestId, ...],
+        host_evictions: tuple[HostPlaceId, ...],
     ) -> InFlightStep | None:
         """Close the draft and note in the requests what the step computes; None if it is idle."""
         decodes, passes = self._lay_out()
-        if not (decodes or passes or transfers or promoted_transfers or self._block_updates):
+        commands = transfers or promoted_transfers or host_evictions
+        if not (decodes or passes or commands or self._block_updates):
             return None
         sub_batches: list[SubBatch] = []
         rows: list[list[Request]] = []
@@ -135,6 +138,7 @@ class StepDraft:
             forget_requests,
             transfers,
             promoted_transfers,
+            host_evictions,
         )
         return InFlightStep(plan, rows)
 

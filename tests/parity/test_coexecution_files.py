@@ -42,8 +42,7 @@ class Files:
     def forget(self) -> None:
         """Neither on the device nor in the arena."""
         self.engine.cool(NAME)
-        self.engine.arena.keep_within(0)
-        self.engine.arena.keep_within(None)
+        self.engine.empty_host()
         assert self.engine.arena.taken_bytes == 0
 
     @property

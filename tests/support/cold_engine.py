@@ -117,6 +117,13 @@ class ColdEngine:
                 assert self.core.evict_adapter(name)
         self.run_until(lambda: all(self.state(name) is AdapterState.ABSENT for name in names))
 
+    def empty_host(self) -> None:
+        """Let the host's memory keep nothing that is not in use."""
+        host = self.scheduler.memory.host
+        host.keep_within(0)
+        host.keep_within(self.arena.capacity_bytes)
+        self.run_until(lambda: not self.scheduler.has_work())
+
     def warm(self, *names: str) -> None:
         """Bring adapters to the device."""
         for name in names:
@@ -250,14 +257,15 @@ class ColdEngine:
         table = self.executor._adapters._table
         assert table.num_free_rows == table.capacity
         assert self.executor._adapters._resident == {}
-        arena = self.arena
-        assert arena._referenced_bytes() == 0
-        arena.check_invariants()
+        self.arena.check_invariants()
+        assert self.arena.num_references == 0
+        assert self.arena.place_ids == memory.host.place_ids
+        assert self.arena.taken_bytes == memory.host.taken_bytes
         assert all(self.pool.end(n).num_outstanding == 0 for n in range(self.pool.num_workers))
 
     @property
     def arena(self) -> Any:
-        fetch = self.executor._adapters._loader._fetch_present
+        fetch = self.executor._adapters._loader._fetch
         host = next(
             cell.cell_contents
             for cell in fetch.__closure__
@@ -311,9 +319,9 @@ class ColdEngine:
 
     def _room_of_workers(self, rows: StepRows) -> int:
         """Tokens that their rings hold beside what the step has."""
-        facts = self._cold_starts._workers
+        cold_starts = self._cold_starts
         num_taken = sum(chunk.num_tokens for _, chunk in rows.cold_chunks)
-        num_tokens: int = facts.max_tokens(max(1, facts.num_ready())) - num_taken
+        num_tokens: int = cold_starts._worker_tokens[max(1, cold_starts._num_workers)] - num_taken
         return max(0, num_tokens)
 
     def _watch_plans(self) -> None:

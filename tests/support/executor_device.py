@@ -46,6 +46,9 @@ class Ready:
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """Nothing is read."""
 
+    def is_read(self) -> bool:
+        return True
+
     def reading(self) -> None:
         """Nothing is read."""
 
@@ -88,7 +91,7 @@ class ExecutorDevice:
         )
         self._num_steps = 0
 
-    def _fetch(self, adapter_id: AdapterId) -> "Ready":
+    def _fetch(self, transfer: Transfer) -> "Ready":
         if isinstance(self.adapter, Exception):
             raise self.adapter
         return Ready(self.adapter)

@@ -77,7 +77,7 @@ class _GatedReader:
 
 def gate_files(engine: Any) -> tuple[FileGate, Any]:
     """A gate before the files of an engine's adapters, and the engine's ``HostAdapters``."""
-    fetch = engine.executor._adapters._loader._fetch_present
+    fetch = engine.executor._adapters._loader._fetch
     host = next(
         cell.cell_contents
         for cell in fetch.__closure__

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.copier import SlabSize
-from corun.gpu.adapters.fetcher import Arrival
 from corun.gpu.adapters.host import HostAdapters
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
-from corun.gpu.device.link import Direction, PacedLink, Transfer
+from corun.gpu.device.link import Direction, LinkTransfer, PacedLink
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.execution.sampler import SampledRow
 from corun.gpu.forward.batch import DeltaPass
@@ -34,15 +34,19 @@ from corun.gpu.lora.matrix_layout import PACKED
 from corun.gpu.lora.table import LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.engine.assembly.resources import MemoryPlan
+from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
     AdapterId,
+    HostPlace,
     Outcome,
     RequestId,
     StepPlan,
     StepResult,
     SubBatchKind,
+    Transfer,
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
@@ -77,7 +81,7 @@ class HeldLink(PacedLink):
 
     def begin(
         self, direction: Direction, num_bytes: int, *, start_s: float | None = None
-    ) -> Transfer:
+    ) -> LinkTransfer:
         deadline_s = time.monotonic() + TIMEOUT_S
         while not self.is_open and not self._passes.acquire(timeout=0.001):
             assert time.monotonic() < deadline_s, "a copy was never let go"
@@ -204,7 +208,7 @@ def device_bytes(name: str) -> int:
     host = HostAdapters(
         device, backend, torch.float32, torch.device("cpu"), _target_map(), copied(1 << 20), _open
     )
-    num_bytes = host.register(str(Path(_files()[0].name) / name)).num_bytes
+    num_bytes = host.register(str(Path(_files()[0].name) / name), lambda _: None).num_bytes
     host.close()
     device.close()
     return num_bytes
@@ -238,7 +242,7 @@ class LoadingEngine:
         self._runner = _Runner(self)
         self.executor = DeviceExecutor(
             self._runner, _Sampler(), self.table,  # type: ignore[arg-type]
-            AdapterFetch(self._fetch, self._fetch_present),
+            AdapterFetch(self._fetch, self.host.evict),
             max_model_len=64, assistant=assistant,
         )  # fmt: skip
         self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
@@ -246,14 +250,16 @@ class LoadingEngine:
         self.served: dict[str, AdapterId] = {}
         self.live: dict[RequestId, AdapterId] = {}
         self._retired: set[AdapterId] = set()
-        for name in contents:
-            self.register(name)
-        memory = make_memory(
+        self.memory = make_memory(
             num_blocks=plan.num_blocks, block_bytes=BLOCK_BYTES,
             capacity_bytes=plan.capacity_bytes, slab_bytes=self.host.slab_bytes,
+            host=HostCache(self.host.arena.capacity_bytes),
         )  # fmt: skip
+        self._facts: dict[str, AdapterFacts] = {}
+        for name in contents:
+            self.register(name)
         cold_starts = _ColdStarts(rng, start_share=0.7, blocking_share=0.0)
-        self.scheduler = make_scheduler(memory=memory, cold_starts=cold_starts, max_num_seqs=2)
+        self.scheduler = make_scheduler(memory=self.memory, cold_starts=cold_starts, max_num_seqs=2)
         self.num_failed = 0
         self._now_s = 0.0
         self._num_requests = 0
@@ -261,7 +267,8 @@ class LoadingEngine:
 
     def register(self, name: str) -> None:
         """Serve a content under a new version, from now on."""
-        facts = self.host.register(str(Path(_files()[0].name) / name))
+        facts = self._read(str(Path(_files()[0].name) / name))
+        self._facts[name] = facts
         adapter_id = AdapterId(len(self.contents) + 1 + 100 * len(self.digests))
         while adapter_id in self.contents:
             adapter_id = AdapterId(adapter_id + 1)
@@ -278,7 +285,7 @@ class LoadingEngine:
         adapter_id = self.served[name] if version is None else version
         request = make_request(
             self._num_requests, prompt=num_tokens, adapter_id=adapter_id,
-            adapter_bytes=device_bytes(self.contents[adapter_id]), max_tokens=5,
+            adapter=self._facts[self.contents[adapter_id]], max_tokens=5,
         )  # fmt: skip
         self.scheduler.add_request(request, self._now_s)
         self.live[request.request_id] = adapter_id
@@ -299,9 +306,11 @@ class LoadingEngine:
                 self._check(plan, result)
             self._note(self.scheduler.update(result, self._now_s))
         self.scheduler.check_invariants()
+        self._check_host()
         for adapter_id in self.scheduler.memory.take_gone():
             name = self.contents.pop(adapter_id)
             if name not in self.contents.values():
+                self.memory.forget_content(self.digests[name])
                 self.host.forget(self.digests[name])
 
     def drain(self) -> None:
@@ -318,8 +327,8 @@ class LoadingEngine:
     def check_nothing_is_left(self) -> None:
         """After ``drain``, with adapters gone from the device."""
         self.host.arena.check_invariants()
-        entries = list(self.host.arena._all_entries())
-        assert [entry.num_references for entry in entries] == [0] * len(entries)
+        assert self.host.arena.num_references == 0
+        assert self.host.arena.place_ids == frozenset()
         assert self.table.num_free_rows == self.table.capacity
         assert not any(slot.is_given for slot in self.device._events._slots), "events are kept"
         memory = self.scheduler.memory
@@ -383,12 +392,42 @@ class LoadingEngine:
                 self.num_failed += event.error_kind is not None
                 del self.live[event.request_id]
 
-    def _fetch(self, adapter_id: AdapterId) -> Arrival:
-        name = self.contents[adapter_id]
-        return self.host.fetch(self.digests[name], str(Path(_files()[0].name) / name))
+    def _fetch(self, transfer: Transfer) -> AdapterLoad:
+        assert transfer.host is not None
+        name = self.contents[transfer.adapter_id]
+        path = str(Path(_files()[0].name) / name)
+        return self.host.fetch(self.digests[name], path, transfer.host)
 
-    def _fetch_present(self, adapter_id: AdapterId) -> Arrival | None:
-        return self.host.fetch_present(self.digests[self.contents[adapter_id]])
+    def _read(self, path: str) -> AdapterFacts:
+        """What the adapter manager does with a directory."""
+        place = None
+
+        def make_room(layer_bytes: Sequence[int]) -> HostPlace | None:
+            nonlocal place
+            room = self.memory.place_registration(layer_bytes)
+            self.host.evict(room.evictions)
+            place = room.place
+            return place
+
+        adapter = self.host.register(path, make_room)
+        if place is not None:
+            self.memory.end_registration(place.place_id, adapter.digest)
+        return AdapterFacts(
+            adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes
+        )
+
+    def _check_host(self) -> None:
+        """What the account has is there, but for what waits to be read or to be evicted."""
+        self.host.arena.check_invariants()
+        cache = self.memory.host
+        assert cache is not None
+        if not cache.has_evictions:
+            assert self.host.arena.place_ids <= cache.place_ids
+            assert self.host.arena.taken_bytes <= cache.taken_bytes
+        if not self.memory.num_open_transfers:
+            assert self.host.arena.num_references == 0
+            assert cache.num_used == 0
+            assert self.host.arena.place_ids >= cache.place_ids
 
 
 def _open(path: str) -> OpenAdapter:

@@ -43,6 +43,8 @@ def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
 class Assisting:
     """Stands for the workers: they have a bad day, or void what they did."""
 
+    num_ready_workers = 0
+
     def __init__(
         self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
     ) -> None:

@@ -3,9 +3,9 @@
 from itertools import count
 
 import pytest
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.names import check_adapter_name
 from corun.runtime.adapters.registry import (
-    AdapterFacts,
     AdapterRegistry,
     LoadId,
     Registered,

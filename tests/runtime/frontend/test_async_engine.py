@@ -25,8 +25,8 @@ from corun.runtime.errors import (
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
-from support import fake_engine
-from support.fake_engine import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
+from support import fake_core
+from support.fake_core import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
 
 TESTS_DIR = Path(__file__).parents[2]
 MAX_DEATH_S = 2.0
@@ -202,7 +202,7 @@ def test_closing_the_generator_aborts(harness: Harness) -> None:
 
 def test_cancelling_the_consumer_aborts(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG))
         await until(lambda: engine.get_stats().num_running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -213,7 +213,7 @@ def test_cancelling_the_consumer_aborts(harness: Harness) -> None:
 
 def test_abort_by_id_ends_the_stream(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, "to-abort"))
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG, "to-abort"))
         await until(lambda: engine.get_stats().num_running == 1)
         await engine.abort("unknown")
         await engine.abort("to-abort")
@@ -224,7 +224,7 @@ def test_abort_by_id_ends_the_stream(harness: Harness) -> None:
 
 def test_an_id_is_open_once(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, "one"))
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG, "one"))
         await until(lambda: engine.get_stats().num_running == 1)
         with pytest.raises(RequestError, match="'one' is open"):
             await collect(engine, "x", params(), "one")
@@ -237,7 +237,7 @@ def test_an_id_is_open_once(harness: Harness) -> None:
 def test_both_limits_refuse(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         silent = [
-            asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, f"{index}"))
+            asyncio.create_task(collect(engine, fake_core.SILENT, LONG, f"{index}"))
             for index in range(2)
         ]
         await until(lambda: engine.get_stats().num_running == 2)
@@ -257,7 +257,7 @@ def test_both_limits_refuse(harness: Harness) -> None:
 def test_a_failed_request_raises_alone(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         failed, fine = await asyncio.gather(
-            collect(engine, fake_engine.FAIL, params(n=2)),
+            collect(engine, fake_core.FAIL, params(n=2)),
             collect(engine, "fine", params()),
             return_exceptions=True,
         )
@@ -318,7 +318,7 @@ def test_a_killed_engine_fails_every_request_in_time(
     async def run() -> None:
         client = ProcessClient(harness.config(), factory=FACTORY)
         async with AsyncEngine.from_client(client) as engine:
-            tasks = [asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))]
+            tasks = [asyncio.create_task(collect(engine, fake_core.SILENT, LONG))]
             tasks += [asyncio.create_task(collect(engine, "abc", LONG)) for _ in range(5)]
             await until(lambda: engine.get_stats().num_running == 6)
             assert engine.error is None
@@ -340,7 +340,7 @@ def test_a_killed_engine_fails_every_request_in_time(
 def test_shutdown_fails_what_is_open(harness: Harness) -> None:
     async def run() -> None:
         engine = AsyncEngine.from_client(ThreadClient(harness.config(), factory=FACTORY))
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))  # starts it
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG))  # starts it
         await until(lambda: engine.get_stats().num_running == 1)
         await engine.shutdown()
         await engine.shutdown()
@@ -352,7 +352,7 @@ def test_shutdown_fails_what_is_open(harness: Harness) -> None:
 
 def test_a_failed_start_is_raised_to_all(harness: Harness) -> None:
     async def run() -> None:
-        config = EngineConfig(model=fake_engine.FAILING_MODEL)
+        config = EngineConfig(model=fake_core.FAILING_MODEL)
         engine = AsyncEngine.from_client(ThreadClient(config, factory=FACTORY))
         for _ in range(2):
             with pytest.raises(ModelError, match="cannot load"):

@@ -27,8 +27,8 @@ from corun.runtime.frontend.engine import Engine
 from corun.runtime.frontend.loop_thread import THREAD_PREFIX
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
-from support import fake_engine
-from support.fake_engine import BOS_ID, FACTORY
+from support import fake_core
+from support.fake_core import BOS_ID, FACTORY
 
 TESTS_DIR = Path(__file__).parents[2]
 
@@ -164,7 +164,7 @@ def test_adapters(engine: Engine, tmp_path: Path) -> None:
 
 def test_a_failed_request_aborts_the_batch_and_raises(engine: Engine) -> None:
     with pytest.raises(StepFailedError, match="not a number"):
-        engine.generate(["fine " * 50, fake_engine.FAIL, "fine"], params(max_tokens=1000))
+        engine.generate(["fine " * 50, fake_core.FAIL, "fine"], params(max_tokens=1000))
     assert texts(engine.generate("next", params())) == ["next"]
     assert engine.get_stats().num_running == 0
 
@@ -172,13 +172,13 @@ def test_a_failed_request_aborts_the_batch_and_raises(engine: Engine) -> None:
 def test_seeds_repeat_with_the_engine_and_differ_between_requests(
     tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[fake_engine.FakeAssembly] = []
+    built: list[fake_core.FakeAssembly] = []
 
-    def build(config: EngineConfig, **arguments: Any) -> fake_engine.FakeAssembly:
-        built.append(fake_engine.FakeAssembly(config))
+    def build(config: EngineConfig, **arguments: Any) -> fake_core.FakeAssembly:
+        built.append(fake_core.FakeAssembly(config))
         return built[-1]
 
-    monkeypatch.setattr(fake_engine, "build", build)
+    monkeypatch.setattr(fake_core, "build", build)
 
     def seeds_of() -> list[int | None]:
         with Engine(model=tokenizer_dir, seed=3, factory=FACTORY) as engine:
@@ -202,7 +202,7 @@ def test_closing(tokenizer_dir: str) -> None:
 
 def test_a_failed_start_is_raised() -> None:
     with pytest.raises(ModelError, match="cannot load"):
-        Engine(model=fake_engine.FAILING_MODEL, factory=FACTORY)
+        Engine(model=fake_core.FAILING_MODEL, factory=FACTORY)
 
 
 def test_a_missing_tokenizer_frees_the_engine(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_an_interrupt_withdraws_the_batch_and_leaves_the_engine_sound(engine: En
     try:
         killer.start()
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(["fine", fake_engine.SILENT], params())
+            engine.generate(["fine", fake_core.SILENT], params())
         killer.join()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -258,7 +258,7 @@ def test_closing_fails_what_runs(tokenizer_dir: str) -> None:
 
     def wait() -> None:
         try:
-            engine.generate(fake_engine.SILENT, params())
+            engine.generate(fake_core.SILENT, params())
         except EngineDeadError as error:
             errors.append(error)
 
@@ -273,7 +273,7 @@ def test_closing_fails_what_runs(tokenizer_dir: str) -> None:
 
 def test_a_bug_in_a_step_is_raised_and_ends_the_engine(engine: Engine) -> None:
     with pytest.raises(EngineDeadError, match="RuntimeError: the step was told to crash"):
-        engine.generate(fake_engine.CRASH, params())
+        engine.generate(fake_core.CRASH, params())
     with pytest.raises(EngineDeadError, match="told to crash"):
         engine.generate("more", params())
 
@@ -363,5 +363,5 @@ def test_a_closed_engine_keeps_no_model(tokenizer_dir: str) -> None:
     with Engine(model=tokenizer_dir, factory=FACTORY) as engine:
         engine.generate("one", params())
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is fake_engine.FakeCore]
+    assert not [thing for thing in gc.get_objects() if type(thing) is fake_core.FakeCore]
     assert engine.get_stats().num_running == 0

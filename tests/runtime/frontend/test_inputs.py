@@ -15,7 +15,7 @@ from corun.runtime.frontend.inputs import (
 from corun.runtime.sampling import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_engine import MAX_MODEL_LEN, model_info
+from support.fake_core import MAX_MODEL_LEN, model_info
 
 
 def engine_requests(*, first_id: int = 0, **sampling: Any) -> list[AddRequest]:

@@ -3,7 +3,8 @@
 from itertools import count
 
 import pytest
-from corun.runtime.adapters.registry import AdapterFacts, AdapterRegistry
+from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.errors import AdapterUnavailableError, RequestError, UnknownModelError
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.plan import AdapterId

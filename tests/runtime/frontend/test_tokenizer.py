@@ -12,7 +12,7 @@ from corun.runtime.frontend.codec import codec_from_spec, codec_of
 from corun.runtime.frontend.tokenizer import Tokenizer, check_token_ids, token_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_engine import BOS_ID, EOS_ID, save_tokenizer
+from support.fake_core import BOS_ID, EOS_ID, save_tokenizer
 
 EMOJI = "😀"
 

@@ -10,7 +10,7 @@ from corun.runtime.machine.gc_control import collection_paused
 
 _FRONT_END = """
 import asyncio, gc
-from support.fake_engine import FACTORY
+from support.fake_core import FACTORY
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.demo import demo_model_path
 from corun.runtime.engine.client import ProcessClient

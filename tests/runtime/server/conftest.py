@@ -15,7 +15,7 @@ from corun.runtime.server.listening import StopSignals, bind
 from corun.runtime.server.settings import AppSettings
 from corun.runtime.server.state import ServerState, make_state
 from corun.runtime.server.supervise import supervise
-from support.echo_engine import BASE_NAME, FakeEngine, expected_text
+from support.fake_engine import BASE_NAME, FakeEngine, expected_text
 from support.serving import wait_until
 
 

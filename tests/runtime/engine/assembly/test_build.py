@@ -19,7 +19,7 @@ from corun.runtime.engine.messages import AddRequest, ModelInfo
 from corun.runtime.errors import ConfigError, EngineDeadError
 from corun.runtime.plan import StepPlan, SubBatchKind
 from support.architectures import save_model
-from support.fake_engine import save_tokenizer
+from support.fake_core import save_tokenizer
 from support.half_made_segment import half_made_segment
 from support.model_profiles import save_made_up_profile
 from support.peft_adapters import save_adapter
