@@ -186,7 +186,7 @@ class EngineCore:
         comes. If it returns updates, the next step may be due: whoever brings new requests first
         has them in it.
         """
-        if not self._is_waiting:  # nobody has looked since the engine came to rest
+        if not self._scheduler.num_in_flight:  # what is to be known before a step is planned
             self._take(self._executor.poll(0.0))
         self._fill()
         self._poll(0.0 if self._updates else timeout_s)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.coexec.assistant import ColdRow
-from corun.runtime.plan import Outcome, RequestId, SubBatch, SubBatchKind
+from corun.runtime.plan import Outcome, RequestId, SubBatch, SubBatchKind, WorkersChanged
 from corun.shm.errors import RingFullError
 from support.architectures import save_model
 from support.executor_device import (
@@ -42,6 +42,8 @@ def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
 
 class Assisting:
     """Stands for the workers: they have a bad day, or void what they did."""
+
+    num_ready_workers = 1
 
     def __init__(
         self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
@@ -125,6 +127,18 @@ def test_what_breaks_a_pass_with_cold_rows_does_not_fail_the_warm_ones(
     assert "the exchange is broken" in (found[RequestId(3)].error or "")
     assert assisting.num_given_up == 2  # with the others, and alone
     assert "computed again without the cold ones" in caplog.text
+
+
+def test_it_is_told_once_how_many_workers_are_ready(device: ExecutorDevice) -> None:
+    assisting: Any = Assisting()
+    device.executor._assistant = assisting
+    assert device.executor.poll() == [WorkersChanged(1)]
+    assert device.executor.poll() == []
+    assisting.num_ready_workers = 0
+    assert device.executor.poll() == [WorkersChanged(0)]
+    assisting.num_ready_workers = 2
+    assert WorkersChanged(2) in device.executor.poll()
+    assert device.executor.poll() == []
 
 
 def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorDevice) -> None:

@@ -11,8 +11,9 @@ from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
 from corun.runtime.errors import EngineDeadError, RequestError, UnknownModelError
-from corun.runtime.plan import AdapterId, StepPlan
+from corun.runtime.plan import AdapterId, StepId, StepPlan, WorkersChanged
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.cold import StepRows, WarmStarts
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import make_executor, make_memory, make_scheduler
 
@@ -276,6 +277,31 @@ def raise_once(function: Callable[..., object], error: Exception) -> Callable[..
         return function(*args)
 
     return wrapper
+
+
+def test_what_has_changed_while_it_slept_is_known_before_the_next_step() -> None:
+    engine = Engine(cold_starts=(cold_starts := CountingWorkers()))
+    engine.add(1)
+    assert ends_of(engine.run()) == {1: "length"}
+    assert cold_starts.log == []
+    engine.executor.tell(WorkersChanged(3))
+    engine.add(2)
+    engine.core.step()
+    assert cold_starts.log[:2] == ["3 workers", "step"]
+
+
+class CountingWorkers(WarmStarts):
+    """Notes what comes first."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def workers_changed(self, num_ready: int) -> None:
+        self.log.append(f"{num_ready} workers")
+
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
+        if self.log:
+            self.log.append("step")
 
 
 class TestExceptions:
