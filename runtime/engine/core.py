@@ -263,7 +263,9 @@ class EngineCore:
         """
         scheduler = self._scheduler
         if not self._is_waiting:
-            is_stuck = scheduler.has_work() and not self._has_news
+            is_stuck = scheduler.has_work() and not (
+                self._has_news or scheduler.memory.num_registrations
+            )
             assert not is_stuck, "there is work, but nothing to wait for"
             return
         try:
