@@ -196,8 +196,9 @@ class Executor(Protocol):
         """Accept ``plan``; plans run in the order in which they are submitted.
 
         Each plan has one ``StepResult``, also one without rows, and each transfer one
-        ``TransferResult``, perhaps with ``TransferProgress`` before it. Transfers of a plan begin
-        before its rows, which may use the layer groups of loads that have not ended if they are
+        ``TransferResult``, perhaps with ``TransferProgress`` before it; after it nobody reads or
+        writes a load's place on the host. The host's evictions come first, then transfers begin,
+        then rows, which may use the layer groups of loads that have not ended if they are
         ASSISTED. A token sampled by a row has position ``start_position + num_tokens``
         and is kept there: a row that is computed again replaces it and what was kept behind it.
         Requests to forget may be unknown. Never raises for what happens inside the step: that is
