@@ -82,16 +82,18 @@ class ExecutorDevice:
         self.loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
         self.runner = assemble.make_runner(self.loaded, 32)
         self.adapter: DeviceAdapter | Exception = AdapterError("its files have changed")
+        self.host_log: list[str] = []
         self.executor: DeviceExecutor = assemble.make_executor(
             self.loaded,
             self.runner,
-            AdapterFetch(self._fetch, lambda _: None),
+            AdapterFetch(self._fetch, lambda ids: self.host_log.append(f"evict {ids}")),
             eos_token_ids=(2,),
             max_model_len=64,
         )
         self._num_steps = 0
 
     def _fetch(self, transfer: Transfer) -> "Ready":
+        self.host_log.append(f"fetch {transfer.transfer_id}")
         if isinstance(self.adapter, Exception):
             raise self.adapter
         return Ready(self.adapter)
