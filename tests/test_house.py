@@ -28,6 +28,7 @@ _ALLOWED_IMPORTS = {
     # Of the profiles the pure part.
     "runtime": (
         "runtime",
+        "cpu_workers.process_life",  # how a process begins and ends: standard library only
         "cpu_workers.kernels.simd.isa",  # names of levels and their environment
         "shm.arena_ranges",  # which ranges of anything are free: pure
         "profiles.busy",
