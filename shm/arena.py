@@ -95,6 +95,11 @@ class HostArena:
         return self._ranges.capacity_bytes - self._ranges.free_bytes
 
     @property
+    def referenced_bytes(self) -> int:
+        """Bytes of the entries that are in use, which cannot be evicted."""
+        return sum(entry.num_bytes for entry in self._all_entries() if entry.num_references)
+
+    @property
     def num_evictions(self) -> int:
         """Entries that had to make room so far."""
         return self._num_evictions
@@ -232,9 +237,6 @@ class HostArena:
     def _all_entries(self) -> Iterable[ArenaEntry]:
         return itertools.chain(self._entries.values(), self._filling, self._unlisted)
 
-    def _referenced_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self._all_entries() if entry.num_references)
-
     def _idle(self) -> list[ArenaEntry]:
         """Entries that nothing refers to, those to evict first in front."""
         idle = [entry for entry in self._entries.values() if not entry.num_references]
@@ -244,7 +246,7 @@ class HostArena:
         limit_bytes = self.capacity_bytes
         if is_optional and self._keep_bytes is not None:
             limit_bytes = min(limit_bytes, self._keep_bytes)
-        referenced_bytes = self._referenced_bytes()
+        referenced_bytes = self.referenced_bytes
         if num_bytes > limit_bytes - referenced_bytes:
             raise ArenaFullError(num_bytes, limit_bytes, referenced_bytes, hint=self._hint)
 
@@ -257,7 +259,7 @@ class HostArena:
             victim = next(candidates, None)
             if victim is None:
                 raise ArenaFullError(
-                    sum(sizes), self.capacity_bytes, self._referenced_bytes(),
+                    sum(sizes), self.capacity_bytes, self.referenced_bytes,
                     hint=self._hint, largest_free_bytes=ranges.largest_free_bytes,
                 )  # fmt: skip
             victims.append(victim)

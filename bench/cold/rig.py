@@ -82,18 +82,20 @@ class Rig:
     """See the module."""
 
     def __init__(self, assembly: EngineAssembly, vocab: int) -> None:
-        coexecution = assembly.coexecution
+        coexecution = assembly.parts.coexecution
         assert coexecution is not None and coexecution.pool is not None, "co-execution is off"
-        assert isinstance(assembly.device, CpuDevice | CudaDevice)
+        assert isinstance(assembly.parts.device, CpuDevice | CudaDevice)
         self.core = assembly.core
         self.summary = assembly.info.summary
         self._assembly = assembly
-        self._link = assembly.device.link
+        self._link = assembly.parts.device.link
         self._coexecution: Coexecution = coexecution
         self.pool: WorkerPool = coexecution.pool
         self.profile: Profile = coexecution.profile
         self._waits = WaitRecorder(self.pool)
-        if isinstance(assembly.device, CpuDevice):  # elsewhere the host runs ahead of its waits
+        if isinstance(
+            assembly.parts.device, CpuDevice
+        ):  # elsewhere the host runs ahead of its waits
             coexecution.assistant.observer = self._waits
         self._rng = random.Random(0)
         self._vocab = vocab

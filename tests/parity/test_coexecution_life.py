@@ -122,8 +122,7 @@ def test_files_that_must_be_read_after_all(
 ) -> None:
     """The arena gave the adapter up between the decision to start and its load."""
     before = engine.core.stats().num_retried_rows
-    loader: Any = engine.executor._adapters._loader
-    monkeypatch.setattr(loader, "_fetch_present", lambda adapter_id: None)
+    monkeypatch.setattr(engine.parts.host_adapters, "fetch_present", lambda digest: None)
     with engine.chunks(split_at(NUM_LAYERS)):
         engine.ask("patterns", prompts(1, seed=15)[0])
         answers = engine.run()
@@ -136,17 +135,17 @@ def test_a_load_that_fails_fails_its_requests_alone(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers compute for it until that is known; what they computed is of no use."""
-    device: Any = engine.assistant._handover.exchange.device
-    begin = device.link.begin
+    link = engine.parts.device.link
+    begin = link.begin
 
     def broken(*arguments: Any, **more: Any) -> Any:
         raise OSError("the bus is gone")
 
     with engine.chunks(split_at(2)):
-        monkeypatch.setattr(device.link, "begin", broken)
+        monkeypatch.setattr(link, "begin", broken)
         lost = [engine.ask("patterns", prompt) for prompt in prompts(2, seed=16)]
         engine.run_until(lambda: all(answer.finish_reason for answer in lost))
-        monkeypatch.setattr(device.link, "begin", begin)
+        monkeypatch.setattr(link, "begin", begin)
         found = engine.ask("attention", prompts(1, seed=17)[0])
         engine.run()
         again = engine.ask("patterns", prompts(1, seed=16)[0])

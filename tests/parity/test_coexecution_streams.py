@@ -1,11 +1,9 @@
 """Cold adapters by streams and copies, as on CUDA: held to PEFT, whatever fails on the streams."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
-from corun.gpu.coexec.handover import StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import Stream
 from corun.gpu.device.host_memory import TorchDevice
@@ -33,7 +31,8 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
             figures=Figures(tokens_per_worker=8), delta_backend="numpy",
         ) as engine,
     ):  # fmt: skip
-        assert isinstance(engine.assistant._handover, StreamHandover)
+        exchange = engine.coexecution.exchange
+        assert exchange.transfer != exchange.compute
         yield engine
 
 
@@ -90,10 +89,9 @@ def test_a_failed_operation_voids_its_pass_and_no_other(
     engine: ColdEngine, case: ParityCase, name: str
 ) -> None:
     """On the exchange nobody is told at once: what follows is left out until it is settled."""
-    exchange = engine.assistant._handover.exchange
+    exchange = engine.coexecution.exchange
     stream = {"compute": exchange.compute, "exchange": exchange.transfer}[name]
-    device: Any = exchange.device
-    engine.assistant.observer = observer = FailOnce(device, stream, (1, 0))
+    engine.assistant.observer = observer = FailOnce(engine.parts.device, stream, (1, 0))
     before = engine.core.stats().num_retried_rows
     with engine.chunks(split_at(NUM_LAYERS, 8)):
         ask_all(engine, seed=31)

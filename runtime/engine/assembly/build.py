@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -51,12 +51,28 @@ from .resources import (
 from .summary import summary_lines
 
 if TYPE_CHECKING:
+    from ....gpu.adapters.host import HostAdapters
     from ....gpu.device.host_memory import TorchDevice
     from ....gpu.execution.assemble import LoadedModel
+    from ....gpu.execution.executor import DeviceExecutor
+    from ....gpu.lora.table import LoraTable
     from ....gpu.model.generation import GenerationDefaults
     from ....gpu.model.load import ModelSource
     from ....profiles.profile import Profile
     from .coexecution import Coexecution
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of, for tests and benchmarks that look inside or replace something."""
+
+    scheduler: Scheduler
+    executor: "DeviceExecutor"
+    device: "TorchDevice"
+    lora_table: "LoraTable"
+    host_adapters: "HostAdapters"
+    # None where the kernels read the arena itself, or no profile could be measured.
+    coexecution: "Coexecution | None"
 
 
 class EngineAssembly:
@@ -64,14 +80,12 @@ class EngineAssembly:
 
     def __init__(
         self, core: EngineCore, info: ModelInfo, adapters: AdapterManager,
-        close: Callable[[], None], device: "TorchDevice", coexecution: "Coexecution | None",
+        close: Callable[[], None], parts: EngineParts,
     ) -> None:  # fmt: skip
         self.core = core
         self.info = info
         self.adapters = adapters
-        self.device = device
-        # None where the kernels read the arena itself, or no profile could be measured.
-        self.coexecution = coexecution
+        self.parts = parts
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
 
@@ -220,8 +234,9 @@ def _connect(
             on_kv_bytes=host.on_kv_bytes,
         )  # fmt: skip
         undo.callback(executor.close)
+        scheduler = _make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution)
         core = EngineCore(
-            _make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution),
+            scheduler,
             executor,
             manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
@@ -235,7 +250,10 @@ def _connect(
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
-        return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
+        parts = EngineParts(
+            scheduler, executor, loaded.device, loaded.lora_table, host, coexecution
+        )
+        return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
 
 def _plan_memory(

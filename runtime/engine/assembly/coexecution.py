@@ -45,6 +45,7 @@ class Coexecution:
     """What the engine's parts need of it; ``close`` after the executor."""
 
     assistant: "Assistant"
+    exchange: "Exchange"
     cold_starts: PlannedColdStarts
     max_tokens_per_step: int
     max_rows_per_step: int
@@ -118,7 +119,7 @@ def start_coexecution(
             profile.decode_step_s.at,
         )
         return Coexecution(
-            assistant, cold_starts,
+            assistant, exchange, cold_starts,
             min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens),
             _MAX_COLD_ROWS,
             CpuWorkerStats if workers is None else workers.stats, profile,
