@@ -91,6 +91,11 @@ class CpuDevice:
         self._check_open()
         self._events.release(event)
 
+    @property
+    def num_events(self) -> int:
+        """Events that were not given back."""
+        return self._events.num_given
+
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Device.copy``. Raises ``DeviceError`` if the buffers do not match."""
         thread = self._thread(stream)

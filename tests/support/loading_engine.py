@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.copier import SlabSize
 from corun.gpu.adapters.fetcher import Arrival
 from corun.gpu.adapters.host import HostAdapters
@@ -24,6 +26,7 @@ from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink, Transfer
+from corun.gpu.execution import executor
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.execution.row_results import RowResults
 from corun.gpu.execution.sampler import SampledRow
@@ -32,7 +35,7 @@ from corun.gpu.forward.lower import ForwardInputs
 from corun.gpu.lora.adapter_layout import AdapterLayout
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.matrix_layout import PACKED
-from corun.gpu.lora.table import LoraTable
+from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
@@ -121,6 +124,24 @@ class _ColdStarts(RandomColdStarts):
         return ColdChunk(chunk.num_tokens, 0)
 
 
+class _Table(LoraTable):
+    """Knows what its rows hold."""
+
+    def __init__(self, engine: "LoadingEngine") -> None:
+        super().__init__(len(_target_map().targets), 64, "cpu")
+        self._engine = engine
+        self.contents: dict[int, str] = {}
+
+    def add(self, adapter: DeviceAdapter) -> int:
+        row = super().add(adapter)
+        self.contents[row] = self._engine.content_of(adapter)
+        return row
+
+    def remove(self, row: int) -> None:
+        super().remove(row)
+        del self.contents[row]
+
+
 class _Runner:
     """Computes deltas of ones, and notes for which packed tokens they are right."""
 
@@ -140,7 +161,7 @@ class _Runner:
         num_tokens = inputs.attention.num_tokens
         right = torch.ones(num_tokens, dtype=torch.bool)
         if inputs.lora is not None:
-            owner = self._engine.content_of_row()
+            owner = self._engine.table.contents
             lora = inputs.lora
             contents: list[str | None] = [None] * num_tokens
             for start, end, row in zip(
@@ -232,7 +253,7 @@ class LoadingEngine:
         plan = plan or random_memory(rng)
         self.link = HeldLink()
         self.device = CpuDevice(link=self.link)
-        self.table = LoraTable(len(_target_map().targets), 64, "cpu")
+        self.table = _Table(self)
         self.backend = TorchLora(self.table, dtype=torch.float32)
         slab = None if plan.slab_bytes is None else SlabSize(plan.slab_bytes, _MAX_RANK)
         self.host = HostAdapters(
@@ -247,12 +268,13 @@ class LoadingEngine:
         num_layers = 1 + max(target.layer for target in _target_map().targets)
         assistant = Assistant(HostHandover(exchange), self.backend, None, num_layers)
         runner = _Runner(self)
-        self.executor = DeviceExecutor(
-            runner, _Sampler(), self.table,  # type: ignore[arg-type]
-            AdapterFetch(self._fetch, self._fetch_present),
-            max_model_len=64, assistant=assistant,
-        )  # fmt: skip
-        self.executor._row_results = _RowResults(runner)
+        with mock.patch.object(executor, "RowResults", return_value=_RowResults(runner)):
+            self.executor = DeviceExecutor(
+                runner, _Sampler(), self.table,  # type: ignore[arg-type]
+                AdapterFetch(self._fetch, self._fetch_present),
+                max_model_len=64, assistant=assistant,
+            )  # fmt: skip
+        self._arrivals: list[tuple[Copied, str]] = []  # and their contents
         self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
         self.digests: dict[str, str] = {}
         self.served: dict[str, AdapterId] = {}
@@ -327,15 +349,12 @@ class LoadingEngine:
     def check_nothing_is_left(self) -> None:
         """After ``drain``, with adapters gone from the device."""
         self.host.arena.check_invariants()
-        entries = list(self.host.arena._all_entries())
-        assert [entry.num_references for entry in entries] == [0] * len(entries)
+        assert self.host.arena.referenced_bytes == 0
         assert self.table.num_free_rows == self.table.capacity
-        assert not any(slot.is_given for slot in self.device._events._slots), "events are kept"
+        assert self.device.num_events == 0, "events are kept"
         memory = self.scheduler.memory
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
-        loader = self.executor._adapters._loader
-        assert not (loader._under_way) and loader._fetcher.is_idle
-        assert not self.contents and not self.executor._adapters._resident
+        assert not self.contents and self.executor.is_idle
 
     def close(self) -> None:
         self.link.is_open = True
@@ -343,12 +362,10 @@ class LoadingEngine:
         self.host.close()
         self.device.close()
 
-    def content_of_row(self) -> dict[int, str]:
-        """What the rows of the kernels' table hold."""
-        return {
-            resident.table_row: self.contents[adapter_id]
-            for adapter_id, resident in self.executor._adapters._resident.items()
-        }
+    def content_of(self, adapter: DeviceAdapter) -> str:
+        """What was fetched as this adapter, newest first."""
+        arrivals = reversed(self._arrivals)
+        return next(name for arrival, name in arrivals if arrival.adapter is adapter)
 
     def _submit(self, plan: StepPlan) -> None:
         # A pass may wait for copies; they come by themselves then.
@@ -373,10 +390,18 @@ class LoadingEngine:
 
     def _fetch(self, adapter_id: AdapterId) -> Arrival:
         name = self.contents[adapter_id]
-        return self.host.fetch(self.digests[name], str(Path(_files()[0].name) / name))
+        arrival = self.host.fetch(self.digests[name], str(Path(_files()[0].name) / name))
+        return self._noted(arrival, name)
 
     def _fetch_present(self, adapter_id: AdapterId) -> Arrival | None:
-        return self.host.fetch_present(self.digests[self.contents[adapter_id]])
+        name = self.contents[adapter_id]
+        arrival = self.host.fetch_present(self.digests[name])
+        return None if arrival is None else self._noted(arrival, name)
+
+    def _noted(self, arrival: Arrival, name: str) -> Arrival:
+        assert isinstance(arrival, Copied)
+        self._arrivals.append((arrival, name))
+        return arrival
 
 
 def _open(path: str) -> OpenAdapter:

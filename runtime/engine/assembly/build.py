@@ -157,7 +157,7 @@ def _build(
     if config.max_model_len is not None:
         _max_model_len(config, hf_config.get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
-    tokenizer = _tokenizer_spec(config, on_progress) if own_process else None
+    tokenizer = tokenizer_spec(config, on_progress) if own_process else None
     loaded = assemble.load(source, config, on_progress, placement.background_cpus)
     try:
         on_progress("comparing logits with transformers (parity probe)")
@@ -180,7 +180,7 @@ def _build(
     return assembly
 
 
-def _tokenizer_spec(
+def tokenizer_spec(
     config: EngineConfig, on_progress: Callable[[str], None]
 ) -> TokenizerSpec | None:
     """What saves the front end's process transformers and torch."""
@@ -234,7 +234,7 @@ def _connect(
             on_kv_bytes=host.on_kv_bytes,
         )  # fmt: skip
         undo.callback(executor.close)
-        scheduler = _make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution)
+        scheduler = make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution)
         core = EngineCore(
             scheduler,
             executor,
@@ -290,10 +290,11 @@ def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None)
     return plan_max_model_len(config.max_model_len, model_limit, rope_limit)
 
 
-def _make_scheduler(
+def make_scheduler(
     config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, eos_token_ids: tuple[int, ...],
     coexecution: "Coexecution | None",
 ) -> Scheduler:  # fmt: skip
+    """Make the scheduler and the accounts that it keeps."""
     budget = MemoryBudget(plan.capacity_bytes)
     memory = DeviceMemory(
         budget,

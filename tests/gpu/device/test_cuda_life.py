@@ -42,7 +42,7 @@ def test_what_fails_late_leaves_nothing_out_on_an_adopted_stream() -> None:
     with open_setting() as setting:
         on_device = setting.gpu.empty(16)
         setting.device.adopt(setting.stream)
-        setting.device._streams.fail(setting.stream.index, ValueError("by the host's thread"))
+        setting.device.streams.fail(setting.stream.index, ValueError("by the host's thread"))
         setting.device.launch(setting.stream, lambda: fill(on_device, 3.0))
         setting.device.copy(setting.stream, setting.host(0), on_device)
         with pytest.raises(DeviceError, match="by the host's thread"):

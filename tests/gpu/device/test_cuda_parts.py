@@ -222,7 +222,7 @@ def test_a_dead_device_ends_a_paced_copy() -> None:
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)
         gate.set()
-        _await(lambda: device._streams.has_failed(stream.index))  # the agent asks when it comes to
+        _await(lambda: device.streams.has_failed(stream.index))  # the agent asks when it comes to
         gpu.is_dead = False
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)
