@@ -84,17 +84,17 @@ class Rig:
     def __init__(self, assembly: EngineAssembly, vocab: int) -> None:
         coexecution = assembly.parts.coexecution
         assert coexecution is not None and coexecution.pool is not None, "co-execution is off"
-        assert isinstance(assembly.parts.device, CpuDevice | CudaDevice)
+        assert isinstance(assembly.parts.loaded.device, CpuDevice | CudaDevice)
         self.core = assembly.core
         self.summary = assembly.info.summary
         self._assembly = assembly
-        self._link = assembly.parts.device.link
+        self._link = assembly.parts.loaded.device.link
         self._coexecution: Coexecution = coexecution
         self.pool: WorkerPool = coexecution.pool
         self.profile: Profile = coexecution.profile
         self._waits = WaitRecorder(self.pool)
         if isinstance(
-            assembly.parts.device, CpuDevice
+            assembly.parts.loaded.device, CpuDevice
         ):  # elsewhere the host runs ahead of its waits
             coexecution.assistant.observer = self._waits
         self._rng = random.Random(0)

@@ -210,7 +210,7 @@ def test_bytes_are_those_that_were_registered(files: Files) -> None:
 
 def _matrices(engine: ColdEngine) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Those of the only adapter on the device."""
-    table = engine.parts.lora_table
+    table = engine.parts.loaded.lora_table
     (row,) = np.flatnonzero(table.host_ranks.any(axis=1)).tolist()
     packed = {index: table.packed(row, index) for index in range(table.num_targets)}
     return {index: (lora.a.clone(), lora.b.clone()) for index, lora in packed.items() if lora}

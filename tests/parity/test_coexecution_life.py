@@ -135,7 +135,7 @@ def test_a_load_that_fails_fails_its_requests_alone(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers compute for it until that is known; what they computed is of no use."""
-    link = engine.parts.device.link
+    link = engine.parts.loaded.device.link
     begin = link.begin
 
     def broken(*arguments: Any, **more: Any) -> Any:

@@ -91,7 +91,7 @@ def test_a_failed_operation_voids_its_pass_and_no_other(
     """On the exchange nobody is told at once: what follows is left out until it is settled."""
     exchange = engine.coexecution.exchange
     stream = {"compute": exchange.compute, "exchange": exchange.transfer}[name]
-    engine.assistant.observer = observer = FailOnce(engine.parts.device, stream, (1, 0))
+    engine.assistant.observer = observer = FailOnce(engine.parts.loaded.device, stream, (1, 0))
     before = engine.core.stats().num_retried_rows
     with engine.chunks(split_at(NUM_LAYERS, 8)):
         ask_all(engine, seed=31)

@@ -241,7 +241,7 @@ class ColdEngine:
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
         assert memory.pool.num_used_blocks == memory.num_open_transfers == 0
         assert self.parts.executor.is_idle
-        assert self.parts.lora_table.num_free_rows == self.parts.lora_table.capacity
+        assert self.parts.loaded.lora_table.num_free_rows == self.parts.loaded.lora_table.capacity
         assert self.arena.referenced_bytes == 0
         self.arena.check_invariants()
         assert all(self.pool.end(n).num_outstanding == 0 for n in range(self.pool.num_workers))
@@ -328,7 +328,7 @@ class ColdEngine:
         executor.submit, executor.poll = note_plan, note_results
 
     def _gate_loads(self) -> None:
-        link: Any = self.parts.device.link
+        link: Any = self.parts.loaded.device.link
         begin = link.begin
 
         def held(direction: Direction, num_bytes: int, **arguments: Any) -> Any:

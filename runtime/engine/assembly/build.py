@@ -52,10 +52,8 @@ from .summary import summary_lines
 
 if TYPE_CHECKING:
     from ....gpu.adapters.host import HostAdapters
-    from ....gpu.device.host_memory import TorchDevice
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.execution.executor import DeviceExecutor
-    from ....gpu.lora.table import LoraTable
     from ....gpu.model.generation import GenerationDefaults
     from ....gpu.model.load import ModelSource
     from ....profiles.profile import Profile
@@ -68,8 +66,7 @@ class EngineParts:
 
     scheduler: Scheduler
     executor: "DeviceExecutor"
-    device: "TorchDevice"
-    lora_table: "LoraTable"
+    loaded: "LoadedModel"
     host_adapters: "HostAdapters"
     # None where the kernels read the arena itself, or no profile could be measured.
     coexecution: "Coexecution | None"
@@ -236,23 +233,19 @@ def _connect(
         undo.callback(executor.close)
         scheduler = make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution)
         core = EngineCore(
-            scheduler,
-            executor,
-            manager,
+            scheduler, executor, manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
             clock=time.monotonic,
             on_adapter_gone=manager.forget,
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
             num_host_evictions=lambda: host.arena.num_evictions,
-        )
+        )  # fmt: skip
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
-        parts = EngineParts(
-            scheduler, executor, loaded.device, loaded.lora_table, host, coexecution
-        )
+        parts = EngineParts(scheduler, executor, loaded, host, coexecution)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
 

@@ -172,7 +172,8 @@ def test_closing_waits_and_unregisters_before_views_drop(setting: Setting) -> No
     setting.device.close()
     setting.device.close()
     assert not setting.gpu.registered
-    assert not setting.memory.is_open
+    with pytest.raises(DeviceError, match="is closed"):
+        setting.memory.word(0, "of memory that is closed")
     for use in (
         setting.device.event,
         lambda: setting.device.stream("late"),

@@ -13,12 +13,13 @@ from corun.shm.errors import RingFullError
 from support.architectures import save_model
 from support.executor_device import (
     ADAPTER,
+    Arriving,
     ExecutorDevice,
     blocks,
     load,
     new,
     rows,
-    wait_transfer,
+    wait_progress,
 )
 
 
@@ -80,16 +81,14 @@ def beside_the_cold_one(
             raise RuntimeError("the exchange is broken")
         return forward(inputs, indices)
 
-    device.executor._assistant = assisting  # type: ignore[assignment]
-    device.adapter = device.make_adapter()
+    device.assistant = assisting
+    device.adapter = Arriving(device.make_adapter())
     device.submit(transfers=(load(1),))
-    wait_transfer(device)
+    wait_progress(device)
     requests = (new(1, (5, 6)), new(2, (7, 8, 9)), new(3, (5, 6), ADAPTER))
     tables = (blocks(1, 0), blocks(2, 1), blocks(3, 2))
     device.run(rows((1, 0, 2, True)), new_requests=requests, block_updates=tables)
     (alone,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))
-    arriving: Any = SimpleNamespace(has_failed=lambda: False)
-    device.executor._adapters[ADAPTER].arriving = arriving
     monkeypatch.setattr(device.runner, "forward", with_workers)
     (result,) = device.run(cold_rows((1, 2, 1, True, 0), (2, 0, 3, True, 0), (3, 0, 2, True, 1)))
     return {row.request_id: row for row in result.rows}, list(alone.rows)
