@@ -127,7 +127,6 @@ class CudaDevice:
         return registered
 
     def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
-        """As ``Device.stream`` says."""
         self._check_open()
         if self._has_begun:
             raise DeviceError(
@@ -137,7 +136,6 @@ class CudaDevice:
         return self.streams.make(name, is_urgent=is_urgent).stream
 
     def adopt(self, stream: Stream) -> None:
-        """As ``TorchDevice.adopt`` says."""
         self._check_open()
         self._enter()
         state = self.streams.state(stream)
@@ -145,17 +143,14 @@ class CudaDevice:
         self._runtime.adopt(state.handle)
 
     def event(self) -> Event:
-        """As ``Device.event`` says."""
         self._check_open()
         return self._events.take()
 
     def release_event(self, event: Event) -> None:
-        """As ``Device.release_event`` says."""
         self._check_open()
         self._events.release(event)
 
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """As ``Device.copy`` says."""
         state = self._begin(stream)
         direction = self._transfers.check(destination, source)
         if not state.is_left_out and source.numel() > 0:
@@ -165,7 +160,6 @@ class CudaDevice:
             )
 
     def signal(self, stream: Stream, word: Word, value: int) -> None:
-        """As ``Device.signal`` says."""
         state = self._begin(stream)
         try:
             self._enqueue(state, lambda: self._by.signaller.signal(state, word, value))
@@ -175,7 +169,6 @@ class CudaDevice:
             raise
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
-        """As ``Device.wait`` says."""
         state = self._begin(stream)
         if state.is_left_out:
             return
@@ -184,19 +177,16 @@ class CudaDevice:
         self._enqueue(state, lambda: self._by.waiter.wait(state, word, value))
 
     def record(self, stream: Stream, event: Event) -> None:
-        """As ``Device.record`` says."""
         state = self._begin(stream)
         self._gates.settle(state)
         self._events.record(event, state, self._work.pending(state))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """As ``Device.wait_event`` says."""
         state = self._begin(stream)
         state.paced = None
         self._events.hold(state, event, is_left_out=state.is_left_out)
 
     def is_done(self, event: Event) -> bool:
-        """As ``Device.is_done`` says."""
         self._check_open()
         recorded = self._events.recorded(event)
         if recorded is None:
@@ -212,7 +202,6 @@ class CudaDevice:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """As ``Device.launch`` says."""
         state = self._begin(stream)
         if state.is_left_out:
             return
@@ -221,14 +210,12 @@ class CudaDevice:
         self._enqueue(state, lambda: self._runtime.call(state.handle, compute))
 
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
-        """As ``Device.synchronize`` says."""
         self._check_open()
         states = self.streams.all() if stream is None else [self.streams.state(stream)]
         self._await_end(states, timeout_s)
         self._raise_failure(states)
 
     def release_waits(self) -> int:
-        """As ``Device.release_waits`` says."""
         self._check_open()
         return self._outstanding.release()
 

@@ -1,9 +1,13 @@
 """Cold adapters by streams and copies, as on CUDA: held to PEFT, whatever fails on the streams."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
+from corun.gpu.coexec import handover, select
 from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
+from corun.gpu.coexec.handover import AddByCopy, Exchange, Handover, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import Stream
 from corun.gpu.device.host_memory import TorchDevice
@@ -11,7 +15,26 @@ from support.cold_engine import ColdEngine
 from support.cold_parity import NUM_LAYERS, PARTIAL_SPECS, check, make_case, prompts, split_at
 from support.model_profiles import Figures
 from support.parity import ADAPTER_SPECS, ParityCase
-from support.stream_exchange import exchanged_by_streams
+
+
+@contextmanager
+def exchanged_by_streams() -> Iterator[None]:
+    """For engines that are built inside."""
+
+    def apart(device: TorchDevice, compute: Stream, transfer: Stream) -> Exchange:
+        assert transfer == compute, "they are apart already"
+        return Exchange(device, compute, device.stream("exchange", is_urgent=True))
+
+    def by_streams(
+        exchange: Exchange, where: torch.device, *, max_slice_tokens: int, max_columns: int
+    ) -> Handover:
+        return StreamHandover(exchange, AddByCopy(max_slice_tokens, max_columns, where))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handover, "Exchange", apart)
+        patch.setattr(select, "make_handover", by_streams)
+        yield
+
 
 SPECS = (*PARTIAL_SPECS, ADAPTER_SPECS[0])
 WARM = ADAPTER_SPECS[0].name

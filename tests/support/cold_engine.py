@@ -9,15 +9,17 @@ import itertools
 import os
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import psutil
 import torch
-from corun.cpu_workers.pool import WorkerPool
+from corun.cpu_workers import pool
+from corun.cpu_workers.pool import PoolConfig, WorkerPool
 from corun.cpu_workers.slices import max_tokens
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.device.link import Direction
@@ -40,8 +42,24 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.shm.arena import HostArena
 from support.model_profiles import Figures, save_made_up_profile
-from support.pool_options import pool_with
-from support.worker_pool import supervisor, workers
+from support.worker_pool import supervisor, table_of, workers
+
+
+@contextlib.contextmanager
+def pool_with(num_workers: int, delta_backend: str | None) -> Iterator[None]:
+    """More workers than the options can ask for on this machine, and a table if it is clear."""
+
+    def changed(**options: Any) -> PoolConfig:
+        config = PoolConfig(**options)
+        return replace(
+            config,
+            worker_cpus=config.worker_cpus * num_workers,
+            delta_table=None if delta_backend is None else table_of(delta_backend),
+        )
+
+    with unittest.mock.patch.object(pool, "PoolConfig", changed):
+        yield
+
 
 TIMEOUT_S = 60.0
 Chunks = Callable[[Request, int], ColdChunk | None]  # of a request, with at most so many tokens

@@ -45,9 +45,9 @@ from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestEvent
 from support.architectures import make_model
-from support.cold import RandomColdStarts
 from support.host_adapters import copied
 from support.peft_adapters import load_with_peft, save_adapter
+from support.random_cold_starts import RandomColdStarts
 from support.scheduling import BLOCK_SIZE, make_memory, make_request, make_scheduler
 
 CONTENTS = "abc"

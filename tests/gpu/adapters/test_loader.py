@@ -12,7 +12,7 @@ from corun.gpu.adapters.store import StoreBusyError
 from corun.gpu.lora.table import DeviceAdapter
 from corun.runtime.errors import AdapterError, EngineDeadError
 from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
-from support.cuda_errors import accelerator_error
+from support.cuda.errors import accelerator_error
 
 TIMEOUT_S = 10.0
 

@@ -10,6 +10,7 @@ from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.copier import AdapterCopier
 from corun.gpu.device.base import UnrecordedEventError
 from hypothesis import given, settings
+from support.streams.symbolic_coexec import Shape, SymbolicEngine, recording
 from support.streams.symbolic_explore import explore
 from support.streams.symbolic_findings import (
     Finding,
@@ -18,9 +19,8 @@ from support.streams.symbolic_findings import (
     SlotInUse,
     UseAfterHandOn,
 )
+from support.streams.symbolic_programs import choosers
 from support.streams.symbolic_run import Chooser, run
-from support.symbolic_coexec import Shape, SymbolicEngine, recording
-from support.symbolic_programs import choosers
 
 SMALL = Shape()
 Life = Callable[[SymbolicEngine], None]

@@ -17,6 +17,7 @@ from corun.gpu.device.base import DeviceError, Stream
 from corun.shm.errors import RingFullError, WorkerUnavailableError
 from corun.shm.job import Job
 from hypothesis import given, settings
+from support.streams.symbolic_coexec import Shape, SymbolicEngine, recording
 from support.streams.symbolic_explore import explore
 from support.streams.symbolic_findings import (
     Finding,
@@ -26,9 +27,8 @@ from support.streams.symbolic_findings import (
     TwoWriters,
     UseAfterHandOn,
 )
+from support.streams.symbolic_programs import choosers
 from support.streams.symbolic_run import Chooser, run
-from support.symbolic_coexec import Shape, SymbolicEngine, recording
-from support.symbolic_programs import choosers
 
 SMALL = Shape()
 THREE_LAYERS = Shape(num_layers=3, group_of_layer=(0, 0, 0))

@@ -13,9 +13,9 @@ from corun.gpu.device import cuda_memory
 from corun.gpu.device.base import Stream
 from corun.gpu.device.cuda import CudaDevice, open_cuda_device
 from corun.gpu.device.cuda_select import CudaOptions
+from support.cuda.fake_cuda import FakeGpu, fake_device, noted_memory
 from support.device_contract import Rig
 from support.device_life_contract import DeviceLifeContract, FailedOnPurpose
-from support.fake_cuda import FakeGpu, fake_device, noted_memory
 
 HOLDS_A_STREAM = {
     "test_a_stream_keeps_the_order_of_its_operations",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from corun.gpu.device import cuda
 from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Stream
-from support.cuda_setting import NUM_BYTES, Setting, add, fill, open_setting
+from support.cuda.setting import NUM_BYTES, Setting, add, fill, open_setting
 
 
 def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:

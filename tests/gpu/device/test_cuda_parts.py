@@ -11,7 +11,7 @@ from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_agent import HostAgent, Item
 from corun.gpu.device.cuda_memory import Piece, Registrations
 from corun.gpu.device.link import Direction, PacedLink, Transfer
-from support.fake_cuda import FakeEvent, FakeGpu, FakeRuntime, fake_device
+from support.cuda.fake_cuda import FakeEvent, FakeGpu, FakeRuntime, fake_device
 
 PAGE = mmap.PAGESIZE
 

@@ -27,8 +27,8 @@ from corun.shm.arena_entry import Region as Place
 from corun.shm.region import Region, TargetSize, plan_region
 from support.streams.symbolic import Recording, SymbolicDevice
 from support.streams.symbolic_program import Buffer
-from support.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch, one
-from support.symbolic_workers import SymbolicPool
+from support.streams.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch, one
+from support.streams.symbolic_workers import SymbolicPool
 
 _WIDTH, _RANK = 16, 8
 BLOCK = 8  # tokens of the smallest slice
