@@ -1,13 +1,21 @@
-"""No private names of other libraries but those that are listed, with the reason."""
+"""No private names of others: neither of libraries in the product, nor of the product in tests."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.product import ROOT, name_of, product_files, tree_of
+from support.product import ROOT, files_of, name_of, product_files, tree_of
 
 # Private by their names, and documented by Python itself.
 _DOCUMENTED = {"_exit", "_fields", "_replace", "_typeshed"}
+# Of other libraries, which tests alone use: ctypes' referenced object.
+_OF_OTHERS_IN_TESTS = {"_obj", "_schema", "_global_mapping"}
+# They put a mistake into one method of a class and see it found.
+_MISTAKES = {"tests/gpu/coexec/test_arrival_symbolic.py"}
+_PRIVATE = re.compile(r"_[a-z]\w*")  # a private constant is a time or a limit, which may be cut
+_PATCHED = re.compile(r"corun\..*\._[a-z]\w*")
+_PATCHES = {"setattr", "delattr", "getattr", "object", "patch"}
 
 
 def _own_names() -> set[str]:
@@ -52,3 +60,55 @@ def test_private_names_of_others_are_listed() -> None:
         and name not in section
     }
     assert section and not wrong, sorted(wrong)
+
+
+def _own_private_names(tree: ast.Module) -> set[str]:
+    """Those that a test file defines itself."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if ast.unparse(node.value) == "self" else "")
+    return names
+
+
+def _reached_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Private names of something else, and the line: used, imported, or replaced by a patch."""
+    own = _own_private_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
+            if ast.unparse(node.value) not in {"self", "cls"} and node.attr not in own:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            is_ours = (node.module or "").startswith(("corun", "support"))
+            names = [alias.name for alias in node.names if is_ours]
+            yield from ((node.lineno, name) for name in names if name.startswith("_"))
+        elif isinstance(node, ast.Call):
+            yield from ((node.lineno, name) for name in _patched_names(node) if name not in own)
+
+
+def _patched_names(call: ast.Call) -> Iterator[str]:
+    """What a call of ``setattr``, ``mock.patch`` and their like names by a string."""
+    function = ast.unparse(call.func).rpartition(".")[2]
+    if function not in _PATCHES:
+        return
+    for argument in call.args[:2]:
+        text = argument.value if isinstance(argument, ast.Constant) else None
+        if isinstance(text, str) and (_PRIVATE.fullmatch(text) or _PATCHED.fullmatch(text)):
+            yield text
+
+
+def test_tests_reach_for_nothing_private() -> None:
+    """What a test must see, a part shows: its results, ``check_invariants``, ``is_idle``, counts.
+
+    The parts of a whole engine are in ``EngineAssembly.parts``.
+    """
+    wrong = [
+        f"{name_of(path)}:{line} {name}"
+        for path in files_of("tests")
+        if name_of(path) not in _MISTAKES
+        for line, name in _reached_names(tree_of(path))
+        if name not in _DOCUMENTED | _OF_OTHERS_IN_TESTS
+    ]
+    assert not wrong, "\n".join(wrong)
