@@ -1,6 +1,7 @@
 """How large things get, where output goes, and what packages and documents must have."""
 
 import ast
+import re
 import tomllib
 
 import pytest
@@ -58,3 +59,13 @@ def test_documents_have_no_open_ends(name: str) -> None:
     mark = "TODO" + "-LEAD"
     text = (ROOT / name).read_text(encoding="utf-8")
     assert mark not in text, f"{text.count(mark)} places of {name} are not filled in"
+
+
+def test_contributing_names_files_that_there_are() -> None:
+    """In its sections on the ways of a request and of an adapter; paths may be cut at the front."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    ways = "".join(part for part in text.split("\n## ") if part.startswith("The way of"))
+    files = [f"/{name_of(path)}" for path in product_files()]
+    named = re.findall(r"`([\w/]+\.py)`", ways)
+    wrong = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert named and not wrong, sorted(wrong)
