@@ -1,7 +1,8 @@
-"""No private names of others: neither of libraries in the product, nor of the product in tests."""
+"""One name for one thing, and no private names of others: neither in the product nor in tests."""
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,16 @@ _MISTAKES = {"tests/gpu/coexec/test_arrival_symbolic.py"}
 _PRIVATE = re.compile(r"_[a-z]\w*")  # a private constant is a time or a limit, which may be cut
 _PATCHED = re.compile(r"corun\..*\._[a-z]\w*")
 _PATCHES = {"setattr", "delattr", "getattr", "object", "patch"}
+
+
+def test_no_public_class_has_the_name_of_another() -> None:
+    places = defaultdict(list)
+    for path in product_files():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{name_of(path)}:{node.lineno}")
+    wrong = [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+    assert not wrong, "\n".join(wrong)
 
 
 def _own_names() -> set[str]:
