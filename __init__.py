@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         RequestError,
         ResourceError,
         StepFailedError,
+        TooManySequencesError,
         UnknownModelError,
     )
     from .runtime.frontend.async_engine import AsyncEngine
@@ -46,6 +47,7 @@ __all__ = [
     "ResourceError",
     "SamplingParams",
     "StepFailedError",
+    "TooManySequencesError",
     "UnknownModelError",
     "__version__",
 ]

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.memory.adapter_cache import AdapterCache
 from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
@@ -64,7 +65,7 @@ def add_requests(scheduler: Scheduler, workload: Workload) -> None:
             sampling=SamplingParams(max_tokens=job.output_tokens),
             arrival_s=float(index),
             adapter_id=AdapterId(adapter),
-            adapter_bytes=BLOCK_BYTES * bool(adapter),
+            adapter=AdapterFacts(job.model, 8, BLOCK_BYTES) if adapter else None,
         )
         scheduler.add_request(request, 0.0)
 

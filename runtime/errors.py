@@ -11,6 +11,7 @@ CorunError
 │   ├── NotServedError     it asks for a feature that corun does not serve    (HTTP 400)
 │   ├── UnknownModelError  it names no model or adapter that is served        (HTTP 404)
 │   ├── AdapterUnavailableError  its adapter is registered but not ready      (HTTP 503)
+│   ├── TooManySequencesError  it asks for more than can ever run and wait    (HTTP 400)
 │   ├── OverloadedError    too many requests are waiting                      (HTTP 429)
 │   └── StepFailedError    the step that computed it failed                   (HTTP 500)
 ├── AdapterError           an adapter's files or configuration are refused    (HTTP 400)
@@ -66,6 +67,12 @@ class AdapterUnavailableError(RequestError):
 
     status = 503
     code = "adapter_unavailable"
+
+
+class TooManySequencesError(RequestError):
+    """The request has more prompts and choices than could ever run and wait at once."""
+
+    code = "too_many_sequences"
 
 
 class OverloadedError(RequestError):

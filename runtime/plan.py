@@ -16,12 +16,13 @@ AdapterId = NewType("AdapterId", int)  # one immutable adapter version; never re
 BlockId = NewType("BlockId", int)  # index into the KV pool
 TransferId = NewType("TransferId", int)
 StepId = NewType("StepId", int)
+HostPlaceId = NewType("HostPlaceId", int)  # a place in the host's memory; never reused
 
 BASE_ADAPTER = AdapterId(0)  # the base model, no adapter
 
 
 class SubBatchKind(StrEnum):
-    """Rows of one kind share a forward pass."""
+    """Rows of one sub-batch share a forward pass; a step may have several of one kind."""
 
     DECODE = "decode"  # one token per row; can be captured; never waits for a worker
     MIXED = "mixed"  # prefill chunks of resident adapters, with decode rows where that is faster
@@ -73,6 +74,15 @@ class TransferKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Where an adapter lies in the host's memory, or is to be read to."""
+
+    place_id: HostPlaceId
+    extents: tuple[tuple[int, int], ...]  # (offset, bytes) of each of its layers, whole pages
+    is_filled: bool  # its content is there; else files are read
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """A command that completes later, through ``Executor.poll``."""
 
@@ -82,6 +92,7 @@ class Transfer:
     num_bytes: int
     is_demand: bool = True  # a request waits for it; prefetches give way
     offset_bytes: int | None = None  # of the adapter in their slab; None = they have none
+    host: HostPlace | None = None  # of a load: where it comes from; None = nobody plans that
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,9 @@ class StepPlan:
     forget_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
     transfers: tuple[Transfer, ...] = ()
     promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
+    # Taken out of the host's memory before anything else happens; nothing refers to them. Places
+    # that never came to be are no error.
+    host_evictions: tuple[HostPlaceId, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -116,8 +130,16 @@ class Outcome(StrEnum):
     """What became of a row that sampled, or that failed."""
 
     TOKENS = "tokens"
-    RETRY = "retry"  # nothing of this row counts; compute it again
+    RETRY = "retry"  # nothing of this row counts; to be planned again as ``cause`` allows
     FAILED = "failed"  # the request ends with ``error``
+
+
+class RetryCause(StrEnum):
+    """Why nothing of a row counts. What follows from it is the scheduler's to decide."""
+
+    DELTAS = "deltas"  # the row's own: what brings its deltas has failed, or is not on its way
+    FORWARD = "forward"  # its forward pass has failed, and it may be the reason
+    COMPANY = "company"  # another row of the sub-batch is to blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +152,7 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if asked for
     error: str | None = None  # why, for RETRY and FAILED
     error_kind: str | None = None  # a class in errors, for FAILED; None = the step failed
+    cause: RetryCause | None = None  # for RETRY
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +188,14 @@ class TransferResult:
     error: str | None = None
 
 
-Result: TypeAlias = StepResult | TransferProgress | TransferRead | TransferResult
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """So many CPU workers take jobs from now on; there are none until the first of these."""
+
+    num_ready: int
+
+
+Result: TypeAlias = StepResult | TransferProgress | TransferRead | TransferResult | WorkersChanged
 
 
 class Executor(Protocol):
@@ -174,11 +204,12 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> None:
         """Accept ``plan``; plans run in the order in which they are submitted.
 
-        Each plan has one ``StepResult``, also one without rows, and each transfer one
-        ``TransferResult``, perhaps with ``TransferProgress`` before it. Transfers of a plan begin
-        before its rows, which may use the layer groups of loads that have not ended if they are
-        ASSISTED. A token sampled by a row has position ``start_position + num_tokens``
-        and is kept there: a row that is computed again replaces it and what was kept behind it.
+        A plan is run as it is: rows that cannot be computed in the sub-batch that they are in
+        come back as RETRY. Each plan has one ``StepResult``, also one without rows, and each
+        transfer one ``TransferResult``, perhaps with ``TransferProgress`` before it. Transfers of a
+        plan begin before its rows, which may use the layer groups of loads that have not ended if
+        they are ASSISTED. A token sampled by a row has position ``start_position + num_tokens`` and
+        is kept there: a row that is computed again replaces it and what was kept behind it.
         Requests to forget may be unknown. Never raises for what happens inside the step: that is
         a result.
         """

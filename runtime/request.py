@@ -4,6 +4,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
+from .adapter import AdapterFacts
 from .plan import BASE_ADAPTER, AdapterId, BlockId, RequestId
 from .sampling import SamplingParams
 
@@ -30,7 +31,7 @@ class Request:
     sampling: SamplingParams
     arrival_s: float
     adapter_id: AdapterId = BASE_ADAPTER
-    adapter_bytes: int = 0  # on the device
+    adapter: AdapterFacts | None = None  # of the version; None for the base model
     namespace: bytes = b""  # KV made under another namespace is never read
 
     status: RequestStatus = RequestStatus.WAITING
@@ -48,11 +49,16 @@ class Request:
     is_held: bool = False  # not to be scheduled until no step in flight refers to it
     is_cold: bool = False  # runs although its adapter is not wholly on the device
     has_short_kv: bool = False  # KV was computed below SchedulerConfig.recompute_at_tokens
-    # How often a row that starts there came to nothing, by no fault of the request.
+    # How often a row that starts there came to nothing and may have been the reason itself.
     retried_positions: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.prompt_token_ids)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """What the adapter takes on the device."""
+        return 0 if self.adapter is None else self.adapter.num_bytes
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -19,6 +19,7 @@ from corun.gpu.device.cuda import CudaDevice
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import LinkModel, MachineModel
 from corun.profiles.profile import Profile, save_profile
+from corun.runtime.adapter import AdapterLayers
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig
@@ -93,10 +94,9 @@ class Rig:
         self.pool: WorkerPool = coexecution.pool
         self.profile: Profile = coexecution.profile
         self._waits = WaitRecorder(self.pool)
-        if isinstance(
-            assembly.parts.loaded.device, CpuDevice
-        ):  # elsewhere the host runs ahead of its waits
-            coexecution.assistant.observer = self._waits
+        # Elsewhere the host runs ahead of its waits.
+        if isinstance(assembly.parts.loaded.device, CpuDevice):
+            self._waits.watch(coexecution.assistant.handover)
         self._rng = random.Random(0)
         self._vocab = vocab
         self._next_id = 1
@@ -193,13 +193,16 @@ class Rig:
 
     def rank_sums(self, adapter: str) -> tuple[int, ...]:
         """By input group of a layer: the ranks of the adapter's targets together."""
-        adapter_id = self._assembly.adapters.resolve(adapter).adapter_id
-        return self._coexecution.layers_of(adapter_id).shape.rank_sums[0]
+        return self._layers(adapter).rank_sums[0]
 
     def num_layer_groups(self, adapter: str) -> int:
         """Parts in which the adapter is loaded."""
-        adapter_id = self._assembly.adapters.resolve(adapter).adapter_id
-        return len(self._coexecution.layers_of(adapter_id).group_bytes)
+        return len(self._layers(adapter).group_bytes)
+
+    def _layers(self, adapter: str) -> AdapterLayers:
+        layers = self._assembly.adapters.resolve(adapter).facts.layers
+        assert layers is not None
+        return layers
 
     def _is_resident(self, adapter: str) -> bool:
         adapter_id = self._assembly.adapters.resolve(adapter).adapter_id

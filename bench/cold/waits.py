@@ -3,10 +3,12 @@
 import time
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
+import torch
 from corun.cpu_workers.pool import WorkerPool
-from corun.gpu.coexec.cold_deltas import GroupKey
 from corun.gpu.coexec.invocation import Invocation
+from corun.gpu.lora.adapter_layout import GroupKey
 from corun.shm.job import Result
 
 
@@ -30,26 +32,41 @@ class GroupWait:
 
 
 class WaitRecorder:
-    """A ``WaitObserver``. What is asked of shared memory is asked when the passes are over."""
+    """Takes times around a handover. Shared memory is read when the passes are over."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._jobs: list[_Job] = []
         self._open: dict[tuple[int, int], _Job] = {}
 
-    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
+    def watch(self, handover: Any) -> None:
+        """From now on, where what is enqueued takes effect at once: on the CPU."""
+        send, wait = handover.send, handover.wait
+
+        def timed_send(invocation: Invocation, x: torch.Tensor) -> None:
+            send(invocation, x)
+            self.signalled(invocation)
+
+        def timed_wait(invocation: Invocation) -> None:
+            self.wait_begins(invocation)
+            wait(invocation)
+            self.wait_ends(invocation)
+
+        handover.send, handover.wait = timed_send, timed_wait
+
+    def signalled(self, invocation: Invocation) -> None:
         """X is out and the worker may begin."""
         now_ns = time.perf_counter_ns()
-        job = _Job(key, invocation.worker, invocation.sequence, now_ns)
+        job = _Job(invocation.key, invocation.worker, invocation.sequence, now_ns)
         self._jobs.append(job)
         self._open[invocation.worker, invocation.sequence] = job
 
-    def wait_begins(self, key: GroupKey, invocation: Invocation) -> None:
+    def wait_begins(self, invocation: Invocation) -> None:
         """The base products of the group are done."""
         job = self._open[invocation.worker, invocation.sequence]
         job.wait_begins_ns = time.perf_counter_ns()
 
-    def wait_ends(self, key: GroupKey, invocation: Invocation) -> None:
+    def wait_ends(self, invocation: Invocation) -> None:
         """Y is there."""
         now_ns = time.perf_counter_ns()
         self._open.pop((invocation.worker, invocation.sequence)).wait_ends_ns = now_ns

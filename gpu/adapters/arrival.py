@@ -1,4 +1,4 @@
-"""How an adapter gets from the arena to the device: its regions are copied one by one.
+"""How an adapter gets from the arena to the device: region by region, or it is read in place.
 
 First layer first, on a stream of their own; layers form groups with an event each, so that the
 first layers can be used before the last are there. Workers on the host compute from the same
@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -21,11 +22,11 @@ from ...runtime.errors import AdapterError
 from ..coexec.cold_deltas import Arrival
 from ..coexec.gateway import PlacedGroup
 from ..device.base import DeviceError, DeviceTimeoutError, Event
+from ..lora.adapter_layout import AdapterLayout
 from ..lora.base import PackedLora
 from ..lora.matrix_layout import unpack
 from ..lora.table import DeviceAdapter
-from .copier import AdapterCopier, Lane
-from .placement import LayerSpan, PlacedMatrices, Placement
+from .copier import AdapterCopier, DeviceLayout, Lane, LayerSpan, PlacedMatrices
 from .store import HostAdapter
 
 _LOG = logging.getLogger(__name__)
@@ -47,6 +48,57 @@ class Reading:
     duration_s: float
 
 
+class AdapterLoad(Protocol):
+    """An adapter on its way from the host to the device."""
+
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+        """Enqueue what brings it there, or only the first layers. Called once.
+
+        ``offset_bytes``: where to in the adapters' slab, if they have one.
+        Like all but ``read``, ``is_done`` and ``num_arrived`` by the engine's thread.
+        """
+        ...
+
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Read its files, if they must be; ``on_progress`` when there is more to enqueue.
+
+        Called once, by the fetching thread. Raises nothing: ``finish`` does.
+        """
+        ...
+
+    def is_read(self) -> bool:
+        """Whether nothing more is read, whatever became of it; also after ``cancel``."""
+        ...
+
+    def reading(self) -> Reading | None:
+        """How far its files have been read; None if nobody plans with that."""
+        ...
+
+    def advance(self) -> None:
+        """Enqueue the next layers if they are on the host and those before have arrived."""
+        ...
+
+    def enqueue_all(self) -> None:
+        """Enqueue all layers that are on the host and not enqueued yet."""
+        ...
+
+    def num_arrived(self) -> int:
+        """Layer groups, from the first on, that are on the device. As ``is_done``."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether it has arrived, or failed to. Called between ``start`` and ``finish``."""
+        ...
+
+    def finish(self) -> DeviceAdapter:
+        """Return it. Called once, when it is done; raises ``CorunError`` if it has failed."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the host's copy back and read no further; instead of ``finish``."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _LayerGroup:
     """Regions of neighbouring layers, which are copied together."""
@@ -58,9 +110,9 @@ class _LayerGroup:
 
 
 class Copied:
-    """An adapter that is copied; see ``adapter_fetcher.Arrival`` and ``coexec.ArrivingAdapter``."""
+    """An adapter that is copied; see ``coexec.ArrivingAdapter``, too."""
 
-    def __init__(self, host: HostAdapter, copier: AdapterCopier, placement: Placement) -> None:
+    def __init__(self, host: HostAdapter, copier: AdapterCopier, placement: DeviceLayout) -> None:
         """Reads ``host`` until the copies are done."""
         self._host = host
         self._copier = copier
@@ -101,7 +153,6 @@ class Copied:
             self.enqueue_all()
 
     def advance(self) -> None:
-        """Enqueue the next layer group, if it is on the host and the last one has arrived."""
         for group in self._groups:
             if not group.is_enqueued:
                 if self._may_enqueue(group):
@@ -111,7 +162,6 @@ class Copied:
                 return
 
     def enqueue_all(self) -> None:
-        """Enqueue every layer group that is on the host and not enqueued yet."""
         for group in self._groups:
             if not group.is_enqueued:
                 if not self._may_enqueue(group):
@@ -119,18 +169,18 @@ class Copied:
                 self._enqueue(group)
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
-        """Read its files, if they must be; by the fetching thread."""
         self._host.read(on_progress, is_wanted)
 
+    def is_read(self) -> bool:
+        return self._host.is_read
+
     def reading(self) -> Reading | None:
-        """How far its files have been read; None if they need not be."""
         if self._host.read_s is None:
             return None
         num_groups = sum(self._is_on_host(group) for group in self._groups)
         return Reading(num_groups, self._host.read_s)
 
     def is_done(self) -> bool:
-        """Whether all that will be copied has been."""
         if not self._host.is_read:
             return False
         if self._host.error is None:
@@ -138,7 +188,6 @@ class Copied:
         return all(self._is_there(group) for group in self._groups if group.is_enqueued)
 
     def num_arrived(self) -> int:
-        """Layer groups, from the first on, that have been copied."""
         for number, group in enumerate(self._groups):
             if not self._is_there(group):
                 return number
@@ -293,4 +342,57 @@ class Copied:
         for group in self._groups:
             if group.event is not None:
                 self._copier.device.release_event(group.event)
+        self._host.release()
+
+
+class InPlace:
+    """An adapter where the kernels read the arena itself: on a CPU without a link."""
+
+    def __init__(self, host: HostAdapter, layout: AdapterLayout) -> None:
+        """The kernels read ``host`` until the adapter is evicted."""
+        self._host = host
+        self._layout = layout
+
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+        """Nothing is copied."""
+
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        self._host.read(on_progress, is_wanted)
+
+    def is_read(self) -> bool:
+        return self._host.is_read
+
+    def reading(self) -> Reading | None:
+        """Nobody plans with it here."""
+        return None
+
+    def is_done(self) -> bool:
+        return self._host.is_read
+
+    def num_arrived(self) -> int:
+        """One group, of all layers."""
+        return int(self._host.is_read)
+
+    def advance(self) -> None:
+        """Nothing is to be enqueued."""
+
+    def enqueue_all(self) -> None:
+        """Nothing is to be enqueued."""
+
+    def finish(self) -> DeviceAdapter:
+        """Views of the arena, which keep the reference until the adapter is released.
+
+        Raises ``CorunError`` if its files could not be read.
+        """
+        if self._host.error is not None:
+            self._host.release()
+            raise self._host.error
+        host, targets = self._host, {}
+        for region, place in enumerate(host.places):
+            part = host.bytes_of(region, region + 1)
+            for found in self._layout.matrices_in(place, part):
+                targets[found.target.index] = self._layout.views(found, part)
+        return DeviceAdapter(targets, release=host.release)
+
+    def cancel(self) -> None:
         self._host.release()

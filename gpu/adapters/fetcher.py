@@ -8,75 +8,20 @@ while others use what is there already.
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from ...cpu_workers.affinity import place_thread
 from ...runtime.errors import CorunError
-from ...runtime.plan import AdapterId, Transfer, TransferId
-from ..lora.table import DeviceAdapter
-from .arrival import Reading
-from .store import StoreBusyError
+from ...runtime.plan import Transfer, TransferId
+from .arrival import AdapterLoad
 
 _LOG = logging.getLogger(__name__)
 
-_RETRY_EVERY_S = 0.005
-# References that fill the arena are those of copies under way; longer than this nothing copies.
-_BUSY_TIMEOUT_S = 30.0
 
-
-class Arrival(Protocol):
-    """An adapter on its way from the host to the device."""
-
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
-        """Enqueue what brings it there, or only the first layers. Called once.
-
-        ``offset_bytes``: where to in the adapters' slab, if they have one.
-        Like all but ``read``, ``is_done`` and ``num_arrived`` by the engine's thread.
-        """
-        ...
-
-    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
-        """Read its files, if they must be; ``on_progress`` when there is more to enqueue.
-
-        Called once, by the fetching thread. Raises nothing: ``finish`` does.
-        """
-        ...
-
-    def reading(self) -> Reading | None:
-        """How far its files have been read; None if nobody plans with that."""
-        ...
-
-    def advance(self) -> None:
-        """Enqueue the next layers if they are on the host and those before have arrived."""
-        ...
-
-    def enqueue_all(self) -> None:
-        """Enqueue all layers that are on the host and not enqueued yet."""
-        ...
-
-    def num_arrived(self) -> int:
-        """Layer groups, from the first on, that are on the device. As ``is_done``."""
-        ...
-
-    def is_done(self) -> bool:
-        """Whether it has arrived, or failed to. Called between ``start`` and ``finish``."""
-        ...
-
-    def finish(self) -> DeviceAdapter:
-        """Return it. Called once, when it is done; raises ``CorunError`` if it has failed."""
-        ...
-
-    def cancel(self) -> None:
-        """Give the host's copy back and read no further; instead of ``finish``."""
-        ...
-
-
-# Fetches one adapter version on the host; raises ``CorunError`` with the reason.
-FetchAdapter = Callable[[AdapterId], Arrival]
+# Fetches the adapter of a load on the host; raises ``CorunError`` with the reason.
+FetchAdapter = Callable[[Transfer], AdapterLoad]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +29,7 @@ class Fetched:
     """An adapter that has its place on the host, or the reason why it has none."""
 
     transfer: Transfer
-    arrival: Arrival | None
+    arrival: AdapterLoad | None
     error: str = ""
 
 
@@ -92,7 +37,6 @@ class Fetched:
 class _Waiting:
     transfer: Transfer
     is_prefetch: bool
-    since_s: float
 
 
 class AdapterFetcher:
@@ -126,7 +70,7 @@ class AdapterFetcher:
 
     def ask(self, transfer: Transfer) -> None:
         """Fetch the adapter of a load; ``take`` tells of it."""
-        waiting = _Waiting(transfer, not transfer.is_demand, time.monotonic())
+        waiting = _Waiting(transfer, not transfer.is_demand)
         self._by_id[transfer.transfer_id] = waiting
         self._asked.put(waiting)
 
@@ -154,10 +98,8 @@ class AdapterFetcher:
 
     def _run(self) -> None:
         place_thread(self._cpus)
-        timeout_s: float | None = None
-        while not self._is_closed and self._take_asked(timeout_s):
-            has_fetched = self._fetch_next()
-            timeout_s = (0.0 if has_fetched else _RETRY_EVERY_S) if self._waiting else None
+        while not self._is_closed and self._take_asked(0.0 if self._waiting else None):
+            self._fetch_next()
 
     def _take_asked(self, timeout_s: float | None) -> bool:
         """Wait for more to fetch; False once the fetcher is closed."""
@@ -170,37 +112,29 @@ class AdapterFetcher:
             return True
         return False
 
-    def _fetch_next(self) -> bool:
-        """Fetch one of those that wait; False if the arena has no room for it now."""
+    def _fetch_next(self) -> None:
+        """Fetch one of those that wait."""
         # Within a kind in order, or large ones would wait for ever.
         waiting = min(self._waiting, key=lambda one: one.is_prefetch)
-        fetched = self._fetch_one(waiting)
-        if fetched is None:
-            return False
+        fetched = self._fetch_one(waiting.transfer)
         self._waiting.remove(waiting)
         self._fetched.put(fetched)
         self._notify()
         if fetched.arrival is not None:
             fetched.arrival.read(partial(self._told_of_layer, waiting), lambda: not self._is_closed)
-        return True
 
     def _told_of_layer(self, waiting: _Waiting) -> None:
         """More has been read; what requests wait for goes before the rest of a prefetch."""
         self._notify()
         while waiting.is_prefetch and not self._is_closed:
             self._take_asked(0.0)
-            if all(one.is_prefetch for one in self._waiting) or not self._fetch_next():
+            if all(one.is_prefetch for one in self._waiting):
                 return
+            self._fetch_next()
 
-    def _fetch_one(self, waiting: _Waiting) -> Fetched | None:
-        """None if it must wait until somebody else is done with the arena."""
-        transfer = waiting.transfer
+    def _fetch_one(self, transfer: Transfer) -> Fetched:
         try:
-            return Fetched(transfer, self._fetch(transfer.adapter_id))
-        except StoreBusyError as error:
-            if time.monotonic() - waiting.since_s < _BUSY_TIMEOUT_S:
-                return None
-            return Fetched(transfer, None, str(error))
+            return Fetched(transfer, self._fetch(transfer))
         except CorunError as error:
             return Fetched(transfer, None, str(error))
         except Exception as error:  # a bug must fail one adapter, not the thread

@@ -19,17 +19,13 @@ from ...runtime.errors import CorunError, EngineDeadError
 from ...runtime.plan import AdapterId, Transfer, TransferId
 from ..device.lost import raise_if_lost
 from ..lora.table import DeviceAdapter
-from .arrival import Copied, Reading
-from .fetcher import AdapterFetcher, Arrival, FetchAdapter, Fetched
+from .arrival import AdapterLoad, Copied, Reading
+from .fetcher import AdapterFetcher, FetchAdapter, Fetched
 
 _LOG = logging.getLogger(__name__)
 
 # Small against any copy worth the name, large against what a look costs.
 _LOOK_EVERY_S = 0.0005
-
-
-# Fetches one without reading any file: None if it is not in the arena.
-FetchPresent = Callable[[AdapterId], Arrival | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ LoadEvent: TypeAlias = StartedLoad | LoadProgress | ReadProgress | LoadedAdapter
 @dataclass(slots=True, eq=False)
 class _Started:
     transfer: Transfer
-    arrival: Arrival
+    arrival: AdapterLoad
     is_gradual: bool  # a prefetch, which moves only while no demand load does
     num_seen: int = 0  # layer groups that were told of; of the watching thread
     num_read: int = 0  # likewise on the host; of the engine's thread
@@ -82,24 +78,23 @@ class AdapterLoader:
     """Runs loads, fetched one after the other in the order asked for."""
 
     def __init__(
-        self, fetch: FetchAdapter, fetch_present: FetchPresent, notify: Callable[[], None],
-        fetch_cpus: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self, fetch: FetchAdapter, notify: Callable[[], None], fetch_cpus: tuple[int, ...] = ()
+    ) -> None:
         """Start the threads.
 
         Args:
-            fetch: Called by the thread that reads files.
-            fetch_present: Called by ``start``.
+            fetch: Called by ``start`` for what is on the host, else by the thread that reads files.
             notify: Called by any thread when ``take_events`` has something to tell.
             fetch_cpus: Where the thread that reads files runs; () = where the caller does.
         """
-        self._fetch_present = fetch_present
+        self._fetch = fetch
         self._notify = notify
         self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Started] = queue.SimpleQueue()
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
         self._under_way: list[_Started] = []  # of the engine's thread
+        self._cancelled: list[tuple[AdapterLoad, LoadedAdapter]] = []  # whose files are still read
         self._watch_error: Exception | None = None  # ended the watching thread
         self._may_look = threading.Event()
         self._may_look.set()
@@ -116,15 +111,15 @@ class AdapterLoader:
         return not self._under_way and self._fetcher.is_idle
 
     def start(self, transfer: Transfer) -> None:
-        """Begin a load: at once if it is in the arena, else when its files have been read.
+        """Begin a load: at once if it is on the host, else when its files are read.
 
         What comes of it is told by ``take_events``.
         """
-        arrival = self._fetch_present(transfer.adapter_id)
-        if arrival is None:
+        if transfer.host is None or not transfer.host.is_filled:
             self._fetcher.ask(transfer)
             return
-        self._start(Fetched(transfer, arrival), is_prefetch=not transfer.is_demand)
+        fetched = Fetched(transfer, self._fetch(transfer))
+        self._start(fetched, is_prefetch=not transfer.is_demand)
         self._notify()
 
     def promote(self, transfer_id: TransferId) -> None:
@@ -170,6 +165,7 @@ class AdapterLoader:
             fetched, is_prefetch = taken
             self._start(fetched, is_prefetch=is_prefetch)
         self._advance()
+        self._end_cancelled()
         events, self._events = self._events, []
         return events
 
@@ -205,7 +201,8 @@ class AdapterLoader:
             raise_if_lost(error)
             _LOG.exception("adapter %d cannot be copied", transfer.adapter_id)
             arrival.cancel()
-            self._events.append(_failed(transfer, f"{type(error).__name__}: {error}"))
+            failed = _failed(transfer, f"{type(error).__name__}: {error}")
+            self._cancelled.append((arrival, failed))
             return
         if arrival.is_done():
             self._events.append(_finished(started))
@@ -227,6 +224,11 @@ class AdapterLoader:
                 started.arrival.enqueue_all()
             elif started.is_gradual and not has_demand:
                 started.arrival.advance()
+
+    def _end_cancelled(self) -> None:
+        """A load has ended when nobody writes to its place on the host any more."""
+        self._events += [failed for arrival, failed in self._cancelled if arrival.is_read()]
+        self._cancelled = [one for one in self._cancelled if not one[0].is_read()]
 
     def _watch(self) -> None:
         """Tell of copies that have ended, or of what was raised instead.

@@ -6,30 +6,129 @@ it. Knows nothing of requests or of the device.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...runtime.adapters.digest import ContentDigest
-from ...runtime.adapters.resolved import AdapterReader, TakeTensor
+from ...runtime.adapters.resolved import AdapterReader, RawTensor, TakeTensor
 from ...runtime.errors import AdapterError, CorunError, ResourceError
-from ...shm.arena import HostArena
-from ...shm.arena_entry import ArenaEntry, ArenaFullError, entry_bytes
+from ...runtime.plan import HostPlace, HostPlaceId
+from ...shm.arena import ArenaEntry, HostArena, extent_sizes
 from ...shm.errors import ShmError
 from ..device.host_memory import TorchDevice
-from ..lora.adapter_layout import AdapterLayout, GroupPlan
-from .reading import AdapterReading
+from ..lora.adapter_layout import AdapterLayout, GroupPlan, RegionWriter
 
 _LOG = logging.getLogger(__name__)
 
 
-class StoreBusyError(ResourceError):
-    """There is no room in the arena now, because of what is in use."""
+class AdapterReading:
+    """Reads one adapter, layer by layer. ``run`` ends it, and must be called."""
+
+    def __init__(
+        self, source: AdapterReader, writer: RegionWriter, arena: HostArena, entry: ArenaEntry
+    ) -> None:
+        """Takes ``source`` and the filler's reference to ``entry`` over."""
+        self._source = source
+        self._writer = writer
+        self._arena = arena
+        self._entry = entry
+        self._region_ends = _region_ends([region.layer for region in entry.regions])
+        self._is_wanted = True
+        self._num_regions = 0
+        self._read_s = 0.0
+        self._error: CorunError | None = None
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    @property
+    def num_regions(self) -> int:
+        """Regions, from the first on, that are whole and may be used; never fewer than before."""
+        return self._num_regions
+
+    @property
+    def read_s(self) -> float:
+        """How long it took to read what is whole."""
+        return self._read_s
+
+    @property
+    def error(self) -> CorunError | None:
+        """Why the other regions will never be there; None while they may, or once they are."""
+        return self._error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._is_over
+
+    def run(self, on_layer: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Read to the end. By one thread, once; what fails is told by ``error``.
+
+        ``on_layer`` is called whenever there is more to use, and at the end. ``is_wanted`` is
+        asked before each tensor whether to go on.
+        """
+
+        def take(raw: RawTensor, data: memoryview) -> None:
+            if not (self._is_wanted and is_wanted()):
+                raise AdapterError("nobody waits for its files any more")
+            self._writer.write(raw, data)
+
+        begin_s = time.monotonic()
+        try:
+            with self._source:
+                for layer in self._source.read_layers(take):
+                    self._advance(self._region_ends[layer], time.monotonic() - begin_s)
+                    on_layer()  # which may read others' files
+                    begin_s = time.monotonic()
+                assert not self._writer.missing, self._writer.missing
+        except CorunError as error:
+            self._end(error)
+        except Exception as error:  # a bug must fail one adapter, not the thread
+            _LOG.exception("reading an adapter failed")
+            self._end(AdapterError(f"{type(error).__name__}: {error}"))
+        else:
+            self._end(None)
+        on_layer()
+
+    def stop(self) -> None:
+        """Nobody waits for the rest: let ``run`` end at the next tensor."""
+        self._is_wanted = False
+
+    def wait(self, num_regions: int, timeout_s: float) -> bool:
+        """Wait until so many regions are whole; False if they will not be, or not in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._num_regions >= num_regions or self._is_over, timeout_s
+            )
+            return self._num_regions >= num_regions
+
+    def _advance(self, num_regions: int, duration_s: float) -> None:
+        with self._changed:
+            self._read_s += duration_s
+            self._num_regions = num_regions
+            self._changed.notify_all()
+
+    def _end(self, error: CorunError | None) -> None:
+        """End the filler's reference, and tell all who wait."""
+        self._arena.release(self._entry)
+        with self._changed:
+            self._error = error
+            self._is_over = True
+            self._changed.notify_all()
+
+
+def _region_ends(layers: Sequence[int]) -> dict[int, int]:
+    """By layer: how many regions there are up to its last one."""
+    return {layer: number for number, layer in enumerate(layers, start=1)}
 
 
 # Opens a PEFT directory; raises ``AdapterError``.
 OpenSource = Callable[[str], AdapterReader]
+# Says where an adapter is kept whose layers take so many bytes, in whole pages; None = nowhere.
+MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +138,8 @@ class StoredFacts:
     digest: str
     rank: int  # the largest of its targets
     plans: tuple[GroupPlan, ...]
-    host_bytes: int  # in the arena
+    host_bytes: tuple[int, ...]  # in the arena, by layer
+    is_kept: bool  # in the place that was made for it
 
 
 class HostAdapter:
@@ -107,72 +207,56 @@ class AdapterStore:
 
     def __init__(
         self, arena: HostArena, layout: AdapterLayout, open_source: OpenSource,
-        device: TorchDevice, *, is_device_memory: bool,
+        device: TorchDevice,
     ) -> None:  # fmt: skip
-        """Takes ``arena`` over.
-
-        ``is_device_memory``: what does not fit now may find room in the one budget later.
-        """
+        """Takes ``arena`` over."""
         self.layout = layout
         self._arena = arena
         self._open = open_source
-        self._is_device_memory = is_device_memory
         self._memory = device.register(arena.segment.pages, name="adapters")
         self._bytes: torch.Tensor | None = self._memory.tensor(
             0, (arena.segment.num_bytes,), torch.uint8
         )
         self._contents: dict[str, ContentDigest] = {}  # of what was registered, by its name
 
-    def register(self, path: str) -> StoredFacts:
-        """Read and check an adapter, and keep it in the arena if there is room.
+    def register(self, path: str, make_room: MakeRoom) -> StoredFacts:
+        """Read and check an adapter, and keep it in the arena if room is made.
 
-        Raises ``AdapterError`` naming what is wrong, or that it can never fit.
+        Raises ``AdapterError`` naming what is wrong.
         """
         with self._open(path) as source:
             plans = self.layout.plan(source.adapter)
-            specs = [plan.spec for plan in plans]
-            num_bytes = entry_bytes(specs)
-            try:
-                entry = self._arena.reserve(specs, is_optional=True)
-            except ShmError as error:
-                full_for_good = isinstance(error, ArenaFullError) and error.is_for_good
-                if full_for_good and not self._is_device_memory:
-                    raise AdapterError(str(error)) from error
-                _LOG.debug("%s is checked and not kept: %s", path, error)
+            host_bytes = tuple(extent_sizes([plan.spec for plan in plans]))
+            entry = self._place(plans, make_room(host_bytes))
+            if entry is None:
+                _LOG.debug("%s is checked and not kept", path)
                 _read_all(source, self.layout.check)
             else:
                 self._keep(entry, plans, source)
             digest = source.digest
             self._contents[digest.hexadecimal] = digest
-            return StoredFacts(digest.hexadecimal, source.adapter.max_rank, plans, num_bytes)
+            return StoredFacts(
+                digest.hexadecimal, source.adapter.max_rank, plans, host_bytes, entry is not None
+            )
 
-    def fetch(self, digest: str, path: str) -> HostAdapter:
+    def fetch(self, digest: str, path: str, place: HostPlace) -> HostAdapter:
         """Refer to the adapter with this content, which was registered.
 
-        If it is not in the arena it has a place there when this returns, and the caller must
-        have it filled by ``HostAdapter.read``. Raises ``AdapterError`` if the files are not what
-        they were, ``ResourceError`` if there is no room, ``StoreBusyError`` if there may be soon.
+        If its place is not filled the caller must have that done by ``HostAdapter.read``. Raises
+        ``AdapterError`` if the files are not what they were, ``ResourceError`` if the machine has
+        too little memory.
         """
-        host = self.fetch_present(digest)
-        return self._read_again(digest, path) if host is None else host
+        if place.is_filled:
+            return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole)
+        return self._read_again(digest, path, place)
 
-    def fetch_present(self, digest: str) -> HostAdapter | None:
-        """Refer to the adapter with this content if it is in the arena."""
-        entry = self._arena.acquire(digest)
-        return None if entry is None else HostAdapter(self._arena, entry, self._whole)
-
-    def is_present(self, digest: str) -> bool:
-        """Whether the adapter with this content is in the arena now."""
-        return self._arena.contains(digest)
+    def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
+        """Let adapters go."""
+        self._arena.evict(place_ids)
 
     def forget(self, digest: str) -> None:
         """Nobody will ask for this content any more."""
         self._contents.pop(digest, None)
-        self._arena.discard(digest)
-
-    def keep_within(self, num_bytes: int) -> None:
-        """Keep what is not in use only while all adapters take no more than this."""
-        self._arena.keep_within(num_bytes)
 
     def close(self) -> None:
         """Give the arena up, with nothing under way on it. Idempotent.
@@ -188,37 +272,38 @@ class AdapterStore:
         except ShmError as error:
             _LOG.warning("%s", error)
 
-    def _read_again(self, digest: str, path: str) -> HostAdapter:
+    def _read_again(self, digest: str, path: str, place: HostPlace) -> HostAdapter:
         source = self._open(path)
         try:
             source.expect(self._contents[digest])
             plans = self.layout.plan(source.adapter)
-            entry = self._reserve(plans, path)
-        except BaseException:
+            specs = [plan.spec for plan in plans]
+            entry = self._arena.place(place.place_id, place.extents, specs)
+        except BaseException as error:
             source.close()
+            if isinstance(error, ShmError):
+                raise ResourceError(f"{path}: {error}") from error
             raise
         writer = self.layout.writer(plans, self._parts(entry))
         reading = AdapterReading(source, writer, self._arena, entry)
-        self._arena.share(entry)
-        return HostAdapter(self._arena, entry, self._whole, reading)
+        return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole, reading)
 
-    def _reserve(self, plans: Sequence[GroupPlan], path: str) -> ArenaEntry:
+    def _place(self, plans: Sequence[GroupPlan], place: HostPlace | None) -> ArenaEntry | None:
+        """Where a registered adapter is kept; None if there is no room for it."""
+        if place is None:
+            return None
         try:
-            return self._arena.reserve([plan.spec for plan in plans])
-        except ArenaFullError as error:
-            kind = ResourceError if error.is_for_good else StoreBusyError
-            raise kind(f"{path}: {error}") from error
+            return self._arena.place(place.place_id, place.extents, [plan.spec for plan in plans])
         except ShmError as error:
-            raise ResourceError(f"{path}: {error}") from error
+            _LOG.debug("%s", error)
+            return None
 
     def _keep(self, entry: ArenaEntry, plans: Sequence[GroupPlan], source: AdapterReader) -> None:
-        """Write the adapter to ``entry`` and publish it, or give it up."""
+        """Write the adapter to ``entry``."""
         try:
             _read_all(source, self.layout.writer(plans, self._parts(entry)).write)
-        except BaseException:
-            self._arena.abandon(entry)
-            raise
-        self._arena.release(self._arena.publish(entry, source.digest.hexadecimal))
+        finally:
+            self._arena.release(entry)
 
     @property
     def _whole(self) -> torch.Tensor:

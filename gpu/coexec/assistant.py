@@ -10,8 +10,9 @@ import torch
 from ...shm.errors import ShmError
 from ..forward.batch import LoraBatch
 from ..forward.lower import lora_batch
+from ..lora.adapter_layout import GroupKey
 from ..lora.base import LoraBackend
-from .cold_deltas import Arrival, ColdDeltas, ColdPlan, GroupKey, NoObserver, WaitObserver
+from .cold_deltas import Arrival, ColdDeltas, ColdPlan
 from .gateway import AssistedRow, ColdAdapter, WorkerGateway
 from .handover import Exchange, Handover
 from .invocation import Invocation
@@ -103,8 +104,7 @@ class Assistant:
         gateway: WorkerGateway | None,
         num_layers: int,
     ) -> None:
-        self.observer: WaitObserver = NoObserver()
-        self._handover = handover
+        self.handover = handover
         self._backend = backend
         self._gateway = gateway
         self._num_layers = num_layers
@@ -132,9 +132,9 @@ class Assistant:
             arrivals += [_arrivals(rows, layer) for layer in range(first_layer, end_layer)]
             first_layer = end_layer
         plan = ColdPlan(invocations, tuple(batches), tuple(arrivals))
-        deltas = ColdDeltas(self._handover, self._backend, plan, self.observer)
+        deltas = ColdDeltas(self.handover, self._backend, plan)
         cold_spans = frozenset((row.start, row.end) for row in rows if row.arriving is not None)
-        return AssistedPass(deltas, self._handover.exchange, self._gateway, invocations, cold_spans)
+        return AssistedPass(deltas, self.handover.exchange, self._gateway, invocations, cold_spans)
 
     def _invoke(self, rows: Sequence[ColdRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
         assisted = [

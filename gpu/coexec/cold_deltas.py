@@ -12,17 +12,15 @@ of a fused kernel.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from ..device.base import Event
 from ..forward.batch import LoraBatch
+from ..lora.adapter_layout import GroupKey
 from ..lora.base import LoraBackend
 from .handover import Handover
 from .invocation import Invocation
-
-GroupKey = tuple[int, int]  # layer, input group within it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,63 +47,29 @@ class ColdPlan:
     arrivals: tuple[tuple[Arrival, ...], ...]
 
 
-class WaitObserver(Protocol):
-    """Is told of waits as they are made; for measurements on the CPU, where they take effect."""
-
-    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
-        """X is out and the worker may begin."""
-        ...
-
-    def wait_begins(self, key: GroupKey, invocation: Invocation) -> None:
-        """The base products of the group are done."""
-        ...
-
-    def wait_ends(self, key: GroupKey, invocation: Invocation) -> None:
-        """Y is there."""
-        ...
-
-
-class NoObserver:
-    """Nobody measures."""
-
-    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
-        """Do nothing."""
-
-    def wait_begins(self, key: GroupKey, invocation: Invocation) -> None:
-        """Do nothing."""
-
-    def wait_ends(self, key: GroupKey, invocation: Invocation) -> None:
-        """Do nothing."""
-
-
 class ColdDeltas:
     """See ``step.DeltaPass``; for one pass."""
 
     is_repeatable = False  # what is sent and awaited differs
 
-    def __init__(
-        self, handover: Handover, backend: LoraBackend, plan: ColdPlan, observer: WaitObserver
-    ) -> None:
+    def __init__(self, handover: Handover, backend: LoraBackend, plan: ColdPlan) -> None:
         """``backend`` computes on ``handover.exchange.compute``."""
         self._handover = handover
         self._exchange = handover.exchange
         self._backend = backend
         self._plan = plan
-        self._observer = observer
         self._has_arrived = [not arrivals for arrivals in plan.arrivals]
         self._sent: set[int] = set()  # ids of invocations, which the plan keeps alive
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Send x to the workers of this group."""
-        key = _key(group)
-        invocations = self._plan.invocations.get(key)
+        invocations = self._plan.invocations.get(_key(group))
         if invocations is None:
             return
         self._handover.begin()
         for invocation in invocations:
             self._handover.send(invocation, x)
             self._sent.add(id(invocation))
-            self._observer.signalled(key, invocation)
 
     def add(
         self,
@@ -128,7 +92,7 @@ class ColdDeltas:
             )
         invocations = self._plan.invocations.get(key)
         if invocations is not None:
-            self._take_in(key, invocations, ys)
+            self._take_in(invocations, ys)
 
     def release_workers(self) -> None:
         """Let the workers go on that still wait for x: the pass has failed, and all is void.
@@ -154,13 +118,9 @@ class ColdDeltas:
                 self._exchange.device.wait_event(self._exchange.compute, arrival.event)
         self._has_arrived[layer] = True
 
-    def _take_in(
-        self, key: GroupKey, invocations: Sequence[Invocation], ys: Sequence[torch.Tensor]
-    ) -> None:
+    def _take_in(self, invocations: Sequence[Invocation], ys: Sequence[torch.Tensor]) -> None:
         for invocation in invocations:
-            self._observer.wait_begins(key, invocation)
             self._handover.wait(invocation)
-            self._observer.wait_ends(key, invocation)
         self._handover.end()
         for invocation in invocations:
             self._handover.add(invocation, ys)

@@ -16,7 +16,7 @@ from ...shm.errors import MailboxFullError, RingFullError, WorkerUnavailableErro
 from ...shm.region import Region
 from ..device.base import Word
 from ..device.host_memory import HostMemory
-from .cold_deltas import GroupKey
+from ..lora.adapter_layout import GroupKey
 from .handover import Exchange
 from .invocation import Invocation, JobShape
 
@@ -256,8 +256,8 @@ class WorkerGateway:
                 job = next(jobs[place.worker])
                 made.append(
                     Invocation(
-                        place.worker, job.sequence, place.start, place.end, group.shape, views,
-                        job.x_offset, job.y_offset, *self._words[place.worker],
+                        key, place.worker, job.sequence, place.start, place.end, group.shape,
+                        views, job.x_offset, job.y_offset, *self._words[place.worker],
                     )
                 )  # fmt: skip
             invocations[key] = tuple(made)

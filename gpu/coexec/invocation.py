@@ -12,6 +12,7 @@ import torch
 
 from ...shm.region import Region
 from ..device.base import Word
+from ..lora.adapter_layout import GroupKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +53,7 @@ class RingViews(Protocol):
 class Invocation:
     """A slice of packed tokens of one input group, computed by one worker."""
 
+    key: GroupKey
     worker: int
     sequence: int  # of the job, in the worker's mailbox
     start: int  # first packed token

@@ -14,7 +14,7 @@ from . import cuda_words
 from .base import Word
 from .cuda_gates import Gates
 from .cuda_streams import HostWork, StreamState
-from .link import Direction, PacedLink, Transfer
+from .link import Direction, LinkTransfer, PacedLink
 
 
 class _PacedCopy:
@@ -27,7 +27,7 @@ class _PacedCopy:
         self._direction = direction
         self._num_bytes = num_bytes
         self._follows = follows
-        self._transfer: Transfer | None = None
+        self._transfer: LinkTransfer | None = None
         self._end_s: float | None = None
 
     def due_s(self) -> float:

@@ -37,7 +37,7 @@ class LinkStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class LinkTransfer:
     """One transfer, made by ``PacedLink.begin``."""
 
     direction: Direction
@@ -195,7 +195,7 @@ class PacedLink:
 
     def begin(
         self, direction: Direction, num_bytes: int, *, start_s: float | None = None
-    ) -> Transfer:
+    ) -> LinkTransfer:
         """Start a transfer now, or at ``start_s`` on the clock: where the one before it ended.
 
         The past before the newest start of another transfer is settled: it then starts there.
@@ -208,14 +208,14 @@ class PacedLink:
             self._num_started += 1
             self._num_bytes[direction] += num_bytes
             start_s = self._lanes[direction].start(index, num_bytes, start_s)
-        return Transfer(direction, index, start_s)
+        return LinkTransfer(direction, index, start_s)
 
-    def expected_s(self, transfer: Transfer) -> float:
+    def expected_s(self, transfer: LinkTransfer) -> float:
         """When it ends on the clock, if no other starts meanwhile; others only make it later."""
         with self._lock:
             return self._lanes[transfer.direction].finish_s(transfer.index) + self.latency_us / 1e6
 
-    def finish(self, transfer: Transfer) -> float:
+    def finish(self, transfer: LinkTransfer) -> float:
         """Wait until its bytes are there, once; return when that was on the clock.
 
         That is where a transfer that follows at once starts, however late this call returns.

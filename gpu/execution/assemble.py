@@ -248,12 +248,11 @@ def warm_up_kernels(
 def make_executor(
     loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch,
     *, eos_token_ids: tuple[int, ...], max_model_len: int, assistant: Assistant | None = None,
-    on_kv_bytes: Callable[[int], None] | None = None,
 ) -> DeviceExecutor:  # fmt: skip
     """Make the executor of the engine; it owns the runner from now on."""
     return DeviceExecutor(
         runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
-        max_model_len=max_model_len, assistant=assistant, on_kv_bytes=on_kv_bytes,
+        max_model_len=max_model_len, assistant=assistant,
     )  # fmt: skip
 
 

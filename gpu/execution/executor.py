@@ -4,15 +4,18 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ...runtime.plan import (
+    HostPlaceId,
+    Outcome,
     RequestId,
     Result,
+    RetryCause,
     RowResult,
     StepPlan,
     StepResult,
@@ -20,10 +23,11 @@ from ...runtime.plan import (
     SubBatchKind,
     Transfer,
     TransferKind,
+    WorkersChanged,
 )
 from ...shm.errors import ShmError
 from ..adapters.fetcher import FetchAdapter
-from ..adapters.loader import AdapterLoader, FetchPresent
+from ..adapters.loader import AdapterLoader
 from ..adapters.resident import ResidentAdapter, ResidentAdapters
 from ..coexec.assistant import Assistant, ColdRow
 from ..device.lost import raise_if_lost
@@ -31,11 +35,12 @@ from ..forward.batch import DeltaPass
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..lora.table import LoraTable
 from .request_table import RequestState, RequestTable
-from .row_results import RowResults, failures, retries
 from .runner import ModelRunner
-from .sampler import Sampler
+from .sampler import SampledRow, Sampler
 
 _LOG = logging.getLogger(__name__)
+
+_VOID = "a CPU worker or a copy of the adapter failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class AdapterFetch:
     """Where adapters come from."""
 
     fetch: FetchAdapter
-    fetch_present: FetchPresent
+    evict: Callable[[Sequence[HostPlaceId]], None]  # takes adapters out of the host's memory
     cpus: tuple[int, ...] = ()  # of the thread that reads files; () = where the engine runs
 
 
@@ -51,20 +56,17 @@ class DeviceExecutor:
     """The executor of a real engine; see ``runtime.plan.Executor``.
 
     ``submit`` computes the step in the calling thread, which must always be the same one (the
-    libraries below keep threads of their own per caller). Adapters are loaded beside it.
+    libraries below keep threads of their own per caller). Adapters are loaded beside it. What
+    fails is reported and not tried otherwise: to plan again is the scheduler's.
     """
 
     def __init__(
         self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch: AdapterFetch,
         *, max_model_len: int, assistant: Assistant | None = None,
-        on_kv_bytes: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """``on_kv_bytes`` is told what memory KV blocks may hold, before a step that changes it.
-
-        Plans with ASSISTED rows need an ``assistant``.
-        """
+        """Plans with ASSISTED rows need an ``assistant``."""
         self._runner = runner
-        self._row_results = RowResults(sampler)
+        self._sampler = sampler
         self._requests = RequestTable(max_model_len, runner.block_size)
         self._results: deque[Result] = deque()
         # Counts what poll has not taken yet; readable while that is more than nothing.
@@ -72,11 +74,11 @@ class DeviceExecutor:
         self._poller = select.poll()  # unlike select, for descriptors of any number
         self._poller.register(self._event_fd, select.POLLIN)
         self._assistant = assistant
-        loader = AdapterLoader(fetch.fetch, fetch.fetch_present, self._notify, fetch.cpus)
+        self._num_ready_workers = 0  # as was told last
+        self._evict_from_host = fetch.evict
+        loader = AdapterLoader(fetch.fetch, self._notify, fetch.cpus)
         self._adapters = ResidentAdapters(loader, table, self._results)
         self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
-        self._on_kv_bytes = on_kv_bytes
-        self._told_blocks = 0
         self._closed = False
 
     def submit(self, plan: StepPlan) -> None:
@@ -90,12 +92,13 @@ class DeviceExecutor:
         for update in plan.block_updates:
             highest = max(update.block_ids, default=-1)
             self._num_touched_blocks = max(self._num_touched_blocks, highest + 1)
+        if plan.host_evictions:
+            self._evict_from_host(plan.host_evictions)
         for transfer in plan.transfers:
             self._start_transfer(transfer)
         for transfer_id in plan.promoted_transfers:
             self._adapters.promote(transfer_id)
         self._adapters.take_loads()
-        self._tell_kv_bytes()
         rows: list[RowResult] = []
         with self._adapters.unwatched():
             for batch in plan.sub_batches:
@@ -107,6 +110,7 @@ class DeviceExecutor:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)
+        self._note_workers()
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
@@ -137,33 +141,29 @@ class DeviceExecutor:
     def _notify(self) -> None:
         os.eventfd_write(self._event_fd, 1)
 
+    def _note_workers(self) -> None:
+        """Tell if other CPU workers are ready than before."""
+        num_ready = 0 if self._assistant is None else self._assistant.num_ready_workers
+        if num_ready != self._num_ready_workers:
+            self._num_ready_workers = num_ready
+            self._results.append(WorkersChanged(num_ready))
+            self._notify()
+
     def _run_batch(self, batch: SubBatch) -> list[RowResult]:
-        """Compute one sub-batch; an exception fails its rows and no others."""
+        """Compute one sub-batch; if it fails, say which rows may be the reason, and no more."""
         try:
             if batch.kind is SubBatchKind.ASSISTED:
-                return self._run_assisted(batch)
-            return self._compute(batch)
+                return self._compute_assisted(batch)
+            states, inputs = self._lower(batch)
+            logits = self._forward(batch, inputs, None)
+            return self._take_tokens(batch, states, logits)
         except Exception as error:
             raise_if_lost(error)
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
-            parts = self._warm_and_cold(batch)
-            if len(parts) > 1:
-                _LOG.warning("warm rows are computed again without the cold ones, and these alone")
-                return [result for part in parts for result in self._run_batch(part)]
             reason = f"the step failed: {type(error).__name__}: {error}"
-            return failures(batch.request_ids, reason)
-
-    def _warm_and_cold(self, batch: SubBatch) -> list[SubBatch]:
-        """The parts of a sub-batch, so that neither has to bear what the other one did.
-
-        To compute a row again is harmless: it writes the same keys and values to the same places.
-        """
-        is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
-        warm_rows = [row for row, cold in enumerate(is_cold) if not cold]
-        if batch.kind is not SubBatchKind.ASSISTED or not any(is_cold) or not warm_rows:
-            return [batch]
-        warm = replace(_rows_of(batch, warm_rows), kind=SubBatchKind.MIXED, split_layers=())
-        return [warm, _rows_of(batch, [row for row, cold in enumerate(is_cold) if cold])]
+            # Most can happen to what is not on the device.
+            is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
+            return _not_computed(batch, is_cold, RetryCause.FORWARD, reason)
 
     def _is_cold(self, request_id: RequestId) -> bool:
         """Whether the adapter is not, or not wholly, on the device."""
@@ -172,48 +172,30 @@ class DeviceExecutor:
             return True
         return self._adapters[state.adapter_id].arriving is not None
 
-    def _compute(self, batch: SubBatch) -> list[RowResult]:
-        states, inputs = self._lower(batch)
-        return self._row_results.make(
-            batch, states, self._forward(batch, inputs, None), frozenset()
-        )
-
     def _lower(self, batch: SubBatch) -> tuple[list[RequestState], ForwardInputs]:
         states = [self._requests[request_id] for request_id in batch.request_ids]
         packed = self._pack(batch, states)
         return states, lower(packed, self._runner.block_size, self._runner.device)
 
-    def _run_assisted(self, batch: SubBatch) -> list[RowResult]:
-        """Compute the rows whose adapter moves; retry those for which files are read after all."""
-        is_moving = [
-            self._requests[request_id].adapter_id in self._adapters
-            for request_id in batch.request_ids
-        ]
-        if all(is_moving):
-            return self._compute_assisted(batch)
-        reason = "the adapter is not on its way to the device yet"
-        return self._retry_some(batch, [not moving for moving in is_moving], reason)
-
-    def _retry_some(
-        self, batch: SubBatch, is_retried: Sequence[bool], reason: str
-    ) -> list[RowResult]:
-        """Compute only the other rows."""
-        _LOG.warning("%d of %d rows are retried: %s", sum(is_retried), len(is_retried), reason)
-        retried = [row for row, retry in enumerate(is_retried) if retry]
-        others = [row for row, retry in enumerate(is_retried) if not retry]
-        results = retries([batch.request_ids[row] for row in retried], reason)
-        return results + self._run_batch(_rows_of(batch, others)) if others else results
-
     def _compute_assisted(self, batch: SubBatch) -> list[RowResult]:
         """A pass whose deltas partly come from workers; rows whose deltas are void are retried."""
-        assert self._assistant is not None, "nobody assists, but the plan counts on it"
+        is_absent = [
+            self._requests[request_id].adapter_id not in self._adapters
+            for request_id in batch.request_ids
+        ]
+        if any(is_absent):  # its files are read first after all
+            reason = "the adapter is not on its way to the device yet"
+            _LOG.warning("an assisted sub-batch is not computed: %s", reason)
+            return _not_computed(batch, is_absent, RetryCause.DELTAS, reason)
         states, inputs = self._lower(batch)
         rows = self._cold_rows(batch, states, inputs)
+        assert self._assistant is not None, "nobody assists, but the plan counts on it"
         try:
             assisted = self._assistant.begin(rows, self._runner.device)
         except ShmError as error:
-            # Rows without a layer for the workers may have been retried before.
-            return self._retry_some(batch, [split > 0 for split in batch.split_layers], str(error))
+            _LOG.warning("an assisted sub-batch is not computed: %s", error)
+            counts_on_workers = [split_layer > 0 for split_layer in batch.split_layers]
+            return _not_computed(batch, counts_on_workers, RetryCause.DELTAS, str(error))
         try:
             logits = self._forward(batch, inputs, assisted.deltas)
         except BaseException:
@@ -221,12 +203,39 @@ class DeviceExecutor:
             raise
         void_spans = assisted.settle()
         void = frozenset(
-            number
-            for number, row in enumerate(rows)
+            request_id
+            for request_id, row in zip(batch.request_ids, rows, strict=True)
             if any(row.start <= start < row.end for start, _ in void_spans)
             or (row.arriving is not None and row.arriving.has_failed())
         )
-        return self._row_results.make(batch, states, logits, void)
+        return self._take_tokens(batch, states, logits, void)
+
+    def _take_tokens(
+        self, batch: SubBatch, states: Sequence[RequestState], logits: torch.Tensor,
+        void: Collection[RequestId] = (),
+    ) -> list[RowResult]:  # fmt: skip
+        """Sample, and keep what was drawn but for rows in ``void``.
+
+        states: one per row; logits: float32 [rows that sample, vocabulary].
+        """
+        results = [
+            RowResult(request_id, Outcome.RETRY, error=_VOID, cause=RetryCause.DELTAS)
+            for request_id in void
+        ]
+        sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
+        if not sampling_rows:
+            return results
+        for row in sampling_rows:
+            states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
+        drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
+        for row, sampled in zip(sampling_rows, drawn, strict=True):
+            request_id = batch.request_ids[row]
+            if request_id in void:
+                continue
+            if sampled.error is None:
+                states[row].append(sampled.token_id)
+            results.append(_result_of(request_id, sampled))
+        return results
 
     def _cold_rows(
         self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
@@ -277,11 +286,6 @@ class DeviceExecutor:
         else:
             self._adapters.evict(transfer)
 
-    def _tell_kv_bytes(self) -> None:
-        if self._on_kv_bytes is not None and self._num_touched_blocks != self._told_blocks:
-            self._told_blocks = self._num_touched_blocks
-            self._on_kv_bytes(self._told_blocks * self._runner.pool.block_bytes)
-
     def _give_back_free_blocks(self) -> None:
         """Return the memory of blocks that were used once: the adapter is about to take it."""
         used = self._requests.blocks_in_use()
@@ -289,13 +293,21 @@ class DeviceExecutor:
         self._num_touched_blocks = max(used, default=-1) + 1
 
 
-def _rows_of(batch: SubBatch, rows: Sequence[int]) -> SubBatch:
-    """Some rows of an assisted sub-batch."""
-    return SubBatch(
-        batch.kind,
-        tuple(batch.request_ids[row] for row in rows),
-        tuple(batch.start_positions[row] for row in rows),
-        tuple(batch.num_tokens[row] for row in rows),
-        tuple(batch.samples[row] for row in rows),
-        tuple(batch.split_layers[row] for row in rows),
-    )
+def _result_of(request_id: RequestId, sampled: SampledRow) -> RowResult:
+    if sampled.error is not None:
+        return RowResult(
+            request_id, Outcome.FAILED, error=sampled.error, error_kind=sampled.error_kind
+        )
+    logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
+    return RowResult(request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs)
+
+
+def _not_computed(
+    batch: SubBatch, is_blamed: Sequence[bool], cause: RetryCause, reason: str
+) -> list[RowResult]:
+    """Results of a sub-batch of which nothing counts. Where no row stands out, any may be why."""
+    others = RetryCause.COMPANY if any(is_blamed) else RetryCause.FORWARD
+    return [
+        RowResult(request_id, Outcome.RETRY, error=reason, cause=cause if blamed else others)
+        for request_id, blamed in zip(batch.request_ids, is_blamed, strict=True)
+    ]

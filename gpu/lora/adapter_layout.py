@@ -16,8 +16,7 @@ import torch
 from ...cpu_workers.kernels.simd.layout import padded_features
 from ...runtime.adapters.resolved import RawTensor, ResolvedAdapter, TargetLora
 from ...runtime.adapters.target_map import Target, TargetMap
-from ...shm.arena_entry import Region as Place
-from ...shm.arena_entry import RegionSpec
+from ...shm.arena import RegionPlace, RegionSpec
 from ...shm.region import Region, TargetSize, plan_region, read_header, write_header
 from .base import PackedLora
 from .convert import to_tensor
@@ -98,7 +97,7 @@ class AdapterLayout:
         """Do what the writer does, but for the writing."""
         to_tensor(raw, data, self.dtype)
 
-    def matrices_in(self, place: Place, part: torch.Tensor) -> tuple[TargetMatrices, ...]:
+    def matrices_in(self, place: RegionPlace, part: torch.Tensor) -> tuple[TargetMatrices, ...]:
         """What a filled region holds (``part``: its bytes on the CPU), by its own header."""
         return self.matrices_of((place.layer, place.input_group), read_header(part.numpy().data))
 

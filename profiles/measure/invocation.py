@@ -12,7 +12,7 @@ from ...cpu_workers.deltas.base import ITEM_BYTES
 from ...cpu_workers.deltas.table import DeltaTable
 from ...cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from ...cpu_workers.pool import PoolConfig, WorkerPool
-from ...gpu.coexec.cold_deltas import ColdDeltas, ColdPlan, NoObserver
+from ...gpu.coexec.cold_deltas import ColdDeltas, ColdPlan
 from ...gpu.coexec.gateway import AssistedRow, PlacedGroup, WorkerGateway
 from ...gpu.coexec.handover import Exchange
 from ...gpu.coexec.invocation import job_shape
@@ -184,7 +184,7 @@ class InvocationBench:
         row = AssistedRow(0, num_tokens, self._num_layers, self._adapter)
         invocations = self._gateway.invoke([row])
         plan = ColdPlan(invocations, (None,) * self._num_layers, ((),) * self._num_layers)
-        deltas = ColdDeltas(self._handover, self._passes.backend, plan, NoObserver())
+        deltas = ColdDeltas(self._handover, self._passes.backend, plan)
         timer = GroupTimer(self._passes.stopwatch, deltas)
         try:
             self._passes.forward(rows, lambda _: timer)

@@ -2,31 +2,33 @@
 
 name -> entry -> immutable ``AdapterVersion``. A reload makes a new version; the old one serves the
 requests that hold it and is freed with the last of them. Pure bookkeeping: the caller reads files,
-holds the bytes, and frees what this module says may be freed.
+holds the bytes, frees what this module says may be freed, and says when it has left the device.
 
     begin_loading -> ready    the version serves; with other content it replaces the older one
                   -> failed   a first load is kept as "failed", a reload leaves the old one serving
     remove        -> draining no new request; freed at once, or with the last reference
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
 import msgspec
 
-from ..errors import AdapterError, AdapterUnavailableError, UnknownModelError
-from ..near_names import near_names
+from ..adapter import AdapterFacts
+from ..errors import AdapterError, UnknownModelError
 from ..plan import AdapterId
+from .names import (
+    DRAINING,
+    FAILED,
+    LOADING,
+    READY,
+    check_adapter_name,
+    unavailable_adapter,
+    unknown_name,
+)
 
 LoadId = NewType("LoadId", int)  # one attempt to load; never reused
-
-LOADING = "loading"
-READY = "ready"
-DRAINING = "draining"
-FAILED = "failed"
-
-_MAX_NAME_LENGTH = 256
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -40,16 +42,6 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int  # on the device
     version: str  # content digest, hexadecimal
     resident: bool  # on the device now
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
-    """What is known of an adapter once its files have been read and checked."""
-
-    digest: str  # of configuration and tensors
-    rank: int  # the largest of its targets
-    num_bytes: int  # on the device
-    scale: float = 1.0  # factor on the adapter as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +116,7 @@ class AdapterRegistry:
     base_names: Collection[str] = ()  # names of the base model, taken
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _held: dict[AdapterId, _Held] = field(default_factory=dict)
+    _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet gone
     _num_loads: int = 0
 
     def begin_loading(self, name: str, path: str) -> LoadId:
@@ -158,7 +151,8 @@ class AdapterRegistry:
             entry.version = self._held[old.adapter_id].version = replace(old, path=path)
             return Registered(entry.version, is_new=False)
         version = AdapterVersion(self.next_adapter_id(), name, path, facts)
-        assert version.adapter_id not in self._held, "adapter ids are never reused"
+        taken = version.adapter_id in self._held or version.adapter_id in self._freed
+        assert not taken, "adapter ids are never reused"
         self._held[version.adapter_id] = _Held(version)
         entry.version = version
         return Registered(version, is_new=True, freed=self._drain(old))
@@ -170,13 +164,11 @@ class AdapterRegistry:
             entry.load_id, entry.reason = None, reason
 
     def remove(self, name: str) -> tuple[AdapterId, ...]:
-        """Unregister ``name`` and return versions to free now. Unknown names are no error."""
+        """Unregister ``name`` and return versions to free now. Raises ``UnknownModelError``."""
         entry = self._entries.pop(name, None)
-        return () if entry is None else self._drain(entry.version)
-
-    def __contains__(self, name: str) -> bool:
-        """Whether ``name`` is registered, in whatever state."""
-        return name in self._entries
+        if entry is None:
+            raise self._unknown(name)
+        return self._drain(entry.version)
 
     def resolve(self, name: str) -> AdapterVersion:
         """The version that serves new requests for ``name``.
@@ -187,11 +179,10 @@ class AdapterRegistry:
         if entry is not None and entry.version is not None:
             return entry.version
         if entry is not None:
-            because = f": {entry.reason}" if entry.state == FAILED else ""
-            raise AdapterUnavailableError(f"adapter {name!r} is {entry.state}{because}")
+            raise unavailable_adapter(name, entry.state, entry.reason)
         if self._draining(name):
-            raise AdapterUnavailableError(f"adapter {name!r} is draining: it was removed")
-        raise UnknownModelError(f"unknown model or adapter {name!r}{self.near_names(name)}")
+            raise unavailable_adapter(name, DRAINING, None)
+        raise self._unknown(name)
 
     def acquire(self, adapter_id: AdapterId) -> None:
         """Take a reference; a version is not freed while one is held."""
@@ -205,8 +196,18 @@ class AdapterRegistry:
         return self._free_if_drained(held)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
-        """A version that is served or draining."""
-        return self._held[adapter_id].version
+        """A version that is served or draining, or was and has not yet left the device."""
+        held = self._held.get(adapter_id)
+        return self._freed[adapter_id] if held is None else held.version
+
+    def forget(self, adapter_id: AdapterId) -> AdapterVersion | None:
+        """A freed version has left the device; returns it, None if it is not known."""
+        return self._freed.pop(adapter_id, None)
+
+    def digests(self) -> set[str]:
+        """Return the contents that some version has, those that have not yet left included."""
+        held = {held.version.digest for held in self._held.values()}
+        return held | {version.digest for version in self._freed.values()}
 
     def infos(self, resident: Collection[AdapterId] = ()) -> tuple[AdapterInfo, ...]:
         """All names with their states, sorted; ``resident`` are the versions on the device."""
@@ -219,11 +220,6 @@ class AdapterRegistry:
             else:
                 infos[name] = _info(entry.version, READY, entry.reason, resident)
         return tuple(infos[name] for name in sorted(infos))
-
-    def near_names(self, name: str) -> str:
-        """A phrase that names what ``name`` may have been meant for, or nothing."""
-        known = [*self.base_names, *self._entries]
-        return near_names(name, known, "; near names: {}", joint=", ", show=str)
 
     def check_invariants(self) -> None:
         """Assert that every version is either served or draining with references."""
@@ -254,29 +250,15 @@ class AdapterRegistry:
     def _free_if_drained(self, held: _Held) -> bool:
         if held.num_references > 0 or not held.is_draining:
             return False
-        del self._held[held.version.adapter_id]
+        adapter_id = held.version.adapter_id
+        self._freed[adapter_id] = self._held.pop(adapter_id).version
         return True
+
+    def _unknown(self, name: str) -> UnknownModelError:
+        return unknown_name(name, [*self.base_names, *self._entries])
 
     def _draining(self, name: str) -> bool:
         return any(held.version.name == name for held in self._held.values())
-
-
-def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:
-    """Raise ``AdapterError`` unless an adapter may be called ``name``."""
-    reason = None
-    if not name or name != name.strip():
-        reason = "is empty or begins or ends with a space"
-    elif len(name) > _MAX_NAME_LENGTH:
-        reason = f"has {len(name)} characters; the limit is {_MAX_NAME_LENGTH}"
-    elif any(character in "/\\:" for character in name):
-        reason = "contains a slash or a colon"
-    elif not name.isprintable():
-        reason = "contains a control character"
-    elif name in base_names:
-        reason = "is the name of the base model"
-    if reason is not None:
-        shown = repr(name if len(name) <= _MAX_NAME_LENGTH else name[:40] + "...")
-        raise AdapterError(f"an adapter cannot be called {shown}: the name {reason}")
 
 
 def _info(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import AdapterError, ConfigError
+from .names import check_adapter_name
 from .peft_config import CONFIG_NAME
-from .registry import check_adapter_name
 
 _JSON_KEYS = frozenset({"name", "path", "base_model_name"})
 

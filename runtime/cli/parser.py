@@ -8,21 +8,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ... import __version__
-from ..config.check import suggestion
 from ..config.engine import EngineConfig
 from ..config.flags import add_flag, add_flags
-from ..config.option import option_specs
+from ..config.option import OptionSpec, option_specs, suggestion
 from ..config.serve import ServeConfig
 from ..errors import ConfigError
-
-_CHECK_OPTIONS = ("revision", "trust_remote_code", "max_lora_rank")
-# What changes how fast things are, and how the model is loaded.
-_PROFILE_OPTIONS = (
-    "model", "revision", "trust_remote_code", "device", "dtype", "max_model_len",
-    "max_num_batched_tokens", "block_size", "linear_backend", "attention_backend", "lora_backend",
-    "fused_kernels", "decode_graphs", "cpu_threads", "cpu_cores", "engine_cores", "delta_backend",
-    "worker_slowdown", "link_gib_per_s", "link_latency_us", "device_sync", "skip_parity_probe",
-)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,9 +95,8 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         "--picture", metavar="FILE", help="Where the curves go, a PNG; default: beside the profile."
     )
     group = parser.add_argument_group("model and engine")
-    for spec in option_specs(EngineConfig):
-        if spec.name in _PROFILE_OPTIONS:
-            add_flag(group, spec)
+    for spec in _engine_options("profile"):
+        add_flag(group, spec)
 
 
 def _add_check_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,9 +107,12 @@ def _add_check_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="Directory or hub id of the base model; without it, the packaged demo model.",
     )
-    for spec in option_specs(EngineConfig):
-        if spec.name in _CHECK_OPTIONS:
-            add_flag(parser, spec)
+    for spec in _engine_options("check"):
+        add_flag(parser, spec)
+
+
+def _engine_options(command: str) -> list[OptionSpec]:
+    return [spec for spec in option_specs(EngineConfig) if command in spec.commands]
 
 
 def _unknown_message(word: str, command: str) -> str:
@@ -134,11 +126,9 @@ def _known_flags(command: str) -> list[str]:
     if command == "serve":
         specs = option_specs(EngineConfig) + option_specs(ServeConfig)
         return ["--config", *(spec.flag for spec in specs)]
+    flags = [spec.flag for spec in _engine_options(command)]
     if command == "check":
-        specs = option_specs(EngineConfig)
-        return ["--model", *(spec.flag for spec in specs if spec.name in _CHECK_OPTIONS)]
+        return ["--model", *flags]
     if command == "profile":
-        specs = option_specs(EngineConfig)
-        known = [spec.flag for spec in specs if spec.name in _PROFILE_OPTIONS]
-        return ["--quick", "--thorough", "--budget-s", "--output", "--picture", *known]
+        return ["--quick", "--thorough", "--budget-s", "--output", "--picture", *flags]
     return ["--update"] if command == "options" else []

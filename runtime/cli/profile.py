@@ -15,10 +15,10 @@ from ...profiles.meter import Report
 from ...profiles.picture import check_matplotlib, draw_profile
 from ...profiles.profile import Profile, ProfileError, save_profile
 from ...profiles.report import report_lines, warning_lines
-from ..config.cpu_list import format_cpus
 from ..config.engine import EngineConfig
 from ..config.environment import own_environment
 from ..config.flags import read_flags
+from ..config.notations import format_cpus
 from ..config.option import option_specs
 from ..errors import ConfigError, ResourceError
 from .main import configure_logging
@@ -135,7 +135,7 @@ def _budget_s(text: str | None) -> float | None:
 
 
 def _may_draw(*, is_asked: bool) -> bool:
-    """Whether there will be a picture; a wish that cannot be fulfilled is told before measuring."""
+    """Whether there can be a picture. Raises ``ConfigError`` if not, but one is asked for."""
     try:
         check_matplotlib()
     except ProfileError as error:

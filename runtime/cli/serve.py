@@ -8,7 +8,7 @@ from pathlib import Path
 from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..config.flags import build_configs
-from ..config.lora_modules import parse_lora_modules
+from ..config.notations import parse_lora_modules
 from ..config.serve import ServeConfig
 from ..engine.spawn import spawn_engine
 from ..errors import ConfigError

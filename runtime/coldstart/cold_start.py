@@ -5,13 +5,15 @@ Pure: times come in as arguments.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..adapter import AdapterLayers
 from ..plan import AdapterId, RequestId, StepId
 from ..request import Request
 from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
+from ..scheduler.recovery import may_use_workers, needs_whole_adapter
 from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
 from .company import CompanyModel
 from .files import FileLedger, ready_s
@@ -26,21 +28,11 @@ _MIN_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLayers:
-    """An adapter as its load sees it."""
+class _Loading:
+    """An adapter while it moves."""
 
     shape: AdapterShape
-    group_bytes: tuple[int, ...]  # by layer group, in the order of loading
-    group_of_layer: tuple[int, ...]
-    is_on_host: bool  # its layer groups can move at once; else files must be read first
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """The CPU workers as chunks are cut for them."""
-
-    num_ready: Callable[[], int]  # that are alive now
-    max_tokens: Callable[[int], int]  # of one step, that the rings of so many hold
+    layers: AdapterLayers
 
 
 class PlannedColdStarts:
@@ -49,28 +41,27 @@ class PlannedColdStarts:
     def __init__(
         self,
         planner: Planner,
-        layers_of: Callable[[AdapterId], AdapterLayers],
-        workers: WorkerFacts,
+        worker_tokens: Sequence[int],
         decode_step_s: Callable[[int], float],
     ) -> None:
         """Make plans without any load under way.
 
         Args:
             planner: Chooses strategies; its model is what chunks are predicted with.
-            layers_of: Looks an adapter version up.
-            workers: Asked whenever a chunk is cut, because workers come and go.
+            worker_tokens: By the number of ready workers, from 0 on: tokens of one step that their
+                rings hold.
             decode_step_s: One forward of so many rows that decode, without adapters.
         """
         self._planner = planner
-        self._layers_of = layers_of
-        self._workers = workers
+        self._worker_tokens = worker_tokens
+        self._num_workers = 0
         self._decode_step_s = decode_step_s
         self._ledger = LinkLedger(planner.model.link)
         self._files = FileLedger()
         self._companies = CompanyModel(planner.model, decode_step_s)
         self._first_tokens = FirstTokens()
         self._stalls = Stalls()
-        self._loading: dict[AdapterId, AdapterLayers] = {}
+        self._loading: dict[AdapterId, _Loading] = {}
         self._decisions: dict[RequestId, Decision] = {}
         self._blocking: set[AdapterId] = set()
         self._counts: Counter[str] = Counter()
@@ -82,12 +73,21 @@ class PlannedColdStarts:
         self._ledger = LinkLedger(planner.model.link)
         self._companies = CompanyModel(planner.model, self._decode_step_s)
 
-    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
+    def workers_changed(self, num_ready: int) -> None:
+        """So many take jobs from now on."""
+        self._num_workers = num_ready
+
+    def load_started(
+        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
+    ) -> None:
         """A load has been commanded."""
-        layers = self._layers_of(adapter_id)
-        self._loading[adapter_id] = layers
+        adapter_id, adapter = request.adapter_id, request.adapter
+        assert adapter is not None and adapter.layers is not None, adapter_id
+        layers = adapter.layers
+        shape = AdapterShape(adapter.num_bytes, layers.rank_sums)
+        self._loading[adapter_id] = _Loading(shape, layers)
         self._ledger.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
-        if not layers.is_on_host:
+        if not is_on_host:
             self._files.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
 
     def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
@@ -117,12 +117,12 @@ class PlannedColdStarts:
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """Decide once for a request whose adapter is loading; then keep to it."""
-        layers = self._loading.get(request.adapter_id)
-        if layers is None or request.retried_positions:
+        loading = self._loading.get(request.adapter_id)
+        if loading is None or not may_use_workers(request):
             return False
         decision = self._decisions.get(request.request_id)
         if decision is None:
-            decision = self._decide(request, layers, num_others, rows, now_s)
+            decision = self._decide(request, loading, num_others, rows, now_s)
             self._decisions[request.request_id] = decision
             self._counts[decision.strategy.value] += 1
             if decision.strategy is LoadStrategy.BLOCKING:
@@ -137,14 +137,14 @@ class PlannedColdStarts:
         None while the request would only wait for its load: the next layer group, or the end of
         the load, lets the scheduler ask again.
         """
-        layers = self._loading.get(request.adapter_id)
-        if layers is None:
+        loading = self._loading.get(request.adapter_id)
+        if loading is None:
             return None  # the load has failed, and the request is about to be told
-        if request.retried_positions[request.num_computed_tokens] > 1:
-            return None  # not even what has arrived was of use, so it needs the whole adapter
+        if needs_whole_adapter(request):
+            return None
         if self._files.num_on_host(request.adapter_id) == 0:
             return None  # it has no place on the device yet
-        cold = self._cold_request(request, layers, num_others, rows, now_s)
+        cold = self._cold_request(request, loading, num_others, rows, now_s)
         chunk = self._cut(request, cold, max_tokens)
         if chunk is None:
             self._first_tokens.declined(request.request_id)
@@ -152,7 +152,7 @@ class PlannedColdStarts:
         company = cold.company
         if self._first_tokens.has_begun(request.request_id):
             company = cold.later_company  # that was reckoned with
-        part = ColdPart(chunk.num_tokens, layers.shape, chunk.split_layer, cold.ready_s)
+        part = ColdPart(chunk.num_tokens, loading.shape, chunk.split_layer, cold.ready_s)
         self._first_tokens.planned(
             request.request_id,
             warm_step_s(self._planner.model, company.joined_by(part)),
@@ -209,13 +209,13 @@ class PlannedColdStarts:
         self._first_tokens.forget(request_id)
 
     def _decide(
-        self, request: Request, layers: AdapterLayers, num_others: int, rows: StepRows,
+        self, request: Request, loading: _Loading, num_others: int, rows: StepRows,
         now_s: float,
     ) -> Decision:  # fmt: skip
         """Ask the planner. How fast files are read, is no lesson for it."""
-        cold = self._cold_request(request, layers, num_others, rows, now_s)
+        cold = self._cold_request(request, loading, num_others, rows, now_s)
         decision = self._planner.decide(cold)
-        if not layers.is_on_host:
+        if self._files.num_on_host(request.adapter_id) is not None:
             return replace(decision, reason=f"{decision.reason}; its files must be read first")
         if decision.predictions:
             self._first_tokens.expect(
@@ -245,22 +245,21 @@ class PlannedColdStarts:
             num_tokens = max(_MIN_CHUNK_TOKENS, num_tokens // 2)
 
     def _strategy_of(self, request: Request) -> LoadStrategy:
-        """A row that failed once is computed without workers."""
-        if request.retried_positions:
+        if not may_use_workers(request):
             return LoadStrategy.PIPELINED
         return self._decisions[request.request_id].strategy
 
     def _cold_request(
-        self, request: Request, layers: AdapterLayers, num_others: int, rows: StepRows,
+        self, request: Request, loading: _Loading, num_others: int, rows: StepRows,
         now_s: float,
     ) -> ColdRequest:  # fmt: skip
         company = self._company(rows, now_s)
-        num_workers = self._workers.num_ready()
+        num_workers = self._num_workers
         num_assisted_tokens = sum(part.num_tokens for part in company.cold if part.split_layer)
-        max_assisted_tokens = self._workers.max_tokens(num_workers) if num_workers else 0
+        max_assisted_tokens = self._worker_tokens[num_workers]
         return ColdRequest(
             num_tokens=max(1, request.num_pending_tokens),
-            adapter=layers.shape,
+            adapter=loading.shape,
             ready_s=self._ready_s(request.adapter_id, now_s),
             read_s=self._read_s(request.adapter_id, now_s),
             max_chunk_tokens=rows.max_cold_tokens,
@@ -288,7 +287,7 @@ class PlannedColdStarts:
 
     def _ready_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...]:
         """By layer: when it is on the device."""
-        layers = self._loading[adapter_id]
+        layers = self._loading[adapter_id].layers
         by_group = self._ledger.ready_s(adapter_id, now_s)
         if self._files.num_on_host(adapter_id) is not None:
             link = self._planner.model.link
@@ -301,4 +300,4 @@ class PlannedColdStarts:
         if self._files.num_on_host(adapter_id) is None:
             return None
         by_group = self._files.read_s(adapter_id, now_s)
-        return by_layer(self._loading[adapter_id].group_of_layer, by_group)
+        return by_layer(self._loading[adapter_id].layers.group_of_layer, by_group)

@@ -15,7 +15,7 @@ _SMOOTHING = 0.5  # weight of the newest measurement: files are in the system's 
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _FileLoad:
     group_bytes: tuple[int, ...]
     is_demand: bool
     num_on_host: int = 0  # groups
@@ -30,14 +30,14 @@ class FileLedger:
 
     def __init__(self) -> None:
         self._bytes_per_s = _FIRST_BYTES_PER_S
-        self._loads: dict[AdapterId, _Load] = {}
+        self._loads: dict[AdapterId, _FileLoad] = {}
 
     def start(
         self, adapter_id: AdapterId, group_bytes: Sequence[int], now_s: float, *, is_demand: bool
     ) -> None:
         """An adapter is to be read."""
         assert adapter_id not in self._loads, f"adapter {adapter_id} is read twice"
-        self._loads[adapter_id] = _Load(tuple(group_bytes), is_demand)
+        self._loads[adapter_id] = _FileLoad(tuple(group_bytes), is_demand)
         self._take_turn(now_s)
 
     def promote(self, adapter_id: AdapterId, now_s: float) -> None:
@@ -100,7 +100,7 @@ class FileLedger:
             begin_s = now_s + max(expected_s, default=0.0)
         raise KeyError(adapter_id)
 
-    def _in_order(self) -> list[tuple[AdapterId, _Load]]:
+    def _in_order(self) -> list[tuple[AdapterId, _FileLoad]]:
         """The one that is being read, then those that requests wait for, then the others."""
         return sorted(
             self._loads.items(), key=lambda item: (item[1].since_s is None, not item[1].is_demand)

@@ -15,7 +15,7 @@ from ..plan import AdapterId
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _LinkLoad:
     group_bytes: tuple[int, ...]
     is_demand: bool
     num_ready: int = 0
@@ -27,14 +27,14 @@ class LinkLedger:
 
     def __init__(self, link: LinkModel) -> None:
         self._link = link
-        self._loads: dict[AdapterId, _Load] = {}
+        self._loads: dict[AdapterId, _LinkLoad] = {}
 
     def start(
         self, adapter_id: AdapterId, group_bytes: Sequence[int], now_s: float, *, is_demand: bool
     ) -> None:
         """A load of these layer groups begins."""
         assert adapter_id not in self._loads, f"adapter {adapter_id} is loaded twice"
-        self._loads[adapter_id] = _Load(tuple(group_bytes), is_demand)
+        self._loads[adapter_id] = _LinkLoad(tuple(group_bytes), is_demand)
         self._predict(now_s)
 
     def promote(self, adapter_id: AdapterId, now_s: float) -> None:
@@ -77,7 +77,7 @@ class LinkLedger:
             moving = [load for load in self._loads.values() if load.is_demand is is_demand]
             at_s = self._drain(moving, at_s)
 
-    def _drain(self, loads: list[_Load], at_s: float) -> float:
+    def _drain(self, loads: list[_LinkLoad], at_s: float) -> float:
         """Move all remaining groups of ``loads`` in fair shares from ``at_s`` on."""
         left = {id(load): _remaining(load) for load in loads}
         moving = [load for load in loads if load.num_ready < len(load.group_bytes)]
@@ -95,7 +95,7 @@ class LinkLedger:
         return at_s
 
 
-def _remaining(load: _Load) -> float:
+def _remaining(load: _LinkLoad) -> float:
     """Bytes of the group that moves next."""
     groups = load.group_bytes
     return float(groups[len(load.ready_at_s)]) if len(load.ready_at_s) < len(groups) else 0.0

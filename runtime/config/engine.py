@@ -4,16 +4,13 @@ from dataclasses import dataclass
 
 from ...cpu_workers.kernels.simd import isa
 from ..coldstart.strategy import LoadStrategy
-from .check import check_config
-from .cpu_list import parse_cpu_cores
-from .lora_modules import parse_lora_modules
-from .num_bytes import parse_num_bytes
-from .option import option
+from ..scheduler.registry import SCHEDULER_POLICIES
+from .notations import parse_cpu_cores, parse_lora_modules, parse_num_bytes
+from .option import check_config, option
 
 CPU_ISAS = isa.NAMES
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICIES = ("fcfs",)
 LINEAR_BACKENDS = ("auto", "numba", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
@@ -22,6 +19,16 @@ DECODE_GRAPHS = ("auto", "off")
 LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy))
 DEVICE_SYNCS = ("auto", "stream", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
+
+# Commands besides ``serve``; ``profile`` takes what changes how fast things are, and how the model
+# is loaded.
+_PROFILE = ("profile",)
+_CHECK = ("check",)
+
+
+def _check_cpu_cores(text: str, flag: str) -> None:
+    if text not in ("auto", "none"):
+        parse_cpu_cores(text, flag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +42,37 @@ class EngineConfig:
         None,
         positional=True,
         help="Directory or hub id of the base model; without it, the packaged demo model.",
+        commands=_PROFILE,
     )
-    revision: str | None = option(None, help="Branch, tag or commit of a hub model.")
+    revision: str | None = option(
+        None, help="Branch, tag or commit of a hub model.", commands=_PROFILE + _CHECK
+    )
     trust_remote_code: bool = option(
-        False, help="Run Python code that comes with the model. Off unless you trust its author."
+        False,
+        help="Run Python code that comes with the model. Off unless you trust its author.",
+        commands=_PROFILE + _CHECK,
     )
-    device: str = option("auto", choices=DEVICES, help="Where the base model runs.")
-    dtype: str = option("auto", choices=DTYPES, help="Type of weights and KV; auto = the model's.")
+    device: str = option(
+        "auto", choices=DEVICES, help="Where the base model runs.", commands=_PROFILE
+    )
+    dtype: str = option(
+        "auto",
+        choices=DTYPES,
+        help="Type of weights and KV; auto = the model's.",
+        commands=_PROFILE,
+    )
     max_model_len: int | None = option(
         None,
         minimum=2,
         help="Longest prompt plus output, in tokens; default: what the model was made for.",
+        commands=_PROFILE,
     )
     max_num_batched_tokens: int = option(
-        512, minimum=1, maximum=2**20, help="Tokens that one step computes at most."
+        512,
+        minimum=1,
+        maximum=2**20,
+        help="Tokens that one step computes at most.",
+        commands=_PROFILE,
     )
     max_num_seqs: int = option(
         256, minimum=1, maximum=2**16, help="Requests that run at once at most."
@@ -59,7 +83,9 @@ class EngineConfig:
         maximum=2**20,
         help="Requests that wait at most; more are refused (429).",
     )
-    block_size: int = option(16, minimum=1, maximum=1024, help="Tokens in one KV block.")
+    block_size: int = option(
+        16, minimum=1, maximum=1024, help="Tokens in one KV block.", commands=_PROFILE
+    )
     memory_gib: float | None = option(
         None,
         above=0,
@@ -86,33 +112,51 @@ class EngineConfig:
         "device; default: an eighth of what is free, 8 GiB at most. On a CPU without a link they "
         "stay where they are, in the memory of KV blocks and adapters, and this limits what of it "
         "holds adapters that no request uses.",
+        check=parse_num_bytes,
     )
-    scheduling_policy: str = option("fcfs", choices=POLICIES, help="Who is admitted next.")
+    scheduling_policy: str = option(
+        "fcfs", choices=tuple(SCHEDULER_POLICIES), help="Who is admitted next."
+    )
     lora_dir: str | None = option(
         None,
         metavar="DIR",
         help="Directory whose sub-directories are PEFT adapters, named after them.",
     )
     lora_modules: tuple[str, ...] = option(
-        (), metavar="NAME=PATH", help="Adapters to serve, as name=path or as JSON with both."
+        (),
+        metavar="NAME=PATH",
+        help="Adapters to serve, as name=path or as JSON with both.",
+        check=parse_lora_modules,
     )
     max_lora_rank: int = option(
-        256, minimum=1, maximum=256, help="Highest LoRA rank accepted. A limit, not a padding size."
+        256,
+        minimum=1,
+        maximum=256,
+        help="Highest LoRA rank accepted. A limit, not a padding size.",
+        commands=_CHECK,
     )
-    linear_backend: str = option("auto", choices=LINEAR_BACKENDS, help="Matrix products.")
-    attention_backend: str = option("auto", choices=ATTENTION_BACKENDS, help="Paged attention.")
-    lora_backend: str = option("auto", choices=LORA_BACKENDS, help="LoRA products.")
+    linear_backend: str = option(
+        "auto", choices=LINEAR_BACKENDS, help="Matrix products.", commands=_PROFILE
+    )
+    attention_backend: str = option(
+        "auto", choices=ATTENTION_BACKENDS, help="Paged attention.", commands=_PROFILE
+    )
+    lora_backend: str = option(
+        "auto", choices=LORA_BACKENDS, help="LoRA products.", commands=_PROFILE
+    )
     fused_kernels: str = option(
         "auto",
         choices=FUSED_KERNELS,
         help="Norms, rotary embeddings and gated activations in one pass, for bfloat16 on the CPU; "
         "auto = where a check at start finds them equal to the model's own.",
+        commands=_PROFILE,
     )
     decode_graphs: str = option(
         "auto",
         choices=DECODE_GRAPHS,
         help="Replay captured decode steps on the CPU instead of running the model's modules; auto "
         "= once a replay has given the same logits, to the bit.",
+        commands=_PROFILE,
     )
     cpu_isa: str = option(
         "auto",
@@ -126,6 +170,7 @@ class EngineConfig:
         maximum=4096,
         help="Threads of the CPU device in an engine process; default: the CPU quota, or 1 where "
         "that measures as fast.",
+        commands=_PROFILE,
     )
     cpu_cores: str = option(
         "auto",
@@ -133,6 +178,8 @@ class EngineConfig:
         number_as_text=True,
         help="CPUs of the workers that compute LoRA deltas, one each, e.g. 2-7,10; none = no "
         "workers; auto = physical cores near the accelerator, but the engine's.",
+        commands=_PROFILE,
+        check=_check_cpu_cores,
     )
     engine_cores: str | None = option(
         None,
@@ -140,15 +187,18 @@ class EngineConfig:
         number_as_text=True,
         help="CPUs of the engine; default: with workers one physical core near the accelerator, "
         "otherwise any.",
+        commands=_PROFILE,
+        check=parse_cpu_cores,
     )
     delta_backend: str = option(
-        "auto", choices=DELTA_BACKENDS, help="LoRA products on the CPU workers."
+        "auto", choices=DELTA_BACKENDS, help="LoRA products on the CPU workers.", commands=_PROFILE
     )
     worker_slowdown: float = option(
         1.0,
         minimum=1,
         maximum=1000,
         help="Let a CPU worker take this many times as long, to measure what slow cores do.",
+        commands=_PROFILE,
     )
     profile: str | None = option(
         None,
@@ -181,9 +231,14 @@ class EngineConfig:
         above=0,
         help="Pace copies between host and device to this bandwidth in each direction, to measure "
         "what a slower link does; default: as fast as it goes.",
+        commands=_PROFILE,
     )
     link_latency_us: float = option(
-        0.0, minimum=0, maximum=1e6, help="Let such copies arrive so many microseconds later."
+        0.0,
+        minimum=0,
+        maximum=1e6,
+        help="Let such copies arrive so many microseconds later.",
+        commands=_PROFILE,
     )
     device_sync: str = option(
         "auto",
@@ -191,9 +246,12 @@ class EngineConfig:
         help="How CUDA works with shared memory and CPU workers: stream = memory registered with "
         "the driver, streams that signal and wait; host = the engine's threads signal, wait and "
         "copy in between; auto = stream where a probe at start finds that it works.",
+        commands=_PROFILE,
     )
     skip_parity_probe: bool = option(
-        False, help="Serve a model although the start-up comparison with transformers fails."
+        False,
+        help="Serve a model although the start-up comparison with transformers fails.",
+        commands=_PROFILE,
     )
     seed: int = option(
         0, minimum=-(2**63), maximum=2**64 - 1, help="Seed for requests that bring none."
@@ -201,10 +259,3 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
-        parse_lora_modules(self.lora_modules)
-        if self.host_adapter_bytes is not None:
-            parse_num_bytes(self.host_adapter_bytes, "--host-adapter-bytes")
-        if self.cpu_cores not in ("auto", "none"):
-            parse_cpu_cores(self.cpu_cores, "--cpu-cores")
-        if self.engine_cores is not None:
-            parse_cpu_cores(self.engine_cores, "--engine-cores")

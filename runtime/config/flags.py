@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from .check import check_value, parse_text
-from .option import OptionSpec, option_specs
+from .option import OptionSpec, check_value, option_specs, parse_text
 
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str) -> None:

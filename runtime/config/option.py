@@ -1,32 +1,40 @@
-"""One place where an option is written: a dataclass field with help, choices and range.
+"""One place where an option is written: a dataclass field with help, choices, range and commands.
 
 Command-line flags, YAML keys, checks and the option table of the docs are derived from the
-fields. Knows nothing of argparse, YAML or any single option.
+fields. Knows nothing of argparse, YAML or any single option. Checks are pure: files are not looked
+at. Every message says which option, what it got and which limit it met.
 """
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-_SCALAR_TYPES = (str, int, float, bool)
+from ..errors import ConfigError
+from ..near_names import near_names
+
+_KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+# Raises ``ConfigError`` for a value that is wrong, naming the flag or key that it is given.
+CheckValue = Callable[[Any, str], object]
 
 
 def option(  # noqa: PLR0913 - one keyword per property
-    default: Any = MISSING,
+    default: Any,
     *,
     help: str,
     choices: Sequence[str] = (),
     metavar: str | None = None,
-    default_factory: Callable[[], Any] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
     positional: bool = False,
     number_as_text: bool = False,
+    check: CheckValue | None = None,
+    commands: Sequence[str] = (),
 ) -> Any:
     """Return a dataclass field that carries its own documentation and limits.
 
@@ -34,7 +42,8 @@ def option(  # noqa: PLR0913 - one keyword per property
     key is the flag without the leading dashes, dashes or underscores alike. ``minimum`` and
     ``maximum`` are inclusive, ``above`` is a lower bound that is not. A ``positional`` option has
     no flag: on the command line it stands alone. ``number_as_text``: a lone number, which
-    YAML does not take for text, is meant as text.
+    YAML does not take for text, is meant as text. ``check`` is asked after type, choices and
+    range. ``commands`` besides ``corun serve`` have the flag too.
     """
     metadata = {
         "help": help,
@@ -45,9 +54,9 @@ def option(  # noqa: PLR0913 - one keyword per property
         "above": above,
         "positional": positional,
         "number_as_text": number_as_text,
+        "check": check,
+        "commands": tuple(commands),
     }
-    if default_factory is not None:
-        return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -68,6 +77,8 @@ class OptionSpec:
     above: float | None
     positional: bool
     number_as_text: bool
+    check: CheckValue | None
+    commands: tuple[str, ...]
 
     @property
     def key(self) -> str:
@@ -102,16 +113,12 @@ def option_specs(config_class: type) -> tuple[OptionSpec, ...]:
 
 def _spec(item: "dataclasses.Field[Any]", hint: Any) -> OptionSpec:
     kind, optional, repeated = _parse_hint(hint)
-    default = item.default
-    if default is MISSING and item.default_factory is not MISSING:
-        default = item.default_factory()
-    assert default is not MISSING, f"option {item.name} has no default"
     return OptionSpec(
         name=item.name,
         kind=kind,
         optional=optional,
         repeated=repeated,
-        default=default,
+        default=item.default,
         **item.metadata,
     )
 
@@ -126,5 +133,85 @@ def _parse_hint(hint: Any) -> tuple[type, bool, bool]:
     repeated = typing.get_origin(hint) is tuple
     if repeated:
         hint = typing.get_args(hint)[0]
-    assert hint in _SCALAR_TYPES, f"an option is text, a number, a switch or a tuple: {hint}"
+    assert hint in _KIND_NAMES, f"an option is text, a number, a switch or a tuple: {hint}"
     return hint, optional, repeated
+
+
+def check_config(config: Any) -> None:
+    """Check every option of a frozen configuration dataclass and bring it to its exact type.
+
+    Called from ``__post_init__``. Raises ``ConfigError``.
+    """
+    config_class: type = type(config)
+    for spec in option_specs(config_class):
+        value = check_value(spec, getattr(config, spec.name), label=spec.flag)
+        object.__setattr__(config, spec.name, value)
+
+
+def check_value(spec: OptionSpec, value: Any, *, label: str) -> Any:
+    """Return ``value`` as the option's type; raise ``ConfigError``, naming ``label``, if it cannot.
+
+    Numbers are not made from text, nor truth values from numbers: what YAML or a caller means
+    must be plain. One item is accepted where several may stand.
+    """
+    if value is None and spec.optional:
+        return None
+    if spec.repeated:
+        items = value if isinstance(value, list | tuple) else (value,)
+        value = tuple(_check_item(spec, item, label) for item in items)
+    else:
+        value = _check_item(spec, value, label)
+    if spec.check is not None:
+        spec.check(value, label)
+    return value
+
+
+def parse_text(spec: OptionSpec, text: str) -> Any:
+    """Return what ``text`` from the command line means for the option (for one item of it)."""
+    if spec.kind is str:
+        return text
+    try:
+        return spec.kind(text)
+    except ValueError:
+        kind = _KIND_NAMES[spec.kind]
+        raise ConfigError(f"{spec.flag} is {text!r}, must be {kind}") from None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean …?)"`` with the nearest known words, or nothing."""
+    return near_names(word, known, " (did you mean {}?)", show=str, most=2)
+
+
+def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
+    if spec.kind is float and type(value) is int:
+        value = float(value)
+    if spec.number_as_text and type(value) is int:
+        value = str(value)
+    if not _is_exactly(value, spec.kind):
+        kind = _KIND_NAMES[spec.kind]
+        raise ConfigError(f"{label} is {value!r}, must be {kind}")
+    if spec.choices and value not in spec.choices:
+        choices = ", ".join(spec.choices)
+        hint = suggestion(value, spec.choices)
+        raise ConfigError(f"{label} is {value!r}, must be one of {choices}{hint}")
+    if spec.kind in (int, float):
+        _check_range(spec, value, label)
+    if spec.kind is str and not value:
+        raise ConfigError(f"{label} is empty")
+    return value
+
+
+def _is_exactly(value: object, kind: type) -> bool:
+    """Tell ``True`` from ``1``, which ``isinstance`` does not."""
+    return type(value) is kind
+
+
+def _check_range(spec: OptionSpec, value: float, label: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{label} is {value}, must be a finite number")
+    if spec.minimum is not None and value < spec.minimum:
+        raise ConfigError(f"{label} is {value}, must be at least {spec.minimum}")
+    if spec.above is not None and value <= spec.above:
+        raise ConfigError(f"{label} is {value}, must be more than {spec.above}")
+    if spec.maximum is not None and value > spec.maximum:
+        raise ConfigError(f"{label} is {value}, must be at most {spec.maximum}")

@@ -4,10 +4,16 @@ import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .check import check_config
-from .option import option
+from .option import check_config, option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _check_prefix(text: str, flag: str) -> None:
+    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text) is None:
+        raise ConfigError(
+            f"{flag} is {text!r}, must be letters, digits and underscores, with no digit first"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +43,10 @@ class ServeConfig:
         maximum=86400,
         help="Seconds that running requests get to finish after SIGTERM.",
     )
-    metrics_prefix: str = option("corun", help="Prefix of the Prometheus names, e.g. vllm.")
+    metrics_prefix: str = option(
+        "corun", check=_check_prefix, help="Prefix of the Prometheus names, e.g. vllm."
+    )
     log_level: str = option("info", choices=LOG_LEVELS, help="What is logged.")
 
     def __post_init__(self) -> None:
         check_config(self)
-        if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix) is None:
-            raise ConfigError(
-                f"--metrics-prefix is {self.metrics_prefix!r}, must be letters, digits and"
-                " underscores, with no digit first"
-            )

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
-from .check import check_value, suggestion
-from .option import OptionSpec
+from .option import OptionSpec, check_value, suggestion
 
 
 def read_yaml_options(path: str, specs: Iterable[OptionSpec]) -> dict[str, Any]:

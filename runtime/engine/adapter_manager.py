@@ -9,21 +9,38 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..adapters.registry import AdapterFacts, AdapterInfo, AdapterRegistry, AdapterVersion, LoadId
-from ..errors import AdapterError, CorunError, UnknownModelError
-from ..plan import AdapterId
+from ..adapter import AdapterFacts
+from ..adapters.registry import AdapterInfo, AdapterRegistry, AdapterVersion, LoadId
+from ..errors import AdapterError, CorunError
+from ..memory.device_memory import HostRoom
+from ..plan import AdapterId, HostPlace, HostPlaceId
 from .messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
 
 _LOG = logging.getLogger(__name__)
 
-ReadFacts = Callable[[str], AdapterFacts]  # reads and checks a directory; raises ``CorunError``
+# Where on the host an adapter is kept whose layers take so many bytes; None = nowhere.
+MakeRoom = Callable[[Sequence[int]], HostPlace | None]
+# Reads and checks a directory; and whether it is kept where there is room. Raises ``CorunError``.
+ReadAdapter = Callable[[str, MakeRoom], tuple[AdapterFacts, bool]]
 
 
-class Device(Protocol):
+class AdapterHost(Protocol):
+    """What the manager tells the host's memory."""
+
+    def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
+        """Take adapters out of it."""
+        ...
+
+    def forget(self, digest: str) -> None:
+        """No version has this content any more."""
+        ...
+
+
+class AdapterResidency(Protocol):
     """What the manager asks of the engine core."""
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
@@ -32,6 +49,18 @@ class Device(Protocol):
 
     def resident_adapters(self) -> frozenset[AdapterId]:
         """Versions on the device now."""
+        ...
+
+    def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
+        """Make room on the host for an adapter that is being read."""
+        ...
+
+    def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
+        """It is there, with this content, or is not."""
+        ...
+
+    def forget_content(self, digest: str) -> None:
+        """No version has this content any more."""
         ...
 
 
@@ -46,8 +75,10 @@ class _Job:
 @dataclass(frozen=True, slots=True)
 class _Read:
     job: _Job
-    facts: AdapterFacts | None
+    facts: AdapterFacts | None = None
     error: CorunError | None = None
+    place_id: HostPlaceId | None = None  # that was made for it
+    is_kept: bool = False  # and filled
 
 
 class AdapterManager:
@@ -58,19 +89,21 @@ class AdapterManager:
 
     def __init__(
         self,
-        read_facts: ReadFacts,
-        base_names: Collection[str] = (),
-        on_content_gone: Callable[[str], None] | None = None,
+        read_adapter: ReadAdapter,
+        base_names: Collection[str],
+        host: AdapterHost,
     ) -> None:
-        """``on_content_gone`` is told the digest of content that no version has any more."""
+        """``host``: where adapters are kept as ``attach``'s core says."""
         ids = itertools.count(1)
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)), base_names)
-        self._read_facts = read_facts
-        self._on_content_gone = on_content_gone
-        self._device: Device | None = None
-        self._versions: dict[AdapterId, AdapterVersion] = {}  # until they have left the device
+        self._read_adapter = read_adapter
+        self._host = host
+        self._device: AdapterResidency | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+        # The reading thread asks for room, one adapter at a time, and waits for the answer.
+        self._asked: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[HostPlace | None] = queue.SimpleQueue()
         self._num_reading = 0  # jobs and reads that are not settled
         self._maybe_gone: set[str] = set()  # digests that a version was the last to have
         self._done: list[OperationDone] = []
@@ -82,7 +115,7 @@ class AdapterManager:
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
         self._thread.start()
 
-    def attach(self, device: Device) -> None:
+    def attach(self, device: AdapterResidency) -> None:
         """Name the engine core; before that nothing can be removed."""
         self._device = device
 
@@ -104,11 +137,11 @@ class AdapterManager:
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
         """A version that may still be loaded. Called by the loader's thread."""
-        return self._versions[adapter_id]
+        return self._registry.version(adapter_id)
 
     def forget(self, adapter_id: AdapterId) -> None:
         """A dropped version has left the device."""
-        version = self._versions.pop(adapter_id, None)
+        version = self._registry.forget(adapter_id)
         self._is_changed = True
         if version is not None:
             self._maybe_gone.add(version.digest)
@@ -129,7 +162,7 @@ class AdapterManager:
     def add_now(self, name: str, path: str) -> None:
         """Register an adapter and wait for it. Raises ``CorunError`` with the reason."""
         load_id = self._registry.begin_loading(name, path)
-        self._settle(self._read(_Job(0, name, path, load_id)))
+        self._settle(self._read(_Job(0, name, path, load_id), self._make_room))
         done = self._done.pop()
         if done.error is not None:
             raise AdapterError(f"adapter {name!r}: {done.error}")
@@ -163,13 +196,11 @@ class AdapterManager:
             return
         self._is_closed = True
         self._jobs.put(None)
+        self._answers.put(None)  # it may wait for one
         self._thread.join()
         os.close(self._event_fd)
 
     def _remove(self, message: RemoveAdapter) -> None:
-        if message.name not in self._registry:
-            near = self._registry.near_names(message.name)
-            raise UnknownModelError(f"no adapter is called {message.name!r}{near}")
         self._drop(self._registry.remove(message.name))
         self._done.append(OperationDone(message.operation_id))
         self._is_changed = True
@@ -179,6 +210,8 @@ class AdapterManager:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return
+        while not self._asked.empty():
+            self._answers.put(self._make_room(self._asked.get()))
         while not self._reads.empty():
             read = self._reads.get()
             self._num_reading -= 1
@@ -189,6 +222,10 @@ class AdapterManager:
         """Enter what reading a directory has brought."""
         job = read.job
         self._is_changed = True
+        if read.place_id is not None:
+            assert self._device is not None
+            digest = read.facts.digest if read.facts is not None and read.is_kept else None
+            self._device.end_registration(read.place_id, digest)
         if read.facts is None:
             self._registry.failed(job.name, job.load_id, str(read.error))
             self._done.append(
@@ -201,7 +238,6 @@ class AdapterManager:
             self._done.append(OperationDone(job.operation_id, error, AdapterError.__name__))
             self._maybe_gone.add(read.facts.digest)
             return
-        self._versions[registered.version.adapter_id] = registered.version
         self._drop(registered.freed)
         self._done.append(OperationDone(job.operation_id))
 
@@ -212,11 +248,12 @@ class AdapterManager:
         """
         if self._num_reading or not self._maybe_gone:
             return
-        gone = self._maybe_gone - {version.digest for version in self._versions.values()}
+        gone = self._maybe_gone - self._registry.digests()
         self._maybe_gone.clear()
-        if self._on_content_gone is not None:
-            for digest in sorted(gone):
-                self._on_content_gone(digest)
+        for digest in sorted(gone):
+            assert self._device is not None
+            self._device.forget_content(digest)
+            self._host.forget(digest)
 
     def _drop(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Evict versions that nothing can refer to any more."""
@@ -229,14 +266,39 @@ class AdapterManager:
         while (job := self._jobs.get()) is not None:
             if self._is_closed:
                 continue
-            self._reads.put(self._read(job))
+            self._reads.put(self._read(job, self._ask_for_room))
             os.eventfd_write(self._event_fd, 1)
 
-    def _read(self, job: _Job) -> _Read:
+    def _ask_for_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
+        """Let the engine's thread decide."""
+        if self._is_closed:
+            return None
+        self._asked.put(layer_bytes)
+        os.eventfd_write(self._event_fd, 1)
+        return self._answers.get()
+
+    def _make_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
+        """Ask the core, and do what it says before anybody writes to what it hands out."""
+        assert self._device is not None
+        room = self._device.place_registration(layer_bytes)
+        self._host.evict(room.evictions)
+        return room.place
+
+    def _read(self, job: _Job, make_room: MakeRoom) -> _Read:
+        place: HostPlace | None = None
+
+        def noted(layer_bytes: Sequence[int]) -> HostPlace | None:
+            nonlocal place
+            place = make_room(layer_bytes)
+            return place
+
+        read = _Read(job)
         try:
-            return _Read(job, self._read_facts(job.path))
+            facts, is_kept = self._read_adapter(job.path, noted)
+            read = replace(read, facts=facts, is_kept=is_kept)
         except CorunError as error:
-            return _Read(job, None, error)
+            read = replace(read, error=error)
         except Exception as error:  # nobody's files may end the thread that serves all others
             _LOG.exception("reading adapter %r from %s failed", job.name, job.path)
-            return _Read(job, None, AdapterError(f"{type(error).__name__}: {error}"))
+            read = replace(read, error=AdapterError(f"{type(error).__name__}: {error}"))
+        return read if place is None else replace(read, place_id=place.place_id)

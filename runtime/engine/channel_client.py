@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..config.engine import EngineConfig
-from ..errors import CorunError, EngineDeadError, rebuild_error
+from ..errors import EngineDeadError, rebuild_error
 from .channel import AsyncChannel, ChannelError
 from .messages import FromEngine, Ready, Shutdown, StartupFailed, StartupProgress, ToEngine
 
@@ -149,17 +149,12 @@ class ChannelClient:
                 _logger.info("%s", text)
             case StartupFailed(kind, error):
                 if not self._ready.done():
-                    self._ready.set_exception(startup_error(kind, error))
+                    self._ready.set_exception(rebuild_error(kind, error, default=EngineDeadError))
             case Ready():
                 if not self._ready.done():
                     self._ready.set_result(message)
             case _:
                 self._on_message(message)
-
-
-def startup_error(kind: str, message: str) -> CorunError:
-    """Return why an engine did not start."""
-    return rebuild_error(kind, message, default=EngineDeadError)
 
 
 def _succeeded(future: "asyncio.Future[Ready]") -> bool:

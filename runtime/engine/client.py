@@ -119,6 +119,7 @@ class ThreadClient(ChannelClient):
         super().__init__(config)
         self._factory = factory
         self._thread: threading.Thread | None = None
+        self._failures: list[str] = []  # what ended the thread, if not we
 
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -126,13 +127,13 @@ class ThreadClient(ChannelClient):
         # interpreter exit the finalizer ends the thread in an orderly way.
         thread = threading.Thread(
             target=_serve_in_thread,
-            args=(theirs, self.config, self._factory),
+            args=(theirs, self.config, self._factory, self._failures),
             name="corun-engine",
             daemon=True,
         )
         self._thread = thread
         thread.start()
-        weakref.finalize(self, _end_thread, thread, theirs)
+        weakref.finalize(self, _end_thread, thread, theirs, os.getpid())
         return ours
 
     async def _end(self, grace_s: float) -> None:
@@ -143,22 +144,29 @@ class ThreadClient(ChannelClient):
             await asyncio.sleep(_REAP_INTERVAL_S)
 
     def _describe_end(self) -> str:
-        return "the engine thread has ended; the log says why"
+        return self._failures[0] if self._failures else "the engine thread has ended"
 
 
-def _serve_in_thread(sock: socket.socket, config: EngineConfig, factory: str) -> None:
+def _serve_in_thread(
+    sock: socket.socket, config: EngineConfig, factory: str, failures: list[str]
+) -> None:
+    """Serve until the end; notes in ``failures`` what went wrong, without what it refers to."""
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     try:
         serve_channel(channel, config, load_factory(factory), own_process=False)
     except CorunError as error:
         _logger.error("the engine stops: %s", error)
-    except Exception:
+        failures.append(f"the engine failed: {error}")
+    except Exception as error:
         _logger.exception("the engine stops because of an unexpected error")
+        failures.append(f"the engine failed: {type(error).__name__}: {error}")
     finally:
         channel.close()
 
 
-def _end_thread(thread: threading.Thread, sock: socket.socket) -> None:
+def _end_thread(thread: threading.Thread, sock: socket.socket, pid: int) -> None:
+    if os.getpid() != pid:  # a forked process shares the socket with the one that has the thread
+        return
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     thread.join(_THREAD_JOIN_S)

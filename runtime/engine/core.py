@@ -11,8 +11,17 @@ from typing import Protocol
 
 from ..adapters.registry import AdapterVersion
 from ..errors import EngineDeadError
+from ..memory.device_memory import HostRoom
 from ..memory.namespace import kv_namespace
-from ..plan import BASE_ADAPTER, AdapterId, Executor, RequestId, StepPlan
+from ..plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    Executor,
+    HostPlaceId,
+    RequestId,
+    Result,
+    StepPlan,
+)
 from ..request import Request
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
@@ -23,6 +32,10 @@ _logger = logging.getLogger(__name__)
 
 class AdapterVersions(Protocol):
     """Where adapter names are resolved and references are counted: the manager, or its registry."""
+
+    def version(self, adapter_id: AdapterId) -> AdapterVersion:
+        """Return a version that some request uses."""
+        ...
 
     def resolve(self, name: str) -> AdapterVersion:
         """Return the version that new requests use.
@@ -65,7 +78,6 @@ class EngineCore:
         clock: Callable[[], float],
         on_adapter_gone: Callable[[AdapterId], None] | None = None,
         cpu_workers: Callable[[], CpuWorkerStats] = CpuWorkerStats,
-        num_host_evictions: Callable[[], int] = int,
     ) -> None:
         """Put an engine together.
 
@@ -77,7 +89,6 @@ class EngineCore:
             clock: Seconds, monotonic.
             on_adapter_gone: Told when a dropped version has left the device.
             cpu_workers: Asked for the state of the CPU workers; without them all zero.
-            num_host_evictions: Asked how many adapters have left the host's memory.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -86,9 +97,7 @@ class EngineCore:
         self._clock = clock
         self._on_adapter_gone = on_adapter_gone
         self._cpu_workers = cpu_workers
-        self._num_host_evictions = num_host_evictions
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
-        self._names: dict[AdapterId, str] = {}
         self._updates: list[RequestUpdate] = []  # for the next step to return
         self._has_news = False  # something happened since nothing could be scheduled
         self._num_steps = 0
@@ -106,12 +115,12 @@ class EngineCore:
 
     def add_request(self, message: AddRequest) -> None:
         """Take a request. Raises ``RequestError`` if it is refused."""
-        adapter_id, num_bytes = BASE_ADAPTER, 0
+        adapter_id, facts = BASE_ADAPTER, None
         adapters: tuple[tuple[str, float], ...] = ()
         if message.adapter_name is not None:
             version = self._adapters.resolve(message.adapter_name)
-            adapter_id, num_bytes = version.adapter_id, version.num_bytes
-            adapters = ((version.facts.digest, version.facts.scale),)
+            adapter_id, facts = version.adapter_id, version.facts
+            adapters = ((facts.digest, facts.scale),)
         now_s = self._clock()
         request = Request(
             request_id=RequestId(message.request_id),
@@ -119,7 +128,7 @@ class EngineCore:
             sampling=message.sampling,
             arrival_s=now_s,
             adapter_id=adapter_id,
-            adapter_bytes=num_bytes,
+            adapter=facts,
             namespace=kv_namespace(
                 self._config.base_fingerprint, self._config.dtype, adapters, message.cache_salt
             ),
@@ -128,7 +137,6 @@ class EngineCore:
         self._adapter_of[request.request_id] = adapter_id
         if message.adapter_name is not None:
             self._adapters.acquire(adapter_id)
-            self._names[adapter_id] = message.adapter_name
         self._has_news = True
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -158,6 +166,20 @@ class EngineCore:
         self._has_news |= is_evicted
         return is_evicted
 
+    def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
+        """Make room on the host for an adapter whose layers take so many bytes."""
+        return self._scheduler.memory.place_registration(layer_bytes)
+
+    def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
+        """What was to be read to that place is there, with this content, or is not."""
+        self._scheduler.memory.end_registration(place_id, digest)
+        self._has_news = True
+
+    def forget_content(self, digest: str) -> None:
+        """No adapter version has this content any more."""
+        self._scheduler.memory.forget_content(digest)
+        self._has_news = True
+
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
         """Submit what can be scheduled, take in what has ended, and return what is new.
 
@@ -166,6 +188,8 @@ class EngineCore:
         comes. If it returns updates, the next step may be due: whoever brings new requests first
         has them in it.
         """
+        if not self._is_waiting:  # nobody has looked since the engine came to rest
+            self._take(self._executor.poll(0.0))
         self._fill()
         self._poll(0.0 if self._updates else timeout_s)
         if self._has_news and not self._updates:
@@ -195,7 +219,7 @@ class EngineCore:
             num_retried_rows=counters.num_retried_rows,
             cold_starts=dict(self._scheduler.cold_start_counts()),
             num_device_evictions=memory.cache.num_evictions,
-            num_host_evictions=self._num_host_evictions(),
+            num_host_evictions=memory.num_host_evictions,
         )
 
     def resident_adapters(self) -> frozenset[AdapterId]:
@@ -240,7 +264,7 @@ class EngineCore:
         ``EngineDeadError``.
         """
         scheduler = self._scheduler
-        if not (scheduler.num_in_flight or scheduler.memory.num_open_transfers):
+        if not self._is_waiting:
             is_stuck = scheduler.has_work() and not self._has_news
             assert not is_stuck, "there is work, but nothing to wait for"
             return
@@ -256,9 +280,18 @@ class EngineCore:
             self._tell(scheduler.fail_step(step_id, _reason(error), self._clock()))
             self._has_news = True
             return
+        self._take(results)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether a step or a transfer is under way."""
+        scheduler = self._scheduler
+        return bool(scheduler.num_in_flight or scheduler.memory.num_open_transfers)
+
+    def _take(self, results: Sequence[Result]) -> None:
         now_s = self._clock()
         for result in results:
-            self._tell(scheduler.update(result, now_s))
+            self._tell(self._scheduler.update(result, now_s))
             self._has_news = True
 
     def _tell(self, events: list[RequestEvent]) -> None:
@@ -279,13 +312,11 @@ class EngineCore:
     def _report_gone(self) -> None:
         """Tell of dropped adapter versions that have left the device."""
         for adapter_id in self._scheduler.memory.take_gone():
-            self._names.pop(adapter_id, None)
             if self._on_adapter_gone is not None:
                 self._on_adapter_gone(adapter_id)
 
     def _names_of(self, adapter_ids: tuple[AdapterId, ...]) -> tuple[str, ...]:
-        """Return the names under which requests asked for these adapters, sorted."""
-        return tuple(sorted({self._names[adapter_id] for adapter_id in adapter_ids}))
+        return tuple(sorted({self._adapters.version(key).name for key in adapter_ids}))
 
 
 def _update_of(event: RequestEvent) -> RequestUpdate:

@@ -1,9 +1,9 @@
 """The engine's loop: messages in, a step, messages out, and sleep while there is nothing to do.
 
-``EngineHost`` applies messages to an assembled engine and collects what it has to say; the
-synchronous ``Engine`` drives it directly. ``EngineLoop`` drives it from a channel until the peer
-asks for the end or is gone. Both know the engine only through the protocols below: nothing of
-models, devices or of what is at the channel's other end.
+``EngineHost`` applies messages to an assembled engine and collects what it has to say.
+``EngineLoop`` drives it from a channel until the peer asks for the end or is gone, and is where an
+engine sleeps. Both know the engine only through the protocols below: nothing of models, devices or
+of what is at the channel's other end.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class Core(Protocol):
         ...
 
 
-class AdapterManager(Protocol):
+class AdapterOperations(Protocol):
     """Registers and unregisters adapters."""
 
     def handle(self, message: AddAdapter | RemoveAdapter) -> None:
@@ -91,7 +91,7 @@ class AdapterManager(Protocol):
         ...
 
 
-class EngineAssembly(Protocol):
+class BuiltEngine(Protocol):
     """An engine, put together."""
 
     @property
@@ -105,7 +105,7 @@ class EngineAssembly(Protocol):
         ...
 
     @property
-    def adapters(self) -> AdapterManager:
+    def adapters(self) -> AdapterOperations:
         """Registers adapters."""
         ...
 
@@ -124,7 +124,7 @@ class BuildEngine(Protocol):
 
     def __call__(
         self, config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-    ) -> EngineAssembly:
+    ) -> BuiltEngine:
         """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process."""
         ...
 
@@ -135,15 +135,16 @@ class EngineHost:
     Keeps the protocol's promise that every request and every operation ends exactly once.
     """
 
-    def __init__(self, assembly: EngineAssembly) -> None:
+    def __init__(self, assembly: BuiltEngine) -> None:
         self._core = assembly.core
         self._adapters = assembly.adapters
         self._open_ids: set[int] = set()
         self._refusals: list[RequestUpdate] = []
         self._failed_operations: list[OperationDone] = []
         self._has_messages = True  # something was handled since the last turn
+        self._num_requests = 0
         self._stats = EngineStats()  # what was told last
-        self._is_asked_for_stats = False
+        self._must_tell = False
 
     @property
     def can_turn(self) -> bool:
@@ -165,7 +166,7 @@ class EngineHost:
             case AddAdapter() | RemoveAdapter():
                 self._begin_operation(message)
             case ReportStats():
-                self._is_asked_for_stats = True
+                self._must_tell = True
 
     def turn(self) -> list[FromEngine]:
         """Take a step; return what is to be told, possibly nothing."""
@@ -174,9 +175,9 @@ class EngineHost:
         updates += self._core.step()
         stats = self._core.stats()
         told: list[FromEngine] = []
-        if updates or stats != self._stats or self._is_asked_for_stats:
-            told.append(StepOutputs(tuple(updates), stats))
-            self._is_asked_for_stats = False
+        if updates or stats != self._stats or self._must_tell:
+            told.append(StepOutputs(tuple(updates), stats, self._num_requests))
+            self._must_tell = False
         self._open_ids.difference_update(
             update.request_id for update in updates if update.finish_reason is not None
         )
@@ -190,10 +191,12 @@ class EngineHost:
         """Return final updates that end every open request with ``error``."""
         updates = [_failed(request_id, error) for request_id in sorted(self._open_ids)]
         self._open_ids.clear()
-        return StepOutputs(tuple(updates), self._stats)
+        return StepOutputs(tuple(updates), self._stats, self._num_requests)
 
     def _add_request(self, message: AddRequest) -> None:
         self._open_ids.add(message.request_id)
+        self._num_requests += 1
+        self._must_tell = True
         try:
             self._core.add_request(message)
         except RequestError as error:
@@ -217,7 +220,7 @@ def _failed(request_id: int, error: CorunError) -> RequestUpdate:
 class EngineLoop:
     """Runs an engine from a channel until ``Shutdown`` or the channel's end."""
 
-    def __init__(self, assembly: EngineAssembly, channel: Channel[ToEngine]) -> None:
+    def __init__(self, assembly: BuiltEngine, channel: Channel[ToEngine]) -> None:
         self._host = EngineHost(assembly)
         self._channel = channel
 
@@ -296,7 +299,7 @@ def serve_channel(
 
 
 @contextlib.contextmanager
-def _closed_at_the_end(assembly: EngineAssembly) -> Iterator[None]:
+def _closed_at_the_end(assembly: BuiltEngine) -> Iterator[None]:
     """Free it; of a dead engine, what fails then hides nothing."""
     try:
         yield

@@ -12,14 +12,14 @@ from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class EngineMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages."""
 
 
 # Front end -> engine.
 
 
-class AddRequest(Message, frozen=True):
+class AddRequest(EngineMessage, frozen=True):
     """Compute tokens for one prompt (a request with n choices is n of these)."""
 
     request_id: int
@@ -29,13 +29,13 @@ class AddRequest(Message, frozen=True):
     cache_salt: str = ""
 
 
-class AbortRequests(Message, frozen=True):
+class AbortRequests(EngineMessage, frozen=True):
     """Stop computing; the final updates say "abort". Unknown ids are ignored."""
 
     request_ids: tuple[int, ...]
 
 
-class AddAdapter(Message, frozen=True):
+class AddAdapter(EngineMessage, frozen=True):
     """Register the PEFT directory ``path`` under ``name``; a known name gets a new version."""
 
     operation_id: int
@@ -43,18 +43,18 @@ class AddAdapter(Message, frozen=True):
     path: str
 
 
-class RemoveAdapter(Message, frozen=True):
+class RemoveAdapter(EngineMessage, frozen=True):
     """Unregister ``name``; its memory is freed once its running requests have ended."""
 
     operation_id: int
     name: str
 
 
-class ReportStats(Message, frozen=True):
+class ReportStats(EngineMessage, frozen=True):
     """Tell the statistics with the next turn, even if nothing has changed."""
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(EngineMessage, frozen=True):
     """End the engine process; open requests get an error."""
 
 
@@ -64,13 +64,13 @@ ToEngine = AddRequest | AbortRequests | AddAdapter | RemoveAdapter | ReportStats
 # Engine -> front end.
 
 
-class StartupProgress(Message, frozen=True):
+class StartupProgress(EngineMessage, frozen=True):
     """What the engine is doing before it is ready."""
 
     text: str
 
 
-class StartupFailed(Message, frozen=True):
+class StartupFailed(EngineMessage, frozen=True):
     """The engine cannot start and exits. ``kind`` is the name of a class in ``errors``."""
 
     kind: str
@@ -107,7 +107,7 @@ class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
     chat_template: str | dict[str, str] | None  # one, or several by name
 
 
-class Ready(Message, frozen=True):
+class Ready(EngineMessage, frozen=True):
     """The engine serves."""
 
     model: ModelInfo
@@ -166,20 +166,21 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_host_evictions: int = 0
 
 
-class StepOutputs(Message, frozen=True):
+class StepOutputs(EngineMessage, frozen=True):
     """Everything that one turn of the loop has to say of requests."""
 
     updates: tuple[RequestUpdate, ...]
     stats: EngineStats
+    num_requests: int = 0  # taken in so far, refused ones too: what the statistics know of
 
 
-class AdaptersChanged(Message, frozen=True):
+class AdaptersChanged(EngineMessage, frozen=True):
     """The adapters registered now."""
 
     adapters: tuple[AdapterInfo, ...]
 
 
-class OperationDone(Message, frozen=True):
+class OperationDone(EngineMessage, frozen=True):
     """An adapter operation ended; ``error`` is None if it succeeded."""
 
     operation_id: int

@@ -5,12 +5,11 @@ Knows nothing of HTTP, and of the engine only its client.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
 
 from ..adapters.registry import AdapterInfo
-from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..engine.client import EngineClient, ProcessClient, ThreadClient
 from ..engine.messages import (
@@ -26,13 +25,13 @@ from ..engine.tokenizer import load_tokenizer
 from ..errors import EngineDeadError
 from ..sampling import SamplingParams
 from .codec import codec_from_spec, codec_of
-from .inputs import Prompt, default_sampling, make_config
+from .inputs import BatchItem, Lora, Prompt, default_sampling, make_config
 from .lora_client import LoraClient
+from .lora_directory import LoraDirectory
 from .outputs import LoRARequest, RequestOutput
-from .request_client import RequestClient
+from .request_client import RequestClient, Waker
 from .stats_client import StatsClient
 from .tokenizer import Tokenizer
-from .waker import Waker
 
 
 class AsyncEngine:
@@ -46,7 +45,7 @@ class AsyncEngine:
     def __init__(
         self, config: EngineConfig | None = None, *, own_process: bool = False, **options: Any
     ) -> None:
-        config = with_demo(make_config(config, options))
+        config = make_config(config, options)
         client: EngineClient = ProcessClient(config) if own_process else ThreadClient(config)
         self._set_up(client, None)
 
@@ -62,9 +61,9 @@ class AsyncEngine:
     def _set_up(self, client: EngineClient, chat_template: str | None) -> None:
         self._client = client
         self._chat_template = chat_template
-        self._requests = RequestClient(client)
-        self._loras = LoraClient(client)
         self._stats = StatsClient(client)
+        self._requests = RequestClient(client, self._stats)
+        self._loras = LoraClient(client)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._hf: Any = None  # the tokenizer of transformers, where it has been needed
@@ -188,7 +187,12 @@ class AsyncEngine:
 
     def list_loras(self) -> list[AdapterInfo]:
         """Return the registered adapters, by name."""
-        return self._loras.directory.list()
+        return self.loras.list()
+
+    @property
+    def loras(self) -> LoraDirectory:
+        """What is known of the adapters here; names are resolved with it."""
+        return self._loras.directory
 
     # Requests.
 
@@ -198,7 +202,7 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: LoRARequest | str | None = None,
+        lora_request: Lora = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -212,11 +216,12 @@ class AsyncEngine:
         """
         await self.start()
         await self._loras.resolve(lora_request)
-        asked = await self._requests.read(
+        prepared = await self._requests.prepare(
             prompt, sampling_params, request_id, lora_request, cache_salt, add_special_tokens
         )
         waker = Waker()
-        with self._requests.opened(asked, lambda _: waker.set()) as generation:
+        generation = self._requests.open(prepared, lambda _: waker.set())
+        try:
             while True:
                 await waker
                 if generation.error is not None:
@@ -225,6 +230,24 @@ class AsyncEngine:
                 yield output
                 if output.finished:
                     return
+        finally:
+            self._requests.close(generation)
+
+    async def generate_batch(
+        self, items: Sequence[BatchItem], *, cache_salt: str = ""
+    ) -> list[RequestOutput]:
+        """Return one finished output per item, however many wait. See ``Engine.generate``."""
+        await self.start()
+        batch = []
+        for item in items:
+            prepared = await self._requests.prepare(
+                item.prompt, item.sampling_params, None, item.lora_request, cache_salt, True
+            )
+            batch.append(prepared)
+            await asyncio.sleep(0)  # those that run get their tokens meanwhile
+        for lora in dict.fromkeys(item.lora_request for item in items):
+            await self._loras.resolve(lora)
+        return await self._requests.complete(batch)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator yields what there is, with finish reason "abort"."""
@@ -234,9 +257,9 @@ class AsyncEngine:
 
     def _receive(self, message: FromEngine) -> None:
         match message:
-            case StepOutputs(updates, stats):
-                self._stats.take(stats)
-                self._requests.take(updates)
+            case StepOutputs():
+                self._stats.take(message.stats)
+                self._requests.take(message)
             case OperationDone():
                 self._loras.operation_done(message)
             case AdaptersChanged(adapters):

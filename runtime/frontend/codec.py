@@ -9,7 +9,7 @@ import tokenizers
 from ..engine.messages import TokenizerSpec
 from ..engine.tokenizer import plain_backend
 from .chat_template import ChatTemplate
-from .token_stream import Decode
+from .detokenizer import Decode
 
 
 class Codec(Protocol):
@@ -59,20 +59,16 @@ class PlainCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """See ``Codec``."""
         return bool(self._template.source)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See ``Codec``."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
-        """See ``Codec``."""
         return partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
 
     def token_name(self, token_id: int) -> str | None:
-        """See ``Codec``."""
         return self._backend.id_to_token(token_id)
 
     def render(
@@ -82,7 +78,6 @@ class PlainCodec:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """See ``Codec``."""
         return self._template.render(
             messages, add_generation_prompt=add_generation_prompt, **variables
         )
@@ -99,16 +94,12 @@ class TransformersCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """See ``Codec``."""
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See ``Codec``."""
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
-        """See ``Codec``."""
-
         def decode(token_ids: Sequence[int]) -> str:
             text = self._hf.decode(
                 list(token_ids),
@@ -120,7 +111,6 @@ class TransformersCodec:
         return decode
 
     def token_name(self, token_id: int) -> str | None:
-        """See ``Codec``."""
         name = self._hf.convert_ids_to_tokens(token_id)
         return None if name is None else str(name)
 
@@ -131,7 +121,6 @@ class TransformersCodec:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """See ``Codec``."""
         text = self._hf.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,

@@ -1,14 +1,12 @@
-"""``Engine``: the synchronous front end, with the model in this process.
+"""``Engine``: the synchronous front end, a thin face of ``AsyncEngine``.
 
-It computes in a thread of its own and changes nothing that other threads share: no signal
-handler, no logging, no torch settings. It works in a notebook, under a running event loop, and
-for several threads at once, whose requests share the batches.
+The engine computes in a thread of this process, and an event loop in another one waits for it.
+Neither changes what other threads share: no signal handler, no logging, no torch settings. It works
+in a notebook, under a running event loop, and for several threads at once, whose requests share the
+batches.
 """
 
-import itertools
-import logging
-import random
-import threading
+import os
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -16,22 +14,14 @@ from typing import Any
 
 from ..adapters.registry import AdapterInfo
 from ..config.engine import EngineConfig
-from ..engine.messages import AddAdapter, EngineStats, ModelInfo, RemoveAdapter
-from ..engine.process import load_factory
+from ..engine.client import ThreadClient
+from ..engine.messages import EngineStats, ModelInfo
 from ..engine.spawn import DEFAULT_FACTORY
-from ..engine.tokenizer import load_tokenizer
 from ..sampling import SamplingParams
-from .batch import BatchItem, read_batch
-from .codec import codec_of
-from .engine_thread import EngineThread
-from .generation import Generation
-from .inputs import Asked, Prompt, check_prompt, default_sampling, engine_requests, make_config
-from .jobs import AdapterJob, GenerateJob, Submission
-from .lora_directory import adapter_path, check_lora_request
+from .async_engine import AsyncEngine
+from .inputs import Lora, Prompt, make_config, read_batch
+from .loop_thread import LoopThread
 from .outputs import LoRARequest, RequestOutput
-from .tokenizer import Tokenizer
-
-_logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -49,28 +39,17 @@ class Engine:
         factory: str = DEFAULT_FACTORY,
         **options: Any,
     ) -> None:
-        self._config = make_config(config, options)
-        self._ids = itertools.count(1)
-        self._rng = random.Random(self._config.seed)  # noqa: S311 -- seeds of samplers
-        self._encode_lock = threading.Lock()  # tokenizers in Python need not be safe for threads
-        build = load_factory(factory)
-        built_from = self._config
-        self._thread = EngineThread(
-            lambda on_progress: build(built_from, on_progress=on_progress, own_process=False)
-        )
-        # Also at interpreter exit, and for an engine that nobody closed.
-        self._finalizer = weakref.finalize(self, self._thread.close)
-        self._model = self._thread.info
+        client = ThreadClient(make_config(config, options), factory=factory)
+        self._engine = AsyncEngine.from_client(client)
+        self._thread = LoopThread()
         try:
-            self._hf = load_tokenizer(
-                self._model.model_path,
-                revision=self._config.revision,
-                trust_remote_code=self._config.trust_remote_code,
-            )
-            self._tokenizer = Tokenizer(codec_of(self._hf))
+            self._thread.run(self._engine.start())
         except BaseException:
-            self.close()
+            self._thread.close(self._engine.shutdown())
             raise
+        # For an engine that nobody closed. Made after the client's own, which ends its thread less
+        # gently: at interpreter exit the youngest comes first.
+        self._finalizer = weakref.finalize(self, _close, self._thread, self._engine, os.getpid())
 
     def __enter__(self) -> "Engine":
         return self
@@ -91,19 +70,19 @@ class Engine:
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers."""
-        return self._hf
+        return self._engine.get_tokenizer()
 
     def get_model_info(self) -> ModelInfo:
         """Return what the engine is: name, device, limits."""
-        return self._model
+        return self._engine.get_model_info()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what applies to requests without sampling parameters."""
-        return default_sampling(self._model)
+        return self._engine.get_default_sampling_params()
 
     def get_stats(self) -> EngineStats:
         """Return the engine's latest gauges and totals."""
-        return self._thread.driver.stats
+        return self._engine.get_stats()
 
     # Adapters.
 
@@ -112,16 +91,15 @@ class Engine:
 
         Another path makes a new version. Raises ``AdapterError``.
         """
-        self._register(check_lora_request(lora_request), reload=reload)
+        self._thread.run(self._engine.add_lora(lora_request, reload=reload))
 
     def remove_lora(self, lora_name: str) -> None:
         """Unregister an adapter. Raises ``UnknownModelError``."""
-        self._thread.driver.directory.check_known(lora_name)
-        self._thread.run(AdapterJob(RemoveAdapter(next(self._ids), lora_name)))
+        self._thread.run(self._engine.remove_lora(lora_name))
 
     def list_loras(self) -> list[AdapterInfo]:
         """Return the registered adapters, by name."""
-        return self._thread.driver.directory.list()
+        return self._engine.list_loras()
 
     # Requests.
 
@@ -129,7 +107,7 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None = None,
+        lora_request: Lora | Sequence[Lora] = None,
         *,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
@@ -143,34 +121,9 @@ class Engine:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         items = read_batch(prompts, sampling_params, lora_request)
-        with self._encode_lock:
-            batch = [self._prepare(item, cache_salt) for item in items]
-        for lora in dict.fromkeys(item.lora_request for item in items):
-            self._register(lora, reload=False)
-        return self._thread.run(GenerateJob(batch, self._config.max_num_waiting))
+        return self._thread.run(self._engine.generate_batch(items, cache_salt=cache_salt))
 
-    def _prepare(self, item: BatchItem, cache_salt: str) -> Submission:
-        if isinstance(item.prompt, str):
-            text, tokens = item.prompt, self._tokenizer.encode(item.prompt)
-        else:
-            text, tokens = None, list(item.prompt)
-        asked = Asked(
-            request_id=f"request-{next(self._ids)}",
-            prompt=text,
-            prompt_token_ids=check_prompt(tokens, self._model),
-            params=item.sampling_params,
-            lora_request=item.lora_request,
-            cache_salt=cache_salt,
-        )
-        requests = engine_requests(asked, self._ids, self._model, self._rng)
-        ids = [request.request_id for request in requests]
-        return Submission(Generation(asked, ids, self._tokenizer), requests)
 
-    def _register(self, lora: LoRARequest | str | None, *, reload: bool) -> None:
-        """Raise unless requests can name ``lora``; registers what is new."""
-        directory = self._thread.driver.directory
-        if isinstance(lora, str):
-            directory.check_name(lora)
-        elif lora is not None and (reload or not directory.has(lora)):
-            path = adapter_path(lora)
-            self._thread.run(AdapterJob(AddAdapter(next(self._ids), lora.lora_name, path)))
+def _close(thread: LoopThread, engine: AsyncEngine, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has the engine's memory and not its threads
+        thread.close(engine.shutdown())

@@ -4,14 +4,14 @@ Owns the way from engine updates to ``RequestOutput``; knows nothing of how upda
 waits for them. Updates that come faster than somebody asks are merged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..engine.messages import RequestUpdate
 from ..errors import CorunError, StepFailedError, rebuild_error
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
 from .detokenizer import Detokenizer, StoppingDetokenizer
-from .inputs import Asked
+from .inputs import PreparedRequest
 from .outputs import (
     AdapterStart,
     ChoiceHistory,
@@ -72,7 +72,7 @@ class Choice:
         return self.finish_reason is not None
 
     def update(self, update: RequestUpdate) -> bool:
-        """Take what the engine says of an open choice; return whether it goes on for nobody."""
+        """Take what the engine says of an open choice; return whether the engine can stop it."""
         if update.cold_start is not None:
             start = update.cold_start
             self._adapter_start = AdapterStart(start.strategy, start.reason)
@@ -156,63 +156,66 @@ class Choice:
 class Generation:
     """One caller's request with its choices; ``engine_ids`` are theirs in the engine, in order."""
 
-    __slots__ = ("_asked", "_choices", "_num_open", "error", "request_id")
+    __slots__ = ("_num_open", "_prepared", "choices", "engine_ids", "error", "notify")
 
-    def __init__(self, asked: Asked, engine_ids: Sequence[int], tokenizer: Tokenizer) -> None:
-        self._asked = asked
-        self._choices = {
-            engine_id: Choice(index, tokenizer, asked.prompt_token_ids, asked.params)
-            for index, engine_id in enumerate(engine_ids)
-        }
-        self.request_id = asked.request_id  # the caller's name for it
-        self._num_open = len(self._choices)
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        engine_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        notify: "Notify",
+    ) -> None:
+        """``notify`` is called when there is something new, or it has failed; must not raise."""
+        self._prepared = prepared
+        self.engine_ids = engine_ids
+        self.choices = [
+            Choice(index, tokenizer, prepared.prompt_token_ids, prepared.params)
+            for index in range(len(engine_ids))
+        ]
+        self.notify = notify
+        self._num_open = len(self.choices)
         self.error: CorunError | None = None  # why the request failed, if it did
 
     @property
-    def engine_ids(self) -> list[int]:
-        """All its engine requests, in the order of the choices."""
-        return list(self._choices)
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self._prepared.request_id
 
     @property
     def open_engine_ids(self) -> list[int]:
         """Engine requests that still compute."""
-        return [key for key, choice in self._choices.items() if not choice.has_ended]
+        pairs = zip(self.engine_ids, self.choices, strict=True)
+        return [engine_id for engine_id, choice in pairs if not choice.has_ended]
 
     @property
     def has_ended(self) -> bool:
         """Whether all choices have ended, or one has failed."""
         return self._num_open == 0 or self.error is not None
 
-    def update(self, update: RequestUpdate) -> bool:
-        """Take an engine update; return whether that engine request should be aborted now."""
-        choice = self._choices[update.request_id]
-        if choice.finish_reason is not None:
-            return False
-        is_unneeded = choice.update(update)
-        if choice.finish_reason is not None:
-            self._count_end(choice)
-        return is_unneeded
-
     def fail(self, error: CorunError) -> None:
         """End all open choices with ``error``."""
-        for choice in self._choices.values():
+        for choice in self.choices:
             if not choice.has_ended:
                 choice.fail(error)
-                self._count_end(choice)
+                self.count_end(choice)
 
-    def _count_end(self, choice: Choice) -> None:
+    def count_end(self, choice: Choice) -> None:
+        """Note that one of its choices has just ended."""
         self._num_open -= 1
         if self.error is None:
             self.error = choice.error
 
     def output(self) -> RequestOutput:
         """Return the state of all choices, with what is new since the last call."""
-        asked = self._asked
+        prepared = self._prepared
         return RequestOutput(
-            request_id=asked.request_id,
-            prompt=asked.prompt,
-            prompt_token_ids=asked.prompt_token_ids,
-            outputs=[choice.output() for choice in self._choices.values()],
+            request_id=prepared.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=prepared.prompt_token_ids,
+            outputs=[choice.output() for choice in self.choices],
             finished=self.has_ended,
-            lora_request=asked.lora_request,
+            lora_request=prepared.lora_request,
         )
+
+
+Notify = Callable[[Generation], None]

@@ -1,40 +1,59 @@
-"""From what a caller asks to engine requests: checks, defaults and limits. Pure.
+"""From what a caller asks to what the engine is asked: checks, defaults and limits. Pure.
 
 Knows the model's facts and the limits; knows nothing of the engine that will compute.
 """
 
 import dataclasses
 import hashlib
+import operator
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 from ..config.engine import EngineConfig
 from ..engine.messages import AddRequest, ModelInfo
-from ..errors import OverloadedError, RequestError
+from ..errors import RequestError
+from ..limits import check_prompt_length
 from ..sampling import SamplingParams
+from .lora_directory import check_lora_request
 from .outputs import LoRARequest
 from .tokenizer import check_token_ids
 
 Prompt = str | Sequence[int]
+Lora = LoRARequest | str | None
+_Item = TypeVar("_Item")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One prompt of a batch and what goes with it."""
+
+    prompt: Prompt
+    sampling_params: SamplingParams
+    lora_request: Lora
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a caller asks, as its outputs repeat it."""
+class PreparedRequest:
+    """What a caller asks, checked, as its outputs repeat it and as the engine is asked."""
 
     request_id: str
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
     params: SamplingParams
-    lora_request: LoRARequest | str | None
+    samplings: Sequence[SamplingParams]  # of the engine, one per choice
+    lora_request: Lora
     cache_salt: str = ""
 
-    @property
-    def adapter_name(self) -> str | None:
-        """The adapter's name, None for the base model."""
+    def engine_requests(self, engine_ids: Iterator[int]) -> list[AddRequest]:
+        """Return one engine request per choice, with ids drawn from ``engine_ids``."""
         lora = self.lora_request
-        return lora.lora_name if isinstance(lora, LoRARequest) else lora
+        adapter_name = lora.lora_name if isinstance(lora, LoRARequest) else lora
+        prompt = tuple(self.prompt_token_ids)
+        return [
+            AddRequest(next(engine_ids), prompt, sampling, adapter_name, self.cache_salt)
+            for sampling in self.samplings
+        ]
 
 
 def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
@@ -48,27 +67,8 @@ def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineC
 
 def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
     """Return the prompt's tokens; raises ``RequestError`` if they cannot be computed."""
-    if len(token_ids) == 0:
-        raise RequestError("the prompt is empty: it has no tokens", param="prompt")
-    if len(token_ids) >= model.max_model_len:
-        raise RequestError(
-            f"the prompt has {len(token_ids)} tokens; with room for one more the limit is "
-            f"{model.max_model_len - 1}, as the context has {model.max_model_len} "
-            "(--max-model-len)",
-            param="prompt",
-        )
+    check_prompt_length(len(token_ids), model.max_model_len)
     return check_token_ids(token_ids, vocab_size=model.vocab_size)
-
-
-def check_room(num_open: int, num_new: int, config: EngineConfig) -> None:
-    """Raise ``OverloadedError`` for what cannot even wait, before the engine has to hear of it."""
-    limit = config.max_num_seqs + config.max_num_waiting
-    if num_open + num_new > limit:
-        raise OverloadedError(
-            f"{num_open} requests are open and {num_new} more would exceed {limit}: "
-            f"{config.max_num_seqs} running (--max-num-seqs) "
-            f"and {config.max_num_waiting} waiting (--max-num-waiting)"
-        )
 
 
 def default_sampling(model: ModelInfo) -> SamplingParams:
@@ -80,20 +80,6 @@ def default_sampling(model: ModelInfo) -> SamplingParams:
     if "top_k" in stated:
         stated["top_k"] = int(stated["top_k"])
     return SamplingParams(**stated)
-
-
-def engine_requests(
-    asked: Asked, engine_ids: Iterator[int], model: ModelInfo, rng: random.Random
-) -> list[AddRequest]:
-    """Return one engine request per choice, with ids drawn from ``engine_ids``."""
-    prompt = tuple(asked.prompt_token_ids)
-    samplings = engine_sampling(
-        asked.params, num_prompt_tokens=len(prompt), max_model_len=model.max_model_len, rng=rng
-    )
-    return [
-        AddRequest(next(engine_ids), prompt, sampling, asked.adapter_name, asked.cache_salt)
-        for sampling in samplings
-    ]
 
 
 def engine_sampling(
@@ -127,3 +113,62 @@ def choice_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def read_batch(
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    lora_request: Lora | Sequence[Lora],
+) -> list[BatchItem]:
+    """Return one item per prompt. Raises ``RequestError`` for wrong types or numbers."""
+    texts = _read_prompts(prompts)
+    params: Sequence[SamplingParams]
+    if isinstance(sampling_params, SamplingParams):
+        params = [sampling_params] * len(texts)
+    else:
+        params = _one_per_prompt("sampling_params", sampling_params, len(texts))
+    loras: Sequence[Lora]
+    if lora_request is None or isinstance(lora_request, str | LoRARequest):
+        loras = [lora_request] * len(texts)
+    else:
+        loras = _one_per_prompt("lora_request", lora_request, len(texts))
+    for item in params:
+        if not isinstance(item, SamplingParams):
+            raise RequestError(
+                f"sampling_params has {item!r}, expected SamplingParams", param="sampling_params"
+            )
+    for lora in loras:
+        if lora is not None and not isinstance(lora, str):
+            check_lora_request(lora)
+    return [BatchItem(*columns) for columns in zip(texts, params, loras, strict=True)]
+
+
+def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from several: a list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    read: list[Prompt] = []
+    for prompt in prompts:
+        if isinstance(prompt, SupportsIndex):
+            return [[_token_id(token_id) for token_id in prompts]]
+        read.append(prompt if isinstance(prompt, str) else list(prompt))
+    return read
+
+
+def _token_id(value: object) -> int:
+    if not isinstance(value, SupportsIndex):
+        raise RequestError(
+            f"the prompts mix token ids with {value!r}; give a list of prompts or one prompt",
+            param="prompt",
+        )
+    return operator.index(value)
+
+
+def _one_per_prompt(name: str, values: Sequence[_Item], num_prompts: int) -> Sequence[_Item]:
+    if len(values) != num_prompts:
+        raise RequestError(
+            f"{name} has {len(values)} entries for {num_prompts} prompts; "
+            "give one for all or one per prompt",
+            param=name,
+        )
+    return values

@@ -6,6 +6,7 @@ import itertools
 from ..engine.client import EngineClient
 from ..engine.messages import AddAdapter, OperationDone, RemoveAdapter
 from ..errors import AdapterError, EngineDeadError, rebuild_error
+from .inputs import Lora
 from .lora_directory import LoraDirectory, adapter_path, check_lora_request
 from .outputs import LoRARequest
 
@@ -20,10 +21,10 @@ class LoraClient:
         self._operations: dict[int, asyncio.Future[None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}  # by adapter name
 
-    async def resolve(self, lora: LoRARequest | str | None) -> None:
+    async def resolve(self, lora: Lora) -> None:
         """Raise unless requests can name ``lora``; registers what is new."""
         if isinstance(lora, str):
-            self.directory.check_name(lora)
+            self.directory.check_usable(lora)
         elif lora is not None:
             await self.add(lora, reload=False)
 

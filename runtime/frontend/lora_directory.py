@@ -1,14 +1,15 @@
-"""The adapters that an engine has, as a front end sees them, and what to ask to get another.
+"""The adapters that an engine has, as its front end sees them: a mirror of the engine's registry.
 
-Pure bookkeeping: paths and names. Knows nothing of channels or of how adapters are loaded.
+HTTP and Python ask here before they trouble the engine, which has the last word: the mirror is as
+old as the last message. Pure bookkeeping: names and paths.
 """
 
 import os
 from collections.abc import Iterable
 
+from ..adapters.names import DRAINING, FAILED, READY, unavailable_adapter, unknown_name
 from ..adapters.registry import AdapterInfo
-from ..errors import AdapterUnavailableError, RequestError, UnknownModelError
-from ..near_names import near_names
+from ..errors import RequestError
 from .outputs import LoRARequest
 
 
@@ -30,24 +31,28 @@ class LoraDirectory:
     def has(self, lora: LoRARequest) -> bool:
         """Whether this very adapter (name and path) is registered and ready."""
         info = self._infos.get(lora.lora_name)
-        if info is None or info.state != "ready":
+        if info is None or info.state != READY:
             return False
         return os.path.realpath(info.path) == os.path.realpath(adapter_path(lora))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether an adapter has this name, in whatever state."""
+        return name in self._infos
 
     def check_known(self, name: str) -> None:
         """Raise ``UnknownModelError`` unless an adapter has this name."""
         if name not in self._infos:
-            hint = near_names(name, self._infos, joint=", ")
-            raise UnknownModelError(f"no adapter is named {name!r}{hint}", param="lora_request")
+            raise unknown_name(name, self._infos)
 
-    def check_name(self, name: str) -> None:
-        """Raise unless requests can name this adapter."""
+    def check_usable(self, name: str) -> None:
+        """Raise ``UnknownModelError`` or ``AdapterUnavailableError`` unless requests may name it.
+
+        They may name one that is loading: the engine knows whether it still is.
+        """
         self.check_known(name)
         info = self._infos[name]
-        if info.state == "failed":
-            raise AdapterUnavailableError(
-                f"adapter {name!r} failed to load: {info.reason}", param="lora_request"
-            )
+        if info.state in (FAILED, DRAINING):
+            raise unavailable_adapter(name, info.state, info.reason)
 
 
 def adapter_path(lora: LoRARequest) -> str:

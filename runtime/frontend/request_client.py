@@ -1,116 +1,252 @@
-"""Requests of ``AsyncEngine``: read, opened, and aborted where nobody waits for them any more.
+"""Requests of a front end: prepared, opened, fed with what the engine says, and aborted.
 
+An open request is one ``Generation``; what the engine says of it is looked up here once per update.
 Knows an engine only as its client; nothing of adapters or of the engine's start and end.
 """
 
+import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from ..engine.client import EngineClient
-from ..engine.messages import AbortRequests, ModelInfo, RequestUpdate
-from ..errors import EngineDeadError
+from ..engine.messages import AbortRequests, ModelInfo, StepOutputs
+from ..errors import EngineDeadError, RequestError
+from ..limits import check_num_open, check_num_sequences
 from ..sampling import SamplingParams
-from .generation import Generation
-from .inputs import Asked, Prompt, check_prompt, check_room, default_sampling, engine_requests
-from .outputs import LoRARequest
-from .request_table import Notify, RequestTable
+from .generation import Choice, Generation, Notify
+from .inputs import Lora, PreparedRequest, Prompt, check_prompt, default_sampling, engine_sampling
+from .outputs import RequestOutput
+from .stats_client import StatsClient
 from .tokenizer import Tokenizer
+
+
+class Waker:
+    """An event for one waiter, cheaper than asyncio's: it has no queue.
+
+    ``await`` it in the loop that it was made in; that clears it.
+    """
+
+    __slots__ = ("_future", "_is_set", "_loop")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        """Wake the waiter, or spare it the next wait."""
+        self._is_set = True
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self._is_set:
+            self._future = self._loop.create_future()
+            try:
+                yield from self._future
+            finally:
+                self._future = None
+        self._is_set = False
 
 
 class RequestClient:
     """Opens requests through an engine client and tells their owners what is new."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, stats: StatsClient) -> None:
         self._client = client
+        self._stats = stats
+        self._config = client.config
         self._rng = random.Random(client.config.seed)  # noqa: S311 -- seeds of samplers
         self._engine_ids = itertools.count(1)
-        self._open = RequestTable()
+        self._by_id: dict[str, Generation] = {}
+        # What the engine still computes, whose choice it is, and whose request that is.
+        self._by_engine_id: dict[int, tuple[Generation, Choice]] = {}
+        self._num_sent = 0  # engine requests so far
+        self._num_taken = 0  # of them those that the statistics know of
+        self._on_turn: set[Callable[[], None]] = set()  # called whenever the engine has said more
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._error: EngineDeadError | None = None
 
     def begin(self, model: ModelInfo, tokenizer: Tokenizer) -> None:
-        """The engine is ready: requests may be read and opened from now on."""
+        """The engine is ready: requests may be prepared and opened from now on."""
         self._model, self._tokenizer = model, tokenizer
 
-    async def read(
+    async def prepare(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         request_id: str | None,
-        lora_request: LoRARequest | str | None,
+        lora_request: Lora,
         cache_salt: str,
         add_special_tokens: bool,
-    ) -> Asked:
-        """Return what is asked, its prompt as tokens. Raises ``RequestError``."""
+    ) -> PreparedRequest:
+        """Check what is asked, and turn its prompt into tokens. Raises ``RequestError``."""
         model, tokenizer = self._ready()
         token_ids: Sequence[int] | str = prompt
         if isinstance(token_ids, str):
             token_ids = await tokenizer.encode_async(
                 token_ids, add_special_tokens=add_special_tokens
             )
-        return Asked(
+        checked = check_prompt(token_ids, model)
+        params = default_sampling(model) if sampling_params is None else sampling_params
+        return PreparedRequest(
             request_id=request_id or f"request-{next(self._engine_ids)}",
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=check_prompt(token_ids, model),
-            params=default_sampling(model) if sampling_params is None else sampling_params,
+            prompt_token_ids=checked,
+            params=params,
+            samplings=engine_sampling(
+                params,
+                num_prompt_tokens=len(checked),
+                max_model_len=model.max_model_len,
+                rng=self._rng,
+            ),
             lora_request=lora_request,
             cache_salt=cache_salt,
         )
 
-    @contextlib.contextmanager
-    def opened(self, asked: Asked, notify: Notify) -> Iterator[Generation]:
-        """Send one engine request per choice; abort at the end what is still computed.
+    def open(self, prepared: PreparedRequest, notify: Notify) -> Generation:
+        """Send one engine request per choice; whoever opens it closes it, however it ended.
 
         Nothing is awaited on the way: all are open, or none. Raises ``RequestError``,
         ``OverloadedError``, ``EngineDeadError``.
         """
-        generation = self._submit(asked, notify)
+        if self._error is not None:
+            raise EngineDeadError(str(self._error))
+        if prepared.request_id in self._by_id:
+            raise RequestError(
+                f"a request with id {prepared.request_id!r} is open", param="request_id"
+            )
+        self._check_room(prepared.params.n)
+        requests = prepared.engine_requests(self._engine_ids)
+        ids = [request.request_id for request in requests]
+        generation = Generation(prepared, ids, self._ready()[1], notify)
+        for request in requests:
+            self._client.send(request)
+        self._num_sent += len(requests)
+        self._by_id[generation.request_id] = generation
+        for engine_id, choice in zip(ids, generation.choices, strict=True):
+            self._by_engine_id[engine_id] = generation, choice
+        return generation
+
+    def close(self, generation: Generation) -> None:
+        """Forget a request, and abort what is still computed of it."""
+        self._by_id.pop(generation.request_id, None)
+        for engine_id in generation.engine_ids:
+            self._by_engine_id.pop(engine_id, None)
+        open_ids = generation.open_engine_ids
+        if open_ids and self._error is None:
+            with contextlib.suppress(EngineDeadError):
+                self._client.send(AbortRequests(tuple(open_ids)))
+
+    async def complete(self, batch: Sequence[PreparedRequest]) -> list[RequestOutput]:
+        """Return the last outputs of a batch, which may be longer than the waiting queue.
+
+        The first request that fails ends the batch with its error.
+        """
+        waker = Waker()
+        ended: list[Generation] = []
+        generations: list[Generation] = []
+        open_ones: set[Generation] = set()
+
+        def note_end(generation: Generation) -> None:
+            if generation.has_ended:
+                ended.append(generation)
+                waker.set()
+
         try:
-            yield generation
+            while open_ones or len(generations) < len(batch):
+                while len(generations) < len(batch):
+                    prepared = batch[len(generations)]
+                    if not self._can_wait(prepared.params.n):
+                        self._on_turn.add(waker.set)
+                        break
+                    generations.append(self.open(prepared, note_end))
+                    open_ones.add(generations[-1])
+                else:
+                    self._on_turn.discard(waker.set)
+                await waker
+                while ended:
+                    generation = ended.pop()
+                    if generation.error is not None:
+                        raise generation.error
+                    self.close(generation)
+                    open_ones.discard(generation)
         finally:
-            self._open.remove(generation)
-            self._abort(generation)
+            self._on_turn.discard(waker.set)
+            for generation in open_ones:
+                self.close(generation)
+        return [generation.output() for generation in generations]
 
     def abort(self, request_id: str) -> None:
-        """See ``AsyncEngine.abort``."""
-        generation = self._open.find(request_id)
+        """End a request; whoever opened it gets what there is."""
+        generation = self._by_id.get(request_id)
         if generation is not None:
             self._client.send(AbortRequests(tuple(generation.open_engine_ids)))
 
-    def take(self, updates: Sequence[RequestUpdate]) -> None:
-        """Take what the engine says of requests."""
-        unneeded = self._open.take(updates)
+    def take(self, message: StepOutputs) -> None:
+        """Take what the engine says of requests.
+
+        A request is notified once, however many of its choices go on.
+        """
+        self._num_taken = message.num_requests
+        unneeded: list[int] = []
+        touched: dict[Generation, None] = {}  # in order
+        for update in message.updates:
+            engine_id = update.request_id
+            entry = self._by_engine_id.get(engine_id)
+            if entry is None:  # closed meanwhile
+                continue
+            generation, choice = entry
+            if update.finish_reason is not None:
+                del self._by_engine_id[engine_id]
+            if choice.finish_reason is not None:  # a stop string has ended it before
+                continue
+            if choice.update(update):
+                unneeded.append(engine_id)
+            if choice.finish_reason is not None:
+                generation.count_end(choice)
+            touched[generation] = None
+        for generation in touched:
+            generation.notify(generation)
+        for notify in tuple(self._on_turn):
+            notify()
         if unneeded:
-            self._client.send(AbortRequests(unneeded))
+            self._client.send(AbortRequests(tuple(unneeded)))
 
     def fail_all(self, error: EngineDeadError) -> None:
         """End every open request with ``error``; no other is opened."""
         self._error = error
-        self._open.fail_all(error)
+        for generation in tuple(self._by_id.values()):
+            generation.fail(EngineDeadError(str(error)))  # each is raised in its own task
+            generation.notify(generation)
+        for notify in tuple(self._on_turn):
+            notify()
 
     def _ready(self) -> tuple[ModelInfo, Tokenizer]:
         assert self._model is not None and self._tokenizer is not None, "not begun"
         return self._model, self._tokenizer
 
-    def _submit(self, asked: Asked, notify: Notify) -> Generation:
-        if self._error is not None:
-            raise EngineDeadError(str(self._error))
-        self._open.check_new(asked.request_id)
-        check_room(len(self._open), asked.params.n, self._client.config)
-        model, tokenizer = self._ready()
-        requests = engine_requests(asked, self._engine_ids, model, self._rng)
-        ids = [request.request_id for request in requests]
-        generation = Generation(asked, ids, tokenizer)
-        for request in requests:
-            self._client.send(request)
-        self._open.add(generation, notify)
-        return generation
+    def _check_room(self, num_new: int) -> None:
+        """Raise for what cannot even wait, before the engine has to hear of it."""
+        limits = {
+            "max_num_seqs": self._config.max_num_seqs,
+            "max_num_waiting": self._config.max_num_waiting,
+        }
+        check_num_sequences(1, num_new, **limits)
+        check_num_open(len(self._by_engine_id), num_new, **limits)
 
-    def _abort(self, generation: Generation) -> None:
-        open_ids = generation.open_engine_ids
-        if open_ids and self._error is None:
-            with contextlib.suppress(EngineDeadError):
-                self._client.send(AbortRequests(tuple(open_ids)))
+    def _can_wait(self, num_new: int) -> bool:
+        """Whether the engine's queue takes so many more; if nothing is open, it is asked anyway."""
+        num_open = len(self._by_engine_id)
+        if num_open == 0 or self._error is not None:
+            return True
+        num_waiting = self._stats.latest.num_waiting + self._num_sent - self._num_taken
+        max_waiting = self._config.max_num_waiting
+        return (
+            num_waiting + num_new <= max_waiting
+            and num_open + num_new <= self._config.max_num_seqs + max_waiting
+        )

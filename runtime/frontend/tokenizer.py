@@ -7,18 +7,19 @@ engine.
 
 import asyncio
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, SupportsIndex
 
 from ..errors import RequestError
 from .chat_template import RENDER_ERRORS
 from .codec import Codec
-from .token_stream import REPLACEMENT, Decoder, WindowStream
-from .token_text import token_bytes
+from .detokenizer import REPLACEMENT, Decoder, WindowStream
 
 _MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to the thread
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -146,3 +147,30 @@ def _integer(position: int, value: object) -> int:
     raise RequestError(
         f"token {position} of the prompt is {value!r}, token ids are integers", param="prompt"
     )
+
+
+def token_bytes(name: str | None) -> bytes | None:
+    """Return the bytes that a vocabulary entry stands for; None if its name does not tell."""
+    if name is None:
+        return None
+    fallback = _BYTE_FALLBACK.fullmatch(name)
+    if fallback is not None:
+        return bytes([int(fallback[1], 16)])
+    alphabet = _byte_level_alphabet()
+    try:
+        return bytes(alphabet[character] for character in name)
+    except KeyError:
+        return None
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return which character stands for which byte in byte-level BPE.
+
+    Bytes that Latin-1 prints stand for themselves, the others follow from U+0100 in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
+    return alphabet

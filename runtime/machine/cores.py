@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config.cpu_list import format_cpus
+from ..config.notations import format_cpus
 from ..errors import ConfigError
 from .facts import MachineFacts
 

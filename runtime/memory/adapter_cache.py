@@ -28,7 +28,7 @@ _HOLDABLE = (AdapterState.LOADING, AdapterState.RESIDENT)
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _DeviceCopy:
     """A device copy, or one that is coming or going."""
 
     num_bytes: int
@@ -51,8 +51,8 @@ class AdapterCache:
         self._budget = budget
         self.slab = slab
         self._clock = 0
-        self._entries = {BASE_ADAPTER: _Entry(0, AdapterState.RESIDENT, num_references=1)}
-        self._idle: dict[AdapterId, _Entry] = {}  # resident and unreferenced, oldest use first
+        self._entries = {BASE_ADAPTER: _DeviceCopy(0, AdapterState.RESIDENT, num_references=1)}
+        self._idle: dict[AdapterId, _DeviceCopy] = {}  # resident and unreferenced, oldest use first
         self._num_waiting: dict[AdapterId, int] = {}
         self._evicting_bytes = 0
         self._num_evictions = 0
@@ -143,7 +143,7 @@ class AdapterCache:
             return False
         if self.slab is not None:
             self.slab.take(adapter_id, num_bytes)
-        self._entries[adapter_id] = _Entry(num_bytes, AdapterState.LOADING)
+        self._entries[adapter_id] = _DeviceCopy(num_bytes, AdapterState.LOADING)
         return True
 
     def finish_load(self, adapter_id: AdapterId) -> None:
@@ -249,18 +249,18 @@ class AdapterCache:
                 if adapter_id in self._num_waiting:
                     yield adapter_id
 
-    def _touch(self, entry: _Entry) -> None:
+    def _touch(self, entry: _DeviceCopy) -> None:
         """Mark a use."""
         self._clock += 1
         entry.last_use = self._clock
 
-    def _expect(self, adapter_id: AdapterId, state: AdapterState) -> _Entry:
+    def _expect(self, adapter_id: AdapterId, state: AdapterState) -> _DeviceCopy:
         """Return the entry, which must be in ``state``."""
         entry = self._entries[adapter_id]
         assert entry.state is state, (adapter_id, entry.state, state)
         return entry
 
-    def _drop(self, adapter_id: AdapterId, entry: _Entry) -> None:
+    def _drop(self, adapter_id: AdapterId, entry: _DeviceCopy) -> None:
         """Forget a device copy and give its bytes back."""
         del self._entries[adapter_id]
         self._budget.release(ADAPTER_OWNER, entry.num_bytes)

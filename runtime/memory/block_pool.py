@@ -25,6 +25,7 @@ class BlockPool:
         self._budget = budget
         self._returned: list[int] = []  # heap; every id in it is below _num_touched
         self._num_touched = 0  # ids from here on were never handed out
+        self._num_written = 0  # as ``written_bytes`` counts them
         self._allocated: set[int] = set()
 
     @property
@@ -43,9 +44,16 @@ class BlockPool:
         return min(self.num_unused_blocks, self._budget.free_bytes // self.block_bytes)
 
     @property
-    def num_touched_blocks(self) -> int:
-        """Length of the pool's lower end that was ever in use."""
-        return self._num_touched
+    def written_bytes(self) -> int:
+        """Bytes up to the last block that was handed out since ``give_back``.
+
+        Where memory is committed on first write, that is what the pool may hold of the machine's.
+        """
+        return self._num_written * self.block_bytes
+
+    def give_back(self) -> None:
+        """The memory of the blocks that are free now goes back to the machine."""
+        self._num_written = max(self._allocated, default=-1) + 1
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
         """Hand out ``num_blocks`` blocks, lowest ids first, or None if there are not as many."""
@@ -60,6 +68,7 @@ class BlockPool:
         block_ids.extend(range(self._num_touched, end))
         self._num_touched = end
         self._allocated.update(block_ids)
+        self._num_written = max(self._num_written, max(block_ids, default=-1) + 1)
         return tuple(BlockId(block_id) for block_id in block_ids)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:

@@ -4,12 +4,16 @@ One object so that whoever needs room sees all of it: what is free, what is abou
 what could be evicted. Pure account keeping; the transfers are commands for an executor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from ..adapter import AdapterFacts
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,
     BlockId,
+    HostPlace,
+    HostPlaceId,
     Transfer,
     TransferId,
     TransferKind,
@@ -19,16 +23,35 @@ from .adapter_cache import AdapterCache, AdapterState
 from .adapter_slab import room_bytes
 from .block_pool import BlockPool
 from .budget import MemoryBudget
+from .host_cache import HostCache
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Where on the host an adapter that is being registered is kept."""
+
+    place: HostPlace | None  # None = nowhere
+    evictions: tuple[HostPlaceId, ...] = ()  # to be carried out before anything is written there
 
 
 class DeviceMemory:
     """The budget with the block pool and the adapter cache that take from it."""
 
-    def __init__(self, budget: MemoryBudget, pool: BlockPool, cache: AdapterCache) -> None:
-        """``pool`` and ``cache`` must take from ``budget``."""
+    def __init__(
+        self, budget: MemoryBudget, pool: BlockPool, cache: AdapterCache,
+        host: HostCache | None = None,
+    ) -> None:  # fmt: skip
+        """``pool`` and ``cache`` must take from ``budget``.
+
+        ``host``: where adapters come from, and are in use if that is the device's memory: those
+        that nothing uses have what KV blocks and the others leave of the budget. None = nobody
+        plans that.
+        """
         self.budget = budget
         self.pool = pool
         self.cache = cache
+        self.host = host
+        self._host_uses: dict[AdapterId, tuple[HostPlace, str]] = {}  # with the content
         self._num_draining_blocks = 0
         self._commands: list[Transfer] = []  # not yet in a plan
         self._open: dict[TransferId, Transfer] = {}
@@ -44,9 +67,14 @@ class DeviceMemory:
         return len(self._open)
 
     @property
-    def has_dropped_adapters(self) -> bool:
-        """Whether an adapter that was dropped is still on the device."""
-        return bool(self._dropped)
+    def has_evictions(self) -> bool:
+        """Whether an adapter that was dropped is still on the device, or has to leave the host."""
+        return bool(self._dropped) or (self.host is not None and self.host.has_evictions)
+
+    @property
+    def num_host_evictions(self) -> int:
+        """Adapters that have left the host's memory to make room so far."""
+        return 0 if self.host is None else self.host.num_evictions
 
     def can_ever_hold(self, num_blocks: int, adapter_bytes: int) -> bool:
         """Whether a request of this size fits if it is alone on the device."""
@@ -93,14 +121,59 @@ class DeviceMemory:
             self._evict(adapter_id)
         return bool(victims)
 
-    def load(self, adapter_id: AdapterId, num_bytes: int, *, is_demand: bool = True) -> bool:
-        """Command a load if the bytes are free now; say whether they were."""
+    def load(
+        self, adapter_id: AdapterId, adapter: AdapterFacts, *, is_demand: bool = True
+    ) -> Transfer | None:
+        """Command a load if there is room for it now, on the device and on the host; else None."""
+        num_bytes = adapter.num_bytes
         if self.cache.slab is not None:
             num_bytes = room_bytes(num_bytes)
-        if not self.cache.begin_load(adapter_id, num_bytes):
-            return False
-        self._command(TransferKind.LOAD_ADAPTER, adapter_id, num_bytes, is_demand=is_demand)
-        return True
+        if not self.has_adapter_room(num_bytes):
+            return None
+        place = None
+        if self.host is not None:
+            place = self.host.begin_load(adapter.digest, adapter.host_bytes)
+            if place is None:
+                self._make_host_room()
+                return None
+            self._host_uses[adapter_id] = place, adapter.digest
+        has_begun = self.cache.begin_load(adapter_id, num_bytes)
+        assert has_begun, (adapter_id, num_bytes)
+        return self._command(
+            TransferKind.LOAD_ADAPTER, adapter_id, num_bytes, is_demand=is_demand, host=place
+        )
+
+    def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
+        """Make room on the host for an adapter that is registered now, if it may have any."""
+        if self.host is None:
+            return HostRoom(None)
+        place = self.host.begin_registration(layer_bytes)
+        return HostRoom(place, self.host.take_evictions())
+
+    def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
+        """What was to be read to a place is there, with this content; None = it is not."""
+        assert self.host is not None
+        if digest is not None:
+            self.host.filled(place_id, digest)
+        self.host.end_use(place_id)
+
+    def forget_content(self, digest: str) -> None:
+        """No adapter version has this content any more."""
+        if self.host is not None:
+            self.host.forget(digest)
+
+    def take_host_evictions(self) -> tuple[HostPlaceId, ...]:
+        """Return the host's evictions for the next plan, behind ``take_commands``."""
+        if self.host is None:
+            return ()
+        if self.host.is_device_memory:
+            self.host.keep_within(max(0, self.budget.capacity_bytes - self.pool.written_bytes))
+        return self.host.take_evictions()
+
+    def evict_again(self, place_ids: Sequence[HostPlaceId]) -> None:
+        """A plan with these evictions has failed: command them again."""
+        if self.host is not None:
+            self.host.evict_again(place_ids)
 
     def promote(self, adapter_id: AdapterId) -> bool:
         """A request waits for a load under way; say whether it was a prefetch until now."""
@@ -136,6 +209,8 @@ class DeviceMemory:
         if self._dropped:
             self._advance_drops()
         commands, self._commands = tuple(self._commands), []
+        if any(command.kind is TransferKind.LOAD_ADAPTER for command in commands):
+            self.pool.give_back()  # as the executor does before it begins a load
         return commands
 
     def take_promoted(self) -> tuple[TransferId, ...]:
@@ -159,6 +234,8 @@ class DeviceMemory:
         else:
             finish = self.cache.fail_load if is_load else self.cache.fail_evict
         finish(transfer.adapter_id)
+        if self.host is not None:
+            self._end_host_use(transfer, self.host, has_failed=result.error is not None)
         if self._dropped:
             self._collect_gone()
         return transfer
@@ -173,6 +250,29 @@ class DeviceMemory:
             is_load = transfer.kind is TransferKind.LOAD_ADAPTER
             expected = AdapterState.LOADING if is_load else AdapterState.EVICTING
             assert self.cache.state(transfer.adapter_id) is expected, transfer
+        if self.host is not None:
+            self.host.check_invariants()
+
+    def _end_host_use(self, transfer: Transfer, host: HostCache, *, has_failed: bool) -> None:
+        """What a transfer used of the host's memory it uses no more."""
+        is_load = transfer.kind is TransferKind.LOAD_ADAPTER
+        if transfer.adapter_id not in self._host_uses:  # an eviction of what was copied
+            return
+        place, digest = self._host_uses[transfer.adapter_id]
+        if is_load and not (has_failed or place.is_filled):
+            host.filled(place.place_id, digest)
+        # Where adapters are read in place, that is as long as they are on the device.
+        is_over = has_failed or not host.is_device_memory if is_load else not has_failed
+        if is_over:
+            del self._host_uses[transfer.adapter_id]
+            host.end_use(place.place_id)
+
+    def _make_host_room(self) -> None:
+        """The host has no room: with time loads end, but adapters that are read in place stay."""
+        assert self.host is not None
+        if self.host.is_device_memory:
+            for adapter_id in self.cache.victims(1, include_waiting=True):
+                self._evict(adapter_id)
 
     def _reclaim_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
         """``reclaim`` in the adapters' slab."""
@@ -189,18 +289,20 @@ class DeviceMemory:
         self._command(TransferKind.EVICT_ADAPTER, adapter_id, num_bytes)
 
     def _command(
-        self, kind: TransferKind, adapter_id: AdapterId, num_bytes: int, *, is_demand: bool = True
-    ) -> None:
+        self, kind: TransferKind, adapter_id: AdapterId, num_bytes: int, *,
+        is_demand: bool = True, host: HostPlace | None = None,
+    ) -> Transfer:  # fmt: skip
         """Queue a transfer for the next plan."""
         transfer_id = TransferId(self._next_transfer_id)
         slab = self.cache.slab
         offset_bytes = None if slab is None else slab.offset_bytes(adapter_id)
-        transfer = Transfer(transfer_id, kind, adapter_id, num_bytes, is_demand, offset_bytes)
+        transfer = Transfer(transfer_id, kind, adapter_id, num_bytes, is_demand, offset_bytes, host)
         self._next_transfer_id += 1
         self._open[transfer_id] = transfer
         if not is_demand:
             self._prefetches[transfer_id] = transfer
         self._commands.append(transfer)
+        return transfer
 
     def _advance_drops(self) -> None:
         """Evict dropped adapters that are idle."""

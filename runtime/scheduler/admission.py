@@ -96,10 +96,12 @@ class Admission:
 
     def _load(self, request: Request, now_s: float, *, is_demand: bool) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
-        adapter_id = request.adapter_id
-        if not self._memory.load(adapter_id, request.adapter_bytes, is_demand=is_demand):
+        assert request.adapter is not None, request.request_id
+        transfer = self._memory.load(request.adapter_id, request.adapter, is_demand=is_demand)
+        if transfer is None:
             return False
-        self._cold_starts.load_started(adapter_id, now_s, is_demand=is_demand)
+        is_on_host = transfer.host is None or transfer.host.is_filled
+        self._cold_starts.load_started(request, now_s, is_demand=is_demand, is_on_host=is_on_host)
         return True
 
     def _start(self, request: Request, num_blocks: int, draft: StepDraft, now_s: float) -> None:

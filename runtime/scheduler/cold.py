@@ -35,8 +35,14 @@ class StepRows:
 class ColdStarts(Protocol):
     """Decides for requests whose adapter is loading. Told of every load and its progress."""
 
-    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
-        """A load has been commanded."""
+    def workers_changed(self, num_ready: int) -> None:
+        """So many CPU workers take jobs from now on; until the first call none does."""
+        ...
+
+    def load_started(
+        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
+    ) -> None:
+        """A load of the request's adapter has been commanded; ``is_on_host``: no files are read."""
         ...
 
     def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
@@ -95,7 +101,12 @@ class ColdStarts(Protocol):
 class WarmStarts:
     """Every request waits until its adapter is on the device."""
 
-    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
+    def workers_changed(self, num_ready: int) -> None:
+        """Nothing is kept."""
+
+    def load_started(
+        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
+    ) -> None:
         """Nothing is kept."""
 
     def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:

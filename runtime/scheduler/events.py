@@ -43,7 +43,7 @@ class SchedulerCounters:
 
     num_preemptions: int = 0
     num_failed_steps: int = 0
-    num_retried_rows: int = 0  # computed again because what they were computed with was void
+    num_retried_rows: int = 0  # came to nothing, whoever was to blame, and were planned again
     prompt_tokens_computed: int = 0  # each prompt token counts once
     generated_tokens: int = 0
 

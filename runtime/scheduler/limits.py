@@ -1,18 +1,10 @@
 """Whether a request can be served at all. Refusals name the limit and the flag that moves it."""
 
-from ..errors import OverloadedError, RequestError
+from ..errors import RequestError
+from ..limits import check_prompt_length
 from ..memory.device_memory import DeviceMemory
 from ..request import Request
 from .config import SchedulerConfig
-
-
-def check_queue(num_waiting: int, config: SchedulerConfig) -> None:
-    """Raise ``OverloadedError`` if no further request may wait."""
-    if config.max_num_waiting is not None and num_waiting >= config.max_num_waiting:
-        raise OverloadedError(
-            f"{num_waiting} requests are waiting, the limit is {config.max_num_waiting} "
-            "(--max-num-waiting)"
-        )
 
 
 def max_total_tokens(request: Request, config: SchedulerConfig, memory: DeviceMemory) -> int:
@@ -22,14 +14,7 @@ def max_total_tokens(request: Request, config: SchedulerConfig, memory: DeviceMe
     would not fit the device even alone: it could then never be completed.
     """
     num_prompt_tokens = request.num_prompt_tokens
-    if num_prompt_tokens == 0:
-        raise RequestError("the prompt is empty", param="prompt")
-    if num_prompt_tokens >= config.max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens, prompt and output together may have at "
-            f"most {config.max_model_len} (--max-model-len)",
-            param="prompt",
-        )
+    check_prompt_length(num_prompt_tokens, config.max_model_len)
     total_tokens = config.max_model_len
     if request.sampling.max_tokens is not None:
         total_tokens = min(total_tokens, num_prompt_tokens + request.sampling.max_tokens)

@@ -5,14 +5,12 @@ from collections.abc import Collection, Iterable, Iterator
 from ..plan import Outcome, RowResult
 from ..request import Request, RequestStatus
 from .events import FinishReason, RequestEvent, SchedulerCounters, finish_reason_of
+from .recovery import Recovery
 from .running_set import RunningSet
 from .step_draft import InFlightStep
 
-_Row = tuple[Request, int, int, bool]  # start position, tokens, whether it sampled
-
-# Of one position. A cold row goes with workers, then without them, then with its whole adapter on
-# the device; what still comes to nothing fails.
-MAX_RETRIES = 2
+# Start position, tokens, whether it sampled, whether its sub-batch had no other row.
+_Row = tuple[Request, int, int, bool, bool]
 
 
 class ResultReader:
@@ -23,11 +21,13 @@ class ResultReader:
     """
 
     def __init__(
-        self, eos_token_ids: frozenset[int], running: RunningSet, counters: SchedulerCounters
-    ) -> None:
-        """``running`` learns which rows have returned."""
+        self, eos_token_ids: frozenset[int], running: RunningSet, recovery: Recovery,
+        counters: SchedulerCounters,
+    ) -> None:  # fmt: skip
+        """``running`` learns which rows have returned, ``recovery`` which came to nothing."""
         self._eos_token_ids = eos_token_ids
         self._running = running
+        self._recovery = recovery
         self._counters = counters
 
     def read(
@@ -39,17 +39,21 @@ class ResultReader:
         """Return the events of one step; ``later_steps`` are those still in flight."""
         result_of = {result.request_id: result for result in results}
         events: list[RequestEvent] = []
-        for request, start, num_tokens, has_sample in _rows(step):
+        for request, start, num_tokens, has_sample, was_alone in _rows(step):
             self._running.end_step(request)
             request_id = request.request_id
             if request.status is RequestStatus.ENDED or request_id in step.voided:
                 continue
             result = result_of.get(request_id)
             if result is None or result.outcome is Outcome.TOKENS:
+                if self._recovery:
+                    self._recovery.forget(request_id)
                 self._count_prompt(request, start + num_tokens)
                 if has_sample:
                     events.append(self._take_token(request, result))
-            elif result.outcome is Outcome.RETRY and request.retried_positions[start] < MAX_RETRIES:
+            elif result.outcome is Outcome.RETRY and self._recovery.may_retry(
+                request, start, result.cause, was_alone=was_alone
+            ):
                 self._counters.num_retried_rows += 1
                 _roll_back(request, start, later_steps)
             else:
@@ -60,7 +64,7 @@ class ResultReader:
     def fail(self, step: InFlightStep, error: str) -> list[RequestEvent]:
         """Return the events of a step that never returns: each of its requests fails."""
         events: list[RequestEvent] = []
-        for request, _, _, _ in _rows(step):
+        for request, *_ in _rows(step):
             self._running.end_step(request)
             if request.status is not RequestStatus.ENDED:
                 events.append(_failure(request, error))
@@ -93,8 +97,9 @@ def _rows(step: InFlightStep) -> Iterator[_Row]:
     """Yield the rows of a step with their requests."""
     for batch, requests in zip(step.plan.sub_batches, step.rows, strict=True):
         yield from zip(
-            requests, batch.start_positions, batch.num_tokens, batch.samples, strict=True
-        )
+            requests, batch.start_positions, batch.num_tokens, batch.samples,
+            (len(requests) == 1,) * len(requests), strict=True,
+        )  # fmt: skip
 
 
 def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]) -> None:
@@ -102,7 +107,6 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
 
     Later rows of it in flight were computed from what does not count, so they do not either.
     """
-    request.retried_positions[start] += 1
     request.num_known_tokens -= request.num_in_flight_samples
     request.num_in_flight_samples = 0
     if request.num_in_flight_steps:

@@ -8,6 +8,7 @@ the results of earlier steps have come back. Who is admitted and who is preempte
 from collections.abc import Iterable, Mapping
 
 from ..errors import RequestError
+from ..limits import check_queue
 from ..memory.device_memory import DeviceMemory
 from ..plan import (
     AdapterId,
@@ -19,6 +20,7 @@ from ..plan import (
     TransferProgress,
     TransferRead,
     TransferResult,
+    WorkersChanged,
 )
 from ..request import Request, RequestStatus
 from .admission import Admission
@@ -26,8 +28,9 @@ from .cold import ColdStarts, WarmStarts
 from .config import SchedulerConfig
 from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
-from .limits import check_queue, max_total_tokens
+from .limits import max_total_tokens
 from .policy import SchedulerPolicy
+from .recovery import Recovery
 from .results import ResultReader
 from .running_set import RunningSet
 from .step_draft import InFlightStep, StepDraft
@@ -58,7 +61,10 @@ class Scheduler:
             config, policy, self._running, self._cold_starts, self.counters, self._wait
         )
         self._admission = Admission(config, policy, memory, self._running, self._cold_starts)
-        self._results = ResultReader(frozenset(eos_token_ids), self._running, self.counters)
+        self._recovery = Recovery()
+        self._results = ResultReader(
+            frozenset(eos_token_ids), self._running, self._recovery, self.counters
+        )
         self._requests: dict[RequestId, Request] = {}  # those that have not ended
         self._in_flight: dict[StepId, InFlightStep] = {}  # oldest first
         self._forget: list[RequestId] = []  # ended, and the executor does not know yet
@@ -99,7 +105,7 @@ class Scheduler:
             self._requests
             or self._in_flight
             or self.memory.num_open_transfers
-            or self.memory.has_dropped_adapters
+            or self.memory.has_evictions
         )
 
     def add_request(self, request: Request, now_s: float) -> None:
@@ -110,7 +116,7 @@ class Scheduler:
         request_id = request.request_id
         if request_id in self._requests or self._running.is_draining(request_id):
             raise RequestError(f"request id {request_id} is in use", param="request_id")
-        check_queue(self.num_waiting, self.config)
+        check_queue(self.num_waiting, self.config.max_num_waiting)
         request.max_total_tokens = max_total_tokens(request, self.config, self.memory)
         self._requests[request_id] = request
         self._wait(request, now_s)
@@ -132,7 +138,7 @@ class Scheduler:
 
         Growth comes first, then decode rows, prefill chunks of running requests, new requests.
         """
-        draft = StepDraft(self.config)
+        draft = StepDraft(self.config, self._recovery)
         self._continuation.reset_outgrown()
         if not self._cold_starts.stops_everybody() and self._continuation.go_on(draft, now_s):
             self._admission.admit(draft, now_s)
@@ -141,6 +147,7 @@ class Scheduler:
         step = draft.build(
             step_id,
             transfers=self.memory.take_commands(),
+            host_evictions=self.memory.take_host_evictions(),
             promoted_transfers=self.memory.take_promoted(),
             forget_requests=tuple(self._forget),
         )
@@ -157,6 +164,9 @@ class Scheduler:
             return self._end_transfer(result, now_s)
         if isinstance(result, TransferProgress | TransferRead):
             self._note_progress(result, now_s)
+            return []
+        if isinstance(result, WorkersChanged):
+            self._cold_starts.workers_changed(result.num_ready)
             return []
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
@@ -181,6 +191,7 @@ class Scheduler:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
         self._end_finished(events, now_s)
         self._forget.extend(step.plan.forget_requests)
+        self.memory.evict_again(step.plan.host_evictions)
         for transfer in step.plan.transfers:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
         return events
@@ -221,6 +232,7 @@ class Scheduler:
             self._running.stop(request, RequestStatus.ENDED)
         self._policy.ended(request, now_s)
         self._cold_starts.forget(request.request_id)
+        self._recovery.forget(request.request_id)
         if request.is_announced:
             self._forget.append(request.request_id)
 

@@ -5,6 +5,7 @@ from operator import attrgetter
 
 from ..plan import (
     BlockUpdate,
+    HostPlaceId,
     NewRequest,
     RequestId,
     StepId,
@@ -17,8 +18,10 @@ from ..plan import (
 from ..request import Request
 from .cold import ColdChunk, StepRows
 from .config import SchedulerConfig
+from .recovery import Recovery
 
 _Row = tuple[Request, int, int]  # how many of its tokens to compute, and the split layer
+_Pass = tuple[SubBatchKind, list[_Row]]
 
 _adapter_id = attrgetter("adapter_id")
 
@@ -37,11 +40,12 @@ class StepDraft:
 
     __slots__ = (
         "_block_updates", "_new_requests", "_num_free_cold_rows", "_num_free_cold_tokens",
-        "num_free_tokens", "rows",
+        "_recovery", "num_free_tokens", "rows",
     )  # fmt: skip
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        """``config``: how much a step may compute."""
+    def __init__(self, config: SchedulerConfig, recovery: Recovery) -> None:
+        """``config``: how much a step may compute; ``recovery``: which rows share no forward."""
+        self._recovery = recovery
         self.num_free_tokens = config.max_num_batched_tokens
         self._num_free_cold_tokens = config.max_assisted_tokens_per_step
         self._num_free_cold_rows = config.max_assisted_rows_per_step
@@ -111,21 +115,21 @@ class StepDraft:
         transfers: tuple[Transfer, ...],
         promoted_transfers: tuple[TransferId, ...],
         forget_requests: tuple[RequestId, ...],
+        host_evictions: tuple[HostPlaceId, ...],
     ) -> InFlightStep | None:
         """Close the draft and note in the requests what the step computes; None if it is idle."""
-        decodes, others = self._lay_out()
-        if not (decodes or others or transfers or promoted_transfers or self._block_updates):
+        decodes, passes = self._lay_out()
+        commands = transfers or promoted_transfers or host_evictions
+        if not (decodes or passes or commands or self._block_updates):
             return None
         sub_batches: list[SubBatch] = []
         rows: list[list[Request]] = []
         if decodes:
             sub_batches.append(_decode_batch(decodes))
             rows.append(decodes)
-        if others:
-            has_cold = bool(self.rows.cold_chunks)
-            kind = SubBatchKind.ASSISTED if has_cold else SubBatchKind.MIXED
-            sub_batches.append(_batch_of(kind, others))
-            rows.append([request for request, _, _ in others])
+        for kind, members in passes:
+            sub_batches.append(_batch_of(kind, members))
+            rows.append([request for request, _, _ in members])
         plan = StepPlan(
             step_id,
             tuple(sub_batches),
@@ -134,28 +138,62 @@ class StepDraft:
             forget_requests,
             transfers,
             promoted_transfers,
+            host_evictions,
         )
         return InFlightStep(plan, rows)
 
-    def _lay_out(self) -> tuple[list[Request], list[_Row]]:
-        """Rows that decode in a forward of their own, and those of the other forward.
+    def _lay_out(self) -> tuple[list[Request], list[_Pass]]:
+        """Rows that decode in a forward of their own, and the other forwards.
 
-        Rows of one adapter are side by side. Results come at the end of the step, so a forward of
-        their own gains nobody anything, and each reads all weights again. Only rows that decode
-        may have one, which can be captured.
+        Rows of one adapter are side by side, which makes their products fewer and larger. Results
+        come at the end of the step, so a forward of their own gains nobody anything, and each
+        reads all weights again. Only rows that decode may have one, which can be captured; and
+        rows that are computed again, for the others' sake or their own.
         """
         decodes = self.rows.decodes
-        others: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]
-        others += [
+        warm: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]
+        cold: list[_Row] = [
             (request, chunk.num_tokens, chunk.split_layer)
             for request, chunk in self.rows.cold_chunks
         ]
-        if others and not self.rows.is_decode_apart:
-            others = [(request, 1, 0) for request in decodes] + others
+        apart: list[_Pass] = []
+        if self._recovery:
+            decodes, warm, cold, apart = self._set_apart(decodes, warm, cold)
+        if (warm or cold) and not self.rows.is_decode_apart:
+            warm = [(request, 1, 0) for request in decodes] + warm
             decodes = []
+        passes = []
+        if warm or cold:
+            kind = SubBatchKind.ASSISTED if cold else SubBatchKind.MIXED
+            passes.append((kind, warm + cold))
+        passes += apart
         decodes.sort(key=_adapter_id)
-        others.sort(key=lambda row: row[0].adapter_id)
-        return decodes, others
+        for _, rows in passes:
+            rows.sort(key=lambda row: row[0].adapter_id)
+        return decodes, passes
+
+    def _set_apart(
+        self, decodes: list[Request], warm: list[_Row], cold: list[_Row]
+    ) -> tuple[list[Request], list[_Row], list[_Row], list[_Pass]]:
+        """Take out rows that must not share a forward with all others; the last are these."""
+        goes_alone = self._recovery.goes_alone
+        rows = [(SubBatchKind.DECODE, (request, 1, 0)) for request in decodes]
+        rows += [(SubBatchKind.MIXED, row) for row in warm]
+        rows += [(SubBatchKind.ASSISTED, row) for row in cold]
+        left: dict[SubBatchKind, list[_Row]] = {kind: [] for kind in SubBatchKind}
+        apart: list[_Pass] = []
+        for kind, row in rows:
+            if goes_alone(row[0], is_cold=kind is SubBatchKind.ASSISTED):
+                apart.append((kind, [row]))
+            else:
+                left[kind].append(row)
+        decodes = [request for request, _, _ in left[SubBatchKind.DECODE]]
+        warm, cold = left[SubBatchKind.MIXED], left[SubBatchKind.ASSISTED]
+        others = [*decodes, *(request for request, _, _ in warm)]
+        if cold and any(self._recovery.avoids_cold_rows(request) for request in others):
+            apart.append((SubBatchKind.ASSISTED, cold))
+            cold = []
+        return decodes, warm, cold, apart
 
 
 def _decode_batch(requests: list[Request]) -> SubBatch:

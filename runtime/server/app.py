@@ -37,7 +37,7 @@ def build_app(state: ServerState) -> ASGIApp:
         exception_handlers={HTTPException: _on_routing_error},
     )
     starlette.router.redirect_slashes = False
-    return _Gate(starlette, generating, state.settings.api_key, state.metrics)
+    return AuthMiddleware(starlette, generating, state.settings.api_key, state.metrics)
 
 
 def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route]:
@@ -46,7 +46,7 @@ def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
         Route("/v1/models", _guarded(basic.list_models)),
         Route("/v1/models/{model:path}", _guarded(basic.get_model)),
-        Route("/v1/lora_adapters", _guarded(basic.list_adapters)),
+        Route("/v1/lora_adapters", _guarded(lora.list_all)),
         Route("/health", _guarded(basic.health)),
         Route("/ready", _guarded(basic.ready)),
         Route("/metrics", _guarded(basic.metrics)),
@@ -78,18 +78,18 @@ def _guarded(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ClientGoneError:
-            return Response(status_code=400)  # read by nobody
+            return Response(status_code=400)  # the client has gone
         except Exception as exc:
             return error_response(exc)
 
     return endpoint
 
 
-class _Gate:
+class AuthMiddleware:
     """Checks the key and counts requests. Adds one plain call to each message of an answer.
 
-    What generates is called without Starlette in between, whose layers would be gone through
-    again for every token of a stream.
+    The endpoints that generate are called without Starlette in between, whose layers would be gone
+    through again for every token of a stream.
     """
 
     def __init__(
@@ -99,7 +99,6 @@ class _Gate:
         api_key: str | None,
         metrics: ServerMetrics,
     ) -> None:
-        """Put it before ``app``, and before the POST endpoints ``generating`` by path."""
         self._app = app
         self._generating = generating
         self._api_key = None if api_key is None else api_key.encode()
@@ -109,14 +108,14 @@ class _Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        counted = _StatusOf(send)
+        recorder = _StatusRecorder(send)
         try:
             if self._is_allowed(scope):
-                await self._app_for(scope)(scope, receive, counted)
+                await self._app_for(scope)(scope, receive, recorder)
             else:
-                await response_of(_UNAUTHORIZED)(scope, receive, counted)
+                await response_of(_UNAUTHORIZED)(scope, receive, recorder)
         finally:
-            self._count(scope, counted.status)
+            self._count(scope, recorder.status)
 
     def _app_for(self, scope: Scope) -> ASGIApp:
         endpoint = self._generating.get(scope["path"])
@@ -146,7 +145,7 @@ def _pattern(scope: Scope) -> str:
     return "/v1/models/{model}" if scope.get("path_params") else str(scope["path"])
 
 
-class _StatusOf:
+class _StatusRecorder:
     """Passes messages on and remembers the status; deliberately not a coroutine function."""
 
     __slots__ = ("_send", "status")

@@ -2,21 +2,19 @@
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..adapters.registry import AdapterInfo
 from ..errors import UnknownModelError
 from ..frontend.tokenizer import check_token_ids
 from .body import RequestModel, parse_body, read_body
-from .chat_request import template_messages
+from .chat import template_messages
 from .errors import HttpError, error_response
 from .model_names import is_listed
-from .responses import ModelCard
+from .responses import ModelCard, json_response
 from .state import ServerState
 
-# An engine in a step that takes longer has told all that it knows before the step.
+# A step may take longer; the figures from before it are good enough then.
 _STATS_TIMEOUT_S = 0.25
 
 
@@ -47,8 +45,8 @@ class BasicRoutes:
         """200 while the engine lives."""
         error = self._state.engine.error
         if error is not None:
-            return _json({"status": "dead", "reason": str(error)}, status=503)
-        return _json({"status": "ok"})
+            return json_response({"status": "dead", "reason": str(error)}, status=503)
+        return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """200 while new requests are accepted."""
@@ -56,7 +54,7 @@ class BasicRoutes:
             self._state.check_accepting()
         except Exception as exc:
             return error_response(exc)
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""
@@ -66,11 +64,11 @@ class BasicRoutes:
 
     async def version(self, request: Request) -> Response:
         """The version of corun."""
-        return _json({"version": self._state.settings.version})
+        return json_response({"version": self._state.settings.version})
 
     async def list_models(self, request: Request) -> Response:
         """The base model under each served name, and the adapters that can be asked for."""
-        return _json({"object": "list", "data": self._cards()})
+        return json_response({"object": "list", "data": self._cards()})
 
     async def get_model(self, request: Request) -> Response:
         """One entry of the list."""
@@ -78,13 +76,8 @@ class BasicRoutes:
         wanted = target.adapter_name or target.shown_name
         for card in self._cards():
             if card.id == wanted:
-                return _json(card)
+                return json_response(card)
         raise UnknownModelError(f"there is no model {wanted!r} here", param="model")
-
-    async def list_adapters(self, request: Request) -> Response:
-        """All registered adapters with their states, the failed ones with the reason."""
-        adapters = self._state.engine.list_loras()
-        return _json({"object": "list", "data": [adapter_dict(one) for one in adapters]})
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
@@ -103,7 +96,9 @@ class BasicRoutes:
             add_special_tokens = bool(body.add_special_tokens)
         tokens = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
         max_model_len = self._state.engine.get_model_info().max_model_len
-        return _json({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens})
+        return json_response(
+            {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
@@ -111,7 +106,7 @@ class BasicRoutes:
         self._state.resolve(body.model)
         vocab_size = self._state.engine.get_model_info().vocab_size
         tokens = check_token_ids(body.tokens, vocab_size=vocab_size)
-        return _json({"prompt": self._state.engine.tokenizer.decode(tokens)})
+        return json_response({"prompt": self._state.engine.tokenizer.decode(tokens)})
 
     async def _read(self, request: Request) -> bytes:
         limit = self._state.settings.max_body_bytes
@@ -141,12 +136,3 @@ class BasicRoutes:
             if is_listed(adapter)
         }
         return base + list(adapters.values())
-
-
-def adapter_dict(adapter: AdapterInfo) -> dict[str, Any]:
-    """Return an adapter as the API shows it."""
-    return {name: getattr(adapter, name) for name in adapter.__struct_fields__}
-
-
-def _json(value: object, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")

@@ -1,58 +1,103 @@
 """``POST /v1/completions``: text in, text out."""
 
 import time
+from typing import Any
 
 import msgspec
 
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from ..frontend.tokenizer import check_token_ids
-from .body import parse_body
-from .chunks import ChunkEncoder, Envelope
-from .completion_request import CompletionRequest
-from .endpoint import Form, GenerationEndpoint
+from .body import parse_body, wrong_type
+from .endpoint import GenerationEndpoint
 from .errors import HttpError
-from .generation import Generation
-from .logprobs import completion_logprobs, num_text_chars
-from .responses import CompletionChoice
-from .sampling_map import to_sampling_params
+from .generation_request import GenerationFields, ParsedRequest, Prompt
+from .responses import CompletionChoice, Envelope, completion_logprobs, num_text_chars
+from .sse import ChunkEncoder
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _OBJECT = "text_completion"
 
 
-class CompletionForm(Form):
-    """One request for completions."""
+class CompletionRequest(GenerationFields):
+    """One or several prompts, as text or as token ids."""
 
-    def __init__(
-        self, body: CompletionRequest, generation: Generation, model: str, echoes: list[str]
-    ) -> None:
-        self.generation = generation
-        self.envelope = Envelope(generation.request_id, _OBJECT, int(time.time()), model)
-        self.stream = bool(body.stream)
-        self.stream_usage = body.wants_stream_usage
-        self.timing = bool(body.return_timing)
-        self.with_logprobs = body.logprobs is not None
-        self.echoes = echoes  # by prompt; empty = prompts are not shown
+    prompt: Any
+    logprobs: int | None = None
+    echo: bool | None = None
 
-    def chunk_encoder(self) -> ChunkEncoder:
-        """See ``Form``."""
-        return _CompletionChunks(self)
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts one by one. Raises ``HttpError`` for any other shape."""
+        value = self.prompt
+        if isinstance(value, str):
+            return [_checked(value, "prompt")]
+        if not isinstance(value, list):
+            raise wrong_type("prompt", value, "a string, a list of strings or token ids")
+        if not value:
+            raise HttpError(400, "prompt is empty", code="empty_prompt", param="prompt")
+        if isinstance(value[0], (str, list)):
+            return [_checked(item, f"prompt[{i}]", like=value[0]) for i, item in enumerate(value)]
+        return [_checked(value, "prompt")]
 
-    def choices(self, prompt_index: int, output: RequestOutput) -> list[msgspec.Struct]:
-        """See ``Form``."""
-        echo = self.echoes[prompt_index] if self.echoes else ""
+
+class CompletionEndpoint(GenerationEndpoint):
+    """Answers ``/v1/completions``."""
+
+    id_prefix = "cmpl"
+    prompt_field = "prompt"
+
+    async def parse(self, body: bytes, request_id: str) -> ParsedRequest:
+        request = parse_body(CompletionRequest, body)
+        request.check_stream_options()
+        if request.echo and request.logprobs is not None:
+            raise HttpError(
+                400,
+                "echo with logprobs is not served: there are no log-probabilities of the prompt",
+                code="not_served",
+                param="echo",
+            )
+        target = self.state.resolve(request.model)
+        prompts = request.prompts()
+        sampling = request.sampling_params(
+            self.state.engine.get_model_info().default_sampling,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=request.logprobs,
+            logprobs_field="logprobs",
+        )
+        return ParsedRequest(
+            body=request,
+            envelope=Envelope(request_id, _OBJECT, int(time.time()), target.shown_name),
+            adapter_name=target.adapter_name,
+            prompts=prompts,
+            sampling=sampling,
+            echoes=[self._as_text(prompt) for prompt in prompts] if request.echo else (),
+        )
+
+    def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
+        return _CompletionChunks(request)
+
+    def choices(
+        self, request: ParsedRequest, prompt_index: int, output: RequestOutput
+    ) -> list[msgspec.Struct]:
+        sampling = request.sampling
+        echo = request.echoes[prompt_index] if request.echoes else ""
         return [
             CompletionChoice(
-                index=prompt_index * self.generation.sampling.n + choice.index,
+                index=prompt_index * sampling.n + choice.index,
                 text=echo + choice.text,
-                logprobs=completion_logprobs(choice.logprobs or (), text_offset=0)
-                if self.with_logprobs
-                else None,
+                logprobs=None
+                if sampling.logprobs is None
+                else completion_logprobs(choice.logprobs or (), text_offset=0),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
             )
             for choice in output.outputs
         ]
+
+    def _as_text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        checked = check_token_ids(prompt, vocab_size=self.state.engine.get_model_info().vocab_size)
+        return self.state.engine.tokenizer.decode(checked)
 
 
 class _CompletionChunks(ChunkEncoder):
@@ -60,14 +105,9 @@ class _CompletionChunks(ChunkEncoder):
 
     __slots__ = ("_echoes", "_num_chars")
 
-    def __init__(self, form: CompletionForm) -> None:
-        super().__init__(
-            form.envelope,
-            num_choices=form.generation.sampling.n,
-            with_logprobs=form.with_logprobs,
-            with_usage=form.stream_usage,
-        )
-        self._echoes = form.echoes
+    def __init__(self, request: ParsedRequest) -> None:
+        super().__init__(request)
+        self._echoes = request.echoes
         self._num_chars: dict[int, int] = {}  # by choice, for the offsets of log-probabilities
 
     def _first_event(self, prompt_index: int, index: int) -> bytes:
@@ -91,39 +131,18 @@ class _CompletionChunks(ChunkEncoder):
         )
 
 
-class CompletionEndpoint(GenerationEndpoint):
-    """Answers ``/v1/completions``."""
-
-    id_prefix = "cmpl"
-    prompt_field = "prompt"
-
-    async def read_form(self, body: bytes, request_id: str) -> Form:
-        """See ``GenerationEndpoint``."""
-        request = parse_body(CompletionRequest, body)
-        request.check_stream_options()
-        if request.echo and request.logprobs is not None:
-            raise HttpError(
-                400,
-                "echo with logprobs is not served: there are no log-probabilities of the prompt",
-                code="not_served",
-                param="echo",
-            )
-        target = self.state.resolve(request.model)
-        prompts = request.prompts()
-        sampling = to_sampling_params(
-            request,
-            self.state.engine.get_model_info().default_sampling,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
-            logprobs=request.logprobs,
-            logprobs_field="logprobs",
-        )
-        salt = request.cache_salt or ""
-        generation = Generation(request_id, prompts, sampling, target.adapter_name, salt)
-        echoes = [self._as_text(prompt) for prompt in prompts] if request.echo else []
-        return CompletionForm(request, generation, target.shown_name, echoes)
-
-    def _as_text(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        checked = check_token_ids(prompt, vocab_size=self.state.engine.get_model_info().vocab_size)
-        return self.state.engine.tokenizer.decode(checked)
+def _checked(value: object, path: str, *, like: object = None) -> Prompt:
+    """Return ``value`` if it is text or token ids, and of the kind of ``like`` if given."""
+    if like is not None and type(value) is not type(like):
+        wanted = "a string" if isinstance(like, str) else "a list of token ids"
+        raise wrong_type(path, value, f"{wanted} like the prompts before it")
+    if not value:
+        raise HttpError(400, f"{path} is empty", code="empty_prompt", param=path)
+    if isinstance(value, str):
+        return value
+    assert isinstance(value, list)
+    for index, item in enumerate(value):
+        if type(item) is not int:
+            raise wrong_type(f"{path}[{index}]", item, "a token id (an integer)")
+    token_ids: list[int] = value
+    return token_ids

@@ -1,43 +1,70 @@
-"""The way of every request that generates: body, names, disconnects, errors.
+"""How a request that generates is answered: body, names, outputs, disconnects, errors.
 
 Subclasses know one body and one form of answer each. An endpoint is an ASGI application, because
 streams are written without a response object in between.
 """
 
+import asyncio
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import aclosing
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
 from ..frontend.outputs import RequestOutput
+from ..limits import check_num_sequences
 from .body import read_body
-from .chunks import ChunkEncoder, Envelope
-from .errors import ClientGoneError, HttpError
-from .generation import Generation, final_outputs, run, timing_of, usage_of
-from .lifecycle import ended_by_disconnect
-from .responses import Answer
-from .sse import DONE_EVENT, EventStream
-from .state import ServerState
+from .errors import ClientGoneError
+from .generation_request import ParsedRequest
+from .metrics import ServerMetrics
+from .responses import AdapterStartInfo, Answer, Timing, Usage
+from .sse import DONE_EVENT, ChunkEncoder, ResponseWriter
+from .state import ServerState, ended_by_disconnect
 
 
-class Form(ABC):
-    """One parsed request: what to generate and how to write the answer."""
+class PromptRun:
+    """One prompt of an HTTP request: its latest output, and when its outputs came."""
 
-    generation: Generation
-    envelope: Envelope
-    stream: bool
-    stream_usage: bool
-    timing: bool  # whether times are to be reported
+    __slots__ = ("_last_s", "_latest", "_metrics", "first_token_s", "started_s")
 
-    @abstractmethod
-    def chunk_encoder(self) -> ChunkEncoder:
-        """Return a fresh encoder for a stream."""
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+        self._latest: RequestOutput | None = None
+        self.started_s = metrics.clock()
+        self.first_token_s: float | None = None  # since the start
+        self._last_s = self.started_s
 
-    @abstractmethod
-    def choices(self, prompt_index: int, output: RequestOutput) -> list[msgspec.Struct]:
-        """Return the finished choices of one prompt."""
+    @property
+    def latest(self) -> RequestOutput:
+        """The last output of a prompt that has ended."""
+        assert self._latest is not None
+        return self._latest
+
+    def observe(self, output: RequestOutput) -> None:
+        """Count the next output."""
+        self._latest = output
+        metrics = self._metrics
+        now_s = metrics.clock()
+        most_new = 0
+        for choice in output.outputs:
+            num_new = len(choice.new_token_ids)
+            metrics.generation_tokens += num_new
+            most_new = max(most_new, num_new)
+        since_last_s, self._last_s = now_s - self._last_s, now_s
+        if self.first_token_s is None:
+            self.first_token_s = since_last_s
+            metrics.first_token_s.observe(since_last_s)
+            metrics.prompt_tokens += len(output.prompt_token_ids)
+        elif most_new:
+            # Outputs that were merged on the way hold several tokens per choice.
+            metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
+        if output.finished:
+            metrics.request_s.observe(now_s - self.started_s)
+            for choice in output.outputs:
+                metrics.finished[choice.finish_reason or "abort"] += 1
 
 
 class GenerationEndpoint(ABC):
@@ -50,74 +77,68 @@ class GenerationEndpoint(ABC):
         self.state = state
 
     @abstractmethod
-    async def read_form(self, body: bytes, request_id: str) -> Form:
-        """Parse ``body``. Raises ``RequestError``."""
+    async def parse(self, body: bytes, request_id: str) -> ParsedRequest:
+        """Parse and check ``body``. Raises ``RequestError``."""
+
+    @abstractmethod
+    def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
+        """Return an encoder for the stream that answers ``request``."""
+
+    @abstractmethod
+    def choices(
+        self, request: ParsedRequest, prompt_index: int, output: RequestOutput
+    ) -> list[msgspec.Struct]:
+        """Return the finished choices of one prompt."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
-        stream = EventStream(scope, receive, send)
+        writer = ResponseWriter(scope, receive, send)
         try:
             self.state.check_accepting()
             with self.state.open_requests.track() as request:
                 body = await read_body(scope, receive, self.state.settings.max_body_bytes)
                 with ended_by_disconnect(receive, request):
-                    await self._answer(body, stream)
+                    await self._answer(body, writer)
         except ClientGoneError:
             return
         except Exception as exc:
-            await stream.fail(exc)
+            await writer.write_error(exc)
 
-    async def _answer(self, body: bytes, stream: EventStream) -> None:
+    async def _answer(self, body: bytes, writer: ResponseWriter) -> None:
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        stream.request_id = request_id
-        form = await self.read_form(body, request_id)
-        self._check_size(form.generation)
+        writer.request_id = request_id
+        request = await self.parse(body, request_id)
         try:
-            if form.stream:
-                await self._answer_stream(form, stream)
+            self._check_size(request)
+            if request.body.stream:
+                await self._answer_stream(request, writer)
             else:
-                await self._answer_whole(form, stream)
+                await self._answer_whole(request, writer)
         except RequestError as exc:
             if exc.param == "prompt":
                 exc.param = self.prompt_field
             raise
 
-    def _check_size(self, generation: Generation) -> None:
-        """Raise ``HttpError`` for more choices than could ever wait and run at once."""
-        num_prompts, num_choices = len(generation.prompts), generation.sampling.n
-        max_waiting = self.state.engine.get_model_info().max_num_waiting
-        limit = self.state.settings.max_num_seqs + max_waiting
-        if num_prompts * num_choices > limit:
-            raise HttpError(
-                400,
-                f"{num_prompts} prompts with {num_choices} choices each are "
-                f"{num_prompts * num_choices} sequences, the server holds at most {limit} "
-                "(--max-num-seqs and --max-num-waiting together)",
-                code="too_many_sequences",
-                param=self.prompt_field if num_prompts > num_choices else "n",
-            )
-
-    async def _answer_stream(self, form: Form, stream: EventStream) -> None:
-        encoder = form.chunk_encoder()
-        metrics = self.state.metrics
-
-        async def take(index: int, output: RequestOutput) -> None:
-            events = encoder.encode(index, output)
-            if events:
-                await stream.write(events)
-
-        runs = await run(self.state.engine, form.generation, metrics, take)
-        last = encoder.last_event(
-            usage_of(final_outputs(runs)) if form.stream_usage else None,
-            timing_of(runs, metrics.clock()) if form.timing else None,
+    def _check_size(self, request: ParsedRequest) -> None:
+        check_num_sequences(
+            len(request.prompts),
+            request.sampling.n,
+            max_num_seqs=self.state.settings.max_num_seqs,
+            max_num_waiting=self.state.engine.get_model_info().max_num_waiting,
         )
-        await stream.close(last + DONE_EVENT)
 
-    async def _answer_whole(self, form: Form, stream: EventStream) -> None:
-        metrics = self.state.metrics
-        runs = await run(self.state.engine, form.generation, metrics, _take_nothing)
-        outputs = final_outputs(runs)
-        envelope = form.envelope
+    async def _answer_stream(self, request: ParsedRequest, writer: ResponseWriter) -> None:
+        encoder = self.chunk_encoder(request)
+        runs = await self._generate(request, encoder, writer)
+        last = encoder.last_event(
+            _usage_of(runs) if request.body.wants_stream_usage else None,
+            self._timing_of(runs) if request.body.return_timing else None,
+        )
+        await writer.end_events(last + DONE_EVENT)
+
+    async def _answer_whole(self, request: ParsedRequest, writer: ResponseWriter) -> None:
+        runs = await self._generate(request, None, writer)
+        envelope = request.envelope
         answer = Answer(
             id=envelope.id,
             object=envelope.object,
@@ -125,14 +146,79 @@ class GenerationEndpoint(ABC):
             model=envelope.model,
             choices=[
                 choice
-                for index, output in enumerate(outputs)
-                for choice in form.choices(index, output)
+                for index, run in enumerate(runs)
+                for choice in self.choices(request, index, run.latest)
             ],
-            usage=usage_of(outputs),
-            timing=timing_of(runs, metrics.clock()) if form.timing else msgspec.UNSET,
+            usage=_usage_of(runs),
+            timing=self._timing_of(runs) if request.body.return_timing else msgspec.UNSET,
         )
-        await stream.reply(msgspec.json.encode(answer))
+        await writer.write_json(msgspec.json.encode(answer))
+
+    async def _generate(
+        self, request: ParsedRequest, encoder: ChunkEncoder | None, writer: ResponseWriter
+    ) -> list[PromptRun]:
+        """Run all prompts to their end, and write what ``encoder``, if any, makes of their outputs.
+
+        Cancelling it aborts every prompt; so does the failure of one of them, which is raised.
+        """
+        runs = [PromptRun(self.state.metrics) for _ in request.prompts]
+        if len(runs) == 1:
+            await self._run_prompt(request, 0, runs[0], encoder, writer)
+            return runs
+        tasks = [
+            asyncio.ensure_future(self._run_prompt(request, index, run, encoder, writer))
+            for index, run in enumerate(runs)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return runs
+
+    async def _run_prompt(
+        self,
+        request: ParsedRequest,
+        index: int,
+        run: PromptRun,
+        encoder: ChunkEncoder | None,
+        writer: ResponseWriter,
+    ) -> None:
+        request_id = request.envelope.id
+        outputs = self.state.engine.generate(
+            request.prompts[index],
+            request.sampling,
+            request_id if len(request.prompts) == 1 else f"{request_id}-{index}",
+            lora_request=request.adapter_name,
+            cache_salt=request.body.cache_salt or "",
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                run.observe(output)
+                if encoder is not None:
+                    events = encoder.encode(index, output)
+                    if events:  # while they are written, further outputs are merged into one
+                        await writer.write_events(events)
+
+    def _timing_of(self, runs: Sequence[PromptRun]) -> Timing:
+        """Return when things happened in an HTTP request that ends now."""
+        total_s = self.state.metrics.clock() - runs[0].started_s
+        first_s = min(
+            (run.first_token_s for run in runs if run.first_token_s is not None), default=total_s
+        )
+        starts = [
+            None
+            if choice.adapter_start is None
+            else AdapterStartInfo(choice.adapter_start.strategy, choice.adapter_start.reason)
+            for run in runs
+            for choice in run.latest.outputs
+        ]
+        return Timing(first_s, total_s, starts)
 
 
-async def _take_nothing(index: int, output: RequestOutput) -> None:
-    """A whole answer is made of the last outputs."""
+def _usage_of(runs: Sequence[PromptRun]) -> Usage:
+    """Return the token counts of one HTTP request, over its prompts' last outputs."""
+    num_prompt = sum(len(run.latest.prompt_token_ids) for run in runs)
+    num_generated = sum(choice.num_tokens for run in runs for choice in run.latest.outputs)
+    return Usage(num_prompt, num_generated, num_prompt + num_generated)

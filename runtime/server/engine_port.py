@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..adapters.registry import AdapterInfo
 from ..engine.messages import EngineStats, ModelInfo
+from ..frontend.lora_directory import LoraDirectory
 from ..frontend.outputs import LoRARequest, RequestOutput
 from ..sampling import SamplingParams
 
@@ -67,7 +68,12 @@ class EnginePort(Protocol):
         ...
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:
-        """Return the gauges and totals of now; the latest, if the engine tells none in time."""
+        """Return current gauges and totals; the latest known if the engine takes too long."""
+        ...
+
+    @property
+    def loras(self) -> LoraDirectory:
+        """What is known of adapters: their names are resolved there."""
         ...
 
     def list_loras(self) -> Sequence[AdapterInfo]:

@@ -31,7 +31,7 @@ class HttpError(RequestError):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; nobody is left to answer."""
+    """The client closed its connection: an answer would reach no one."""
 
 
 @dataclass(frozen=True, slots=True)

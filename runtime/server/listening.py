@@ -1,11 +1,20 @@
-"""The listening socket: bound before the model is loaded, so that a taken port shows at once."""
+"""What a server listens to: its socket, and the signals that end it.
 
+Both are there before the model is loaded: a port that is taken shows at once, and a signal ends a
+start.
+"""
+
+import asyncio
 import errno
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..errors import ConfigError
 
 _BACKLOG = 2048
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -54,3 +63,30 @@ def _explain(exc: OSError, host: str, port: int) -> ConfigError:
             f"this user may not listen on port {port}; choose one from 1024 up with --port"
         )
     return ConfigError(f"cannot listen on {host}:{port} (--host, --port): {exc.strerror}")
+
+
+class StopSignals:
+    """How often the server was asked to stop."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def receive(self) -> None:
+        """Take one request to stop: the second means at once."""
+        if self.first.is_set():
+            self.second.set()
+        self.first.set()
+
+
+@contextmanager
+def handled_signals(stop: StopSignals) -> Iterator[None]:
+    """Have SIGTERM and SIGINT ask for a stop, inside the block."""
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.receive)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)

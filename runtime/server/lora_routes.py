@@ -1,21 +1,20 @@
-"""Loading and unloading adapters over HTTP. Off unless the operator allows it."""
+"""Adapters over HTTP: the list, and loading and unloading, which are off unless allowed."""
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..adapters.names import unknown_name
 from ..adapters.registry import AdapterInfo
-from ..errors import NotServedError, RequestError, UnknownModelError
+from ..errors import NotServedError, RequestError
 from ..frontend.outputs import LoRARequest
-from ..near_names import near_names
-from .basic_routes import adapter_dict
 from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
+from .responses import json_response
+from .settings import ALLOW_VARIABLE
 from .state import ServerState
 
-ALLOW_VARIABLE = "CORUN_ALLOW_RUNTIME_LORA_UPDATING"
 MAX_NAME_CHARS = 256
 _UNUSED_INT_ID = 1  # the name identifies an adapter
 
@@ -41,6 +40,11 @@ class LoraRoutes:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+
+    async def list_all(self, request: Request) -> Response:
+        """All registered adapters with their states, the failed ones with the reason."""
+        adapters = self._state.engine.list_loras()
+        return json_response({"object": "list", "data": [_as_dict(one) for one in adapters]})
 
     async def load(self, request: Request) -> Response:
         """Register an adapter; answers when it is ready or refused."""
@@ -69,10 +73,7 @@ class LoraRoutes:
         body = parse_body(UnloadRequest, await self._read(request))
         if self._find(body.lora_name) is None:
             names = [adapter.name for adapter in self._state.engine.list_loras()]
-            hint = near_names(body.lora_name, names)
-            raise UnknownModelError(
-                f"there is no adapter {body.lora_name[:100]!r} here{hint}", param="lora_name"
-            )
+            raise unknown_name(body.lora_name, names, param="lora_name")
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)
 
@@ -111,5 +112,10 @@ class LoraRoutes:
         adapter = self._find(name)
         answer: dict[str, Any] = {"status": verb, "lora_name": name}
         if adapter is not None:
-            answer["adapter"] = adapter_dict(adapter)
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+            answer["adapter"] = _as_dict(adapter)
+        return json_response(answer)
+
+
+def _as_dict(adapter: AdapterInfo) -> dict[str, Any]:
+    """Return an adapter as the API shows it."""
+    return {name: getattr(adapter, name) for name in adapter.__struct_fields__}

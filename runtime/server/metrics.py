@@ -5,9 +5,9 @@ bounded: outcomes, routes and status codes are closed sets, adapters are capped.
 """
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -19,9 +19,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 
 from ..adapters.registry import AdapterInfo
-from ..frontend.outputs import RequestOutput
 from .engine_port import EnginePort
-from .histogram import Histogram
+from .settings import AppSettings
 
 MAX_ADAPTER_SERIES = 256
 MAX_ADAPTERS_IN_LABEL = 64
@@ -40,55 +39,46 @@ _REQUEST_BOUNDS_S = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MetricLabels:
-    """What the metrics must know of the configuration."""
+class Histogram:
+    """Counts of values up to each bound, and their sum; cheap enough for each chunk of a stream."""
 
-    prefix: str  # "corun" gives corun:num_requests_running
-    model_name: str
-    block_size: int  # tokens
-    max_num_seqs: int
+    __slots__ = ("_bounds", "_counts", "_total")
 
+    def __init__(self, bounds: Sequence[float]) -> None:
+        assert list(bounds) == sorted(bounds)
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)  # not cumulative
+        self._total = 0.0
 
-class RequestTimer:
-    """Follows the outputs of one prompt and reports to ``ServerMetrics``."""
+    def observe(self, value: float, *, weight: int = 1) -> None:
+        """Count ``value`` ``weight`` times."""
+        self._counts[bisect_left(self._bounds, value)] += weight
+        self._total += value * weight
 
-    __slots__ = ("_last_s", "_metrics", "first_token_s", "started_s")
+    @property
+    def total(self) -> float:
+        """Sum of all values."""
+        return self._total
 
-    def __init__(self, metrics: "ServerMetrics") -> None:
-        self._metrics = metrics
-        self.started_s = metrics.clock()
-        self.first_token_s: float | None = None  # since the start
-        self._last_s = self.started_s
-
-    def observe(self, output: RequestOutput) -> None:
-        """Take the next output of the request."""
-        metrics = self._metrics
-        now_s = metrics.clock()
-        most_new = 0
-        for choice in output.outputs:
-            num_new = len(choice.new_token_ids)
-            metrics.generation_tokens += num_new
-            most_new = max(most_new, num_new)
-        since_last_s, self._last_s = now_s - self._last_s, now_s
-        if self.first_token_s is None:
-            self.first_token_s = since_last_s
-            metrics.first_token_s.observe(since_last_s)
-            metrics.prompt_tokens += len(output.prompt_token_ids)
-        elif most_new:
-            # Outputs that were merged on the way hold several tokens per choice.
-            metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
-        if output.finished:
-            metrics.request_s.observe(now_s - self.started_s)
-            for choice in output.outputs:
-                metrics.finished[choice.finish_reason or "abort"] += 1
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (upper bound, number of values up to it), ending with +Inf."""
+        result = []
+        num = 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            num += count
+            result.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(num)))
+        return result
 
 
 class ServerMetrics:
     """Counters of this server, and the collector that renders them."""
 
     def __init__(
-        self, engine: EnginePort, labels: MetricLabels, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: EnginePort,
+        settings: AppSettings,
+        model_name: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
         self.first_token_s = Histogram(_FIRST_TOKEN_BOUNDS_S)
@@ -99,7 +89,8 @@ class ServerMetrics:
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
         self._engine = engine
-        self._labels = labels
+        self._settings = settings
+        self._model_name = model_name
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -122,11 +113,11 @@ class ServerMetrics:
         yield self._histogram("e2e_request_latency_seconds", self.request_s)
 
     def _name(self, name: str) -> str:
-        return f"{self._labels.prefix}:{name}"
+        return f"{self._settings.metrics_prefix}:{name}"
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(self._name(name), text, labels=["model_name"])
-        family.add_metric([self._labels.model_name], value)
+        family.add_metric([self._model_name], value)
         return family
 
     def _engine_gauges(self) -> Iterator[Metric]:
@@ -140,7 +131,7 @@ class ServerMetrics:
             "The KV cache.",
             labels=["block_size", "num_gpu_blocks"],
         )
-        cache.add_metric([str(self._labels.block_size), str(stats.kv_blocks_total)], 1.0)
+        cache.add_metric([str(self._settings.block_size), str(stats.kv_blocks_total)], 1.0)
         yield cache
         yield from self._choices()
         yield self._gauge("adapter_bytes", "Device memory of adapters.", stats.adapter_bytes_used)
@@ -172,7 +163,7 @@ class ServerMetrics:
             labels=["model_name", "computes", "backend"],
         )
         for computes, backend in info.backends.items():
-            backends.add_metric([self._labels.model_name, computes, backend], 1.0)
+            backends.add_metric([self._model_name, computes, backend], 1.0)
         yield backends
 
     def _adapter_gauges(self) -> Iterator[Metric]:
@@ -186,7 +177,7 @@ class ServerMetrics:
         running = ",".join(stats.running_adapters[:MAX_ADAPTERS_IN_LABEL])
         waiting = ",".join(stats.waiting_adapters[:MAX_ADAPTERS_IN_LABEL])
         # There are no adapter slots: every running request may use another adapter.
-        info.add_metric([str(self._labels.max_num_seqs), running, waiting], time.time())
+        info.add_metric([str(self._settings.max_num_seqs), running, waiting], time.time())
         yield info
         loaded = [
             adapter
@@ -222,22 +213,22 @@ class ServerMetrics:
             ("num_preemptions", "Requests sent back to waiting.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
-            ("retried_rows", "Rows computed again without CPU workers.", stats.num_retried_rows),
+            ("retried_rows", "Rows that came to nothing, computed again.", stats.num_retried_rows),
             ("cpu_worker_restarts", "CPU workers replaced.", stats.cpu_workers.num_restarts),
             ("cpu_worker_failed_jobs", "Jobs of dead workers.", stats.cpu_workers.num_failed_jobs),
             ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
         ):
             family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
-            family.add_metric([self._labels.model_name], value)
+            family.add_metric([self._model_name], value)
             yield family
         evictions = CounterMetricFamily(
             self._name("lora_adapter_evictions"),
             "Adapters that left a level of memory.",
             labels=["model_name", "level"],
         )
-        evictions.add_metric([self._labels.model_name, "gpu"], stats.num_device_evictions)
-        evictions.add_metric([self._labels.model_name, "cpu"], stats.num_host_evictions)
+        evictions.add_metric([self._model_name, "gpu"], stats.num_device_evictions)
+        evictions.add_metric([self._model_name, "cpu"], stats.num_host_evictions)
         yield evictions
         starts = CounterMetricFamily(
             self._name("adapter_cold_starts"),
@@ -245,7 +236,7 @@ class ServerMetrics:
             labels=["model_name", "strategy"],
         )
         for strategy, count in sorted(stats.cold_starts.items()):
-            starts.add_metric([self._labels.model_name, strategy], count)
+            starts.add_metric([self._model_name, strategy], count)
         yield starts
         success = CounterMetricFamily(
             self._name("request_success"),
@@ -253,7 +244,7 @@ class ServerMetrics:
             labels=["model_name", "finished_reason"],
         )
         for reason, count in sorted(self.finished.items()):
-            success.add_metric([self._labels.model_name, reason], count)
+            success.add_metric([self._model_name, reason], count)
         yield success
         http = CounterMetricFamily(
             self._name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
@@ -266,5 +257,5 @@ class ServerMetrics:
         family = HistogramMetricFamily(
             self._name(name), name.replace("_", " "), labels=["model_name"]
         )
-        family.add_metric([self._labels.model_name], histogram.buckets(), histogram.total)
+        family.add_metric([self._model_name], histogram.buckets(), histogram.total)
         return family

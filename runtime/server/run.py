@@ -8,14 +8,10 @@ import asyncio
 import importlib
 import logging
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ... import __version__
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.client import EngineClient, ProcessClient
@@ -23,13 +19,8 @@ from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from ..machine.gc_control import collection_paused, keep_imported
-from .listening import bind
-from .stop import EXIT_OK, StopSignals
-
-if TYPE_CHECKING:
-    from .state import AppSettings
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from .listening import StopSignals, bind, handled_signals
+from .settings import AppSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +42,7 @@ async def serve(
     """
     chat_template = _read_template(serve_config.chat_template)
     stop = StopSignals()
-    with bind(serve_config.host, serve_config.port) as sock, _handled_signals(stop):
+    with bind(serve_config.host, serve_config.port) as sock, handled_signals(stop):
         if make_client is None:
             client: EngineClient = ProcessClient(
                 engine_config, log_level=serve_config.log_level, spawned=spawned
@@ -62,11 +53,11 @@ async def serve(
         try:
             if not await _start(engine, stop, owns_process=make_client is None):
                 _logger.info("stopped before the engine was ready")
-                return EXIT_OK
+                return os.EX_OK
             from .state import make_state
             from .supervise import supervise
 
-            settings = _settings(engine_config, serve_config, environment)
+            settings = AppSettings.of(engine_config, serve_config, environment)
             state = make_state(engine, settings, now_s=int(time.time()))
             return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
         finally:
@@ -80,18 +71,6 @@ def _read_template(path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--chat-template {path!r} cannot be read: {exc}") from exc
-
-
-@contextmanager
-def _handled_signals(stop: StopSignals) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.receive)
-    try:
-        yield
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) -> bool:
@@ -115,21 +94,3 @@ async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) 
 
 def _import_server() -> None:
     importlib.import_module(".supervise", __package__)
-
-
-def _settings(
-    engine_config: EngineConfig, serve_config: ServeConfig, environment: Mapping[str, str]
-) -> "AppSettings":
-    from .lora_routes import ALLOW_VARIABLE
-    from .state import AppSettings
-
-    return AppSettings(
-        served_names=serve_config.served_model_name,
-        api_key=serve_config.api_key,
-        metrics_prefix=serve_config.metrics_prefix,
-        max_body_bytes=serve_config.max_body_mib << 20,
-        allow_lora_updates=environment.get(ALLOW_VARIABLE, "") == "1",
-        block_size=engine_config.block_size,
-        max_num_seqs=engine_config.max_num_seqs,
-        version=__version__,
-    )

@@ -1,22 +1,29 @@
-"""Answers written straight over ASGI: a stream of server-sent events, or one body.
+"""How answers are written: one JSON body, or a stream of server-sent events.
 
-Knows nothing of what the events say.
+Most chunks of a stream differ only in a few characters of text: the rest of their JSON is written
+once per choice, as bytes.
 """
 
+from abc import ABC, abstractmethod
+
+import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ..frontend.outputs import CompletionOutput, RequestOutput
 from .errors import error_reply, error_response
+from .generation_request import ParsedRequest
+from .responses import Timing, Usage
 
 DONE_EVENT = b"data: [DONE]\n\n"
-_HEADERS = (
+_STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects chunks would defeat streaming
 )
 
 
-class EventStream:
-    """The answer to one HTTP request: nothing yet, a stream of events, or a whole body."""
+class ResponseWriter:
+    """Writes the answer to one HTTP request straight over ASGI: a stream, a body, or an error."""
 
     __slots__ = ("_receive", "_scope", "_send", "_started", "request_id")
 
@@ -27,20 +34,20 @@ class EventStream:
         self._started = False
         self.request_id = ""  # what the answer's headers say
 
-    async def write(self, events: bytes) -> None:
+    async def write_events(self, events: bytes) -> None:
         """Send complete events, as soon as the client has room; first the status line."""
         if not self._started:
             self._started = True
-            headers = [*_HEADERS, (b"x-request-id", self.request_id.encode())]
+            headers = [*_STREAM_HEADERS, (b"x-request-id", self.request_id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def close(self, events: bytes) -> None:
+    async def end_events(self, events: bytes) -> None:
         """Send the last events and end the stream."""
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
-    async def reply(self, body: bytes) -> None:
-        """Send ``body`` as a whole JSON answer."""
+    async def write_json(self, body: bytes) -> None:
+        """Send ``body`` as the whole answer."""
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -50,9 +57,80 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def fail(self, exc: Exception) -> None:
+    async def write_error(self, exc: Exception) -> None:
         """Answer with an error: as a response, or as an event that ends a stream that began."""
         if not self._started:
             await error_response(exc)(self._scope, self._receive, self._send)
             return
-        await self.close(b"data: " + error_reply(exc).encode() + b"\n\n")
+        await self.end_events(b"data: " + error_reply(exc).encode() + b"\n\n")
+
+
+class ChunkEncoder(ABC):
+    """Encodes what is new in every output. One per stream."""
+
+    __slots__ = (
+        "_encode_json",
+        "_ended",
+        "_head",
+        "_num_choices",
+        "_tail",
+        "_text_frames",
+        "_with_logprobs",
+    )
+
+    def __init__(self, request: ParsedRequest) -> None:
+        self._num_choices = request.sampling.n  # per prompt
+        self._with_logprobs = request.sampling.logprobs is not None
+        with_usage = request.body.wants_stream_usage
+        self._head = b"data: " + msgspec.json.encode(request.envelope)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._encode_json = msgspec.json.Encoder().encode
+        self._text_frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: around its text
+        self._ended: set[int] = set()
+
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """Return the events for what is new in ``output``, possibly none."""
+        events = b""
+        for choice in output.outputs:
+            index = prompt_index * self._num_choices + choice.index
+            frame = self._text_frames.get(index)
+            if frame is None:
+                before, after = self._around_text(index)
+                frame = self._text_frames[index] = (self._head + before, after + self._tail)
+                events += self._first_event(prompt_index, index)
+            if choice.finish_reason is not None:
+                if index not in self._ended:
+                    self._ended.add(index)
+                    events += self._event(self._part(index, choice))
+            elif self._with_logprobs:
+                if choice.new_token_ids:
+                    events += self._event(self._part(index, choice))
+            elif choice.new_text:
+                events += frame[0] + self._encode_json(choice.new_text) + frame[1]
+        return events
+
+    def last_event(self, usage: Usage | None, timing: Timing | None) -> bytes:
+        """Return the event that reports what was asked for and holds no choice, if anything."""
+        if usage is None and timing is None:
+            return b""
+        event = self._head + b"]"
+        if usage is not None:
+            event += b',"usage":' + self._encode_json(usage)
+        if timing is not None:
+            event += b',"timing":' + self._encode_json(timing)
+        return event + b"}\n\n"
+
+    def _event(self, part: msgspec.Struct) -> bytes:
+        return self._head + self._encode_json(part) + self._tail
+
+    @abstractmethod
+    def _first_event(self, prompt_index: int, index: int) -> bytes:
+        """Return what precedes the first text of choice ``index``, possibly nothing."""
+
+    @abstractmethod
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Return the JSON of choice ``index`` before and after a text that is all it says."""
+
+    @abstractmethod
+    def _part(self, index: int, choice: CompletionOutput) -> msgspec.Struct:
+        """Return all that is new in ``choice``, with log-probabilities and its end."""

@@ -1,30 +1,94 @@
-"""What all endpoints of one server share."""
+"""What all endpoints of one server share: the engine behind it, and the requests that are open."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from starlette.types import Receive
 
 from ..errors import EngineDeadError
 from .engine_port import EnginePort
-from .errors import SHUTTING_DOWN, HttpError
-from .lifecycle import OpenRequests
-from .metrics import MetricLabels, ServerMetrics
-from .model_names import ModelNames, Target
-
-DEFAULT_MAX_BODY_BYTES = 32 << 20
+from .errors import SHUTTING_DOWN, ClientGoneError, HttpError
+from .metrics import ServerMetrics
+from .model_names import ModelNames, ResolvedModel
+from .settings import AppSettings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppSettings:
-    """Configuration of the HTTP application; the engine's facts come from the engine."""
+class OpenRequest:
+    """One request that is being answered, by the task that made this object.
 
-    served_names: Sequence[str] = ()  # of the base model; empty = the name that it has itself
-    api_key: str | None = None
-    metrics_prefix: str = "corun"
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    allow_lora_updates: bool = False
-    block_size: int = 16  # tokens
-    max_num_seqs: int = 256
-    version: str = "unknown"
+    It ends early because its client leaves, because the engine dies or because the server stops.
+    In each case its task is cancelled with a cause; closing its generators aborts it in the engine.
+    """
+
+    def __init__(self, task: "asyncio.Task[object]") -> None:
+        self.cause: Exception | None = None
+        self._task = task
+
+    def end(self, cause: Exception) -> None:
+        """Interrupt the request; the first cause counts."""
+        if self.cause is None:
+            self.cause = cause
+            self._task.cancel()
+
+
+class OpenRequests:
+    """All requests that are being answered."""
+
+    def __init__(self) -> None:
+        self._requests: set[OpenRequest] = set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @contextmanager
+    def track(self) -> Iterator[OpenRequest]:
+        """Count the current task as open; raise the cause if the request is ended from outside."""
+        task = asyncio.current_task()
+        assert task is not None
+        request = OpenRequest(task)
+        self._requests.add(request)
+        try:
+            yield request
+        except asyncio.CancelledError:
+            if request.cause is None:
+                raise
+            task.uncancel()
+            raise request.cause from None
+        finally:
+            self._requests.discard(request)
+
+    def end_all(self, cause: Exception) -> None:
+        """End every open request with ``cause``."""
+        for request in tuple(self._requests):
+            request.end(cause)
+
+    async def wait_none(self, timeout_s: float, *, poll_interval_s: float = 0.02) -> bool:
+        """Return True once no request is open, False when ``timeout_s`` has passed before."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while self._requests:
+            if loop.time() >= deadline_s:
+                return False
+            await asyncio.sleep(poll_interval_s)
+        return True
+
+
+@contextmanager
+def ended_by_disconnect(receive: Receive, request: OpenRequest) -> Iterator[None]:
+    """End ``request`` when its client closes the connection. The body must have been read."""
+    watcher = asyncio.ensure_future(_wait_disconnect(receive, request))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _wait_disconnect(receive: Receive, request: OpenRequest) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    request.end(ClientGoneError())
 
 
 @dataclass(slots=True)
@@ -39,9 +103,9 @@ class ServerState:
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     draining: bool = False  # no new requests; those that run may finish
 
-    def resolve(self, model: str | None) -> Target:
+    def resolve(self, model: str | None) -> ResolvedModel:
         """Return what ``model`` stands for now."""
-        return self.names.resolve(model, self.engine.list_loras())
+        return self.names.resolve(model, self.engine.loras)
 
     def check_accepting(self) -> None:
         """Raise unless new requests are served."""
@@ -55,11 +119,5 @@ class ServerState:
 def make_state(engine: EnginePort, settings: AppSettings, *, now_s: int) -> ServerState:
     """Build the state for an engine that is ready."""
     names = ModelNames(tuple(settings.served_names) or (engine.get_model_info().name,))
-    labels = MetricLabels(
-        prefix=settings.metrics_prefix,
-        model_name=names.base,
-        block_size=settings.block_size,
-        max_num_seqs=settings.max_num_seqs,
-    )
-    metrics = ServerMetrics(engine, labels)
+    metrics = ServerMetrics(engine, settings, names.base)
     return ServerState(engine, settings, names, metrics, now_s)

@@ -6,6 +6,7 @@ Owns the order of ending: refuse new requests, let the running ones finish, cut 
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +16,10 @@ import uvicorn
 from ..errors import EngineDeadError
 from .app import build_app
 from .errors import SHUTTING_DOWN, HttpError
-from .listening import listen, url_of
+from .listening import StopSignals, listen, url_of
 from .state import ServerState
-from .stop import EXIT_ENGINE_DEAD, EXIT_OK, StopSignals
 
+_EXIT_ENGINE_DEAD = 1
 _DEATH_GRACE_S = 1.0  # for the engine's own errors to reach their clients
 _CUT_GRACE_S = 1.0  # for the errors of requests that were cut
 _CLOSE_TIMEOUT_S = 2  # whole seconds; for connections whose client does not read
@@ -51,12 +52,12 @@ async def supervise(
         await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             await serving  # raises what ended it
-            return EXIT_OK
+            return os.EX_OK
         if not died.done():
             await _drain(state, stop, died, drain_timeout_s)
-        exit_code = EXIT_OK
+        exit_code = os.EX_OK
         if died.done():
-            exit_code = EXIT_ENGINE_DEAD
+            exit_code = _EXIT_ENGINE_DEAD
             await _report_death(state, died.result())
         server.should_exit = True
         server.force_exit = stop.second.is_set()
@@ -76,7 +77,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         access_log=False,
-        proxy_headers=False,  # nobody asks where a client is
+        proxy_headers=False,  # addresses of clients are not used
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )

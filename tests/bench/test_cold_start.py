@@ -137,7 +137,7 @@ class _Pool:
 
 def _invocation(sequence: int) -> Invocation:
     unused = cast(Any, None)
-    return Invocation(0, sequence, 0, 8, unused, unused, 0, 0, unused, unused)
+    return Invocation((0, 0), 0, sequence, 0, 8, unused, unused, 0, 0, unused, unused)
 
 
 def test_a_wait_counts_from_when_the_workers_could_have_been_done(
@@ -150,10 +150,10 @@ def test_a_wait_counts_from_when_the_workers_could_have_been_done(
     monkeypatch.setattr("cold.waits.time.perf_counter_ns", lambda: next(times_us) * 1000)
     first, second = _invocation(1), _invocation(2)
     for invocation in (first, second):
-        recorder.signalled((0, 0), invocation)
+        recorder.signalled(invocation)
     for invocation in (first, second):
-        recorder.wait_begins((0, 0), invocation)
-        recorder.wait_ends((0, 0), invocation)
+        recorder.wait_begins(invocation)
+        recorder.wait_ends(invocation)
         mailbox.finish(invocation.sequence, 100)
     (wait,) = recorder.take()
     assert wait == GroupWait(exposed_us=175.0, beyond_us=25.0, duration_us=200.0)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
-from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
 from corun.gpu.coexec.invocation import Invocation
 from corun.runtime.coldstart.strategy import LoadStrategy
 from support.cold_engine import ColdEngine
@@ -66,15 +65,15 @@ def test_cold_adapters_under_every_strategy(
     cold_engine.check_nothing_is_held()
 
 
-class KillOnce(NoObserver):
+class KillOnce:
     """Kills the worker in the middle of an assisted pass, when it has been sent x."""
 
     def __init__(self, engine: ColdEngine) -> None:
         self.worker = engine.processes[1]
         self.has_killed = False
 
-    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
-        if key == (2, 1) and not self.has_killed:
+    def __call__(self, invocation: Invocation) -> None:
+        if invocation.key == (2, 1) and not self.has_killed:
             self.has_killed = True
             self.worker.send_signal(signal.SIGKILL)
 
@@ -82,18 +81,17 @@ class KillOnce(NoObserver):
 def test_a_worker_that_is_killed(cold_engine: ColdEngine, case: ParityCase) -> None:
     cold_engine.wait_workers()
     before = cold_engine.core.stats()
-    cold_engine.assistant.observer = observer = KillOnce(cold_engine)
-    with cold_engine.chunks(split_at(NUM_LAYERS, 16)):
+    kill = KillOnce(cold_engine)
+    with cold_engine.watched_sends(kill), cold_engine.chunks(split_at(NUM_LAYERS, 16)):
         for name, prompt in zip([None, *NAMES], prompts(4, seed=41), strict=True):
             cold_engine.ask(name, prompt)
         answers = cold_engine.run()
-    cold_engine.assistant.observer = NoObserver()
-    assert observer.has_killed
+    assert kill.has_killed
     check(case, answers)
     after = cold_engine.core.stats()
     assert after.num_retried_rows > before.num_retried_rows
     assert after.num_failed_steps == 0
-    wait_until(lambda: are_gone([observer.worker.pid]))
+    wait_until(lambda: are_gone([kill.worker.pid]))
     cold_engine.wait_workers()
     cold_engine.check_nothing_is_held()
 

@@ -52,6 +52,8 @@ _ALLOWED_IMPORTS = {
         "runtime.plan",
         "runtime.sampling",
         "runtime.errors",
+        "runtime.limits",
+        "runtime.adapters.names",
         "runtime.config",
         # Plain data of an adapter, on its way to the device.
         "runtime.adapters.digest",

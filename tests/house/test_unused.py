@@ -24,6 +24,7 @@ _SHOWN_TO_TESTS = {
     "BlockPool.num_touched_blocks",
     "CpuDevice.num_events",
     "DecodeGraphs.num_verified",
+    "HostCache.num_used",
     "LoraTable.num_free_rows",
 }
 

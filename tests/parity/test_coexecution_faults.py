@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
 from corun.gpu.coexec.invocation import Invocation
+from corun.gpu.lora.adapter_layout import GroupKey
 from corun.runtime.plan import RequestId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk
@@ -40,7 +40,7 @@ def engine(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert held() == before
 
 
-class Strike(NoObserver):
+class Strike:
     """Hits processes in the middle of assisted passes, when x of a group is out."""
 
     def __init__(self, hit: Callable[[], None], key: GroupKey, max_hits: int = 1) -> None:
@@ -49,8 +49,8 @@ class Strike(NoObserver):
         self._key = key
         self._max_hits = max_hits
 
-    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
-        if key == self._key and self.num_hits < self._max_hits:
+    def __call__(self, invocation: Invocation) -> None:
+        if invocation.key == self._key and self.num_hits < self._max_hits:
             self.num_hits += 1
             self._hit()
 
@@ -107,13 +107,12 @@ def test_a_fault_in_mid_pass(
         for process in hit:
             process.send_signal(number)
 
-    engine.assistant.observer = observer = Strike(strike, key)
-    with engine.chunks(split_at(NUM_LAYERS, 16)):
+    strikes = Strike(strike, key)
+    with engine.watched_sends(strikes), engine.chunks(split_at(NUM_LAYERS, 16)):
         for name, prompt in zip(names, prompts(len(names), seed=7), strict=True):
             engine.ask(name, prompt, max_tokens=8)
         answers = engine.run()
-    engine.assistant.observer = NoObserver()
-    assert observer.num_hits == 1
+    assert strikes.num_hits == 1
     check(case, answers)
     after = engine.core.stats()
     assert after.num_retried_rows > before.num_retried_rows
@@ -133,15 +132,14 @@ def test_workers_that_die_again_and_again(engine: ColdEngine, case: ParityCase) 
         for process in engine.processes[1:]:
             process.send_signal(KILL)
 
-    engine.assistant.observer = observer = Strike(kill_all, (1, 1), max_hits=3)
-    with engine.chunks(split_at(NUM_LAYERS, 4)):
+    strikes = Strike(kill_all, (1, 1), max_hits=3)
+    with engine.watched_sends(strikes), engine.chunks(split_at(NUM_LAYERS, 4)):
         for number, name in enumerate(["plain", "patterns", "rs"]):
             engine.wait_workers()
             engine.ask(name, prompts(1, seed=8 + number)[0], max_tokens=8)
-            while observer.num_hits == number:
+            while strikes.num_hits == number:
                 engine.step()
         answers = engine.run()
-    engine.assistant.observer = NoObserver()
     assert engine.core.stats().num_retried_rows == before.num_retried_rows + 3
     check(case, answers)
     engine.wait_workers()
@@ -151,8 +149,9 @@ def test_workers_that_die_again_and_again(engine: ColdEngine, case: ParityCase) 
 def test_workers_that_are_gone_when_a_pass_begins(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that count on them are retried, also beside rows that were retried before."""
+    """Rows that count on them are retried; one that was retried before loses a step beside them."""
     before = engine.core.stats().num_retried_rows
+    engine.plans.clear()
     late: list[RequestId] = []  # goes on when the other one has come
     has_second = False
 
@@ -174,7 +173,9 @@ def test_workers_that_are_gone_when_a_pass_begins(
         engine.ask("patterns", prompts(1, seed=19)[0], max_tokens=8)
         engine.release_loads()
         answers = engine.run()
-    assert any(set(batch.split_layers) == {0, NUM_LAYERS} for batch in engine.assisted)
-    assert engine.core.stats().num_retried_rows == before + 2
+    splits = [batch.split_layers for batch in engine.assisted]
+    together = next(i for i, split in enumerate(splits) if set(split) == {0, NUM_LAYERS})
+    assert splits[together + 1 : together + 3] == [(0,), (0,)]  # each alone, without workers
+    assert engine.core.stats().num_retried_rows == before + 3
     check(case, answers)
     engine.check_nothing_is_held()

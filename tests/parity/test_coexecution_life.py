@@ -117,20 +117,6 @@ def test_unloaded_while_loading(engine: ColdEngine, case: ParityCase, is_aborted
     check(case, engine.run())
 
 
-def test_files_that_must_be_read_after_all(
-    engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The arena gave the adapter up between the decision to start and its load."""
-    before = engine.core.stats().num_retried_rows
-    monkeypatch.setattr(engine.parts.host_adapters, "fetch_present", lambda digest: None)
-    with engine.chunks(split_at(NUM_LAYERS)):
-        engine.ask("patterns", prompts(1, seed=15)[0])
-        answers = engine.run()
-    assert engine.core.stats().num_retried_rows - before in (1, 2)
-    check(case, answers)
-    monkeypatch.undo()
-
-
 def test_a_load_that_fails_fails_its_requests_alone(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

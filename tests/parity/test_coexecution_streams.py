@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from corun.gpu.coexec import handover, select
-from corun.gpu.coexec.cold_deltas import GroupKey, NoObserver
 from corun.gpu.coexec.handover import AddByCopy, Exchange, Handover, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import Stream
 from corun.gpu.device.host_memory import TorchDevice
+from corun.gpu.lora.adapter_layout import GroupKey
 from support.cold_engine import ColdEngine
 from support.cold_parity import NUM_LAYERS, PARTIAL_SPECS, check, make_case, prompts, split_at
 from support.model_profiles import Figures
@@ -54,8 +54,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
             figures=Figures(tokens_per_worker=8), delta_backend="numpy",
         ) as engine,
     ):  # fmt: skip
-        exchange = engine.coexecution.exchange
-        assert exchange.transfer != exchange.compute
+        assert isinstance(engine.assistant.handover, StreamHandover)
         yield engine
 
 
@@ -65,7 +64,6 @@ def engine(running: ColdEngine) -> Iterator[ColdEngine]:
     running.warm(WARM)
     running.plans.clear()
     yield running
-    running.assistant.observer = NoObserver()
     running.check_nothing_is_held()
     assert running.core.stats().num_failed_steps == 0
 
@@ -89,7 +87,7 @@ def test_targets_that_an_adapter_lacks(
     check(case, answers)
 
 
-class FailOnce(NoObserver):
+class FailOnce:
     """An operation of a stream that fails in the middle of an assisted pass."""
 
     def __init__(self, device: TorchDevice, stream: Stream, key: GroupKey) -> None:
@@ -98,8 +96,8 @@ class FailOnce(NoObserver):
         self._key = key
         self.num_failures = 0
 
-    def signalled(self, key: GroupKey, invocation: Invocation) -> None:
-        if key == self._key and not self.num_failures:
+    def __call__(self, invocation: Invocation) -> None:
+        if invocation.key == self._key and not self.num_failures:
             self.num_failures += 1
             self._device.launch(self._stream, self._fail)
 
@@ -112,13 +110,15 @@ def test_a_failed_operation_voids_its_pass_and_no_other(
     engine: ColdEngine, case: ParityCase, name: str
 ) -> None:
     """On the exchange nobody is told at once: what follows is left out until it is settled."""
-    exchange = engine.coexecution.exchange
+    exchange = engine.assistant.handover.exchange
     stream = {"compute": exchange.compute, "exchange": exchange.transfer}[name]
-    engine.assistant.observer = observer = FailOnce(engine.parts.loaded.device, stream, (1, 0))
+    fail = FailOnce(engine.parts.loaded.device, stream, (1, 0))
     before = engine.core.stats().num_retried_rows
-    with engine.chunks(split_at(NUM_LAYERS, 8)):
+    with engine.watched_sends(fail), engine.chunks(split_at(NUM_LAYERS, 8)):
         ask_all(engine, seed=31)
         answers = engine.run()
-    assert observer.num_failures == 1
-    assert (engine.core.stats().num_retried_rows > before) == (name == "exchange")
+    assert fail.num_failures == 1
+    num_warm, num_cold = 2, len(PARTIAL_SPECS)
+    num_lost = {"compute": num_warm + num_cold, "exchange": num_cold}[name]
+    assert engine.core.stats().num_retried_rows == before + num_lost
     check(case, answers)

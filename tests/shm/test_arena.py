@@ -1,31 +1,22 @@
-"""The arena: who is found, who has to go, and what memory it holds."""
+"""The arena: it does what it is told, and holds memory for nothing else."""
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
-from corun.shm.arena import HostArena
-from corun.shm.arena_entry import (
-    PAGE_BYTES,
-    ArenaEntry,
-    ArenaFullError,
-    EntryState,
-    RegionSpec,
-    entry_bytes,
-)
-from corun.shm.errors import SpaceError
+from corun.shm.arena import PAGE_BYTES, ArenaEntry, HostArena, RegionSpec, extent_sizes
+from corun.shm.errors import ShmError, SpaceError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 NUM_PAGES = 12
-HINT = "raise --host-adapter-bytes"
 
 
 @pytest.fixture(params=[True, False], ids=["elastic", "fixed"])
 def arena(request: pytest.FixtureRequest) -> Iterator[HostArena]:
-    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=request.param, hint=HINT)
+    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=request.param)
     yield arena
     arena.check_invariants()
     arena.close()
@@ -36,32 +27,29 @@ def layers(*num_pages: int) -> list[RegionSpec]:
     return [RegionSpec(layer, 0, pages * PAGE_BYTES) for layer, pages in enumerate(num_pages)]
 
 
-def add(arena: HostArena, digest: str, *num_pages: int) -> ArenaEntry:
-    """An adapter whose bytes say which one it is; nothing refers to it."""
-    entry = arena.reserve(layers(*num_pages))
+def place(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEntry:
+    """An adapter whose bytes say which one it is; extents are in pages."""
+    entry = arena.place(
+        place_id,
+        [(start * PAGE_BYTES, size * PAGE_BYTES) for start, size in extents],
+        layers(*(size for _, size in extents)),
+    )
     for region in entry.regions:
-        part = arena.segment.view("u1", region.offset, region.num_bytes)
-        part[:] = ord(digest[0])
-    entry = arena.publish(entry, digest)
+        arena.segment.view("u1", region.offset, region.num_bytes)[:] = place_id
+    return entry
+
+
+def add(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEntry:
+    """One that nothing refers to."""
+    entry = place(arena, place_id, *extents)
     arena.release(entry)
     return entry
 
 
-def held(arena: HostArena, digest: str) -> ArenaEntry:
-    entry = arena.acquire(digest)
-    assert entry is not None, f"{digest} is not in the arena"
-    return entry
-
-
-def is_there(arena: HostArena, digest: str) -> bool:
-    entry = arena.acquire(digest)
-    if entry is None:
-        return False
+def check(arena: HostArena, place_id: int, entry: ArenaEntry) -> None:
     for region in entry.regions:
         part = arena.segment.view("u1", region.offset, region.num_bytes)
-        assert (part == ord(digest[0])).all(), f"somebody wrote into {digest}"
-    arena.release(entry)
-    return True
+        assert (part == place_id).all(), f"somebody wrote into {place_id}"
 
 
 def held_pages(arena: HostArena) -> int:
@@ -69,217 +57,96 @@ def held_pages(arena: HostArena) -> int:
     return os.fstat(arena.segment.fd).st_blocks * 512 // PAGE_BYTES - 1
 
 
-def test_what_was_entered_is_found_again(arena: HostArena) -> None:
-    entry = arena.reserve([RegionSpec(0, 0, 128), RegionSpec(0, 2, 64), RegionSpec(3, 0, 192)])
+def test_regions_follow_each_other_in_the_extents_of_their_layers(arena: HostArena) -> None:
+    specs = [RegionSpec(0, 0, 128), RegionSpec(0, 2, 64), RegionSpec(3, 0, 192)]
+    entry = arena.place(1, [(2 * PAGE_BYTES, PAGE_BYTES), (0, PAGE_BYTES)], specs)
     assert [(r.layer, r.input_group, r.num_bytes) for r in entry.regions] == [
         (0, 0, 128), (0, 2, 64), (3, 0, 192),
     ]  # fmt: skip
-    assert [r.offset for r in entry.regions] == [0, 128, PAGE_BYTES]
-    assert arena.acquire("a") is None
-    assert arena.publish(entry, "a") is entry
+    assert [r.offset for r in entry.regions] == [2 * PAGE_BYTES, 2 * PAGE_BYTES + 128, 0]
+    assert arena.acquire(1) is entry
     arena.release(entry)
-    assert held(arena, "a") is entry
     arena.release(entry)
     assert arena.taken_bytes == entry.num_bytes == 2 * PAGE_BYTES
 
 
-def test_the_same_content_is_kept_once(arena: HostArena) -> None:
-    first = add(arena, "a", 2)
-    again = arena.reserve(layers(2))
-    assert arena.publish(again, "a") is first
-    assert again.state is EntryState.GONE
-    assert first.num_references == 1
-    assert arena.taken_bytes == first.num_bytes
-    arena.release(first)
-
-
-def test_others_may_refer_to_what_is_being_filled(arena: HostArena) -> None:
-    entry = arena.reserve(layers(2))
-    arena.share(entry)
-    arena.share(entry)
-    arena.release(entry)
-    assert arena.publish(entry, "a") is entry
-    arena.release(entry)
-    with pytest.raises(ArenaFullError):
-        arena.reserve(layers(NUM_PAGES - 1))
-    arena.release(entry)
-    assert is_filled_by(arena, "b", NUM_PAGES - 1)
-
-
-@pytest.mark.parametrize("is_known", [False, True])
-def test_what_is_given_up_stays_until_nobody_refers_to_it(arena: HostArena, is_known: bool) -> None:
-    """Because it failed, or because the same content came in another way meanwhile."""
-    entry = arena.reserve(layers(2))
-    arena.share(entry)
-    if is_known:
-        known = add(arena, "a", 2)
-        assert arena.publish(entry, "a") is known
-        arena.release(known)
-    else:
-        arena.abandon(entry)
-        assert arena.acquire("a") is None
-    arena.check_invariants()
-    before = arena.taken_bytes
-    arena.keep_within(0)
-    arena.keep_within(None)
-    assert arena.taken_bytes == before - is_known * 2 * PAGE_BYTES
-    arena.release(entry)
-    assert entry.state is EntryState.GONE
-    assert arena.taken_bytes == 0
-
-
-def is_filled_by(arena: HostArena, digest: str, num_pages: int) -> bool:
-    add(arena, digest, num_pages)
-    return is_there(arena, digest)
-
-
-def test_the_least_recently_used_goes_first(arena: HostArena) -> None:
-    for digest in "abc":
-        add(arena, digest, 4)
-    assert is_there(arena, "a")
-    add(arena, "d", 4)
-    assert [is_there(arena, digest) for digest in "abcd"] == [True, False, True, True]
-    assert arena.num_evictions == 1
-
-
-def test_a_policy_ranks_the_victims() -> None:
-    def most_recently_used(entries: Sequence[ArenaEntry]) -> Iterable[ArenaEntry]:
-        return sorted(entries, key=lambda entry: -entry.last_use)
-
-    with_policy = HostArena.create(
-        3 * PAGE_BYTES, is_elastic=True, hint=HINT, rank=most_recently_used
-    )
-    for digest in "abcd":
-        add(with_policy, digest, 1)
-    assert [is_there(with_policy, digest) for digest in "abcd"] == [True, True, False, True]
-    with_policy.close()
-
-
-def test_what_is_referenced_is_never_evicted(arena: HostArena) -> None:
-    add(arena, "a", 6)
-    add(arena, "b", 3)
-    entry = held(arena, "a")
-    with pytest.raises(ArenaFullError, match="--host-adapter-bytes") as caught:
-        arena.reserve(layers(7))
-    assert not caught.value.is_for_good
-    assert (caught.value.needed_bytes, caught.value.referenced_bytes) == (
-        7 * PAGE_BYTES,
-        6 * PAGE_BYTES,
-    )
-    assert is_there(arena, "b"), "evicted for what did not fit anyway"
-    add(arena, "c", 6)
-    assert [is_there(arena, digest) for digest in "abc"] == [True, False, True]
-    arena.release(entry)
-    add(arena, "d", 12)
-    assert [is_there(arena, digest) for digest in "acd"] == [False, False, True]
-
-
-def test_what_is_larger_than_the_arena_never_fits(arena: HostArena) -> None:
-    add(arena, "a", 1)
-    with pytest.raises(ArenaFullError) as caught:
-        arena.reserve(layers(8, 8))
-    assert caught.value.is_for_good
-    assert str(16 * PAGE_BYTES) in str(caught.value) and str(12 * PAGE_BYTES) in str(caught.value)
-    assert is_there(arena, "a")
-
-
-def test_layers_go_into_holes(arena: HostArena) -> None:
-    """No free range is as large as the adapter, but each layer finds one."""
-    for digest in "abcdef":
-        add(arena, digest, 2)
-    references = [held(arena, digest) for digest in "ace"]
-    add(arena, "x", 2, 2, 2)
-    assert is_there(arena, "x")
-    assert [is_there(arena, digest) for digest in "abcdef"] == [True, False] * 3
-    for entry in references:
+def test_it_evicts_only_what_it_is_told(arena: HostArena) -> None:
+    """However full it is, and however long nothing has referred to them."""
+    entries = {n: add(arena, n, (2 * n - 2, 2)) for n in range(1, 7)}
+    assert arena.taken_bytes == arena.capacity_bytes
+    for number, entry in entries.items():
+        assert arena.acquire(number) is entry
         arena.release(entry)
+    assert arena.place_ids == set(entries)
+    arena.evict([2, 5])
+    assert arena.place_ids == {1, 3, 4, 6}
+    entries[7] = add(arena, 7, (2, 2))
+    for number in arena.place_ids:
+        check(arena, number, entries[number])
 
 
-def test_a_layer_larger_than_any_hole_does_not_fit_and_evicts_nobody(arena: HostArena) -> None:
-    for digest in "abcdef":
-        add(arena, digest, 2)
-    references = [held(arena, digest) for digest in "ace"]
-    with pytest.raises(ArenaFullError, match=rf"{2 * PAGE_BYTES} bytes at most free in one piece"):
-        arena.reserve(layers(3))
-    assert all(is_there(arena, digest) for digest in "abcdef")
-    for entry in references:
-        arena.release(entry)
-
-
-def test_discarded_content_goes_with_its_last_reference(arena: HostArena) -> None:
-    add(arena, "a", 2)
-    first, second = held(arena, "a"), held(arena, "a")
-    arena.discard("a")
-    assert arena.acquire("a") is None
-    arena.release(first)
-    assert arena.taken_bytes == 2 * PAGE_BYTES
-    replacement = add(arena, "a", 3)
-    arena.release(second)
-    assert second.state is EntryState.GONE
-    assert arena.taken_bytes == replacement.num_bytes
-    arena.discard("a")
-    arena.discard("a")
-    assert arena.taken_bytes == 0
-
-
-def test_a_limit_on_what_is_kept(arena: HostArena) -> None:
-    for digest in "abc":
-        add(arena, digest, 3)
-    entry = held(arena, "a")
-    arena.keep_within(6 * PAGE_BYTES)
-    assert [is_there(arena, digest) for digest in "abc"] == [True, False, True]
-    arena.keep_within(0)
-    assert [is_there(arena, digest) for digest in "ac"] == [True, False]
-    needed = arena.reserve(layers(4))  # what is needed may take more
-    with pytest.raises(ArenaFullError):
-        arena.reserve(layers(1), is_optional=True)
-    arena.abandon(needed)
+def test_what_is_referenced_goes_with_its_last_reference(arena: HostArena) -> None:
+    entry = place(arena, 1, (0, 3))
+    assert arena.acquire(1) is entry
+    arena.evict([1])
+    assert arena.place_ids == frozenset()
+    with pytest.raises(ShmError, match="still in use"):
+        arena.place(2, [(2 * PAGE_BYTES, PAGE_BYTES)], layers(1))
+    other = add(arena, 3, (3, 3))
     arena.release(entry)
-    assert not is_there(arena, "a")
-    arena.keep_within(None)
-    optional = arena.reserve(layers(12), is_optional=True)
-    arena.abandon(optional)
+    check(arena, 1, entry)
+    assert arena.taken_bytes == 6 * PAGE_BYTES
+    arena.release(entry)
+    assert arena.taken_bytes == 3 * PAGE_BYTES
+    again = add(arena, 4, (0, 3))
+    check(arena, 3, other)
+    check(arena, 4, again)
+
+
+def test_places_that_never_came_to_be_are_no_error(arena: HostArena) -> None:
+    add(arena, 1, (0, 1))
+    arena.evict([7, 1, 1])
+    assert arena.taken_bytes == 0
 
 
 def test_an_elastic_arena_holds_memory_for_its_adapters_only() -> None:
-    arena = HostArena.create(1 << 40, is_elastic=True, hint=HINT)
+    arena = HostArena.create(1 << 40, is_elastic=True)
     assert held_pages(arena) == 0
-    add(arena, "a", 2, 3)
-    add(arena, "b", 4)
+    add(arena, 1, (0, 2), (7, 3))
+    add(arena, 2, (100, 4))
     assert held_pages(arena) == 9
-    arena.keep_within(4 * PAGE_BYTES)
+    arena.evict([1])
     assert held_pages(arena) == 4
-    assert is_there(arena, "b")
-    arena.discard("b")
+    arena.evict([2])
     assert held_pages(arena) == 0
     arena.close()
 
 
 def test_a_fixed_arena_holds_its_memory_from_the_start() -> None:
-    arena = HostArena.create(NUM_PAGES * PAGE_BYTES - 1, is_elastic=False, hint=HINT)
+    arena = HostArena.create(NUM_PAGES * PAGE_BYTES - 1, is_elastic=False)
     assert held_pages(arena) == NUM_PAGES
-    add(arena, "a", 2)
-    arena.discard("a")
+    add(arena, 1, (0, 2))
+    arena.evict([1])
     assert held_pages(arena) == NUM_PAGES
     arena.close()
 
 
 def test_too_little_memory_is_an_error_that_loses_nothing() -> None:
     with pytest.raises(SpaceError):
-        HostArena.create(1 << 42, is_elastic=False, hint=HINT)
-    arena = HostArena.create(1 << 42, is_elastic=True, hint=HINT)
-    add(arena, "a", 2)
+        HostArena.create(1 << 42, is_elastic=False)
+    arena = HostArena.create(1 << 42, is_elastic=True)
+    entry = add(arena, 1, (0, 2))
     with pytest.raises(SpaceError):
-        arena.reserve([RegionSpec(0, 0, 1 << 41)])
-    assert is_there(arena, "a")
-    assert arena.taken_bytes == 2 * PAGE_BYTES
+        arena.place(2, [(2 * PAGE_BYTES, 1 << 41)], [RegionSpec(0, 0, 1 << 41)])
+    check(arena, 1, entry)
+    assert arena.place_ids == {1} and arena.taken_bytes == 2 * PAGE_BYTES
     arena.check_invariants()
     arena.close()
 
 
 def test_sizes_are_rounded_up_per_layer() -> None:
     specs = [RegionSpec(0, 0, 64), RegionSpec(0, 1, PAGE_BYTES), RegionSpec(1, 0, 64)]
-    assert entry_bytes(specs) == 3 * PAGE_BYTES
+    assert extent_sizes(specs) == [2 * PAGE_BYTES, PAGE_BYTES]
 
 
 class ArenaMachine(RuleBasedStateMachine):
@@ -287,74 +154,66 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True, hint=HINT)
-        self.filling: list[ArenaEntry] = []
-        self.references: list[ArenaEntry] = []
-        self.stamps: dict[int, int] = {}  # what was written, by the entry's id
-        self.shared: dict[int, list[ArenaEntry]] = {}  # references to what is being filled
-        self.next_stamp = 0
+        self.arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True)
+        self.references: list[tuple[int, ArenaEntry]] = []
+        self.kept: dict[int, ArenaEntry] = {}
+        self.next_id = 1
 
-    @rule(pages=st.lists(st.integers(1, 5), min_size=1, max_size=4), is_optional=st.booleans())
-    def reserve(self, pages: list[int], is_optional: bool) -> None:
-        before = self.arena.taken_bytes, self.arena.num_evictions
-        try:
-            entry = self.arena.reserve(layers(*pages), is_optional=is_optional)
-        except ArenaFullError:
-            assert (self.arena.taken_bytes, self.arena.num_evictions) == before
+    @rule(first=st.integers(0, NUM_PAGES - 1), sizes=st.lists(st.integers(1, 3), min_size=1))
+    def place(self, first: int, sizes: list[int]) -> None:
+        """Where nothing is that was not evicted."""
+        extents, start = [], first
+        for size in sizes:
+            extents.append((start, size))
+            start += size
+        wanted = set(range(first, start))
+        if start > NUM_PAGES or wanted & self.pages(self.kept.values()):
             return
-        self.next_stamp = self.next_stamp % 250 + 1
-        self.stamps[id(entry)] = self.next_stamp
-        for region in entry.regions:
-            self.arena.segment.view("u1", region.offset, region.num_bytes)[:] = self.next_stamp
-        self.filling.append(entry)
+        place_id, self.next_id = self.next_id, self.next_id % 250 + 1
+        leaving = [entry for number, entry in self.references if number not in self.kept]
+        if wanted & self.pages(leaving):
+            with pytest.raises(ShmError):
+                place(self.arena, place_id, *extents)
+            return
+        self.kept[place_id] = entry = place(self.arena, place_id, *extents)
+        self.references.append((place_id, entry))
 
-    @precondition(lambda self: self.filling)
-    @rule(number=st.integers(0, 99), is_released=st.booleans())
-    def share(self, number: int, is_released: bool) -> None:
-        entry = self.filling[number % len(self.filling)]
-        self.arena.share(entry)
-        if is_released:
-            self.arena.release(entry)
-        else:
-            self.shared.setdefault(id(entry), []).append(entry)
-
-    @precondition(lambda self: self.filling)
-    @rule(number=st.integers(0, 99), digest=st.sampled_from("abc"), is_given_up=st.booleans())
-    def end_filling(self, number: int, digest: str, is_given_up: bool) -> None:
-        entry = self.filling.pop(number % len(self.filling))
-        self.references += self.shared.pop(id(entry), [])
-        if is_given_up:
-            self.arena.abandon(entry)
-        else:
-            self.references.append(self.arena.publish(entry, digest))
-
-    @rule(digest=st.sampled_from("abc"))
-    def acquire(self, digest: str) -> None:
-        entry = self.arena.acquire(digest)
-        if entry is not None:
-            self.references.append(entry)
+    @precondition(lambda self: self.kept)
+    @rule(number=st.integers(0, 99))
+    def acquire(self, number: int) -> None:
+        place_id = sorted(self.kept)[number % len(self.kept)]
+        entry = self.arena.acquire(place_id)
+        assert entry is self.kept[place_id]
+        self.references.append((place_id, entry))
 
     @precondition(lambda self: self.references)
     @rule(number=st.integers(0, 99))
     def release(self, number: int) -> None:
-        self.arena.release(self.references.pop(number % len(self.references)))
+        _, entry = self.references.pop(number % len(self.references))
+        self.arena.release(entry)
 
-    @rule(digest=st.sampled_from("abc"))
-    def discard(self, digest: str) -> None:
-        self.arena.discard(digest)
-
-    @rule(num_pages=st.one_of(st.none(), st.integers(0, NUM_PAGES)))
-    def keep_within(self, num_pages: int | None) -> None:
-        self.arena.keep_within(None if num_pages is None else num_pages * PAGE_BYTES)
+    @precondition(lambda self: self.kept)
+    @rule(number=st.integers(0, 99))
+    def evict(self, number: int) -> None:
+        place_id = sorted(self.kept)[number % len(self.kept)]
+        del self.kept[place_id]
+        self.arena.evict([place_id])
 
     @invariant()
     def contents_and_accounts_hold(self) -> None:
         self.arena.check_invariants()
         assert held_pages(self.arena) * PAGE_BYTES == self.arena.taken_bytes
-        for entry in (*self.filling, *self.references):
-            for region in entry.regions:
-                part = self.arena.segment.view("u1", region.offset, region.num_bytes)
-                assert (part == self.stamps[id(entry)]).all()
+        assert self.arena.place_ids == set(self.kept)
+        for place_id, entry in (*self.references, *self.kept.items()):
+            check(self.arena, place_id, entry)
+
+    def pages(self, entries: object) -> set[int]:
+        return {
+            page
+            for entry in entries  # type: ignore[attr-defined]
+            for start, size in entry.extents
+            for page in range(start // PAGE_BYTES, (start + size) // PAGE_BYTES)
+        }
 
     def teardown(self) -> None:
         self.arena.close()
@@ -365,27 +224,22 @@ TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 
 def test_threads() -> None:
-    """Several fill, use and discard the same few contents at once."""
-    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True, hint=HINT)
+    """Several place, use and evict adapters of their own at once."""
+    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=True)
     errors: list[BaseException] = []
 
     def run(seed: int) -> None:
         try:
             for number in range(60):
-                digest = "abcd"[(number * 7 + seed) % 4]
-                entry = arena.acquire(digest)
-                if entry is None:
-                    entry = arena.reserve(layers(1, 1))
-                    for region in entry.regions:
-                        part = arena.segment.view("u1", region.offset, region.num_bytes)
-                        part[:] = ord(digest)
-                    entry = arena.publish(entry, digest)
-                for region in entry.regions:
-                    part = arena.segment.view("u1", region.offset, region.num_bytes)
-                    assert (part == ord(digest)).all()
+                place_id = 1 + seed + 4 * number
+                entry = place(arena, place_id, (3 * seed, 1), (3 * seed + 1, 1 + number % 2))
+                if number % 3:
+                    arena.release(entry)
+                    entry = arena.acquire(place_id)
+                check(arena, place_id, entry)
+                arena.evict([place_id])
+                check(arena, place_id, entry)
                 arena.release(entry)
-                if number % 5 == seed:
-                    arena.discard(digest)
         except BaseException as error:
             errors.append(error)
 
@@ -396,4 +250,5 @@ def test_threads() -> None:
         thread.join(30)
     assert not errors, errors
     arena.check_invariants()
+    assert arena.taken_bytes == 0
     arena.close()

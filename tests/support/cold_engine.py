@@ -22,6 +22,7 @@ from corun.cpu_workers import pool
 from corun.cpu_workers.pool import PoolConfig, WorkerPool
 from corun.cpu_workers.slices import max_tokens
 from corun.gpu.coexec.assistant import Assistant
+from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.link import Direction
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
@@ -149,6 +150,14 @@ class ColdEngine:
                 assert self.core.evict_adapter(name)
         self.run_until(lambda: all(self.state(name) is AdapterState.ABSENT for name in names))
 
+    def empty_host(self) -> None:
+        """Let the host's memory keep nothing that is not in use."""
+        host = self.scheduler.memory.host
+        assert host is not None
+        host.keep_within(0)
+        host.keep_within(self.arena.capacity_bytes)
+        self.run_until(lambda: not self.scheduler.has_work())
+
     def warm(self, *names: str) -> None:
         """Bring adapters to the device."""
         for name in names:
@@ -218,6 +227,22 @@ class ColdEngine:
             yield
 
     @contextlib.contextmanager
+    def watched_sends(self, sent: Callable[[Invocation], None]) -> Iterator[None]:
+        """Tell ``sent`` of each invocation whose x is out, so that its worker may begin."""
+        handover: Any = self.assistant.handover
+        send = handover.send
+
+        def watched(invocation: Invocation, x: torch.Tensor) -> None:
+            send(invocation, x)
+            sent(invocation)
+
+        handover.send = watched
+        try:
+            yield
+        finally:
+            del handover.send
+
+    @contextlib.contextmanager
     def held_loads(self) -> Iterator[None]:
         """Let no copy to the device begin."""
         self._gate.clear()
@@ -260,8 +285,11 @@ class ColdEngine:
         assert memory.pool.num_used_blocks == memory.num_open_transfers == 0
         assert self.parts.executor.is_idle
         assert self.parts.loaded.lora_table.num_free_rows == self.parts.loaded.lora_table.capacity
-        assert self.arena.referenced_bytes == 0
         self.arena.check_invariants()
+        assert self.arena.num_references == 0
+        assert memory.host is not None
+        assert self.arena.place_ids == memory.host.place_ids
+        assert self.arena.taken_bytes == memory.host.taken_bytes
         assert all(self.pool.end(n).num_outstanding == 0 for n in range(self.pool.num_workers))
 
     @property

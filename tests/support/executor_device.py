@@ -6,8 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from corun.gpu.adapters.arrival import Copied
-from corun.gpu.adapters.fetcher import Arrival
+from corun.gpu.adapters.arrival import AdapterLoad, Copied
 from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.lora.table import DeviceAdapter
@@ -49,6 +48,9 @@ class Ready:
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """Nothing is read."""
+
+    def is_read(self) -> bool:
+        return True
 
     def reading(self) -> None:
         """Nothing is read."""
@@ -103,6 +105,9 @@ class Arriving(Copied):
     def is_done(self) -> bool:
         return False
 
+    def is_read(self) -> bool:
+        return True
+
     def has_failed(self) -> bool:
         return False
 
@@ -127,7 +132,7 @@ class ExecutorDevice:
             AdapterFetch(self._fetch, lambda _: None),
             eos_token_ids=(2,),
             max_model_len=64,
-            assistant=mock.Mock(begin=self._begin),
+            assistant=mock.Mock(begin=self._begin, num_ready_workers=0),
         )
         self.assistant: Any = None  # of ASSISTED plans
         self._num_steps = 0
@@ -135,7 +140,7 @@ class ExecutorDevice:
     def _begin(self, *arguments: Any) -> Any:
         return self.assistant.begin(*arguments)
 
-    def _fetch(self, adapter_id: AdapterId) -> Arrival:
+    def _fetch(self, transfer: Transfer) -> AdapterLoad:
         if isinstance(self.adapter, Exception):
             raise self.adapter
         return self.adapter if isinstance(self.adapter, Arriving) else Ready(self.adapter)

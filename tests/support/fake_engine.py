@@ -1,299 +1,252 @@
-"""An engine without a model, and a tokenizer whose token ids are bytes.
+"""A fake engine for the HTTP server: deterministic text, controllable speed and faults."""
 
-The fake answers a prompt with its own bytes (an adapter upper-cases them), then the end token.
-What a prompt begins with may ask for trouble: see ``FakeCore``.
-"""
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
-import os
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
+import msgspec
 from corun.runtime.adapters.registry import AdapterInfo
-from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.messages import (
-    AdaptersChanged,
-    AddAdapter,
-    AddRequest,
-    EngineStats,
-    ModelInfo,
-    OperationDone,
-    RemoveAdapter,
-    RequestUpdate,
-    TokenizerSpec,
-)
+from corun.runtime.engine.messages import EngineStats, ModelInfo
 from corun.runtime.errors import (
     AdapterError,
+    CorunError,
     EngineDeadError,
-    ModelError,
     OverloadedError,
-    UnknownModelError,
+    RequestError,
 )
-from corun.runtime.plan import TokenLogprobs
+from corun.runtime.frontend.lora_directory import LoraDirectory
+from corun.runtime.frontend.outputs import (
+    AdapterStart,
+    ChoiceHistory,
+    CompletionOutput,
+    Logprob,
+    LoRARequest,
+    RequestOutput,
+)
+from corun.runtime.sampling import SamplingParams
 
-FACTORY = "support.fake_engine:build"
-TELLING_FACTORY = "support.fake_engine:build_telling"
-BOS_ID, EOS_ID = 256, 257
-VOCAB_SIZE = 260  # two more than the tokenizer knows: models pad their vocabulary
+BASE_NAME = "tiny"
 MAX_MODEL_LEN = 4096
-
-SILENT = "SILENT"  # the request never gets a token
-CRASH = "CRASH"  # the next step raises: the engine ends
-DIE = "DIE"  # the next step finds its device lost, and so does who closes the engine
-FAIL = "FAIL"  # the request fails, the engine goes on
-SLEEP = "SLEEP"  # the step takes long
-
-FAILING_MODEL = "model-that-cannot-be-loaded"
-BROKEN_MODEL = "model-that-shows-a-bug"
-SLOW_MODEL = "model-that-loads-for-ever"
+VOCAB_SIZE = 0x110000  # a token is a character
 
 
-class FakeCore:
-    """One token per request and step."""
+class FakeTokenizer:
+    """One token per character; the chat template writes role and content."""
 
-    def __init__(self, config: EngineConfig, adapter_names: dict[str, str]) -> None:
-        self._config = config
-        self._adapter_names = adapter_names
-        self._open: dict[int, AddRequest] = {}
-        self._num_generated: dict[int, int] = {}
-        self._updates: list[RequestUpdate] = []
-        self._num_steps = 0
-        self._has_news = False  # cleared by a step that finds nothing to do
-        self._fd = os.eventfd(0)
-        self.seeds: list[int | None] = []
-        self.is_lost = False
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **template_arguments: Any,
+    ) -> str:
+        text: str = template_arguments.get("preamble", "")
+        for message in messages:
+            if message["content"] == "refuse me":
+                raise RequestError(
+                    "the model's chat template refuses the messages: roles must alternate",
+                    param="messages",
+                )
+            text += f"<{message['role']}>{message['content']}"
+        return text + ("<assistant>" if add_generation_prompt else "")
 
-    @property
-    def is_ready(self) -> bool:
-        return self._has_news
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1, *map(ord, text)] if add_special_tokens else list(map(ord, text))
 
-    def add_request(self, message: AddRequest) -> None:
-        if len(self._open) >= self._config.max_num_waiting:
-            raise OverloadedError(
-                f"{len(self._open)} requests wait, "
-                f"at most {self._config.max_num_waiting} may (--max-num-waiting)"
-            )
-        if message.adapter_name not in {None, *self._adapter_names}:
-            raise UnknownModelError(f"no adapter is named {message.adapter_name!r}")
-        self.seeds.append(message.sampling.seed)
-        self._open[message.request_id] = message
-        self._num_generated[message.request_id] = 0
-        self._has_news = True
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        self._has_news = True
-        for request_id in request_ids:
-            if self._open.pop(request_id, None) is not None:
-                self._updates.append(RequestUpdate(request_id, finish_reason="abort"))
-
-    def step(self) -> list[RequestUpdate]:
-        updates, self._updates = self._updates, []
-        self._has_news = any(map(self._computes, self._open.values()))
-        self._num_steps += self._has_news
-        for request in tuple(self._open.values()):
-            if self._computes(request):
-                updates.append(self._advance(request))
-        return updates
-
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=len(self._open),
-            num_waiting=len(self._open),
-            num_steps=self._num_steps,
-        )
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _computes(self, request: AddRequest) -> bool:
-        return not _text(request).startswith(SILENT)
-
-    def _advance(self, request: AddRequest) -> RequestUpdate:
-        text = _text(request)
-        if text.startswith(CRASH):
-            raise RuntimeError("the step was told to crash")
-        if text.startswith(DIE):
-            self.is_lost = True
-            raise EngineDeadError("the device is lost")
-        if text.startswith(FAIL):
-            del self._open[request.request_id]
-            return RequestUpdate(
-                request.request_id,
-                finish_reason="error",
-                error_kind="StepFailedError",
-                error="not a number in the logits",
-            )
-        token_id = self._next_token(request)
-        self._num_generated[request.request_id] += 1
-        reason = self._finish_reason(request, token_id)
-        if reason is not None:
-            del self._open[request.request_id]
-        return RequestUpdate(
-            request.request_id,
-            (token_id,),
-            self._logprobs(request, token_id),
-            reason,
-            token_id if reason == "stop" else None,
-        )
-
-    def _next_token(self, request: AddRequest) -> int:
-        answer = [token for token in request.prompt_token_ids if token < BOS_ID]
-        if request.adapter_name is not None:
-            answer = list(bytes(answer).upper())
-        position = self._num_generated[request.request_id]
-        if request.sampling.ignore_eos:
-            return answer[position % len(answer)]
-        return [*answer, EOS_ID][position]
-
-    def _finish_reason(self, request: AddRequest, token_id: int) -> str | None:
-        if token_id == EOS_ID or token_id in request.sampling.stop_token_ids:
-            return "stop"
-        num_tokens = self._num_generated[request.request_id]
-        return "length" if num_tokens == request.sampling.max_tokens else None
-
-    def _logprobs(self, request: AddRequest, token_id: int) -> tuple[TokenLogprobs, ...] | None:
-        num_top = request.sampling.logprobs
-        if num_top is None:
-            return None
-        top = tuple(range(token_id, token_id + num_top))
-        return (TokenLogprobs(-0.5, 1, top, tuple(-0.5 - rank for rank in range(num_top))),)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
 
 
-def _text(request: AddRequest) -> str:
-    """The prompt as far as it is text; special tokens are dropped."""
-    return bytes(t for t in request.prompt_token_ids if t < BOS_ID).decode("latin-1")
+def expected_text(prompt: str, num_tokens: int, *, adapter: str = "base", choice: int = 0) -> str:
+    """Return what the fake engine says: the same characters over and over."""
+    phrase = f'{adapter}/{choice}/{prompt[-8:]}€\n"{{ '
+    return (phrase * (num_tokens // len(phrase) + 1))[:num_tokens]
 
 
-class FakeAdapters:
-    """Accepts every directory that exists."""
+class FakeEngine:
+    """Satisfies ``EnginePort``. Attributes may be changed while the server runs."""
 
     def __init__(self) -> None:
-        self.paths: dict[str, str] = {}
-        self._told: list[OperationDone | AdaptersChanged] = []
-        self._num_versions = 0
-        self._fd = os.eventfd(0)
+        self.tokenizer = FakeTokenizer()
+        self.reset()
 
-    def handle(self, message: AddAdapter | RemoveAdapter) -> None:
-        if isinstance(message, RemoveAdapter):
-            if message.name not in self.paths:
-                raise UnknownModelError(f"no adapter is named {message.name!r}")
-            del self.paths[message.name]
-        elif not Path(message.path).is_dir():
-            error = f"{message.path} is no directory"
-            done = OperationDone(message.operation_id, error, AdapterError.__name__)
-            self._told.append(done)
-            return
-        else:
-            self._num_versions += 1
-            self.paths[message.name] = message.path
-        self._told += [AdaptersChanged(self.infos()), OperationDone(message.operation_id)]
+    def reset(self) -> None:
+        """Go back to how a new engine is."""
+        self.error: CorunError | None = None
+        self.stats = EngineStats(
+            num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
+            num_preemptions=3, running_adapters=("upper",), waiting_adapters=("digits",),
+        )  # fmt: skip
+        self.adapters = {
+            "upper": make_adapter("upper", rank=8),
+            "digits": make_adapter("digits", rank=64, resident=False),
+            "broken": make_adapter("broken", state="failed", reason="rank 512 is over the limit"),
+        }
+        self.default_sampling: dict[str, float] = {"temperature": 0.5, "top_k": 20.0}
+        self.tokens_per_output = 3
+        self.max_open = 1000
+        self.fail_after_tokens: int | None = None
+        self.num_steps = 0  # told when asked
+        self.held = threading.Event()  # while set, requests make no progress
+        self.hold_after_first = True  # held requests give their first output
+        self.dies_silently = False  # requests do not notice that the engine is dead
+        self.num_open = 0
+        self.num_continued = 0  # outputs asked for after a first one
+        self.num_aborted = 0
+        self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
 
-    def poll(self) -> list[OperationDone | AdaptersChanged]:
-        told, self._told = self._told, []
-        return told
+    def get_model_info(self) -> ModelInfo:
+        return ModelInfo(
+            name="demo/tiny", dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE, eos_token_ids=(0,), default_sampling=self.default_sampling,
+            kv_capacity_tokens=1600, memory_bytes=1 << 30, max_num_waiting=8,
+            model_path="demo/tiny", device_choices={"sync": "host", "link": "unpaced"},
+            backends={"attention": "triton", "LoRA": "torch"},
+            summary=("tiny model", "on cpu"),
+        )  # fmt: skip
 
-    def infos(self) -> tuple[AdapterInfo, ...]:
-        return tuple(
-            AdapterInfo(name, path, "ready", None, 8, 1024, str(self._num_versions), True)
-            for name, path in self.paths.items()
+    def get_stats(self) -> EngineStats:
+        return self.stats
+
+    async def refresh_stats(self, timeout_s: float) -> EngineStats:
+        self.stats = msgspec.structs.replace(self.stats, num_steps=self.num_steps)
+        return self.stats
+
+    async def wait_dead(self) -> CorunError:
+        while self.error is None:
+            await asyncio.sleep(0.005)
+        return self.error
+
+    @property
+    def loras(self) -> LoraDirectory:
+        return LoraDirectory(self.list_loras())
+
+    def list_loras(self) -> tuple[AdapterInfo, ...]:
+        return tuple(self.adapters.values())
+
+    async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+        if "missing" in lora_request.lora_path:
+            raise AdapterError(f"there is no directory {lora_request.lora_path!r}")
+        name = lora_request.lora_name
+        self.adapters[name] = make_adapter(name, path=lora_request.lora_path)
+
+    async def remove_lora(self, lora_name: str) -> None:
+        del self.adapters[lora_name]
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.seen.append((prompt, sampling_params, lora_request, cache_salt))
+        prompt_ids = list(map(ord, prompt)) if isinstance(prompt, str) else prompt
+        if len(prompt_ids) >= MAX_MODEL_LEN:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, the limit is {MAX_MODEL_LEN - 1}",
+                param="prompt",
+            )
+        if self.num_open >= self.max_open:
+            raise OverloadedError(f"{self.max_open} requests are waiting (--max-num-waiting)")
+        self.num_open += 1
+        try:
+            choices = [
+                _FakeChoice(prompt_ids, sampling_params, index, lora_request or "base")
+                for index in range(sampling_params.n)
+            ]
+            while not all(choice.finish_reason for choice in choices):
+                await self._pause(choices[0].num_tokens)
+                outputs = [choice.advance(self.tokens_per_output) for choice in choices]
+                finished = all(choice.finish_reason for choice in choices)
+                yield RequestOutput(request_id, None, prompt_ids, outputs, finished, lora_request)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_open -= 1
+
+    async def _pause(self, num_tokens: int) -> None:
+        await asyncio.sleep(0)
+        if self.fail_after_tokens is not None and num_tokens >= self.fail_after_tokens:
+            raise CorunError("the step fell over")
+        held_at = 1 if self.hold_after_first else 0
+        # Whoever asks for more has written what came before.
+        self.num_continued += num_tokens > 0
+        while num_tokens >= held_at and self.held.is_set() and not self._dies_loudly():
+            await asyncio.sleep(0.005)
+        if self._dies_loudly():
+            raise EngineDeadError(str(self.error))
+
+    def _dies_loudly(self) -> bool:
+        return self.error is not None and not self.dies_silently
+
+
+class _FakeChoice:
+    """One choice on its way to its last token."""
+
+    def __init__(
+        self, prompt_ids: list[int], params: SamplingParams, index: int, adapter: str
+    ) -> None:
+        prompt = "".join(map(chr, prompt_ids))
+        limit = params.max_tokens or MAX_MODEL_LEN - len(prompt_ids)
+        text = expected_text(prompt, limit, adapter=adapter, choice=index)
+        found = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        self._stop = min(found)[1] if found else None
+        self._text = text[: min(found)[0]] if found else text
+        self._params = params
+        self._index = index
+        self._start = AdapterStart("assisted", "told to") if adapter == "digits" else None
+        self._history = ChoiceHistory(logprobs=None if params.logprobs is None else [])
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def advance(self, num_tokens: int) -> CompletionOutput:
+        new = self._text[self.num_tokens : self.num_tokens + num_tokens]
+        self.num_tokens += len(new)
+        self._history.token_ids.extend(map(ord, new))
+        self._history.pieces.extend(new)
+        logprobs = [self._candidates(character) for character in new]
+        if self._history.logprobs is not None:
+            self._history.logprobs.extend(logprobs)
+        if self.num_tokens == len(self._text):
+            self.finish_reason = "length" if self._stop is None else "stop"
+        return CompletionOutput(
+            index=self._index,
+            new_text=new,
+            new_token_ids=list(map(ord, new)),
+            new_logprobs=None if self._params.logprobs is None else logprobs,
+            cumulative_logprob=None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop if self.finish_reason else None,
+            history=self._history,
+            num_pieces=self.num_tokens,
+            num_tokens=self.num_tokens,
+            adapter_start=self._start,
         )
 
-    def fileno(self) -> int:
-        return self._fd
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class FakeAssembly:
-    """What the factory returns."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.adapters = FakeAdapters()
-        self.core = FakeCore(config, self.adapters.paths)
-        self.info = model_info(str(config.model))
-        self.tokenizer: TokenizerSpec | None = None
-        self.num_closed = 0
-
-    def close(self) -> None:
-        self.num_closed += 1
-        if self.core.is_lost:
-            raise RuntimeError("the device answers nothing")
-        if self.num_closed == 1:
-            self.core.close()
-            self.adapters.close()
+    def _candidates(self, character: str) -> dict[int, Logprob]:
+        """The drawn token has rank 2; a part of a character is among the others."""
+        candidates = {ord(character): Logprob(-0.75, 2, character)}
+        others = [Logprob(-0.25, 1, "bytes:\\xe2\\x82"), Logprob(-2.0, 3, "zz")]
+        wanted = [other for other in others if other.rank <= (self._params.logprobs or 0)]
+        return candidates | {-other.rank: other for other in wanted}
 
 
-def model_info(model_path: str) -> ModelInfo:
-    """Return the facts of a small model."""
-    return ModelInfo(
-        name="fake",
-        dtype="float32",
-        device="cpu",
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS_ID,),
-        default_sampling={},
-        kv_capacity_tokens=1 << 16,
-        memory_bytes=1 << 30,
-        max_num_waiting=64,
-        model_path=model_path,
-        device_choices={},
-        backends={},
-        summary=("a fake",),
-    )
-
-
-def build(
-    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-) -> FakeAssembly:
-    """The factory; ``config.model`` is the tokenizer's directory or asks for trouble."""
-    on_progress("pretending to load")
-    if config.model == FAILING_MODEL:
-        raise ModelError(f"cannot load {config.model}")
-    if config.model == BROKEN_MODEL:
-        raise ZeroDivisionError("a bug while loading")
-    while config.model == SLOW_MODEL:
-        on_progress("still loading")
-        time.sleep(0.001)
-    return FakeAssembly(config)
-
-
-def build_telling(
-    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-) -> FakeAssembly:
-    """A factory whose engine tells of its tokenizer, as one in a process of its own does."""
-    from corun.runtime.engine.tokenizer import load_tokenizer, spec_of
-
-    assembly = build(config, on_progress=on_progress, own_process=own_process)
-    assembly.tokenizer = spec_of(load_tokenizer(str(config.model)))
-    return assembly
-
-
-def save_tokenizer(directory: Path, *, chat_template: str | None = None) -> str:
-    """Save a byte-level tokenizer whose token ids are the bytes themselves; return its path."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", BOS_ID)]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=chat_template
-    )
-    fast.save_pretrained(directory)
-    return str(directory)
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(byte): byte for byte in printable}
-    return vocabulary | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+def make_adapter(
+    name: str,
+    *,
+    path: str | None = None,
+    state: str = "ready",
+    reason: str | None = None,
+    rank: int = 8,
+    resident: bool = True,
+) -> AdapterInfo:
+    """Return an adapter as the engine reports it."""
+    return AdapterInfo(
+        name=name, path=path or f"/adapters/{name}", state=state, reason=reason, rank=rank,
+        num_bytes=1 << 20, version="0123abcd", resident=resident,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 It keeps what a device would keep: token lists, block tables, adapters, and in every KV slot which
 request, position and token it was computed for. Steps end in order, when told to; a row may then
-be told to fail or to be retried.
+be told to fail or to be retried, or to spoil the sub-batch that it is in.
 """
 
 from collections import deque
@@ -17,6 +17,7 @@ from corun.runtime.plan import (
     Outcome,
     RequestId,
     Result,
+    RetryCause,
     RowResult,
     StepPlan,
     StepResult,
@@ -35,7 +36,9 @@ _USABLE_COLD = ("loading", "resident")
 VOCAB_SIZE = 97
 GARBAGE_TOKEN = -1  # sampled from what must not count; must never be seen outside
 
-OutcomeOf = Callable[[RequestId, int], Outcome]  # of a request's row that starts at a position
+# Of a request's row that starts at a position; a cause = RETRY because of it.
+OutcomeOf = Callable[[RequestId, int], Outcome | RetryCause]
+Spoils = Callable[[RequestId, SubBatchKind], bool]  # whether its row lets such a sub-batch fail
 
 
 def token_of(prompt_token_ids: tuple[int, ...], adapter_id: AdapterId, position: int) -> int:
@@ -85,6 +88,7 @@ class _Row:
     start: int
     num_tokens: int
     has_sample: bool
+    is_cold: bool  # its adapter was still being loaded
     block_ids: tuple[BlockId, ...]
 
 
@@ -100,7 +104,6 @@ class FakeExecutor:
         capacity_bytes: int,
         max_num_tokens: int,
         recompute_at_tokens: int | None = None,
-        is_decode_apart: bool = True,
         is_automatic: bool = False,
         slab_bytes: int | None = None,
     ) -> None:
@@ -111,9 +114,9 @@ class FakeExecutor:
         self.slab_bytes = slab_bytes
         self.max_num_tokens = max_num_tokens
         self.recompute_at_tokens = recompute_at_tokens
-        self.is_decode_apart = is_decode_apart
         self.is_automatic = is_automatic
         self.outcome_of: OutcomeOf = lambda request_id, start: Outcome.TOKENS
+        self.spoils: Spoils = lambda request_id, kind: False
         self.transfer_errors: dict[AdapterId, str] = {}  # loads that fail, in automatic mode
         self.plans: list[StepPlan] = []
         self.transfers: dict[int, Transfer] = {}  # in flight
@@ -147,10 +150,6 @@ class FakeExecutor:
         for update in plan.block_updates:
             self._update_blocks(update.request_id, update.first_index, update.block_ids)
         rows = [row for batch in plan.sub_batches for row in self._accept(batch)]
-        num_decode = sum(batch.kind is SubBatchKind.DECODE for batch in plan.sub_batches)
-        num_others = len(plan.sub_batches) - num_decode
-        assert num_decode <= 1 and num_others <= 1, "all weights are read more often than needed"
-        assert self.is_decode_apart or len(plan.sub_batches) <= 1
         assert len({row.request_id for row in rows}) == len(rows), "two rows of one request"
         self.steps.append((plan, rows))
         self._check_ownership()
@@ -177,7 +176,12 @@ class FakeExecutor:
     def finish_step(self) -> None:
         """Execute the oldest step in flight; ``poll`` returns its result."""
         plan, rows = self.steps.popleft()
-        results = [result for row in rows if (result := self._execute(row)) is not None]
+        results = []
+        first = 0
+        for batch in plan.sub_batches:
+            end = first + len(batch.request_ids)
+            results += self.execute_batch(batch.kind, rows[first:end])
+            first = end
         self._results.append(StepResult(plan.step_id, tuple(results)))
 
     def lose_step(self) -> StepPlan:
@@ -259,7 +263,6 @@ class FakeExecutor:
 
     def _accept(self, batch: SubBatch) -> list[_Row]:
         rows = []
-        adapters = []
         is_assisted = batch.kind is SubBatchKind.ASSISTED
         assert len(batch.split_layers) == (len(batch.request_ids) if is_assisted else 0)
         splits = batch.split_layers or (0,) * len(batch.request_ids)
@@ -270,7 +273,6 @@ class FakeExecutor:
             known = self._known[request_id]
             adapter_id = known.new.adapter_id
             assert split_layer == 0 or adapter_id != BASE_ADAPTER, "workers for the base model"
-            adapters.append(adapter_id)
             assert num_tokens > 0
             assert num_tokens == 1 or batch.kind is not SubBatchKind.DECODE
             usable = _USABLE_COLD if batch.kind is SubBatchKind.ASSISTED else _USABLE
@@ -283,12 +285,9 @@ class FakeExecutor:
             known.num_submitted_tokens = end
             assert end <= len(known.block_table) * self.block_size, "blocks are too few"
             num_blocks = -(-end // self.block_size)
-            rows.append(
-                _Row(
-                    request_id, start, num_tokens, has_sample, tuple(known.block_table[:num_blocks])
-                )
-            )
-        assert adapters == sorted(adapters), "rows of one adapter are not adjacent"
+            is_cold = self._adapters.get(adapter_id) == "loading"
+            block_ids = tuple(known.block_table[:num_blocks])
+            rows.append(_Row(request_id, start, num_tokens, has_sample, is_cold, block_ids))
         return rows
 
     def _check_ownership(self) -> None:
@@ -306,6 +305,25 @@ class FakeExecutor:
 
     # Execution.
 
+    def execute_batch(self, kind: SubBatchKind, rows: list[_Row]) -> list[RowResult]:
+        if not any(self.spoils(row.request_id, kind) for row in rows):
+            return [result for row in rows if (result := self._execute(row)) is not None]
+        has_cold = any(row.is_cold for row in rows)
+        for row in rows:
+            self._poison(row)
+        return [
+            RowResult(
+                row.request_id, Outcome.RETRY, error="the pass failed",
+                cause=RetryCause.COMPANY if has_cold and not row.is_cold else RetryCause.FORWARD,
+            )
+            for row in rows
+        ]  # fmt: skip
+
+    def _poison(self, row: _Row) -> None:
+        known = self._known.get(row.request_id)
+        if known is not None and (known.poisoned_from is None or row.start <= known.poisoned_from):
+            known.poisoned_from = row.start
+
     def _execute(self, row: _Row) -> RowResult | None:
         known = self._known.get(row.request_id)
         if known is None:  # ended while it was in flight
@@ -320,9 +338,12 @@ class FakeExecutor:
                 return RowResult(row.request_id, Outcome.TOKENS, (GARBAGE_TOKEN,))
         outcome = self.outcome_of(row.request_id, row.start)
         if outcome is not Outcome.TOKENS:
-            self.num_retries += outcome is Outcome.RETRY
-            known.poisoned_from = row.start
-            return RowResult(row.request_id, outcome, error=f"told to {outcome}")
+            self._poison(row)
+            if outcome is Outcome.FAILED:
+                return RowResult(row.request_id, outcome, error="told to fail")
+            self.num_retries += 1
+            cause = outcome if isinstance(outcome, RetryCause) else RetryCause.DELTAS
+            return RowResult(row.request_id, Outcome.RETRY, error="told to retry", cause=cause)
         self._compute_kv(known, row, end)
         if not row.has_sample:
             assert end < len(known.token_ids), "the last known token is computed unsampled"

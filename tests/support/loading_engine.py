@@ -9,26 +9,22 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
-from corun.gpu.adapters.arrival import Copied
+from corun.gpu.adapters.arrival import AdapterLoad, Copied
 from corun.gpu.adapters.copier import SlabSize
-from corun.gpu.adapters.fetcher import Arrival
 from corun.gpu.adapters.host import HostAdapters
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
-from corun.gpu.device.link import Direction, PacedLink, Transfer
-from corun.gpu.execution import executor
+from corun.gpu.device.link import Direction, LinkTransfer, PacedLink
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
-from corun.gpu.execution.row_results import RowResults
 from corun.gpu.execution.sampler import SampledRow
 from corun.gpu.forward.batch import DeltaPass
 from corun.gpu.forward.lower import ForwardInputs
@@ -38,9 +34,20 @@ from corun.gpu.lora.matrix_layout import PACKED
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.engine.assembly.resources import MemoryPlan
-from corun.runtime.plan import AdapterId, RequestId, RowResult, StepPlan, SubBatch, SubBatchKind
+from corun.runtime.memory.host_cache import HostCache
+from corun.runtime.plan import (
+    AdapterId,
+    HostPlace,
+    Outcome,
+    RequestId,
+    StepPlan,
+    StepResult,
+    SubBatchKind,
+    Transfer,
+)
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestEvent
@@ -74,7 +81,7 @@ class HeldLink(PacedLink):
 
     def begin(
         self, direction: Direction, num_bytes: int, *, start_s: float | None = None
-    ) -> Transfer:
+    ) -> LinkTransfer:
         deadline_s = time.monotonic() + TIMEOUT_S
         while not self.is_open and not self._passes.acquire(timeout=0.001):
             assert time.monotonic() < deadline_s, "a copy was never let go"
@@ -143,14 +150,14 @@ class _Table(LoraTable):
 
 
 class _Runner:
-    """Computes deltas of ones, and notes for which packed tokens they are right."""
+    """Computes deltas of ones, and notes of each pass for which packed tokens they are right."""
 
     def __init__(self, engine: "LoadingEngine") -> None:
         self._engine = engine
         self.block_size = BLOCK_SIZE
         self.device = torch.device("cpu")
         self.pool = SimpleNamespace(release=lambda blocks: None, block_bytes=BLOCK_BYTES)
-        self.is_right: list[bool] = []
+        self.passes: dict[tuple[int, ...], list[bool]] = {}  # by the rows' first blocks
         self._groups: dict[tuple[int, int], list[Any]] = {}
         for target in _target_map().targets:
             self._groups.setdefault((target.layer, target.input_group), []).append(target)
@@ -176,7 +183,7 @@ class _Runner:
                 deltas.add(key, x, ys, [target.index for target in targets])
                 for target, y in zip(targets, ys, strict=True):
                     right &= self._are_right(contents, target.index, y)
-        self.is_right = right.tolist()
+        self.passes[tuple(inputs.attention.block_tables[:, 0].tolist())] = right.tolist()
         return torch.zeros(len(indices), 4)
 
     def close(self) -> None:
@@ -189,23 +196,6 @@ class _Runner:
         sums = _files()[1]
         wanted = torch.stack([sums[c].get(index, zero) if c else zero for c in contents])
         return torch.isclose(y, wanted, rtol=1e-3, atol=1e-4).all(dim=1)
-
-
-class _RowResults(RowResults):
-    """Looks whether all tokens that count are right."""
-
-    def __init__(self, runner: _Runner) -> None:
-        super().__init__(_Sampler())  # type: ignore[arg-type]
-        self._runner = runner
-
-    def make(
-        self, batch: SubBatch, states: Any, logits: torch.Tensor, void: Collection[int]
-    ) -> list[RowResult]:
-        start, is_right = 0, self._runner.is_right
-        for row, num_tokens in enumerate(batch.num_tokens):
-            assert row in void or all(is_right[start : start + num_tokens]), "wrong deltas count"
-            start += num_tokens
-        return super().make(batch, states, logits, void)
 
 
 class _Sampler:
@@ -236,7 +226,7 @@ def device_bytes(name: str) -> int:
     host = HostAdapters(
         device, backend, torch.float32, torch.device("cpu"), _target_map(), copied(1 << 20), _open
     )
-    num_bytes = host.register(str(Path(_files()[0].name) / name)).num_bytes
+    num_bytes = host.register(str(Path(_files()[0].name) / name), lambda _: None).num_bytes
     host.close()
     device.close()
     return num_bytes
@@ -267,34 +257,37 @@ class LoadingEngine:
         exchange = Exchange(self.device, compute, compute)
         num_layers = 1 + max(target.layer for target in _target_map().targets)
         assistant = Assistant(HostHandover(exchange), self.backend, None, num_layers)
-        runner = _Runner(self)
-        with mock.patch.object(executor, "RowResults", return_value=_RowResults(runner)):
-            self.executor = DeviceExecutor(
-                runner, _Sampler(), self.table,  # type: ignore[arg-type]
-                AdapterFetch(self._fetch, self._fetch_present),
-                max_model_len=64, assistant=assistant,
-            )  # fmt: skip
+        self._runner = _Runner(self)
+        self.executor = DeviceExecutor(
+            self._runner, _Sampler(), self.table,  # type: ignore[arg-type]
+            AdapterFetch(self._fetch, self.host.evict),
+            max_model_len=64, assistant=assistant,
+        )  # fmt: skip
         self._arrivals: list[tuple[Copied, str]] = []  # and their contents
         self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
         self.digests: dict[str, str] = {}
         self.served: dict[str, AdapterId] = {}
         self.live: dict[RequestId, AdapterId] = {}
         self._retired: set[AdapterId] = set()
-        for name in contents:
-            self.register(name)
-        memory = make_memory(
+        self.memory = make_memory(
             num_blocks=plan.num_blocks, block_bytes=BLOCK_BYTES,
             capacity_bytes=plan.capacity_bytes, slab_bytes=self.host.slab_bytes,
+            host=HostCache(self.host.arena.capacity_bytes),
         )  # fmt: skip
+        self._facts: dict[str, AdapterFacts] = {}
+        for name in contents:
+            self.register(name)
         cold_starts = _ColdStarts(rng, start_share=0.7, blocking_share=0.0)
-        self.scheduler = make_scheduler(memory=memory, cold_starts=cold_starts, max_num_seqs=2)
+        self.scheduler = make_scheduler(memory=self.memory, cold_starts=cold_starts, max_num_seqs=2)
         self.num_failed = 0
         self._now_s = 0.0
         self._num_requests = 0
+        self._first_blocks: dict[RequestId, int] = {}  # of those in the step
 
     def register(self, name: str) -> None:
         """Serve a content under a new version, from now on."""
-        facts = self.host.register(str(Path(_files()[0].name) / name))
+        facts = self._read(str(Path(_files()[0].name) / name))
+        self._facts[name] = facts
         adapter_id = AdapterId(len(self.contents) + 1 + 100 * len(self.digests))
         while adapter_id in self.contents:
             adapter_id = AdapterId(adapter_id + 1)
@@ -311,7 +304,7 @@ class LoadingEngine:
         adapter_id = self.served[name] if version is None else version
         request = make_request(
             self._num_requests, prompt=num_tokens, adapter_id=adapter_id,
-            adapter_bytes=device_bytes(self.contents[adapter_id]), max_tokens=5,
+            adapter=self._facts[self.contents[adapter_id]], max_tokens=5,
         )  # fmt: skip
         self.scheduler.add_request(request, self._now_s)
         self.live[request.request_id] = adapter_id
@@ -328,11 +321,15 @@ class LoadingEngine:
         if plan is not None:
             self._submit(plan)
         for result in self.executor.poll(timeout_s):
+            if plan is not None and isinstance(result, StepResult):
+                self._check(plan, result)
             self._note(self.scheduler.update(result, self._now_s))
         self.scheduler.check_invariants()
+        self._check_host()
         for adapter_id in self.scheduler.memory.take_gone():
             name = self.contents.pop(adapter_id)
             if name not in self.contents.values():
+                self.memory.forget_content(self.digests[name])
                 self.host.forget(self.digests[name])
 
     def drain(self) -> None:
@@ -349,7 +346,8 @@ class LoadingEngine:
     def check_nothing_is_left(self) -> None:
         """After ``drain``, with adapters gone from the device."""
         self.host.arena.check_invariants()
-        assert self.host.arena.referenced_bytes == 0
+        assert self.host.arena.num_references == 0
+        assert self.host.arena.place_ids == frozenset()
         assert self.table.num_free_rows == self.table.capacity
         assert self.device.num_events == 0, "events are kept"
         memory = self.scheduler.memory
@@ -372,8 +370,29 @@ class LoadingEngine:
         is_held = not self.link.is_open
         kinds = {batch.kind for batch in plan.sub_batches}
         self.link.is_open |= SubBatchKind.ASSISTED in kinds
+        self._first_blocks = {
+            r.request_id: r.block_ids[0] for r in self.scheduler.requests if r.block_ids
+        }
         self.executor.submit(plan)
         self.link.is_open = not is_held
+
+    def _check(self, plan: StepPlan, result: StepResult) -> None:
+        """All tokens that count are right, and no pass ran that was not planned."""
+        retried = {row.request_id for row in result.rows if row.outcome is Outcome.RETRY}
+        passes, blocks = self._runner.passes, self._first_blocks
+        for batch in plan.sub_batches:
+            is_right = passes.pop(
+                tuple(blocks[request_id] for request_id in batch.request_ids), None
+            )
+            if is_right is None:  # it was refused
+                assert retried.issuperset(batch.request_ids)
+                continue
+            first = 0
+            for request_id, number in zip(batch.request_ids, batch.num_tokens, strict=True):
+                is_good = request_id in retried or all(is_right[first : first + number])
+                assert is_good, "wrong deltas count"
+                first += number
+        assert not passes
 
     def _drop(self) -> None:
         for adapter_id in self._retired - set(self.live.values()):
@@ -388,20 +407,45 @@ class LoadingEngine:
                 self.num_failed += event.error_kind is not None
                 del self.live[event.request_id]
 
-    def _fetch(self, adapter_id: AdapterId) -> Arrival:
-        name = self.contents[adapter_id]
-        arrival = self.host.fetch(self.digests[name], str(Path(_files()[0].name) / name))
-        return self._noted(arrival, name)
+    def _fetch(self, transfer: Transfer) -> AdapterLoad:
+        assert transfer.host is not None
+        name = self.contents[transfer.adapter_id]
+        path = str(Path(_files()[0].name) / name)
+        load = self.host.fetch(self.digests[name], path, transfer.host)
+        assert isinstance(load, Copied)
+        self._arrivals.append((load, name))
+        return load
 
-    def _fetch_present(self, adapter_id: AdapterId) -> Arrival | None:
-        name = self.contents[adapter_id]
-        arrival = self.host.fetch_present(self.digests[name])
-        return None if arrival is None else self._noted(arrival, name)
+    def _read(self, path: str) -> AdapterFacts:
+        """What the adapter manager does with a directory."""
+        place = None
 
-    def _noted(self, arrival: Arrival, name: str) -> Arrival:
-        assert isinstance(arrival, Copied)
-        self._arrivals.append((arrival, name))
-        return arrival
+        def make_room(layer_bytes: Sequence[int]) -> HostPlace | None:
+            nonlocal place
+            room = self.memory.place_registration(layer_bytes)
+            self.host.evict(room.evictions)
+            place = room.place
+            return place
+
+        adapter = self.host.register(path, make_room)
+        if place is not None:
+            self.memory.end_registration(place.place_id, adapter.digest)
+        return AdapterFacts(
+            adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes
+        )
+
+    def _check_host(self) -> None:
+        """What the account has is there, but for what waits to be read or to be evicted."""
+        self.host.arena.check_invariants()
+        cache = self.memory.host
+        assert cache is not None
+        if not cache.has_evictions:
+            assert self.host.arena.place_ids <= cache.place_ids
+            assert self.host.arena.taken_bytes <= cache.taken_bytes
+        if not self.memory.num_open_transfers:
+            assert self.host.arena.num_references == 0
+            assert cache.num_used == 0
+            assert self.host.arena.place_ids >= cache.place_ids
 
 
 def _open(path: str) -> OpenAdapter:

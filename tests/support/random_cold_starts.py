@@ -20,11 +20,16 @@ class RandomColdStarts:
         self._blocking: set[AdapterId] = set()
         self.num_started = 0
 
-    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
-        assert adapter_id not in self._loading
-        self._loading.add(adapter_id)
+    def workers_changed(self, num_ready: int) -> None:
+        pass
+
+    def load_started(
+        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
+    ) -> None:
+        assert request.adapter_id not in self._loading
+        self._loading.add(request.adapter_id)
         if self._rng.random() < self._blocking_share:
-            self._blocking.add(adapter_id)
+            self._blocking.add(request.adapter_id)
 
     def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
         assert adapter_id in self._loading

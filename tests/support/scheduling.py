@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.memory.adapter_cache import AdapterCache
 from corun.runtime.memory.adapter_slab import AdapterSlab
 from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, RequestId, StepPlan
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
@@ -23,9 +25,14 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = 100
 
 
+def facts(num_bytes: int, content: str = "content") -> AdapterFacts:
+    """Of an adapter that takes so much on the device."""
+    return AdapterFacts(content, 8, num_bytes)
+
+
 def make_memory(
     *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
-    slab_bytes: int | None = None,
+    slab_bytes: int | None = None, host: HostCache | None = None,
 ) -> DeviceMemory:  # fmt: skip
     """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise."""
     if capacity_bytes is None:
@@ -33,7 +40,7 @@ def make_memory(
     budget = MemoryBudget(capacity_bytes)
     slab = None if slab_bytes is None else AdapterSlab(slab_bytes)
     return DeviceMemory(
-        budget, BlockPool(num_blocks, block_bytes, budget), AdapterCache(budget, slab)
+        budget, BlockPool(num_blocks, block_bytes, budget), AdapterCache(budget, slab), host
     )
 
 
@@ -70,18 +77,24 @@ def make_request(
     arrival_s: float | None = None,
     adapter_id: AdapterId = BASE_ADAPTER,
     adapter_bytes: int = 0,
+    adapter: AdapterFacts | None = None,
     **sampling: Any,
 ) -> Request:
-    """``prompt``: token ids, or how many; by default requests arrive in the order of their ids."""
+    """``prompt``: token ids, or how many; by default requests arrive in the order of their ids.
+
+    ``adapter``: the facts of an adapter; without, some of one that takes ``adapter_bytes``.
+    """
     if isinstance(prompt, int):
         prompt = tuple((request_id * 31 + index * 7) % 89 for index in range(prompt))
+    if adapter is None and adapter_id != BASE_ADAPTER:
+        adapter = facts(adapter_bytes, f"content {adapter_id}")
     return Request(
         request_id=RequestId(request_id),
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         arrival_s=float(request_id) if arrival_s is None else arrival_s,
         adapter_id=adapter_id,
-        adapter_bytes=adapter_bytes,
+        adapter=adapter,
     )
 
 
@@ -100,7 +113,6 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
         capacity_bytes=scheduler.memory.budget.capacity_bytes,
         max_num_tokens=scheduler.config.max_num_batched_tokens,
         recompute_at_tokens=scheduler.config.recompute_at_tokens,
-        is_decode_apart=not scheduler.config.mix_decode_with_prefill,
         is_automatic=is_automatic,
         slab_bytes=None if slab is None else slab.capacity_bytes,
     )

@@ -5,18 +5,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...adapter import AdapterFacts, AdapterLayers
 from ...adapters.load import OpenAdapter, open_adapter
-from ...adapters.registry import AdapterFacts
 from ...adapters.sources import AdapterSource, parse_lora_module
 from ...config.demo import model_name
 from ...config.engine import EngineConfig
 from ...errors import AdapterError
-from ...plan import AdapterId
-from ..adapter_manager import AdapterManager
+from ...plan import Transfer
+from ..adapter_manager import AdapterManager, MakeRoom, ReadAdapter
 from .resources import ArenaPlan
 
 if TYPE_CHECKING:
-    from ....gpu.adapters.fetcher import Arrival
+    from ....gpu.adapters.arrival import AdapterLoad
     from ....gpu.adapters.host import GroupLayers, HostAdapters
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.execution.executor import AdapterFetch
@@ -44,7 +44,7 @@ def make_host_adapters(
         return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
 
     slab = None if slab_bytes is None else SlabSize(slab_bytes, config.max_lora_rank)
-    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.budget_bytes, arena.idle_bytes, slab)
+    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, slab)
     group_layers: GroupLayers = one_group
     if profile is not None:
         from .coexecution import layer_grouper
@@ -53,14 +53,19 @@ def make_host_adapters(
     return assemble.make_host_adapters(loaded, size, open_source, group_layers)
 
 
-def facts_reader(host: "HostAdapters") -> Callable[[str], AdapterFacts]:
-    """What registering needs; what was read stays in the arena while there is room."""
+def facts_reader(host: "HostAdapters") -> ReadAdapter:
+    """What registering needs."""
 
-    def read_facts(path: str) -> AdapterFacts:
-        adapter = host.register(path)
-        return AdapterFacts(adapter.digest, adapter.rank, adapter.num_bytes)
+    def read_adapter(path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+        adapter = host.register(path, make_room)
+        layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
+        facts = AdapterFacts(
+            adapter.digest, adapter.rank, adapter.num_bytes,
+            host_bytes=adapter.host_bytes, layers=layers,
+        )  # fmt: skip
+        return facts, adapter.is_kept
 
-    return read_facts
+    return read_adapter
 
 
 def adapter_fetch(
@@ -69,14 +74,12 @@ def adapter_fetch(
     """What the executor's loads do: a version's files must still be what was registered."""
     from ....gpu.execution.executor import AdapterFetch
 
-    def fetch(adapter_id: AdapterId) -> "Arrival":
-        version = manager.version(adapter_id)
-        return host.fetch(version.digest, version.path)
+    def fetch(transfer: Transfer) -> "AdapterLoad":
+        assert transfer.host is not None, transfer
+        version = manager.version(transfer.adapter_id)
+        return host.fetch(version.digest, version.path, transfer.host)
 
-    def fetch_present(adapter_id: AdapterId) -> "Arrival | None":
-        return host.fetch_present(manager.version(adapter_id).digest)
-
-    return AdapterFetch(fetch, fetch_present, cpus)
+    return AdapterFetch(fetch, host.evict, cpus)
 
 
 def register_adapters(

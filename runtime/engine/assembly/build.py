@@ -24,6 +24,7 @@ from ...memory.adapter_slab import AdapterSlab
 from ...memory.block_pool import BlockPool
 from ...memory.budget import MemoryBudget
 from ...memory.device_memory import DeviceMemory
+from ...memory.host_cache import HostCache
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler
@@ -212,15 +213,9 @@ def _connect(
         # The account is of what is left when loads have their buffers.
         memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
-        manager = AdapterManager(facts_reader(host), base_names(config), host.forget)
+        manager = AdapterManager(facts_reader(host), base_names(config), host)
         undo.callback(manager.close)
-        coexecution = None
-        if _copies_adapters(config, loaded):
-            from .coexecution import start_coexecution
-
-            coexecution = start_coexecution(
-                config, loaded, host, manager, placement, profile, on_progress
-            )
+        coexecution = _coexecution(config, loaded, host, placement, profile, on_progress)
         if coexecution is not None:
             undo.callback(coexecution.close)
         assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
@@ -228,17 +223,17 @@ def _connect(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
             assistant=None if coexecution is None else coexecution.assistant,
-            on_kv_bytes=host.on_kv_bytes,
         )  # fmt: skip
         undo.callback(executor.close)
-        scheduler = make_scheduler(config, loaded, memory, defaults.eos_token_ids, coexecution)
+        scheduler = make_scheduler(
+            config, loaded, memory, _host_cache(arena, host), defaults.eos_token_ids, coexecution
+        )
         core = EngineCore(
             scheduler, executor, manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
             clock=time.monotonic,
             on_adapter_gone=manager.forget,
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
-            num_host_evictions=lambda: host.arena.num_evictions,
         )  # fmt: skip
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
@@ -247,6 +242,18 @@ def _connect(
         info = msgspec.structs.replace(info, summary=summary)
         parts = EngineParts(scheduler, executor, loaded, host, coexecution)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
+
+
+def _coexecution(
+    config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", placement: Placement,
+    profile: "Profile | None", on_progress: Callable[[str], None],
+) -> "Coexecution | None":  # fmt: skip
+    """Start it where adapters are copied to the device."""
+    if not _copies_adapters(config, loaded):
+        return None
+    from .coexecution import start_coexecution
+
+    return start_coexecution(config, loaded, host, placement, profile, on_progress)
 
 
 def _plan_memory(
@@ -283,9 +290,18 @@ def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None)
     return plan_max_model_len(config.max_model_len, model_limit, rope_limit)
 
 
+def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
+    """The account of the arena."""
+    return HostCache(
+        host.arena.capacity_bytes,
+        is_device_memory=plan.idle_bytes is not None,
+        idle_bytes=plan.idle_bytes,
+    )
+
+
 def make_scheduler(
-    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, eos_token_ids: tuple[int, ...],
-    coexecution: "Coexecution | None",
+    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
+    eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
 ) -> Scheduler:  # fmt: skip
     """Make the scheduler and the accounts that it keeps."""
     budget = MemoryBudget(plan.capacity_bytes)
@@ -293,6 +309,7 @@ def make_scheduler(
         budget,
         BlockPool(plan.num_blocks, loaded.layout.block_bytes, budget),
         AdapterCache(budget, None if plan.slab_bytes is None else AdapterSlab(plan.slab_bytes)),
+        host,
     )
     scheduler_config = SchedulerConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING
 
 from ....profiles.models import MachineModel
 from ....profiles.profile import Profile
-from ...coldstart.cold import AdapterShape
-from ...coldstart.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
+from ...coldstart.cold_start import PlannedColdStarts
 from ...coldstart.link import group_of_layers
 from ...coldstart.planner import Planner, PlannerConfig
 from ...coldstart.strategy import LoadStrategy
 from ...config.engine import EngineConfig
-from ...plan import AdapterId
-from ..adapter_manager import AdapterManager
 from ..messages import CpuWorkerStats
 from .placement import Placement
 
@@ -45,14 +42,12 @@ class Coexecution:
     """What the engine's parts need of it; ``close`` after the executor."""
 
     assistant: "Assistant"
-    exchange: "Exchange"
     cold_starts: PlannedColdStarts
     max_tokens_per_step: int
     max_rows_per_step: int
     worker_stats: Callable[[], CpuWorkerStats]
     profile: Profile
     pool: "WorkerPool | None"  # None without workers
-    layers_of: Callable[[AdapterId], AdapterLayers]
     close: Callable[[], None]
 
 
@@ -69,7 +64,6 @@ def start_coexecution(
     config: EngineConfig,
     loaded: "LoadedModel",
     host: "HostAdapters",
-    manager: AdapterManager,
     placement: Placement,
     profile: Profile | None,
     on_progress: Callable[[str], None],
@@ -107,23 +101,21 @@ def start_coexecution(
             None if workers is None else workers.gateway,
             profile.model.num_layers,
         )
-        layers_of = _layers_of(host, manager)
         planner = Planner(
             profile.model,
             PlannerConfig(forced=_forced(config), max_stall_share=config.max_assisted_stall),
         )
         cold_starts = PlannedColdStarts(
             planner,
-            layers_of,
-            _worker_facts(assistant, profile.model),
+            _worker_tokens(profile.model, 0 if workers is None else workers.pool.num_workers),
             profile.decode_step_s.at,
         )
         return Coexecution(
-            assistant, exchange, cold_starts,
+            assistant, cold_starts,
             min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens),
             _MAX_COLD_ROWS,
             CpuWorkerStats if workers is None else workers.stats, profile,
-            None if workers is None else workers.pool, layers_of, undo.pop_all().close,
+            None if workers is None else workers.pool, undo.pop_all().close,
         )  # fmt: skip
 
 
@@ -246,39 +238,23 @@ def _slice_tokens(model: MachineModel) -> int:
     return -(-model.tokens_per_worker // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def _worker_facts(assistant: "Assistant", model: MachineModel) -> WorkerFacts:
-    """Who is ready now, and how many cold tokens of a step the rings of so many hold."""
+def _worker_tokens(model: MachineModel, num_workers: int) -> tuple[int, ...]:
+    """By the number of ready workers: how many cold tokens of a step their rings hold."""
     from ....cpu_workers.slices import max_tokens
 
-    def max_tokens_of(num_workers: int) -> int:
-        return max_tokens(
-            num_cores=num_workers,
-            tokens_per_core=model.tokens_per_worker,
-            max_requests=_MAX_COLD_ROWS,
-            max_slices_per_core=_RING_SLOTS,
-        )
-
-    return WorkerFacts(lambda: assistant.num_ready_workers, max_tokens_of)
+    return (
+        0,
+        *(
+            max_tokens(
+                num_cores=num_ready,
+                tokens_per_core=model.tokens_per_worker,
+                max_requests=_MAX_COLD_ROWS,
+                max_slices_per_core=_RING_SLOTS,
+            )
+            for num_ready in range(1, num_workers + 1)
+        ),
+    )
 
 
 def _forced(config: EngineConfig) -> LoadStrategy | None:
     return None if config.load_strategy == "auto" else LoadStrategy(config.load_strategy)
-
-
-def _layers_of(
-    host: "HostAdapters", manager: AdapterManager
-) -> Callable[[AdapterId], AdapterLayers]:
-    def layers_of(adapter_id: AdapterId) -> AdapterLayers:
-        digest = manager.version(adapter_id).digest
-        extent = host.extent(digest)
-        group_bytes = [0] * (max(extent.group_of_layer) + 1)
-        for group, num_bytes in zip(extent.group_of_layer, extent.layer_bytes, strict=True):
-            group_bytes[group] += num_bytes
-        return AdapterLayers(
-            shape=AdapterShape(extent.num_bytes, extent.rank_sums),
-            group_bytes=tuple(group_bytes),
-            group_of_layer=extent.group_of_layer,
-            is_on_host=host.is_on_host(digest),
-        )
-
-    return layers_of

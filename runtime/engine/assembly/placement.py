@@ -3,8 +3,8 @@
 import logging
 from dataclasses import dataclass, replace
 
-from ...config.cpu_list import format_cpus, parse_cpu_cores
 from ...config.engine import EngineConfig
+from ...config.notations import format_cpus, parse_cpu_cores
 from ...machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
 from ...machine.facts import MachineFacts, pci_numa_node
 

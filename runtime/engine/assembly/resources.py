@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...config.engine import EngineConfig
-from ...config.num_bytes import parse_num_bytes
+from ...config.notations import parse_num_bytes
 from ...errors import ConfigError, ResourceError
 
 _GIB = 2**30
@@ -110,8 +110,8 @@ class ArenaPlan:
     num_bytes: int  # of memory, or of addresses if it is elastic
     is_elastic: bool
     memory_bytes: int  # to be left out of the one budget; 0 where it is part of that
-    budget_bytes: int | None = None  # where it is part of it: what it shares with KV blocks
-    idle_bytes: int | None = None  # and what of it adapters may hold that no request uses
+    # Where it is part of it: what of that adapters may take while no request uses some of them.
+    idle_bytes: int | None = None
 
 
 def plan_copied_arena(
@@ -141,7 +141,6 @@ def plan_shared_arena(config: EngineConfig, capacity_bytes: int) -> ArenaPlan:
         num_bytes=_ADDRESSES_PER_BYTE * capacity_bytes,
         is_elastic=True,
         memory_bytes=0,
-        budget_bytes=capacity_bytes,
         idle_bytes=capacity_bytes if asked_bytes is None else min(asked_bytes, capacity_bytes),
     )
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.copier import AdapterCopier, SlabSize
-from corun.gpu.adapters.fetcher import Arrival
 from corun.gpu.adapters.host import RegisteredAdapter
-from corun.gpu.adapters.store import StoreBusyError
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import Direction, PacedLink
 from corun.gpu.lora.table import DeviceAdapter
-from corun.runtime.errors import AdapterError, ResourceError
+from corun.runtime.errors import AdapterError, CorunError, ResourceError
 from corun.shm.arena_pages import ArenaPages
 from support.host_adapters import Host, copied, shared
 from support.loading_engine import HeldLink
@@ -42,17 +41,30 @@ def device() -> Iterator[CpuDevice]:
     device.close(timeout_s=5)
 
 
-def take(host: Host, arrival: Arrival) -> DeviceAdapter:
+def take(host: Host, arrival: AdapterLoad, digest: str) -> DeviceAdapter:
     """Do what the loader does, but wait."""
     arrival.read(lambda: None, lambda: True)
     arrival.start(is_gradual=False)
     host.device.synchronize(timeout_s=30)
     assert arrival.is_done()
-    return arrival.finish()
+    try:
+        adapter = arrival.finish()
+    except CorunError:
+        host.end_load(digest, has_failed=True)
+        raise
+    host.loaded(digest)
+    return adapter
+
+
+def release(host: Host, facts: RegisteredAdapter, adapter: DeviceAdapter) -> None:
+    """Let go of an adapter that was read in place."""
+    assert adapter.release is not None
+    adapter.release()
+    host.end_load(facts.digest)
 
 
 def load(host: Host, facts: RegisteredAdapter, path: Path) -> DeviceAdapter:
-    return take(host, host.adapters.fetch(facts.digest, str(path)))
+    return take(host, host.fetch(facts.digest, path), facts.digest)
 
 
 def check_deltas(host: Host, adapter: DeviceAdapter, directory: Path) -> None:
@@ -79,7 +91,7 @@ def test_from_the_files_to_the_kernels(
     files: Path, device: CpuDevice, backend: str, size: object
 ) -> None:
     host = Host(device, size, backend=backend)  # type: ignore[arg-type]
-    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    facts = {name: host.register(files / name) for name in "abc"}
     assert len({fact.digest for fact in facts.values()}) == 3
     loaded = {name: load(host, facts[name], files / name) for name in "abc"}
     for name, adapter in loaded.items():
@@ -89,32 +101,33 @@ def test_from_the_files_to_the_kernels(
         lora.a.untyped_storage().data_ptr(): lora.a.untyped_storage().nbytes()
         for lora in loaded["a"].targets.values()
     }
-    if host.adapters.on_kv_bytes is None:
+    if not host.cache.is_device_memory:
         assert sum(memory.values()) == facts["a"].num_bytes
         assert device.link.stats(Direction.TO_DEVICE).num_bytes > 0
-        assert referenced_bytes(host) == 0
+        assert num_references(host) == 0
     else:
         assert device.link.stats(Direction.TO_DEVICE).num_bytes == 0
-        assert referenced_bytes(host) == host.arena.taken_bytes == 3 * facts["a"].num_bytes
-    for adapter in loaded.values():
+        assert num_references(host) == 3
+        assert host.arena.taken_bytes == 3 * facts["a"].num_bytes
+    for name, adapter in loaded.items():
         if adapter.release is not None:
-            adapter.release()
-    assert referenced_bytes(host) == 0
+            release(host, facts[name], adapter)
+    assert num_references(host) == 0
     memory.clear()
     loaded.clear()
     del adapter
     host.adapters.close()
 
 
-def referenced_bytes(host: Host) -> int:
+def num_references(host: Host) -> int:
     host.arena.check_invariants()
-    return host.arena.referenced_bytes
+    return host.arena.num_references
 
 
 def test_an_evicted_adapter_is_read_again(files: Path, device: CpuDevice) -> None:
-    num_bytes = Host(device, shared(ROOMY_BYTES)).adapters.register(str(files / "a")).num_bytes
-    host = Host(device, shared(4 * num_bytes, idle_bytes=2 * num_bytes))
-    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    num_bytes = Host(device, shared(ROOMY_BYTES)).register(files / "a").num_bytes
+    host = Host(device, shared(4 * num_bytes), idle_bytes=2 * num_bytes)
+    facts = {name: host.register(files / name) for name in "abc"}
     assert host.arena.taken_bytes == 2 * num_bytes
     assert host.num_opened == 3
     adapter = load(host, facts["a"], files / "a")
@@ -122,20 +135,22 @@ def test_an_evicted_adapter_is_read_again(files: Path, device: CpuDevice) -> Non
     check_deltas(host, adapter, files / "a")
     again = load(host, facts["c"], files / "c")
     assert host.num_opened == 4, "the one that was registered last had stayed"
-    assert again.release is not None and adapter.release is not None
-    again.release()
-    adapter.release()
+    release(host, facts["c"], again)
+    release(host, facts["a"], adapter)
 
 
 def test_kv_blocks_take_the_place_of_adapters_that_nobody_uses(
     files: Path, device: CpuDevice
 ) -> None:
-    num_bytes = Host(device, shared(ROOMY_BYTES)).adapters.register(str(files / "a")).num_bytes
-    host = Host(device, shared(4 * num_bytes))
-    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    num_bytes = Host(device, shared(ROOMY_BYTES)).register(files / "a").num_bytes
+    host = Host(device, shared(4 * num_bytes), idle_bytes=4 * num_bytes)
+    facts = {name: host.register(files / name) for name in "abc"}
     used = load(host, facts["a"], files / "a")
-    note = host.adapters.on_kv_bytes
-    assert note is not None
+
+    def note(kv_bytes: int) -> None:
+        host.cache.keep_within(4 * num_bytes - kv_bytes)
+        host.carry_out()
+
     note(num_bytes)
     assert host.arena.taken_bytes == 3 * num_bytes
     note(num_bytes + 1)
@@ -144,13 +159,12 @@ def test_kv_blocks_take_the_place_of_adapters_that_nobody_uses(
     assert host.arena.taken_bytes == num_bytes
     check_deltas(host, used, files / "a")
     opened = host.num_opened
-    assert host.adapters.register(str(files / "b")) == facts["b"]
+    assert replace(host.register(files / "b"), is_kept=True) == facts["b"]
     assert host.arena.taken_bytes == num_bytes, "checked and not kept: there is no room"
     late = load(host, facts["b"], files / "b")  # the budget has said that it may
     assert host.num_opened == opened + 2
-    assert used.release is not None and late.release is not None
-    used.release()
-    late.release()
+    release(host, facts["a"], used)
+    release(host, facts["b"], late)
     assert host.arena.taken_bytes == 0
 
 
@@ -158,18 +172,18 @@ def test_files_that_changed_after_an_eviction(
     files: Path, device: CpuDevice, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(files / "a", tmp_path / "a"))
-    host = Host(device, shared(ROOMY_BYTES, idle_bytes=0))
-    facts = host.adapters.register(str(path))
+    host = Host(device, shared(ROOMY_BYTES), idle_bytes=0)
+    facts = host.register(path)
     assert host.arena.taken_bytes == 0
     edit_tensors(path, lora_A=lambda tensor: tensor + 1)
     with pytest.raises(AdapterError, match="have changed since the adapter was registered"):
         load(host, facts, path)
     (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-9])
     with pytest.raises(AdapterError, match="truncated or damaged"):
-        host.adapters.fetch(facts.digest, str(path))
+        host.fetch(facts.digest, path)
     shutil.rmtree(path)
     with pytest.raises(AdapterError, match="no such adapter directory"):
-        host.adapters.fetch(facts.digest, str(path))
+        host.fetch(facts.digest, path)
     assert host.arena.taken_bytes == 0
     host.arena.check_invariants()
 
@@ -179,20 +193,19 @@ def test_files_that_changed_are_not_read_while_the_arena_has_them(
 ) -> None:
     path = Path(shutil.copytree(files / "a", tmp_path / "a"))
     host = Host(device, shared(ROOMY_BYTES))
-    facts = host.adapters.register(str(path))
+    facts = host.register(path)
     edit_tensors(path, lora_A=lambda tensor: tensor * 2)
-    new = host.adapters.register(str(path))
+    new = host.register(path)
     assert new.digest != facts.digest
     old_adapter, new_adapter = load(host, facts, path), load(host, new, path)
     check_deltas(host, old_adapter, files / "a")
     check_deltas(host, new_adapter, path)
-    host.adapters.forget(facts.digest)
+    host.forget(facts.digest)
     check_deltas(host, old_adapter, files / "a")
-    assert old_adapter.release is not None and new_adapter.release is not None
     before = host.arena.taken_bytes
-    old_adapter.release()
+    release(host, facts, old_adapter)
     assert host.arena.taken_bytes == before - facts.num_bytes
-    new_adapter.release()
+    release(host, new, new_adapter)
 
 
 def test_a_bad_file_leaves_nothing_in_the_arena(
@@ -202,7 +215,7 @@ def test_a_bad_file_leaves_nothing_in_the_arena(
     edit_tensors(path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor / 0)
     host = Host(device, shared(ROOMY_BYTES))
     with pytest.raises(AdapterError, match="not finite"):
-        host.adapters.register(str(path))
+        host.register(path)
     assert host.arena.taken_bytes == 0
     host.arena.check_invariants()
 
@@ -212,19 +225,18 @@ def test_an_adapter_larger_than_the_arena_is_refused_when_it_is_registered(
 ) -> None:
     host = Host(device, copied(8192))
     with pytest.raises(AdapterError, match=r"8192 bytes.*--host-adapter-bytes"):
-        host.adapters.register(str(files / "a"))
+        host.register(files / "a")
 
 
 def test_an_arena_full_of_what_is_in_use(files: Path, device: CpuDevice) -> None:
     roomy = Host(device, copied(ROOMY_BYTES))
-    roomy.adapters.register(str(files / "a"))
+    roomy.register(files / "a")
     host = Host(device, copied(roomy.arena.taken_bytes))
-    facts = {name: host.adapters.register(str(files / name)) for name in "ab"}
-    first = host.adapters.fetch(facts["a"].digest, str(files / "a"))
-    with pytest.raises(StoreBusyError, match="in use now"):
-        host.adapters.fetch(facts["b"].digest, str(files / "b"))
-    assert host.adapters.register(str(files / "c")).num_bytes > 0, "checked and not kept"
-    adapter = take(host, first)
+    facts = {name: host.register(files / name) for name in "ab"}
+    first = host.fetch(facts["a"].digest, files / "a")
+    assert host.cache.begin_load(facts["b"].digest, facts["b"].host_bytes) is None
+    assert not host.register(files / "c").is_kept, "checked and not kept"
+    adapter = take(host, first, facts["a"].digest)
     check_deltas(host, adapter, files / "a")
     second = load(host, facts["b"], files / "b")
     check_deltas(host, second, files / "b")
@@ -233,17 +245,18 @@ def test_an_arena_full_of_what_is_in_use(files: Path, device: CpuDevice) -> None
 def test_an_unload_while_it_is_loading(files: Path, device: CpuDevice) -> None:
     """The host's copy stays until the copy to the device has ended, and goes then."""
     host = Host(device, copied(ROOMY_BYTES))
-    facts = host.adapters.register(str(files / "a"))
-    arrival = host.adapters.fetch(facts.digest, str(files / "a"))
-    host.adapters.forget(facts.digest)
-    adapter = take(host, arrival)
+    facts = host.register(files / "a")
+    arrival = host.fetch(facts.digest, files / "a")
+    host.forget(facts.digest)
+    adapter = take(host, arrival, facts.digest)
     assert host.arena.taken_bytes == 0
     check_deltas(host, adapter, files / "a")
-    other = host.adapters.register(str(files / "b"))
-    cancelled = host.adapters.fetch(other.digest, str(files / "b"))
+    other = host.register(files / "b")
+    cancelled = host.fetch(other.digest, files / "b")
     cancelled.start(is_gradual=False)
-    host.adapters.forget(other.digest)
+    host.forget(other.digest)
     cancelled.cancel()
+    host.end_load(other.digest, has_failed=True)
     assert host.arena.taken_bytes == 0
 
 
@@ -251,21 +264,21 @@ def test_a_copy_that_fails_fails_its_adapter(
     files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = Host(device, copied(ROOMY_BYTES))
-    facts = host.adapters.register(str(files / "a"))
+    facts = host.register(files / "a")
 
     def fail(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("no room for rows")
 
     with monkeypatch.context() as patch:
         patch.setattr("corun.gpu.adapters.arrival.unpack", fail)
-        arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+        arrival = host.fetch(facts.digest, files / "a")
         arrival.start(is_gradual=False)
         deadline_s = time.monotonic() + 30
         while not arrival.is_done():
             assert time.monotonic() < deadline_s
         with pytest.raises(AdapterError, match=r"copying it to the device failed.*no room"):
             arrival.finish()
-    assert referenced_bytes(host) == 0
+    assert num_references(host) == 0
     check_deltas(host, load(host, facts, files / "a"), files / "a")
 
 
@@ -274,7 +287,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_adapter(
 ) -> None:
     """Those before it are under way, so it ends when they do."""
     host = Host(device, copied(ROOMY_BYTES), backend="numba")
-    facts = host.adapters.register(str(files / "a"))
+    facts = host.register(files / "a")
     copy = AdapterCopier.copy
     num_copies = 0
 
@@ -287,13 +300,13 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_adapter(
 
     with monkeypatch.context() as patch:
         patch.setattr(AdapterCopier, "copy", refuse)
-        arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+        arrival = host.fetch(facts.digest, files / "a")
         arrival.start(is_gradual=False)
     device.synchronize(timeout_s=30)
     assert arrival.is_done()
     with pytest.raises(AdapterError, match=r"copying it to the device failed: no more copies"):
         arrival.finish()
-    assert referenced_bytes(host) == 0
+    assert num_references(host) == 0
     check_deltas(host, load(host, facts, files / "a"), files / "a")
 
 
@@ -303,20 +316,20 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     link = HeldLink()
     device = CpuDevice(link=link)
     host = Host(device, copied(ROOMY_BYTES), backend="numba")
-    facts = host.adapters.register(str(files / "a"))
+    facts = host.register(files / "a")
     monkeypatch.setattr("corun.gpu.adapters.arrival._CANCEL_TIMEOUT_S", 0.01)
     link.is_open = False
-    arrival = host.adapters.fetch(facts.digest, str(files / "a"))
+    arrival = host.fetch(facts.digest, files / "a")
     arrival.start(is_gradual=False)
     arrival.cancel()
-    assert referenced_bytes(host) == host.arena.taken_bytes > 0
+    assert num_references(host) == 1
     assert "keeps its host memory" in caplog.text
     monkeypatch.undo()
     link.num_to_fail, link.is_open = 1, True
-    second = host.adapters.fetch(facts.digest, str(files / "a"))
+    second = host.fetch(facts.digest, files / "a")
     second.start(is_gradual=False)
     second.cancel()  # with a copy that has failed, which is nobody's concern
-    assert referenced_bytes(host) == host.arena.taken_bytes > 0
+    assert num_references(host) == 1
     del arrival, second
     device.close()
 
@@ -326,17 +339,17 @@ def test_with_a_slab_loads_ask_torch_for_no_memory(
 ) -> None:
     """While streams wait for the host nobody may, and nobody knows when they do."""
     roomy = Host(device, copied(ROOMY_BYTES))
-    num_bytes = roomy.adapters.register(str(files / "a")).num_bytes
+    num_bytes = roomy.register(files / "a").num_bytes
     slab = SlabSize(1 << 20, max_rank=64)
     host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
     assert host.adapters.slab_bytes is not None and roomy.adapters.slab_bytes is None
     assert num_bytes < host.adapters.slab_bytes < slab.num_bytes, "loads have their buffers"
-    facts = {name: host.adapters.register(str(files / name)) for name in "abc"}
+    facts = {name: host.register(files / name) for name in "abc"}
     # On the device everything is a view of the slab; the host's side reads no files here.
     monkeypatch.setattr("corun.gpu.adapters.copier.torch", None)
     loaded = {}
     for index, name in enumerate("abc"):
-        arrival = host.adapters.fetch(facts[name].digest, str(files / name))
+        arrival = host.fetch(facts[name].digest, files / name)
         arrival.start(is_gradual=index == 1, offset_bytes=index * num_bytes)
         host.device.synchronize(timeout_s=30)
         while not arrival.is_done():
@@ -360,14 +373,14 @@ def test_what_no_slab_holds_is_refused(files: Path, device: CpuDevice) -> None:
     slab = SlabSize(ROOMY_BYTES - roomy.adapters.slab_bytes + 4096, max_rank=64)
     host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
     with pytest.raises(AdapterError, match=r"have 4096 .*--adapter-memory-fraction"):
-        host.adapters.register(str(files / "a"))
+        host.register(files / "a")
     assert host.arena.taken_bytes == 0
 
 
 def test_copies_take_the_link(files: Path) -> None:
     device = CpuDevice(link=PacedLink(1.0))
     host = Host(device, copied(ROOMY_BYTES), backend="numba")
-    facts = host.adapters.register(str(files / "a"))
+    facts = host.register(files / "a")
     adapter = load(host, facts, files / "a")
     assert device.link.stats(Direction.TO_DEVICE).num_bytes == facts.num_bytes
     check_deltas(host, adapter, files / "a")
@@ -380,8 +393,8 @@ def test_too_little_memory_for_an_elastic_arena(
     files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = Host(device, shared(ROOMY_BYTES))
-    facts = host.adapters.register(str(files / "a"))
-    host.adapters.forget(facts.digest)
+    facts = host.register(files / "a")
+    host.forget(facts.digest)
 
     def refuse(self: ArenaPages, offset: int, num_bytes: int) -> None:
         from corun.shm.errors import SpaceError
@@ -389,7 +402,8 @@ def test_too_little_memory_for_an_elastic_arena(
         raise SpaceError("adapters", num_bytes, 0, "free memory or ask for less")
 
     monkeypatch.setattr(ArenaPages, "take", refuse)
-    assert host.adapters.register(str(files / "a")) == facts, "checked and not kept"
+    again = host.register(files / "a")
+    assert not again.is_kept and again.digest == facts.digest
     with pytest.raises(ResourceError, match="free memory or ask for less"):
-        host.adapters.fetch(facts.digest, str(files / "a"))
+        host.fetch(facts.digest, files / "a")
     assert host.arena.taken_bytes == 0

@@ -5,10 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from corun.gpu.adapters import fetcher as adapter_fetcher
 from corun.gpu.adapters.arrival import Reading
 from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter, ReadProgress
-from corun.gpu.adapters.store import StoreBusyError
 from corun.gpu.lora.table import DeviceAdapter
 from corun.runtime.errors import AdapterError, EngineDeadError
 from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
@@ -30,6 +28,7 @@ class Arrival:
         self.num_read: Reading | None = None
         self.may_read = threading.Event()
         self.num_enqueued = 0
+        self.is_read_to_its_end = True
         self.is_gradual: bool | None = None
         self.offset_bytes: int | None = None
         self._fails_to_start = fails_to_start
@@ -50,6 +49,9 @@ class Arrival:
                 time.sleep(0.001)
             if not is_wanted():
                 return
+
+    def is_read(self) -> bool:
+        return self.is_read_to_its_end
 
     def reading(self) -> Reading | None:
         return self.num_read
@@ -87,7 +89,7 @@ class Loading:
         self.readings: list[Reading] = []
         self.results: dict[AdapterId, Arrival | Callable[[], Arrival]] = {}
         self._told = threading.Semaphore(0)
-        self.loader = AdapterLoader(self._fetch, lambda _: None, self._told.release)
+        self.loader = AdapterLoader(self._fetch, self._told.release)
 
     def load(self, *adapter_ids: int, is_demand: bool = True) -> None:
         for number in adapter_ids:
@@ -107,7 +109,8 @@ class Loading:
         self.readings += [event.reading for event in events if isinstance(event, ReadProgress)]
         return [event for event in events if isinstance(event, LoadedAdapter)]
 
-    def _fetch(self, adapter_id: AdapterId) -> Arrival:
+    def _fetch(self, transfer: Transfer) -> Arrival:
+        adapter_id = transfer.adapter_id
         self.fetched.append(adapter_id)
         result = self.results[adapter_id]
         return result if isinstance(result, Arrival) else result()
@@ -200,6 +203,19 @@ def test_a_copy_that_cannot_be_started_is_cancelled(loading: Loading) -> None:
     assert arrival.ends == ["cancel"]
 
 
+def test_a_load_that_is_cancelled_ends_when_its_files_are_no_longer_read(loading: Loading) -> None:
+    """Until then somebody writes to its place on the host."""
+    arrival = loading.results[AdapterId(1)] = Arrival(fails_to_start=True)
+    arrival.is_read_to_its_end = False
+    loading.load(1)
+    assert loading.wait() == []
+    assert arrival.ends == ["cancel"]
+    assert loading.ended() == []
+    arrival.is_read_to_its_end = True
+    assert [done.error for done in loading.ended()] == ["RuntimeError: the device is full"]
+    assert loading.ended() == []
+
+
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_lost_device_ends_more_than_a_load(where: str, loading: Loading) -> None:
     lost = accelerator_error(700)
@@ -285,25 +301,6 @@ def test_a_prefetch_whose_files_are_being_read_when_a_request_waits(
     loading.loader.promote(TransferId(101))  # it has ended
 
 
-def test_a_busy_arena_is_asked_again_and_the_order_kept(loading: Loading) -> None:
-    """The second load waits behind the first, which waits for the arena."""
-    good = Arrival()
-    good.arrived.set()
-    tries: list[float] = []
-
-    def fetch() -> Arrival:
-        tries.append(time.monotonic())
-        if len(tries) < 4:
-            raise StoreBusyError("in use now")
-        return good
-
-    loading.results = {AdapterId(1): fetch, AdapterId(2): good}
-    loading.load(1, 2)
-    ends = loading.wait() + loading.wait()
-    assert [(done.adapter_id, done.error) for done in ends] == [(1, None), (2, None)]
-    assert loading.fetched == [1, 1, 1, 1, 2]
-
-
 def test_what_requests_wait_for_is_fetched_before_prefetches(loading: Loading) -> None:
     gate, begun = threading.Event(), threading.Event()
 
@@ -372,13 +369,6 @@ def test_closing_reads_no_further(loading: Loading) -> None:
     loading.loader.close()
     assert arrival.reading() == Reading(2, 0.5)
     assert arrival.ends == ["cancel"]
-
-
-def test_an_arena_that_stays_busy(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_fetcher, "_BUSY_TIMEOUT_S", 0.02)
-    loading.results = {AdapterId(1): refuse(StoreBusyError("in use now"))}
-    loading.load(1)
-    assert [done.error for done in loading.wait()] == ["in use now"]
 
 
 def test_closing_gives_back_what_is_under_way_and_what_was_fetched() -> None:

@@ -35,25 +35,32 @@ class Reading:
         self.gate = FileGate()
         self.host = Host(self.device, copied(1 << 20), gate=self.gate)
         self.path = path
-        self.store = self.host.adapters._store
-        self.digest = self.host.adapters.register(str(path)).digest
+        self.store = self.host.adapters.store
+        self.digest = self.host.register(path).digest
         self.thread: threading.Thread | None = None
         self.num_told = 0
         self.is_wanted = True
 
     def evict(self) -> None:
-        self.host.arena.keep_within(0)
-        self.host.arena.keep_within(None)
+        self.host.evict_idle()
         assert self.host.arena.taken_bytes == 0
 
     def begin(self) -> HostAdapter:
         """Read with the gate closed."""
         self.evict()
         self.gate.close()
-        host = self.store.fetch(self.digest, str(self.path))
+        host = self.fetch()
         self.thread = threading.Thread(target=host.read, args=(self._note, lambda: self.is_wanted))
         self.thread.start()
         return host
+
+    def fetch(self) -> HostAdapter:
+        return self.store.fetch(self.digest, str(self.path), self.host.place(self.digest))
+
+    def let_go(self, host: HostAdapter, *, has_failed: bool = False) -> None:
+        """Its load has ended."""
+        host.release()
+        self.host.end_load(self.digest, has_failed=has_failed)
 
     def end(self) -> None:
         assert self.thread is not None
@@ -81,7 +88,7 @@ def reading(files: Path, tmp_path: Path) -> Iterator[Reading]:
     yield reading
     reading.end()
     reading.host.arena.check_invariants()
-    assert all(not entry.num_references for entry in reading.host.arena._all_entries())
+    assert reading.host.arena.num_references == 0
     reading.device.close(timeout_s=TIMEOUT_S)
 
 
@@ -91,10 +98,9 @@ def parts_of(host: HostAdapter) -> list[bytes]:
 
 
 def test_the_first_layer_can_be_used_before_the_second_is_read(reading: Reading) -> None:
-    present = reading.store.fetch_present(reading.digest)
-    assert present is not None
+    present = reading.fetch()
     wanted = parts_of(present)
-    present.release()
+    reading.let_go(present)
 
     host = reading.begin()
     num_first = sum(place.layer == 0 for place in host.places)
@@ -106,15 +112,15 @@ def test_the_first_layer_can_be_used_before_the_second_is_read(reading: Reading)
     assert host.num_whole == num_first < len(host.places)
     assert parts_of(host)[:num_first] == wanted[:num_first]
     assert not host.is_read
-    assert reading.store.fetch_present(reading.digest) is None, "nobody finds what is not whole"
+    assert not reading.host.cache.contains(reading.digest), "nobody finds what is not whole"
     reading.end()
     assert host.is_read and host.error is None
     assert parts_of(host) == wanted
     assert reading.num_told == 3, "at each layer and at the end"
-    host.release()
-    again = reading.store.fetch_present(reading.digest)
-    assert again is not None
-    again.release()
+    reading.let_go(host)
+    again = reading.fetch()
+    assert again.is_read
+    reading.let_go(again)
 
 
 def test_a_late_layer_that_has_changed(reading: Reading) -> None:
@@ -127,9 +133,9 @@ def test_a_late_layer_that_has_changed(reading: Reading) -> None:
     assert isinstance(host.error, AdapterError)
     assert "have changed since the adapter was registered" in str(host.error)
     assert reading.host.arena.taken_bytes > 0, "somebody may still read it"
-    host.release()
+    reading.let_go(host, has_failed=True)
     assert reading.host.arena.taken_bytes == 0
-    assert reading.store.fetch_present(reading.digest) is None
+    assert not reading.host.cache.contains(reading.digest)
 
 
 def test_a_file_that_is_cut_while_it_is_read(reading: Reading) -> None:
@@ -140,7 +146,7 @@ def test_a_file_that_is_cut_while_it_is_read(reading: Reading) -> None:
     path.write_bytes(path.read_bytes()[:600])
     reading.end()
     assert "changed while it was read" in str(host.error)
-    host.release()
+    reading.let_go(host, has_failed=True)
     assert reading.host.arena.taken_bytes == 0
 
 
@@ -153,7 +159,7 @@ def test_what_nobody_waits_for_is_not_read_to_its_end(reading: Reading, is_relea
         host.release()
     reading.is_wanted = is_released
     reading.end()
-    host.release()
+    reading.let_go(host, has_failed=True)
     assert reading.gate.num_taken <= 8
     assert "nobody waits" in str(host.error)
     assert reading.host.arena.taken_bytes == 0
@@ -165,12 +171,12 @@ def test_the_same_content_is_registered_while_it_is_read(reading: Reading) -> No
     reading.gate.let(6)
     assert host.wait_whole(1, TIMEOUT_S)
     used = np.frombuffer(parts_of(host)[0], np.uint8)
-    assert reading.host.adapters.register(str(reading.path)).digest == reading.digest
+    assert reading.host.register(reading.path).digest == reading.digest
     reading.end()
     assert host.error is None
     num_bytes = reading.host.arena.taken_bytes
     assert (np.frombuffer(parts_of(host)[0], np.uint8) == used).all()
-    host.release()
+    reading.let_go(host)
     assert reading.host.arena.taken_bytes == num_bytes // 2
 
 
@@ -181,14 +187,12 @@ def test_where_kernels_read_the_arena_it_is_there_when_all_is_read(
     path = Path(shutil.copytree(files, tmp_path / "a"))
     gate, device = FileGate(), CpuDevice()
     host = Host(device, shared(1 << 20), gate=gate)
-    digest = host.adapters.register(str(path)).digest
-    host.arena.keep_within(0)
-    host.arena.keep_within(None)
+    digest = host.register(path).digest
+    host.evict_idle()
     if has_changed:
         edit_tensors(path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
     loader = AdapterLoader(
-        lambda _: host.adapters.fetch(digest, str(path)),
-        lambda _: host.adapters.fetch_present(digest),
+        lambda _: host.fetch(digest, path),
         lambda: None,
     )
     gate.close()
@@ -207,6 +211,7 @@ def test_where_kernels_read_the_arena_it_is_there_when_all_is_read(
         assert end.adapter is not None and end.adapter.release is not None
         assert len(end.adapter.targets) == 6
         end.adapter.release()
-    host.arena.keep_within(0)
+    host.end_load(digest, has_failed=has_changed)
+    host.evict_idle()
     assert host.arena.taken_bytes == 0
     device.close(timeout_s=TIMEOUT_S)

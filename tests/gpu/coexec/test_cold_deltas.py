@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from corun.gpu.coexec.cold_deltas import Arrival, ColdDeltas, ColdPlan, NoObserver
+from corun.gpu.coexec.cold_deltas import Arrival, ColdDeltas, ColdPlan
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.coexec.invocation import Invocation, job_shape
@@ -60,7 +60,7 @@ class ThreadWorker:
     def invocation(self, sequence: int, start: int, end: int) -> Invocation:
         self.jobs.append((sequence, end - start))
         return Invocation(
-            0, sequence, start, end, SHAPE, self, self.x.data_ptr(), self.y.data_ptr(),
+            (0, 0), 0, sequence, start, end, SHAPE, self, self.x.data_ptr(), self.y.data_ptr(),
             self.ready, self.done,
         )  # fmt: skip
 
@@ -102,7 +102,7 @@ def zeros(num_tokens: int) -> list[torch.Tensor]:
 
 def run_pass(bench: Bench, plan: ColdPlan, x: torch.Tensor) -> list[list[torch.Tensor]]:
     """All layers, base products of zero; on the compute stream, as an executor would."""
-    deltas = ColdDeltas(HostHandover(bench.exchange), bench.backend, plan, NoObserver())
+    deltas = ColdDeltas(HostHandover(bench.exchange), bench.backend, plan)
     results: list[list[torch.Tensor]] = []
 
     def compute() -> None:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from corun.cpu_workers.slices import SliceJob
 from corun.gpu.coexec.assistant import AssistedPass
-from corun.gpu.coexec.cold_deltas import ColdDeltas, GroupKey
+from corun.gpu.coexec.cold_deltas import ColdDeltas
 from corun.gpu.coexec.gateway import WorkerGateway
 from corun.gpu.coexec.handover import Exchange, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
@@ -238,7 +238,7 @@ def _signal_before_copy(self: StreamHandover, invocation: Invocation, x: Any) ->
 
 
 def _add_before_wait(
-    self: ColdDeltas, key: GroupKey, invocations: Sequence[Invocation], ys: Sequence[Any]
+    self: ColdDeltas, invocations: Sequence[Invocation], ys: Sequence[Any]
 ) -> None:
     for invocation in invocations:
         self._handover.add(invocation, ys)

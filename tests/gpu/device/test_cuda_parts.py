@@ -10,7 +10,7 @@ import torch
 from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_agent import HostAgent, Item
 from corun.gpu.device.cuda_memory import Piece, Registrations
-from corun.gpu.device.link import Direction, PacedLink, Transfer
+from corun.gpu.device.link import Direction, LinkTransfer, PacedLink
 from support.cuda.fake_cuda import FakeEvent, FakeGpu, FakeRuntime, fake_device
 
 PAGE = mmap.PAGESIZE
@@ -162,11 +162,11 @@ class NotedLink(PacedLink):
 
     def begin(
         self, direction: Direction, num_bytes: int, *, start_s: float | None = None
-    ) -> Transfer:
+    ) -> LinkTransfer:
         self.starts_s.append(start_s)
         return super().begin(direction, num_bytes, start_s=start_s)
 
-    def finish(self, transfer: Transfer) -> float:
+    def finish(self, transfer: LinkTransfer) -> float:
         self.ends_s.append(super().finish(transfer))
         return self.ends_s[-1]
 

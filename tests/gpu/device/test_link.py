@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from corun.gpu.device.link import Direction, LinkStats, PacedLink, Transfer
+from corun.gpu.device.link import Direction, LinkStats, LinkTransfer, PacedLink
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_clock import FakeClock
@@ -55,7 +55,7 @@ def test_a_transfer_that_joins_slows_the_other_only_while_both_run() -> None:
 
 def test_who_sleeps_notices_that_others_joined() -> None:
     clock = FakeClock()
-    joined: list[Transfer] = []
+    joined: list[LinkTransfer] = []
 
     def sleep(duration_s: float) -> None:
         if not joined:

@@ -13,6 +13,7 @@ from corun.runtime.errors import AdapterError, EngineDeadError
 from corun.runtime.plan import (
     Outcome,
     RequestId,
+    RetryCause,
     StepId,
     StepResult,
     Transfer,
@@ -114,7 +115,7 @@ def test_a_plan_without_rows_has_a_result(device: ExecutorDevice) -> None:
     assert device.run(forget_requests=(RequestId(9),)) == [StepResult(StepId(1), ())]
 
 
-def test_an_exception_fails_its_sub_batch_alone(
+def test_an_exception_voids_its_sub_batch_alone(
     device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     forward = device.runner.forward
@@ -135,7 +136,7 @@ def test_an_exception_fails_its_sub_batch_alone(
     assert by_request[RequestId(1)].outcome is Outcome.TOKENS
     for request_id in (2, 3):
         row = by_request[RequestId(request_id)]
-        assert row.outcome is Outcome.FAILED
+        assert (row.outcome, row.cause) == (Outcome.RETRY, RetryCause.FORWARD)
         assert "MemoryError: no room" in (row.error or "")
     assert "sub-batch of 2 rows failed" in caplog.text
     assert device.run(rows((1, 1, 1, True)))[0].rows[0].outcome is Outcome.TOKENS
@@ -199,8 +200,12 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
     device.submit(transfers=(evict,))
     assert wait_transfer(device) == TransferResult(TransferId(2))
     assert device.loaded.lora_table.num_free_rows == device.loaded.lora_table.capacity
-    (result,) = device.run(rows((2, 2, 1, True)))
-    assert result.rows[0].outcome is Outcome.FAILED
+    (result,) = device.run(rows((1, 2, 1, True), (2, 2, 1, True)))
+    outcomes = [(row.outcome, row.cause) for row in result.rows]
+    assert outcomes == [
+        (Outcome.RETRY, RetryCause.COMPANY),
+        (Outcome.RETRY, RetryCause.FORWARD),
+    ]
 
 
 @pytest.mark.parametrize("error", [AdapterError("its files have changed"), ZeroDivisionError("x")])

@@ -1,4 +1,4 @@
-"""Cold rows and warm ones in one pass: what is the fault of one is borne by no other."""
+"""Cold rows and warm ones in one pass: the executor runs it once, and says whose fault it was."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.coexec.assistant import ColdRow
-from corun.runtime.plan import Outcome, RequestId, SubBatch, SubBatchKind
+from corun.runtime.plan import Outcome, RequestId, RetryCause, SubBatch, SubBatchKind
 from corun.shm.errors import RingFullError
 from support.architectures import save_model
 from support.executor_device import (
@@ -44,6 +44,8 @@ def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
 class Assisting:
     """Stands for the workers: they have a bad day, or void what they did."""
 
+    num_ready_workers = 0
+
     def __init__(
         self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
     ) -> None:
@@ -74,8 +76,10 @@ def beside_the_cold_one(
     Returns the rows' results by request, and those of the warm ones computed without the cold one.
     """
     forward = device.runner.forward
+    deltas_of_passes: list[Any] = []
 
     def with_workers(inputs: Any, indices: Any, deltas: Any) -> Any:
+        deltas_of_passes.append(deltas)
         if deltas is not None and is_broken:
             forward(inputs, indices)  # all is written; the next thing fails
             raise RuntimeError("the exchange is broken")
@@ -91,16 +95,23 @@ def beside_the_cold_one(
     (alone,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))
     monkeypatch.setattr(device.runner, "forward", with_workers)
     (result,) = device.run(cold_rows((1, 2, 1, True, 0), (2, 0, 3, True, 0), (3, 0, 2, True, 1)))
+    assert deltas_of_passes == ([] if assisting.error else ["of workers"])  # and nothing else
     return {row.request_id: row for row in result.rows}, list(alone.rows)
 
 
-def test_only_the_rows_that_need_workers_are_retried_without_them(
+def causes_of(found: dict[RequestId, Any]) -> list[RetryCause | None]:
+    """Why the three rows are to be computed again."""
+    rows = [found[RequestId(number)] for number in (1, 2, 3)]
+    assert {row.outcome for row in rows} == {Outcome.RETRY}
+    return [row.cause for row in rows]
+
+
+def test_a_pass_that_workers_cannot_take_is_the_fault_of_the_rows_that_need_them(
     device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assisting = Assisting(error=RingFullError("too many slices"))
-    found, alone = beside_the_cold_one(device, monkeypatch, assisting, is_broken=False)
-    assert [found[RequestId(1)], found[RequestId(2)]] == alone
-    assert found[RequestId(3)].outcome is Outcome.RETRY
+    found, _ = beside_the_cold_one(device, monkeypatch, assisting, is_broken=False)
+    assert causes_of(found) == [RetryCause.COMPANY, RetryCause.COMPANY, RetryCause.DELTAS]
     assert "too many slices" in (found[RequestId(3)].error or "")
 
 
@@ -112,18 +123,19 @@ def test_void_deltas_are_the_cold_rows_matter_alone(
     )
     assert [found[RequestId(1)], found[RequestId(2)]] == alone
     assert found[RequestId(3)].outcome is Outcome.RETRY
+    assert found[RequestId(3)].cause is RetryCause.DELTAS
 
 
-def test_what_breaks_a_pass_with_cold_rows_does_not_fail_the_warm_ones(
-    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_breaks_a_pass_with_cold_rows_is_not_the_fault_of_the_warm_ones(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assisting = Assisting()
     found, alone = beside_the_cold_one(device, monkeypatch, assisting, is_broken=True)
-    assert [found[RequestId(1)], found[RequestId(2)]] == alone
-    assert found[RequestId(3)].outcome is Outcome.FAILED
+    assert causes_of(found) == [RetryCause.COMPANY, RetryCause.COMPANY, RetryCause.FORWARD]
     assert "the exchange is broken" in (found[RequestId(3)].error or "")
-    assert assisting.num_given_up == 2  # with the others, and alone
-    assert "computed again without the cold ones" in caplog.text
+    assert assisting.num_given_up == 1
+    (again,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))
+    assert list(again.rows) == alone
 
 
 def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorDevice) -> None:
@@ -132,4 +144,5 @@ def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorD
         new_requests=(new(1, (5, 6), ADAPTER),), block_updates=(blocks(1, 0),),
     )  # fmt: skip
     assert [row.outcome for row in result.rows] == [Outcome.RETRY]
+    assert [row.cause for row in result.rows] == [RetryCause.DELTAS]
     assert "not on its way" in (result.rows[0].error or "")

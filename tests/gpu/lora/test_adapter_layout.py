@@ -14,7 +14,7 @@ from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.load import open_adapter
 from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.errors import AdapterError
-from corun.shm.arena_entry import Region as Place
+from corun.shm.arena import RegionPlace
 from corun.shm.region import read_header
 from support.architectures import make_model
 from support.peft_adapters import edit_config, edit_tensors, load_with_peft, save_adapter
@@ -69,7 +69,7 @@ def matrices(
     """What is found in filled regions: A, and B as the adapter has it."""
     found = {}
     for plan, part in zip(plans, parts, strict=True):
-        for one in layout.matrices_in(Place(*plan.key, 0, part.numel()), part):
+        for one in layout.matrices_in(RegionPlace(*plan.key, 0, part.numel()), part):
             lora = layout.views(one, part)
             if layout.matrices is PACKED:
                 a = unpacked(lora.a, one.rank, one.target.in_features)
@@ -162,7 +162,7 @@ def test_fill_writes_every_byte_of_the_matrices(tmp_path: Path) -> None:
     layout, target_map = make_layout(torch.bfloat16)
     plans, parts = fill(tmp_path, layout, target_map)
     for plan, part in zip(plans, parts, strict=True):
-        (one,) = layout.matrices_in(Place(*plan.key, 0, part.numel()), part)
+        (one,) = layout.matrices_in(RegionPlace(*plan.key, 0, part.numel()), part)
         lora = layout.views(one, part)
         assert lora.a.data_ptr() % 2 == 0
         assert lora.a.shape == (1, 16, 8, 4)

@@ -3,8 +3,9 @@
 import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.coldstart.cold import NOBODY, AdapterShape, ColdRequest
-from corun.runtime.coldstart.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
+from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.predict import plan_step, predict
 from corun.runtime.coldstart.strategy import LoadStrategy
@@ -42,13 +43,15 @@ class Start:
         self.planner = Planner(model(link_bytes_per_s), PlannerConfig())
         self.cold_starts = PlannedColdStarts(
             self.planner,
-            lambda _: AdapterLayers(SHAPE, (GROUP_BYTES,) * LAYERS, tuple(range(LAYERS)), False),
-            WorkerFacts(lambda: 1, lambda number: 512 * number),
+            (0, 512),
             decode_step_s=lambda num_rows: 0.004 * num_rows,
         )
         self.num_others = num_others
-        self.request: Request = make_request(1, prompt=32, adapter_id=ADAPTER)
-        self.cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+        self.cold_starts.workers_changed(1)
+        layers = AdapterLayers(SHAPE.rank_sums, (GROUP_BYTES,) * LAYERS, tuple(range(LAYERS)))
+        facts = AdapterFacts("d", 8, SHAPE.num_bytes, layers=layers)
+        self.request: Request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter=facts)
+        self.cold_starts.load_started(self.request, 0.0, is_demand=True, is_on_host=False)
         assert self.cold_starts.may_start(self.request, num_others, StepRows(64, False), 0.0)
 
     @property

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
-from corun.runtime.coldstart.cold import AdapterShape
-from corun.runtime.coldstart.cold_start import AdapterLayers, PlannedColdStarts, WorkerFacts
+from corun.runtime.adapter import AdapterFacts, AdapterLayers
+from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.link import LinkLedger, by_layer
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
@@ -45,23 +45,32 @@ def _cold_starts(
     max_worker_tokens: int = 512,
     invocation_s: float = 0.00002,
 ) -> PlannedColdStarts:
-    layers = AdapterLayers(
-        shape=AdapterShape(400, ((8,),) * _LAYERS),
-        group_bytes=(200, 200),
-        group_of_layer=(0, 0, 1, 1),
-        is_on_host=True,
-    )
-    return PlannedColdStarts(
+    cold_starts = PlannedColdStarts(
         Planner(_model(link_bytes_per_s, invocation_s), PlannerConfig(forced=forced)),
-        lambda adapter_id: layers,
-        WorkerFacts(lambda: num_workers, lambda number: max_worker_tokens * number),
+        tuple(max_worker_tokens * number for number in range(num_workers + 1)),
         decode_step_s=lambda num_rows: 0.004 * num_rows,
     )
+    cold_starts.workers_changed(num_workers)
+    return cold_starts
+
+
+_FACTS = AdapterFacts(
+    "d", 8, 400,
+    layers=AdapterLayers(((8,),) * _LAYERS, group_bytes=(200, 200), group_of_layer=(0, 0, 1, 1)),
+)  # fmt: skip
+
+
+def _load(
+    cold_starts: PlannedColdStarts, now_s: float = 0.0, adapter_id: AdapterId = ADAPTER
+) -> None:
+    """An adapter of the host's memory begins to load."""
+    request = make_request(99, adapter_id=adapter_id, adapter=_FACTS)
+    cold_starts.load_started(request, now_s, is_demand=True, is_on_host=True)
 
 
 def _arrive(cold_starts: PlannedColdStarts, number: int) -> list[Request]:
     """Requests of 32 tokens for an adapter that begins to load."""
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     requests = [make_request(n + 1, prompt=32, adapter_id=ADAPTER) for n in range(number)]
     for request in requests:
         assert cold_starts.may_start(request, 0, _rows(), 0.0)
@@ -71,7 +80,7 @@ def _arrive(cold_starts: PlannedColdStarts, number: int) -> list[Request]:
 def _predicted_s(cold_starts: PlannedColdStarts) -> float:
     """When the first token is expected of another request like those that arrived."""
     cold_starts.load_ended(ADAPTER, 0.0)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     request = make_request(50, prompt=32, adapter_id=ADAPTER)
     cold_starts.may_start(request, 0, _rows(), 0.0)
     decision = cold_starts.decision(request.request_id)
@@ -88,7 +97,7 @@ def _rows(num_decodes: int = 0, *, is_decode_apart: bool = False) -> StepRows:
 def test_workers_start_what_the_link_would_hold_up() -> None:
     cold_starts = _cold_starts()
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
     decision = cold_starts.decision(RequestId(1))
     assert decision is not None
@@ -101,7 +110,7 @@ def test_workers_start_what_the_link_would_hold_up() -> None:
 def test_the_split_follows_what_has_arrived() -> None:
     cold_starts = _cold_starts()
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
     cold_starts.load_progressed(ADAPTER, 1, 0.05)
     chunk = cold_starts.next_chunk(request, 8, 0, _rows(), 0.05)
@@ -116,7 +125,7 @@ def test_the_split_follows_what_has_arrived() -> None:
 def test_a_row_that_failed_runs_without_workers() -> None:
     cold_starts = _cold_starts()
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
     request.retried_positions[0] += 1
     chunk = cold_starts.next_chunk(request, 512, 0, _rows(), 0.0)
@@ -132,7 +141,7 @@ def test_a_row_that_failed_runs_without_workers() -> None:
 def test_nobody_waits_for_a_load_that_one_cold_row_needs() -> None:
     cold_starts = _cold_starts(num_workers=0, forced=LoadStrategy.PIPELINED)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     assert cold_starts.may_start(request, 3, _rows(3), 0.0)
     assert cold_starts.next_chunk(request, 512, 3, _rows(3), 0.0) is None  # 200 ms of waiting
     assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.0) is not None
@@ -208,7 +217,7 @@ def _crowds(draw: st.DrawFn) -> _Crowd:
     requests = []
     for number in range(1, draw(st.integers(1, 4)) + 1):
         adapter_id = AdapterId(number)
-        cold_starts.load_started(adapter_id, 0.0, is_demand=True)
+        _load(cold_starts, adapter_id=adapter_id)
         link.start(adapter_id, (200, 200), 0.0, is_demand=True)
         if draw(st.booleans()):
             cold_starts.load_progressed(adapter_id, 1, 0.0)
@@ -330,7 +339,7 @@ def test_a_request_that_skips_steps_for_its_load_teaches_that() -> None:
 def test_blocking_stops_everybody_until_the_load_ends() -> None:
     cold_starts = _cold_starts(forced=LoadStrategy.BLOCKING)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     assert not cold_starts.may_start(request, 3, _rows(3), 0.0)
     assert cold_starts.stops_everybody()
     cold_starts.load_ended(ADAPTER, 0.4)
@@ -341,7 +350,7 @@ def test_what_is_unknown_waits() -> None:
     cold_starts = _cold_starts()
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     assert not cold_starts.may_start(request, 0, _rows(), 0.0)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
     cold_starts.load_ended(ADAPTER, 0.1)  # failed: the request is about to be told
     assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.1) is None
@@ -350,7 +359,7 @@ def test_what_is_unknown_waits() -> None:
 def test_first_tokens_teach_the_planner_and_ends_are_forgotten() -> None:
     cold_starts = _cold_starts()
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     cold_starts.may_start(request, 0, _rows(), 0.0)
     before = cold_starts.decision(RequestId(1))
     assert before is not None
@@ -361,7 +370,7 @@ def test_first_tokens_teach_the_planner_and_ends_are_forgotten() -> None:
     cold_starts.forget(RequestId(1))
     assert cold_starts.decision(RequestId(1)) is None
     cold_starts.load_ended(ADAPTER, 1.0)
-    cold_starts.load_started(ADAPTER, 2.0, is_demand=True)
+    _load(cold_starts, 2.0)
     cold_starts.may_start(request, 0, _rows(), 2.0)
     after = cold_starts.decision(RequestId(1))
     assert after is not None
@@ -377,7 +386,7 @@ def test_another_planner_brings_its_own_link() -> None:
     faster = Planner(_model(100_000.0), PlannerConfig(forced=LoadStrategy.PIPELINED))
     cold_starts.use(faster)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
-    cold_starts.load_started(ADAPTER, 0.0, is_demand=True)
+    _load(cold_starts)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
     decision = cold_starts.decision(RequestId(1))
     assert decision is not None

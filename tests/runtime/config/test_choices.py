@@ -2,11 +2,9 @@
 
 from corun.cpu_workers.deltas.base import BACKEND_NAMES
 from corun.gpu.linear.select import BACKENDS
-from corun.runtime.config.engine import DELTA_BACKENDS, LINEAR_BACKENDS, POLICIES
-from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
+from corun.runtime.config.engine import DELTA_BACKENDS, LINEAR_BACKENDS
 
 
 def test_choices_are_the_parts_that_there_are() -> None:
-    assert tuple(SCHEDULER_POLICIES) == POLICIES
     assert ("auto", *BACKENDS) == LINEAR_BACKENDS
     assert ("auto", *BACKEND_NAMES) == DELTA_BACKENDS

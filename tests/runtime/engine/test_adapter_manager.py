@@ -3,14 +3,15 @@
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
-from corun.runtime.adapters.registry import AdapterFacts
-from corun.runtime.engine.adapter_manager import AdapterManager
+from corun.runtime.adapter import AdapterFacts
+from corun.runtime.engine.adapter_manager import AdapterManager, MakeRoom
 from corun.runtime.engine.messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
 from corun.runtime.errors import AdapterError, AdapterUnavailableError, UnknownModelError
-from corun.runtime.plan import AdapterId
+from corun.runtime.memory.device_memory import HostRoom
+from corun.runtime.plan import AdapterId, HostPlace, HostPlaceId
 
 
 class FakeDevice:
@@ -19,6 +20,8 @@ class FakeDevice:
     def __init__(self) -> None:
         self.dropped: list[AdapterId] = []
         self.resident: set[AdapterId] = set()
+        self.places: dict[HostPlaceId, str | None] = {}  # and the content that they came to have
+        self.forgotten: list[str] = []
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         self.dropped.append(adapter_id)
@@ -26,22 +29,44 @@ class FakeDevice:
     def resident_adapters(self) -> frozenset[AdapterId]:
         return frozenset(self.resident)
 
+    def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
+        assert threading.current_thread() is threading.main_thread()
+        place_id = HostPlaceId(len(self.places) + 1)
+        self.places[place_id] = "being read"
+        return HostRoom(HostPlace(place_id, ((0, sum(layer_bytes)),), False), (HostPlaceId(99),))
+
+    def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
+        assert self.places[place_id] == "being read"
+        self.places[place_id] = digest
+
+    def forget_content(self, digest: str) -> None:
+        self.forgotten.append(digest)
+
 
 class Files:
-    """Stands for adapter directories: path -> digest, or an error."""
+    """Stands for adapter directories: path -> digest, or an error; and for the host's memory."""
 
     def __init__(self) -> None:
         self.content: dict[str, str | Exception] = {}
         self.gone: list[str] = []  # content that no version has any more
+        self.kept: set[str] = set()  # paths for which there is room
+        self.evicted: list[HostPlaceId] = []
         self.gate = threading.Event()
         self.gate.set()
 
-    def read(self, path: str) -> AdapterFacts:
+    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         assert self.gate.wait(10)
         content = self.content[path]
+        place = make_room((60, 40)) if path in self.kept else None
         if isinstance(content, Exception):
             raise content
-        return AdapterFacts(digest=content, rank=8, num_bytes=100)
+        return AdapterFacts(digest=content, rank=8, num_bytes=100), place is not None
+
+    def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
+        self.evicted += place_ids
+
+    def forget(self, digest: str) -> None:
+        self.gone.append(digest)
 
 
 @pytest.fixture
@@ -56,7 +81,7 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def manager(files: Files, device: FakeDevice) -> Iterator[AdapterManager]:
-    manager = AdapterManager(files.read, on_content_gone=files.gone.append)
+    manager = AdapterManager(files.read, (), files)
     manager.attach(device)
     yield manager
     manager.close()
@@ -81,6 +106,14 @@ def add(
     files.content[path] = digest
     manager.handle(AddAdapter(7, "a", path))
     return wait_done(manager)
+
+
+def remove(manager: AdapterManager, name: str) -> None:
+    """Unregister an adapter that nobody uses, and have it leave the device."""
+    adapter_id = manager.resolve(name).adapter_id
+    manager.handle(RemoveAdapter(9, name))
+    assert wait_done(manager)[0] == OperationDone(9)
+    manager.forget(adapter_id)
 
 
 def test_adds_an_adapter_and_tells(manager: AdapterManager, files: Files) -> None:
@@ -181,8 +214,8 @@ def test_tells_of_content_that_no_version_has_any_more(
     add(manager, files, "d2")
     manager.forget(first)
     assert files.gone == [], "another name has the same content"
-    manager.forget(manager.resolve("b").adapter_id)
-    manager.forget(manager.resolve("a").adapter_id)
+    remove(manager, "b")
+    remove(manager, "a")
     assert files.gone == ["d1", "d2"]
 
 
@@ -201,7 +234,7 @@ def test_content_that_is_being_read_again_is_not_gone(
     assert files.gone == []
     assert wait_done(manager)[0] == OperationDone(3)
     assert files.gone == []
-    manager.forget(manager.resolve("b").adapter_id)
+    remove(manager, "b")
     assert files.gone == ["d1"]
 
 
@@ -227,12 +260,12 @@ def test_closing_reads_no_further_file(files: Files) -> None:
     files.gate.clear()
     reads: list[str] = []
 
-    def read(path: str) -> AdapterFacts:
+    def read(path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         reads.append(path)
-        return files.read(path)
+        return files.read(path, make_room)
 
     files.content.update({f"/{number}": "d" for number in range(5)})
-    manager = AdapterManager(read)
+    manager = AdapterManager(read, (), files)
     for number in range(5):
         manager.handle(AddAdapter(number, f"name-{number}", f"/{number}"))
     while not reads:
@@ -243,3 +276,29 @@ def test_closing_reads_no_further_file(files: Files) -> None:
     manager.close()
     opener.join()
     assert reads == ["/0"]
+
+
+def test_room_on_the_host_is_made_by_the_engines_thread(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    """And what had to go for it has gone before anything is read."""
+    files.kept = {"/a", "/b", "/c"}
+    files.content = {"/a": "d1", "/b": AdapterError("bad rank"), "/c": "d2"}
+    manager.handle(AddAdapter(1, "a", "/a"))
+    assert wait_done(manager)[0].error is None
+    assert device.places == {1: "d1"} and files.evicted == [99]
+    manager.handle(AddAdapter(2, "b", "/b"))
+    assert wait_done(manager)[0].error == "bad rank"
+    assert device.places == {1: "d1", 2: None}
+    manager.add_now("c", "/c")
+    assert device.places == {1: "d1", 2: None, 3: "d2"}
+
+
+def test_closing_while_an_adapter_waits_for_room(files: Files, device: FakeDevice) -> None:
+    files.kept, files.content = {"/a"}, {"/a": "d1"}
+    manager = AdapterManager(files.read, (), files)
+    manager.attach(device)
+    manager.handle(AddAdapter(1, "a", "/a"))
+    select.select([manager], [], [], 10.0)  # it has asked
+    manager.close()
+    assert device.places == {}

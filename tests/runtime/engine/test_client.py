@@ -21,8 +21,8 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.errors import EngineDeadError, ModelError
 from corun.runtime.sampling import SamplingParams
-from support import fake_engine
-from support.fake_engine import EOS_ID, FACTORY
+from support import fake_core
+from support.fake_core import EOS_ID, FACTORY
 
 TESTS_DIR = Path(__file__).parents[2]
 IDLE_S = 2.0
@@ -88,7 +88,7 @@ both = pytest.mark.parametrize("kind", ["process", "thread"])
 def test_requests_run_side_by_side(kind: str) -> None:
     async def run() -> None:
         async with Session(make_client(kind)) as session:
-            assert session.ready.model == fake_engine.model_info("fake")
+            assert session.ready.model == fake_core.model_info("fake")
             for request_id in range(1, 9):
                 session.ask(request_id, f"text {request_id}", max_tokens=50)
             await session.wait(lambda: len(session.ended()) == 8)
@@ -123,7 +123,7 @@ def test_aborts_and_refusals_end_requests(kind: str) -> None:
     async def run() -> None:
         async with Session(make_client(kind)) as session:
             for request_id in range(1, 10):  # one more than may wait
-                session.ask(request_id, fake_engine.SILENT)
+                session.ask(request_id, fake_core.SILENT)
             await session.wait(lambda: session.ended() == {9})
             assert session.updates[-1].error_kind == "OverloadedError"
             session.client.send(AbortRequests((1, 3, 77)))
@@ -137,7 +137,7 @@ def test_aborts_and_refusals_end_requests(kind: str) -> None:
 def test_a_failed_request_leaves_the_engine_alone(kind: str) -> None:
     async def run() -> None:
         async with Session(make_client(kind)) as session:
-            session.ask(1, fake_engine.FAIL)
+            session.ask(1, fake_core.FAIL)
             session.ask(2, "fine")
             await session.wait(lambda: session.ended() == {1, 2})
             assert {update.error_kind for update in session.updates} == {None, "StepFailedError"}
@@ -149,8 +149,8 @@ def test_a_failed_request_leaves_the_engine_alone(kind: str) -> None:
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        (fake_engine.FAILING_MODEL, ModelError, "cannot load"),
-        (fake_engine.BROKEN_MODEL, EngineDeadError, "ZeroDivisionError: a bug while loading"),
+        (fake_core.FAILING_MODEL, ModelError, "cannot load"),
+        (fake_core.BROKEN_MODEL, EngineDeadError, "ZeroDivisionError: a bug while loading"),
     ],
 )
 def test_a_failed_start_is_raised(kind: str, model: str, error: type[Exception], text: str) -> None:
@@ -168,7 +168,7 @@ def test_a_failed_start_is_raised(kind: str, model: str, error: type[Exception],
 def test_a_crash_is_reported_once(kind: str) -> None:
     async def run() -> None:
         async with Session(make_client(kind)) as session:
-            session.ask(1, fake_engine.CRASH)
+            session.ask(1, fake_core.CRASH)
             await session.wait(lambda: bool(session.deaths))
             with pytest.raises(EngineDeadError):
                 session.ask(2, "too late")
@@ -184,7 +184,7 @@ def test_a_crash_is_reported_once(kind: str) -> None:
 def test_close_is_idempotent_and_silent(kind: str) -> None:
     async def run() -> None:
         async with Session(make_client(kind)) as session:
-            session.ask(1, fake_engine.SILENT)
+            session.ask(1, fake_core.SILENT)
         await session.client.close()
         assert session.deaths == []
         assert_nothing_left(session.client)
@@ -197,7 +197,7 @@ def test_close_is_idempotent_and_silent(kind: str) -> None:
 @both
 def test_a_start_can_be_cancelled(kind: str) -> None:
     async def run() -> None:
-        session = Session(make_client(kind, fake_engine.SLOW_MODEL))
+        session = Session(make_client(kind, fake_core.SLOW_MODEL))
         starting = asyncio.create_task(session.__aenter__())
         await asyncio.sleep(0.3)
         starting.cancel()
@@ -212,7 +212,7 @@ def test_a_start_can_be_cancelled(kind: str) -> None:
 def test_a_killed_process_is_noticed_and_reaped(sent: signal.Signals) -> None:
     async def run() -> None:
         async with Session(make_client("process")) as session:
-            session.ask(1, fake_engine.SILENT)
+            session.ask(1, fake_core.SILENT)
             session.ask(2, "some text", ignore_eos=True, max_tokens=4000)
             await session.wait(lambda: bool(session.updates))
             os.kill(pid_of(session), sent)
@@ -249,7 +249,7 @@ def test_an_idle_process_uses_nothing() -> None:
     async def run() -> float:
         async with Session(make_client("process")) as session:
             session.ask(1, "warm up", max_tokens=5)
-            session.ask(2, fake_engine.SILENT)  # open, but waiting for its executor
+            session.ask(2, fake_core.SILENT)  # open, but waiting for its executor
             await session.wait(lambda: 1 in session.ended())
             process = psutil.Process(pid_of(session))
             before = process.cpu_times()

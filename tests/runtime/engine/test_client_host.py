@@ -17,8 +17,8 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.errors import EngineDeadError
 from corun.runtime.sampling import SamplingParams
-from support import fake_engine
-from support.fake_engine import FakeAssembly
+from support import fake_core
+from support.fake_core import FakeAssembly
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_fresh_host_comes_to_rest(host: EngineHost) -> None:
 def test_every_request_ends_once(host: EngineHost) -> None:
     host.handle(add(1, "fine"))
     host.handle(add(2, "fine", "no-such-adapter"))
-    host.handle(add(3, fake_engine.FAIL))
+    host.handle(add(3, fake_core.FAIL))
     host.handle(add(4, "one too many"))
     told = turn_until_idle(host)
     assert sorted(final_ids(told)) == [1, 2, 3, 4]
@@ -68,7 +68,7 @@ def test_every_request_ends_once(host: EngineHost) -> None:
 
 
 def test_a_silent_request_lets_the_host_rest_until_it_is_aborted(host: EngineHost) -> None:
-    host.handle(add(1, fake_engine.SILENT))
+    host.handle(add(1, fake_core.SILENT))
     assert final_ids(turn_until_idle(host)) == []
     host.handle(AbortRequests((1, 1, 99)))
     assert final_ids(turn_until_idle(host)) == [1]
@@ -77,7 +77,7 @@ def test_a_silent_request_lets_the_host_rest_until_it_is_aborted(host: EngineHos
 def test_the_end_of_the_engine_ends_what_is_open(host: EngineHost) -> None:
     host.handle(add(1, "fine"))
     turn_until_idle(host)
-    host.handle(add(2, fake_engine.SILENT))
+    host.handle(add(2, fake_core.SILENT))
     turn_until_idle(host)
     ended = host.end_all(EngineDeadError("over"))
     assert final_ids([ended]) == [2]
@@ -112,3 +112,16 @@ def test_operations_end_once_and_adapters_are_told_first(host: EngineHost) -> No
     lists = [one.adapters for one in told if isinstance(one, AdaptersChanged)]
     assert [[info.name for info in infos] for infos in lists] == [["a"], []]
     assert told.index(AdaptersChanged(lists[0])) < told.index(OperationDone(1))
+
+
+def test_requests_that_were_taken_in_are_counted(host: EngineHost) -> None:
+    turn_until_idle(host)
+    host.handle(add(1, fake_core.SILENT))
+    host.handle(add(2, "fine"))
+    told = [one for one in turn_until_idle(host) if isinstance(one, StepOutputs)]
+    assert {one.num_requests for one in told} == {2}
+    host.handle(AbortRequests((1,)))
+    host.handle(add(3, fake_core.SILENT))  # as many as before are open
+    (told_last,) = turn_until_idle(host)
+    assert isinstance(told_last, StepOutputs)
+    assert told_last.num_requests == 3

@@ -24,7 +24,7 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.errors import ConfigError
 from corun.runtime.sampling import SamplingParams
-from support.fake_engine import FACTORY, SLOW_MODEL, model_info
+from support.fake_core import FACTORY, SLOW_MODEL, model_info
 
 TESTS_DIR = Path(__file__).parents[2]
 # Before what is there: it may say whose corun is tested.

@@ -6,7 +6,7 @@ import pytest
 from corun.runtime.engine.tokenizer import load_tokenizer
 from corun.runtime.frontend.codec import codec_of
 from corun.runtime.frontend.tokenizer import Tokenizer
-from support.fake_engine import save_tokenizer
+from support.fake_core import save_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -19,13 +19,14 @@ from corun.runtime.errors import (
     OverloadedError,
     RequestError,
     StepFailedError,
+    TooManySequencesError,
     UnknownModelError,
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
-from support import fake_engine
-from support.fake_engine import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
+from support import fake_core
+from support.fake_core import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
 
 TESTS_DIR = Path(__file__).parents[2]
 MAX_DEATH_S = 2.0
@@ -201,7 +202,7 @@ def test_closing_the_generator_aborts(harness: Harness) -> None:
 
 def test_cancelling_the_consumer_aborts(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG))
         await until(lambda: engine.get_stats().num_running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -212,7 +213,7 @@ def test_cancelling_the_consumer_aborts(harness: Harness) -> None:
 
 def test_abort_by_id_ends_the_stream(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, "to-abort"))
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG, "to-abort"))
         await until(lambda: engine.get_stats().num_running == 1)
         await engine.abort("unknown")
         await engine.abort("to-abort")
@@ -223,7 +224,7 @@ def test_abort_by_id_ends_the_stream(harness: Harness) -> None:
 
 def test_an_id_is_open_once(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, "one"))
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG, "one"))
         await until(lambda: engine.get_stats().num_running == 1)
         with pytest.raises(RequestError, match="'one' is open"):
             await collect(engine, "x", params(), "one")
@@ -236,7 +237,7 @@ def test_an_id_is_open_once(harness: Harness) -> None:
 def test_both_limits_refuse(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         silent = [
-            asyncio.create_task(collect(engine, fake_engine.SILENT, LONG, f"{index}"))
+            asyncio.create_task(collect(engine, fake_core.SILENT, LONG, f"{index}"))
             for index in range(2)
         ]
         await until(lambda: engine.get_stats().num_running == 2)
@@ -244,6 +245,8 @@ def test_both_limits_refuse(harness: Harness) -> None:
             await collect(engine, "x", params())
         with pytest.raises(OverloadedError, match=r"2 requests are open.*--max-num-waiting"):
             await collect(engine, "x", params(n=2))
+        with pytest.raises(TooManySequencesError, match=r"4 sequences, .* at most 3"):
+            await collect(engine, "x", params(n=4))
         for index in range(2):
             await engine.abort(f"{index}")
         await asyncio.gather(*silent)
@@ -254,7 +257,7 @@ def test_both_limits_refuse(harness: Harness) -> None:
 def test_a_failed_request_raises_alone(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         failed, fine = await asyncio.gather(
-            collect(engine, fake_engine.FAIL, params(n=2)),
+            collect(engine, fake_core.FAIL, params(n=2)),
             collect(engine, "fine", params()),
             return_exceptions=True,
         )
@@ -315,7 +318,7 @@ def test_a_killed_engine_fails_every_request_in_time(
     async def run() -> None:
         client = ProcessClient(harness.config(), factory=FACTORY)
         async with AsyncEngine.from_client(client) as engine:
-            tasks = [asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))]
+            tasks = [asyncio.create_task(collect(engine, fake_core.SILENT, LONG))]
             tasks += [asyncio.create_task(collect(engine, "abc", LONG)) for _ in range(5)]
             await until(lambda: engine.get_stats().num_running == 6)
             assert engine.error is None
@@ -337,7 +340,7 @@ def test_a_killed_engine_fails_every_request_in_time(
 def test_shutdown_fails_what_is_open(harness: Harness) -> None:
     async def run() -> None:
         engine = AsyncEngine.from_client(ThreadClient(harness.config(), factory=FACTORY))
-        task = asyncio.create_task(collect(engine, fake_engine.SILENT, LONG))  # starts it
+        task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG))  # starts it
         await until(lambda: engine.get_stats().num_running == 1)
         await engine.shutdown()
         await engine.shutdown()
@@ -349,7 +352,7 @@ def test_shutdown_fails_what_is_open(harness: Harness) -> None:
 
 def test_a_failed_start_is_raised_to_all(harness: Harness) -> None:
     async def run() -> None:
-        config = EngineConfig(model=fake_engine.FAILING_MODEL)
+        config = EngineConfig(model=fake_core.FAILING_MODEL)
         engine = AsyncEngine.from_client(ThreadClient(config, factory=FACTORY))
         for _ in range(2):
             with pytest.raises(ModelError, match="cannot load"):

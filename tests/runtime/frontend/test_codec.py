@@ -13,7 +13,7 @@ from corun.runtime.frontend.codec import Codec, PlainCodec, codec_from_spec, cod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.architectures import ARCHITECTURES
-from support.fake_engine import save_tokenizer
+from support.fake_core import save_tokenizer
 from support.tokenizers import SAMPLE_KINDS, WORDS, save_sample_tokenizer, save_word_tokenizer
 
 # What transformers makes of the files depends on the model's type, too.

@@ -18,21 +18,46 @@ from corun.runtime.errors import (
     AdapterError,
     EngineDeadError,
     ModelError,
+    OverloadedError,
     RequestError,
     StepFailedError,
     UnknownModelError,
 )
 from corun.runtime.frontend.engine import Engine
+from corun.runtime.frontend.loop_thread import THREAD_PREFIX
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
-from support import fake_engine
-from support.fake_engine import BOS_ID, FACTORY
+from support import fake_core
+from support.fake_core import BOS_ID, FACTORY
 
 TESTS_DIR = Path(__file__).parents[2]
 
 
 def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 100, **fields})
+
+
+def until_no_thread_is_left() -> None:
+    deadline_s = time.monotonic() + 20
+    while any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def run_script(directory: Path, text: str) -> str:
+    """Run a user's script, with warnings as errors; return what it printed."""
+    script = directory / "script.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        env={"PYTHONPATH": str(TESTS_DIR), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
@@ -80,6 +105,14 @@ def test_one_of_each_per_prompt(engine: Engine, tmp_path: Path) -> None:
     assert outputs[1].outputs[0].finish_reason == "length"
     assert outputs[2].outputs[0].logprobs is not None
     assert outputs[0].outputs[0].logprobs is None
+
+
+def test_more_choices_than_may_wait_are_asked_for_when_nothing_else_is_open(
+    engine: Engine,
+) -> None:
+    with pytest.raises(OverloadedError, match="4 requests wait"):  # the engine's own answer
+        engine.generate(["one", "two"], params(n=5))
+    assert texts(engine.generate("next", params(n=4))) == ["next"]
 
 
 def test_stop_strings_free_the_engine(engine: Engine) -> None:
@@ -131,19 +164,27 @@ def test_adapters(engine: Engine, tmp_path: Path) -> None:
 
 def test_a_failed_request_aborts_the_batch_and_raises(engine: Engine) -> None:
     with pytest.raises(StepFailedError, match="not a number"):
-        engine.generate(["fine " * 50, fake_engine.FAIL, "fine"], params(max_tokens=1000))
+        engine.generate(["fine " * 50, fake_core.FAIL, "fine"], params(max_tokens=1000))
     assert texts(engine.generate("next", params())) == ["next"]
     assert engine.get_stats().num_running == 0
 
 
-def test_seeds_repeat_with_the_engine_and_differ_between_requests(tokenizer_dir: str) -> None:
+def test_seeds_repeat_with_the_engine_and_differ_between_requests(
+    tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[fake_core.FakeAssembly] = []
+
+    def build(config: EngineConfig, **arguments: Any) -> fake_core.FakeAssembly:
+        built.append(fake_core.FakeAssembly(config))
+        return built[-1]
+
+    monkeypatch.setattr(fake_core, "build", build)
+
     def seeds_of() -> list[int | None]:
         with Engine(model=tokenizer_dir, seed=3, factory=FACTORY) as engine:
             engine.generate(["a", "b"], params(n=2))
             engine.generate("c", params(seed=7, n=2))
-            core = engine._thread.driver._core
-            assert isinstance(core, fake_engine.FakeCore)
-            return core.seeds
+            return built[-1].core.seeds
 
     seeds = seeds_of()
     assert seeds == seeds_of()
@@ -161,7 +202,7 @@ def test_closing(tokenizer_dir: str) -> None:
 
 def test_a_failed_start_is_raised() -> None:
     with pytest.raises(ModelError, match="cannot load"):
-        Engine(model=fake_engine.FAILING_MODEL, factory=FACTORY)
+        Engine(model=fake_core.FAILING_MODEL, factory=FACTORY)
 
 
 def test_a_missing_tokenizer_frees_the_engine(tmp_path: Path) -> None:
@@ -203,7 +244,7 @@ def test_an_interrupt_withdraws_the_batch_and_leaves_the_engine_sound(engine: En
     try:
         killer.start()
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(["fine", fake_engine.SILENT], params())
+            engine.generate(["fine", fake_core.SILENT], params())
         killer.join()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -217,7 +258,7 @@ def test_closing_fails_what_runs(tokenizer_dir: str) -> None:
 
     def wait() -> None:
         try:
-            engine.generate(fake_engine.SILENT, params())
+            engine.generate(fake_core.SILENT, params())
         except EngineDeadError as error:
             errors.append(error)
 
@@ -232,7 +273,7 @@ def test_closing_fails_what_runs(tokenizer_dir: str) -> None:
 
 def test_a_bug_in_a_step_is_raised_and_ends_the_engine(engine: Engine) -> None:
     with pytest.raises(EngineDeadError, match="RuntimeError: the step was told to crash"):
-        engine.generate(fake_engine.CRASH, params())
+        engine.generate(fake_core.CRASH, params())
     with pytest.raises(EngineDeadError, match="told to crash"):
         engine.generate("more", params())
 
@@ -242,7 +283,30 @@ def test_a_forgotten_engine_is_freed(tokenizer_dir: str) -> None:
     engine.generate("text", params())
     del engine
     gc.collect()
-    assert "corun-engine" not in {thread.name for thread in threading.enumerate()}
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)]
+
+
+def test_an_engine_that_its_own_thread_lets_go_is_freed(tokenizer_dir: str) -> None:
+    """The garbage collector runs in whatever thread it likes, one of the engine's too."""
+    engine = Engine(model=tokenizer_dir, factory=FACTORY)
+    engine.generate("text", params())
+    holders = [engine]
+    own = threading.Thread(target=holders.clear, name=f"{THREAD_PREFIX}any")
+    del engine
+    own.start()
+    own.join(20)
+    assert not own.is_alive()
+    until_no_thread_is_left()
+
+
+def test_a_script_that_closes_nothing_ends(tokenizer_dir: str, tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        "import corun\n"
+        f"engine = corun.Engine(model={tokenizer_dir!r}, factory={FACTORY!r})\n"
+        "print(engine.generate('text', corun.SamplingParams(max_tokens=50))[0].outputs[0].text)\n",
+    )
+    assert output == "text\n"
 
 
 def test_global_state_is_left_alone(tokenizer_dir: str) -> None:
@@ -258,9 +322,25 @@ def test_global_state_is_left_alone(tokenizer_dir: str) -> None:
     assert (state(), threading.enumerate()) == (before, threads)
 
 
+def test_a_forked_process_leaves_the_engine_alone(tokenizer_dir: str, tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        "import corun, os, sys\n"
+        f"with corun.Engine(model={tokenizer_dir!r}, factory={FACTORY!r}) as engine:\n"
+        "    sampling = corun.SamplingParams(max_tokens=50)\n"
+        "    engine.generate('before', sampling)\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        sys.exit(engine.close())\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    print(engine.generate('after', sampling)[0].outputs[0].text)\n",
+    )
+    assert output == "after\n"
+
+
 def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    output = run_script(
+        tmp_path,
         "import asyncio, corun\n"
         "from corun.runtime.engine.client import ProcessClient\n"
         f"config = corun.EngineConfig(model={tokenizer_dir!r})\n"
@@ -273,17 +353,9 @@ def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
         "        async for output in engine.generate('async', sampling):\n"
         "            pass\n"
         "        print(output.outputs[0].text)\n"
-        "asyncio.run(main())\n"
+        "asyncio.run(main())\n",
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={"PYTHONPATH": str(TESTS_DIR), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["sync", "async"]), done.stderr
+    assert output.split() == ["sync", "async"]
 
 
 def test_a_closed_engine_keeps_no_model(tokenizer_dir: str) -> None:
@@ -291,5 +363,5 @@ def test_a_closed_engine_keeps_no_model(tokenizer_dir: str) -> None:
     with Engine(model=tokenizer_dir, factory=FACTORY) as engine:
         engine.generate("one", params())
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is fake_engine.FakeCore]
+    assert not [thing for thing in gc.get_objects() if type(thing) is fake_core.FakeCore]
     assert engine.get_stats().num_running == 0

@@ -2,24 +2,37 @@
 
 import random
 from itertools import count
+from typing import Any
 
 import msgspec
-from corun.runtime.frontend.inputs import Asked, choice_seed, default_sampling, engine_requests
+from corun.runtime.engine.messages import AddRequest
+from corun.runtime.frontend.inputs import (
+    PreparedRequest,
+    choice_seed,
+    default_sampling,
+    engine_sampling,
+)
 from corun.runtime.sampling import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_engine import MAX_MODEL_LEN, model_info
+from support.fake_core import MAX_MODEL_LEN, model_info
 
 
-def asked(**sampling: object) -> Asked:
-    return Asked(
+def engine_requests(*, first_id: int = 0, **sampling: Any) -> list[AddRequest]:
+    params = SamplingParams(**sampling)
+    samplings = engine_sampling(
+        params, num_prompt_tokens=3, max_model_len=MAX_MODEL_LEN, rng=random.Random(0)
+    )
+    prepared = PreparedRequest(
         request_id="x",
         prompt=None,
         prompt_token_ids=[1, 2, 3],
-        params=SamplingParams(**sampling),  # type: ignore[arg-type]
+        params=params,
+        samplings=samplings,
         lora_request="name",
         cache_salt="salt",
     )
+    return prepared.engine_requests(count(first_id))
 
 
 @given(st.integers(-(2**63), 2**64 - 1))
@@ -31,9 +44,7 @@ def test_choices_differ_and_the_first_keeps_the_seed(seed: int) -> None:
 
 
 def test_one_engine_request_per_choice() -> None:
-    requests = engine_requests(
-        asked(n=3, seed=9, stop="x"), count(7), model_info(""), random.Random(0)
-    )
+    requests = engine_requests(first_id=7, n=3, seed=9, stop="x")
     assert [request.request_id for request in requests] == [7, 8, 9]
     for request in requests:
         assert (request.sampling.n, request.sampling.stop) == (1, ())
@@ -46,9 +57,7 @@ def test_one_engine_request_per_choice() -> None:
 
 def test_max_tokens_is_what_the_context_takes_at_most() -> None:
     for max_tokens, expected in ((None, MAX_MODEL_LEN - 3), (10**6, MAX_MODEL_LEN - 3), (5, 5)):
-        (request,) = engine_requests(
-            asked(max_tokens=max_tokens), count(), model_info(""), random.Random(0)
-        )
+        (request,) = engine_requests(max_tokens=max_tokens)
         assert request.sampling.max_tokens == expected
         assert request.sampling.seed is not None
 

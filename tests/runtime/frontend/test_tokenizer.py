@@ -9,11 +9,10 @@ import pytest
 from corun.runtime.engine.tokenizer import load_tokenizer, spec_of
 from corun.runtime.errors import RequestError
 from corun.runtime.frontend.codec import codec_from_spec, codec_of
-from corun.runtime.frontend.token_text import token_bytes
-from corun.runtime.frontend.tokenizer import Tokenizer, check_token_ids
+from corun.runtime.frontend.tokenizer import Tokenizer, check_token_ids, token_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_engine import BOS_ID, EOS_ID, save_tokenizer
+from support.fake_core import BOS_ID, EOS_ID, save_tokenizer
 
 EMOJI = "😀"
 

@@ -1,7 +1,6 @@
 """Which cores are chosen on machines of all shapes, and what is refused or warned of."""
 
 import pytest
-from corun.runtime.config.cpu_list import format_cpus, parse_cpu_cores
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
 from corun.runtime.machine.facts import MachineFacts, NumaNode
@@ -194,21 +193,3 @@ def test_auto_never_shares_a_core(num_cores: int, threads: int, data: st.DataObj
     else:
         assert not chosen.engine_cpus
         assert len([core for core in cores if set(core) & set(allowed)]) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"), [("3", (3,)), ("2-4,10", (2, 3, 4, 10)), ("5, 1", (5, 1)), ("0-0", (0,))]
-)
-def test_lists_are_read(text: str, cpus: Cpus) -> None:
-    assert parse_cpu_cores(text, "--cpu-cores") == cpus
-
-
-@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1,1", "1-3,2", "-1", "1;2", "0-99999999"])
-def test_bad_lists_name_the_flag(text: str) -> None:
-    with pytest.raises(ConfigError, match="--engine-cores is"):
-        parse_cpu_cores(text, "--engine-cores")
-
-
-@given(st.sets(st.integers(0, 40), min_size=1))
-def test_lists_are_written_as_they_are_read(cpus: set[int]) -> None:
-    assert parse_cpu_cores(format_cpus(tuple(cpus)), "x") == tuple(sorted(cpus))

@@ -10,13 +10,13 @@ from corun.runtime.machine.gc_control import collection_paused
 
 _FRONT_END = """
 import asyncio, gc
-from support.fake_engine import FACTORY
+from support.fake_core import FACTORY
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.demo import demo_model_path
 from corun.runtime.engine.client import ProcessClient
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.server.run import _start
-from corun.runtime.server.stop import StopSignals
+from corun.runtime.server.listening import StopSignals
 
 async def start(owns_process):
     client = ProcessClient(EngineConfig(model=str(demo_model_path())), factory=FACTORY)

@@ -1,11 +1,11 @@
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferId, TransferKind, TransferResult
-from support.scheduling import BLOCK_BYTES, make_memory
+from support.scheduling import BLOCK_BYTES, facts, make_memory
 
 
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
-    assert memory.load(AdapterId(adapter_id), num_bytes)
+    assert memory.load(AdapterId(adapter_id), facts(num_bytes))
     for transfer in memory.take_commands():
         memory.settle(TransferResult(transfer.transfer_id))
 
@@ -16,7 +16,7 @@ def reclaim(memory: DeviceMemory, num_blocks: int) -> bool:
 
 def test_a_load_is_one_command_and_ends_once() -> None:
     memory = make_memory(num_blocks=4)
-    assert memory.load(AdapterId(1), 150)
+    assert memory.load(AdapterId(1), facts(150))
     (transfer,) = memory.take_commands()
     assert (transfer.kind, transfer.adapter_id, transfer.num_bytes) == (
         TransferKind.LOAD_ADAPTER,
@@ -68,14 +68,14 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
     memory.cache.acquire(AdapterId(1))
     memory.drop(AdapterId(1))
     assert memory.take_commands() == ()
-    assert memory.has_dropped_adapters
+    assert memory.has_evictions
     memory.cache.release(AdapterId(1))
     (eviction,) = memory.take_commands()
     assert memory.take_gone() == []
     memory.settle(TransferResult(eviction.transfer_id))
     assert memory.take_gone() == [1]
     assert memory.take_gone() == []
-    assert not memory.has_dropped_adapters
+    assert not memory.has_evictions
 
 
 def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
@@ -83,7 +83,7 @@ def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
     memory.drop(AdapterId(7))
     assert memory.take_commands() == ()
     assert memory.take_gone() == [7]
-    assert memory.load(AdapterId(1), 100)
+    assert memory.load(AdapterId(1), facts(100))
     (transfer,) = memory.take_commands()
     memory.drop(AdapterId(1))
     memory.settle(TransferResult(transfer.transfer_id))
@@ -125,7 +125,7 @@ def test_with_a_slab_each_keeps_to_its_own() -> None:
     load(memory, 1, 128)
     load(memory, 2, 100)
     assert memory.cache.used_bytes == 256, "rounded up"
-    assert not memory.load(AdapterId(3), 64)
+    assert not memory.load(AdapterId(3), facts(64))
     assert not memory.has_adapter_room(1)
     blocks = memory.pool.allocate(8)
     assert blocks is not None and memory.budget.free_bytes == 0
@@ -146,10 +146,10 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
     evictions = memory.take_commands()
     assert [eviction.adapter_id for eviction in evictions] == [3, 4], "1 is apart from them"
     assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is coming"
-    assert not memory.load(AdapterId(5), 128)
+    assert not memory.load(AdapterId(5), facts(128))
     for eviction in evictions:
         memory.settle(TransferResult(eviction.transfer_id))
-    assert memory.load(AdapterId(5), 128)
+    assert memory.load(AdapterId(5), facts(128))
     (transfer,) = memory.take_commands()
     assert (transfer.num_bytes, transfer.offset_bytes) == (128, 128)
     memory.check_invariants()

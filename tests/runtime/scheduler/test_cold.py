@@ -20,8 +20,13 @@ class FixedColdStarts:
         self.closed: StepRows | None = None
         self.num_ended_steps = 0
 
-    def load_started(self, adapter_id: AdapterId, now_s: float, *, is_demand: bool) -> None:
-        self.log.append(f"{'load' if is_demand else 'prefetch'} {adapter_id}")
+    def workers_changed(self, num_ready: int) -> None:
+        self.log.append(f"{num_ready} workers")
+
+    def load_started(
+        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
+    ) -> None:
+        self.log.append(f"{'load' if is_demand else 'prefetch'} {request.adapter_id}")
 
     def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
         self.log.append(f"promoted {adapter_id}")

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 import hypothesis.strategies as st
 import pytest
 from corun.runtime.errors import RequestError
-from corun.runtime.plan import AdapterId, Outcome, RequestId, TransferKind
+from corun.runtime.plan import (
+    AdapterId,
+    Outcome,
+    RequestId,
+    StepPlan,
+    SubBatchKind,
+    TransferKind,
+)
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.fcfs import FcfsPolicy
@@ -92,6 +99,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.executor = make_executor(self.scheduler, is_automatic=False)
         self.executor.outcome_of = self.outcome_of
+        self.executor.spoils = lambda request_id, kind: request_id in self.cursed
+        self.cursed: set[RequestId] = set()  # every forward pass with them fails
+        self.mix = mix
         self.outcomes: list[Outcome] = []  # of the next rows
         self.requests: dict[RequestId, Request] = {}
         self.outputs: dict[RequestId, list[int]] = {}
@@ -160,9 +170,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.num_in_flight < self.depth)
     @rule()
     def schedule(self) -> None:
+        self.schedule_one()
+
+    def schedule_one(self) -> bool:
         plan = self.scheduler.schedule(self.now_s)
-        if plan is not None:
-            self.executor.submit(plan)
+        if plan is None:
+            return False
+        self.check_layout(plan)
+        self.executor.submit(plan)
+        return True
+
+    def check_layout(self, plan: StepPlan) -> None:
+        """No more forward passes than needed, with rows of one adapter side by side."""
+        for batch in plan.sub_batches:
+            adapters = [self.requests[request_id].adapter_id for request_id in batch.request_ids]
+            assert adapters == sorted(adapters)
+        if self.cursed:
+            return  # rows may have to be apart from others
+        kinds = [batch.kind for batch in plan.sub_batches]
+        assert len(kinds) <= (1 if self.mix else 2)
+        assert len(kinds) < 2 or kinds.count(SubBatchKind.DECODE) == 1
 
     @precondition(lambda self: self.executor.steps)
     @rule(
@@ -227,6 +254,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 50))
+    def curse(self, index: int) -> None:
+        self.cursed.add(RequestId(index % (self.next_id - 1) + 1))
+
+    @precondition(lambda self: self.requests)
+    @rule(index=st.integers(0, 50))
     def abort(self, index: int) -> None:
         request_id = RequestId(index % (self.next_id - 1) + 1)
         event = self.scheduler.abort(request_id, self.now_s)
@@ -234,11 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.take([] if event is None else [event])
 
     def fill(self) -> None:
-        while self.scheduler.num_in_flight < self.depth:
-            plan = self.scheduler.schedule(self.now_s)
-            if plan is None:
-                break
-            self.executor.submit(plan)
+        while self.scheduler.num_in_flight < self.depth and self.schedule_one():
             self.parts_agree()
 
     def poll(self) -> None:
@@ -270,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output == expected[: len(output)]
         if event.finish_reason == "error":
             has_bad_adapter = request.adapter_id in self.failing_adapters
-            assert has_bad_adapter or request.request_id in self.was_failed
+            assert has_bad_adapter or request.request_id in self.was_failed | self.cursed
             assert event.error
 
     @invariant()
@@ -354,16 +382,17 @@ def live_through(rng: random.Random, depth: int) -> tuple[int, int]:
         max_cold=(rng.choice([3, 20]), rng.choice([1, 4])),
         slab_bytes=rng.choice([None, None, 600, 1000]),
     )
+    curses = rng.choice([0, 0, 3])
     for _ in range(80):
-        act(machine, rng)
+        act(machine, rng, curses=curses)
         machine.parts_agree()
     num_preemptions = machine.scheduler.counters.num_preemptions
     machine.teardown()
     return num_preemptions, machine.cold_starts.num_started
 
 
-def act(machine: SchedulerMachine, rng: random.Random) -> None:
-    """Let one thing happen, if it can."""
+def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
+    """Let one thing happen, if it can. ``curses``: how often one is cursed."""
     scheduler, executor = machine.scheduler, machine.executor
     actions: list[tuple[int, bool, Callable[[], None]]] = [
         (20, True, lambda: arrive(machine, rng)),
@@ -380,6 +409,7 @@ def act(machine: SchedulerMachine, rng: random.Random) -> None:
         ),
         (5, True, lambda: machine.run(rng.randint(1, 6), rng.random() < 0.5)),
         (3, bool(machine.requests), lambda: machine.abort(rng.randint(0, 50))),
+        (curses, bool(machine.requests), lambda: machine.curse(rng.randint(0, 50))),
         (2, bool(executor.steps), machine.lose_step),
     ]
     (_, can_happen, action), *_ = rng.choices(actions, weights=[one[0] for one in actions])

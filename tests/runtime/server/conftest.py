@@ -11,11 +11,12 @@ import httpx
 import pytest
 import uvicorn
 from corun.runtime.server.app import build_app
-from corun.runtime.server.listening import bind
-from corun.runtime.server.state import AppSettings, ServerState, make_state
-from corun.runtime.server.stop import StopSignals
+from corun.runtime.server.listening import StopSignals, bind
+from corun.runtime.server.settings import AppSettings
+from corun.runtime.server.state import ServerState, make_state
 from corun.runtime.server.supervise import supervise
-from support.echo_engine import BASE_NAME, FakeEngine, expected_text
+from support.fake_engine import BASE_NAME, FakeEngine, expected_text
+from support.serving import wait_until
 
 
 class RunningServer:
@@ -84,16 +85,6 @@ class SupervisedServer:
         self._thread.join(timeout=15)
         assert not self._thread.is_alive()
         return self.exit_code
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
-    """Wait until ``condition`` holds; fail if it never does."""
-    waiter = threading.Event()
-    for _ in range(int(timeout_s / 0.005)):
-        if condition():
-            return
-        waiter.wait(0.005)
-    raise AssertionError("the condition did not come about")
 
 
 @contextmanager

@@ -25,11 +25,12 @@ from corun.runtime.engine.messages import (
     TokenizerSpec,
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
-from corun.runtime.frontend.token_stream import Decoder, WindowStream
+from corun.runtime.frontend.detokenizer import Decoder, WindowStream
 from corun.runtime.frontend.tokenizer import Tokenizer
 from corun.runtime.server.app import build_app
-from corun.runtime.server.state import AppSettings, make_state
-from support.echo_engine import FakeEngine, FakeTokenizer
+from corun.runtime.server.settings import AppSettings
+from corun.runtime.server.state import make_state
+from support.fake_engine import FakeEngine, FakeTokenizer
 
 SMALL_BUFFER_BYTES = 4096
 HIGH_WATER_BYTES = 64 << 10  # of asyncio's and uvloop's transports

@@ -14,16 +14,16 @@ import torch
 from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.copier import AdapterCopier, Lane
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
-from corun.gpu.coexec.cold_deltas import ColdDeltas, GroupKey
+from corun.gpu.coexec.cold_deltas import ColdDeltas
 from corun.gpu.coexec.gateway import WorkerGateway
 from corun.gpu.coexec.handover import AddByCopy, Exchange, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.forward.batch import LoraBatch
-from corun.gpu.lora.adapter_layout import GroupPlan, TargetMatrices
+from corun.gpu.lora.adapter_layout import GroupKey, GroupPlan, TargetMatrices
 from corun.gpu.lora.base import PackedLora
 from corun.gpu.lora.matrix_layout import PACKED, ROWS
 from corun.runtime.adapters.target_map import Target
-from corun.shm.arena_entry import Region as Place
+from corun.shm.arena import RegionPlace
 from corun.shm.region import Region, TargetSize, plan_region
 from support.streams.symbolic import Recording, SymbolicDevice
 from support.streams.symbolic_program import Buffer
@@ -60,7 +60,7 @@ class _HostAdapter:
         region = plan_region(_WIDTH, 2, [TargetSize(_RANK, _WIDTH, 1.0, 256, 256)])
         keys = [(layer, g) for layer in range(shape.num_layers) for g in range(shape.num_groups)]
         self.places = tuple(
-            Place(*key, offset, region.num_bytes) for offset, key in enumerate(keys)
+            RegionPlace(*key, offset, region.num_bytes) for offset, key in enumerate(keys)
         )
         self.regions = [device.lease(f"arena {name}{number}") for number in range(len(keys))]
         self.num_whole = 0

@@ -16,10 +16,10 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly import build
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.engine.messages import AddRequest, ModelInfo
-from corun.runtime.errors import ConfigError
+from corun.runtime.errors import ConfigError, EngineDeadError
 from corun.runtime.plan import StepPlan, SubBatchKind
 from support.architectures import save_model
-from support.fake_engine import save_tokenizer
+from support.fake_core import save_tokenizer
 from support.half_made_segment import half_made_segment
 from support.model_profiles import save_made_up_profile
 from support.peft_adapters import save_adapter
@@ -85,7 +85,7 @@ def test_a_failed_start_leaves_nothing(
 
     monkeypatch.setattr(build, step, fail)
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError: a bug"):
             Engine(**options)
     assert held() == before
 

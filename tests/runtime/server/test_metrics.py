@@ -1,11 +1,10 @@
-"""Models, adapters, metrics, version, tokens."""
+"""What ``/metrics`` shows, from the engine and from the requests that were answered."""
 
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import msgspec
-import pytest
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,107 +19,6 @@ def read_metrics(http: httpx.Client) -> dict[tuple[str, Labels], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-
-
-def test_models(http: httpx.Client) -> None:
-    body = http.get("/v1/models").json()
-    assert body["object"] == "list"
-    cards = {card["id"]: card for card in body["data"]}
-    assert list(cards) == ["tiny", "alias", "upper", "digits"]  # the failed one is not offered
-    assert cards["tiny"] == {
-        "id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "corun",
-        "root": "demo/tiny", "parent": None, "max_model_len": 4096,
-    }  # fmt: skip
-    assert cards["upper"]["root"] == "/adapters/upper"
-    assert cards["upper"]["parent"] == "tiny"
-    for name in ("tiny", "alias", "upper", "tiny:upper"):
-        card = http.get(f"/v1/models/{name}").json()
-        assert card == cards[name.removeprefix("tiny:")]
-    failed = http.get("/v1/models/broken")
-    assert failed.status_code == 503
-    assert "rank 512" in failed.json()["error"]["message"]
-
-
-def test_model_names_with_slashes(http: httpx.Client, engine: Any) -> None:
-    engine.adapters["team/upper"] = engine.adapters["upper"].__class__(
-        "team/upper", "/x", "ready", None, 8, 1, "ab", True
-    )
-    assert http.get("/v1/models/team/upper").json()["id"] == "team/upper"
-
-
-def test_adapter_list_tells_states(http: httpx.Client) -> None:
-    data = http.get("/v1/lora_adapters").json()["data"]
-    states = {adapter["name"]: (adapter["state"], adapter["reason"]) for adapter in data}
-    assert states["upper"] == ("ready", None)
-    assert states["broken"] == ("failed", "rank 512 is over the limit")
-
-
-def test_served_name_defaults_to_the_models(start_server: Callable[..., Any], engine: Any) -> None:
-    server = start_server(type(engine)(), served_names=())
-    body = httpx.get(server.url + "/v1/models").json()
-    assert body["data"][0]["id"] == "demo/tiny"
-
-
-def test_version(http: httpx.Client) -> None:
-    assert http.get("/version").json() == {"version": "1.2.3"}
-
-
-def test_tokenize_and_back(http: httpx.Client) -> None:
-    body = http.post("/tokenize", json={"prompt": "ab"}).json()
-    assert body == {"count": 3, "max_model_len": 4096, "tokens": [1, 97, 98]}
-    body = http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()
-    assert "".join(map(chr, body["tokens"])) == "<user>a<assistant>"
-    assert http.post("/detokenize", json={"tokens": [97, 8364]}).json() == {"prompt": "a€"}
-    for body in ({}, {"prompt": "a", "messages": []}):
-        assert http.post("/tokenize", json=body).status_code == 400
-    response = http.post("/detokenize", json={"tokens": [-1]})
-    assert "-1" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("prefix", ["", "/v1"])
-def test_adapter_updates_are_off(http: httpx.Client, engine: Any, prefix: str) -> None:
-    for verb in ("load", "unload"):
-        body = {"lora_name": "new", "lora_path": "/x"}
-        response = http.post(f"{prefix}/{verb}_lora_adapter", json=body)
-        assert response.status_code == 403
-        error = response.json()["error"]
-        assert error["type"] == "permission_error"
-        assert "CORUN_ALLOW_RUNTIME_LORA_UPDATING=1" in error["message"]
-    assert "new" not in engine.adapters
-
-
-def test_adapter_updates(start_server: Callable[..., Any], engine: Any) -> None:
-    engine = type(engine)()
-    server = start_server(engine, allow_lora_updates=True)
-    with httpx.Client(base_url=server.url, timeout=20) as http:
-
-        def post(path: str, **body: Any) -> httpx.Response:
-            return http.post(path, json=body)
-
-        done = post("/v1/load_lora_adapter", lora_name="new", lora_path="/x")
-        assert done.status_code == 200
-        assert done.json()["adapter"]["path"] == "/x"
-        body = {"prompt": "hi", "model": "new"}
-        assert http.post("/v1/completions", json=body).status_code == 200
-        taken = post("/load_lora_adapter", lora_name="new", lora_path="/y")
-        assert taken.status_code == 400
-        assert "load_inplace" in taken.json()["error"]["message"]
-        again = post("/load_lora_adapter", lora_name="new", lora_path="/y", load_inplace=True)
-        assert again.json()["adapter"]["path"] == "/y"
-        bad = post("/v1/load_lora_adapter", lora_name="bad", lora_path="/missing")
-        assert bad.status_code == 400
-        assert bad.json()["error"]["code"] == "adapter_refused"
-        assert "/missing" in bad.json()["error"]["message"]
-        for name in ("", "tiny", "a\nb", "x" * 300):
-            refused = post("/v1/load_lora_adapter", lora_name=name, lora_path="/x")
-            assert refused.json()["error"]["param"] == "lora_name"
-        pinned = post("/v1/load_lora_adapter", lora_name="p", lora_path="/x", pinned=True)
-        assert pinned.json()["error"]["code"] == "not_served"
-        assert post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
-        gone = post("/unload_lora_adapter", lora_name="uper")
-        assert gone.status_code == 404
-        assert "'upper'" in gone.json()["error"]["message"]
-        assert "new" not in [card["id"] for card in http.get("/v1/models").json()["data"]]
 
 
 def test_gauges(http: httpx.Client) -> None:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from corun.runtime.cli.options import BEGIN, END, options_markdown, update_table
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
-from corun.runtime.config.table import BEGIN, END, options_markdown, update_table
 from corun.runtime.errors import ConfigError
 
 

@@ -8,7 +8,6 @@ import pytest
 from corun.runtime.config.codec import config_from_dict, config_to_dict
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.flags import build_configs
-from corun.runtime.config.lora_modules import LoraModule, parse_lora_modules
 from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.config.yaml_file import read_yaml_options
@@ -81,27 +80,6 @@ def test_a_configuration_survives_the_way_to_another_process() -> None:
 def test_a_broken_message_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         config_from_dict(EngineConfig, data)
-
-
-def test_lora_modules_are_pairs_or_json() -> None:
-    items = ("up=/x/a=b", '{"name": "down", "path": "/y"}')
-    assert parse_lora_modules(items) == (LoraModule("up", "/x/a=b"), LoraModule("down", "/y"))
-
-
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        (("nopath",), "must be NAME=PATH"),
-        (("=x",), "must not be empty"),
-        (("{",), "not valid JSON"),
-        (('{"name": "a"}',), "the keys must be name and path"),
-        (('{"name": "a", "path": 1}',), "must be text"),
-        (("a=x", "a=y"), "names 'a' twice: x and y"),
-    ],
-)
-def test_bad_lora_modules_are_refused(items: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(lora_modules=items)
 
 
 def test_yaml_takes_dashes_underscores_and_adapter_mappings(tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""One adapter as the engine's policies see it: plain data that comes with its registration."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayers:
+    """How an adapter's layers move to the device."""
+
+    rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
+    group_bytes: tuple[int, ...]  # over the link, by layer group, in the order of loading
+    group_of_layer: tuple[int, ...]  # which layers are copied together, ascending from 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What is known of an adapter once its files have been read and checked."""
+
+    digest: str  # of configuration and tensors
+    rank: int  # the largest of its targets
+    num_bytes: int  # on the device
+    scale: float = 1.0  # factor on the adapter as a whole
+    host_bytes: tuple[int, ...] = ()  # in the host's memory, by layer, in whole pages
+    layers: AdapterLayers | None = None  # None = nobody plans with them

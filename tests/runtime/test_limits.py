@@ -1,0 +1,43 @@
+"""Limits name what was given, what it met and which option moves it."""
+
+import pytest
+from corun.runtime.errors import OverloadedError, RequestError, TooManySequencesError
+from corun.runtime.limits import (
+    check_num_open,
+    check_num_sequences,
+    check_prompt_length,
+    check_queue,
+)
+
+ROOM = {"max_num_seqs": 3, "max_num_waiting": 2}
+
+
+def test_prompts() -> None:
+    check_prompt_length(1, 10)
+    check_prompt_length(9, 10)
+    for num_tokens in (0, 10, 11):
+        with pytest.raises(RequestError) as caught:
+            check_prompt_length(num_tokens, 10)
+        assert caught.value.param == "prompt"
+
+
+def test_sequences_of_one_caller() -> None:
+    check_num_sequences(5, 1, **ROOM)
+    check_num_sequences(1, 5, **ROOM)
+    for num_prompts, num_choices, param in ((6, 1, "prompt"), (1, 6, "n"), (2, 3, "n")):
+        with pytest.raises(TooManySequencesError, match=r"6 sequences, .* at most 5") as caught:
+            check_num_sequences(num_prompts, num_choices, **ROOM)
+        assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+def test_sequences_beside_those_that_are_open() -> None:
+    check_num_open(3, 2, **ROOM)
+    with pytest.raises(OverloadedError, match="4 requests are open and 2 more would exceed 5"):
+        check_num_open(4, 2, **ROOM)
+
+
+def test_the_queue() -> None:
+    check_queue(1, 2)
+    check_queue(10**6, None)
+    with pytest.raises(OverloadedError, match=r"2 requests are waiting.*\(--max-num-waiting\)"):
+        check_queue(2, 2)

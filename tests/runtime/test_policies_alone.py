@@ -1,0 +1,14 @@
+"""Policies are told what they decide with; they ask no mechanism."""
+
+import os
+import subprocess
+import sys
+
+
+def test_cold_requests_are_planned_where_there_is_no_mechanism() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    code = "from support.policies_alone import run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,299 @@
+"""Core and adapters of an engine process without a model; a tokenizer whose token ids are bytes.
+
+The fake answers a prompt with its own bytes (an adapter upper-cases them), then the end token.
+What a prompt begins with may ask for trouble: see ``FakeCore``.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from corun.runtime.adapters.registry import AdapterInfo
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.messages import (
+    AdaptersChanged,
+    AddAdapter,
+    AddRequest,
+    EngineStats,
+    ModelInfo,
+    OperationDone,
+    RemoveAdapter,
+    RequestUpdate,
+    TokenizerSpec,
+)
+from corun.runtime.errors import (
+    AdapterError,
+    EngineDeadError,
+    ModelError,
+    OverloadedError,
+    UnknownModelError,
+)
+from corun.runtime.plan import TokenLogprobs
+
+FACTORY = "support.fake_core:build"
+TELLING_FACTORY = "support.fake_core:build_telling"
+BOS_ID, EOS_ID = 256, 257
+VOCAB_SIZE = 260  # two more than the tokenizer knows: models pad their vocabulary
+MAX_MODEL_LEN = 4096
+
+SILENT = "SILENT"  # the request never gets a token
+CRASH = "CRASH"  # the next step raises: the engine ends
+DIE = "DIE"  # the next step finds its device lost, and so does who closes the engine
+FAIL = "FAIL"  # the request fails, the engine goes on
+SLEEP = "SLEEP"  # the step takes long
+
+FAILING_MODEL = "model-that-cannot-be-loaded"
+BROKEN_MODEL = "model-that-shows-a-bug"
+SLOW_MODEL = "model-that-loads-for-ever"
+
+
+class FakeCore:
+    """One token per request and step."""
+
+    def __init__(self, config: EngineConfig, adapter_names: dict[str, str]) -> None:
+        self._config = config
+        self._adapter_names = adapter_names
+        self._open: dict[int, AddRequest] = {}
+        self._num_generated: dict[int, int] = {}
+        self._updates: list[RequestUpdate] = []
+        self._num_steps = 0
+        self._has_news = False  # cleared by a step that finds nothing to do
+        self._fd = os.eventfd(0)
+        self.seeds: list[int | None] = []
+        self.is_lost = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self._has_news
+
+    def add_request(self, message: AddRequest) -> None:
+        if len(self._open) >= self._config.max_num_waiting:
+            raise OverloadedError(
+                f"{len(self._open)} requests wait, "
+                f"at most {self._config.max_num_waiting} may (--max-num-waiting)"
+            )
+        if message.adapter_name not in {None, *self._adapter_names}:
+            raise UnknownModelError(f"no adapter is named {message.adapter_name!r}")
+        self.seeds.append(message.sampling.seed)
+        self._open[message.request_id] = message
+        self._num_generated[message.request_id] = 0
+        self._has_news = True
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self._has_news = True
+        for request_id in request_ids:
+            if self._open.pop(request_id, None) is not None:
+                self._updates.append(RequestUpdate(request_id, finish_reason="abort"))
+
+    def step(self) -> list[RequestUpdate]:
+        updates, self._updates = self._updates, []
+        self._has_news = any(map(self._computes, self._open.values()))
+        self._num_steps += self._has_news
+        for request in tuple(self._open.values()):
+            if self._computes(request):
+                updates.append(self._advance(request))
+        return updates
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._open),
+            num_waiting=len(self._open),
+            num_steps=self._num_steps,
+        )
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _computes(self, request: AddRequest) -> bool:
+        return not _text(request).startswith(SILENT)
+
+    def _advance(self, request: AddRequest) -> RequestUpdate:
+        text = _text(request)
+        if text.startswith(CRASH):
+            raise RuntimeError("the step was told to crash")
+        if text.startswith(DIE):
+            self.is_lost = True
+            raise EngineDeadError("the device is lost")
+        if text.startswith(FAIL):
+            del self._open[request.request_id]
+            return RequestUpdate(
+                request.request_id,
+                finish_reason="error",
+                error_kind="StepFailedError",
+                error="not a number in the logits",
+            )
+        token_id = self._next_token(request)
+        self._num_generated[request.request_id] += 1
+        reason = self._finish_reason(request, token_id)
+        if reason is not None:
+            del self._open[request.request_id]
+        return RequestUpdate(
+            request.request_id,
+            (token_id,),
+            self._logprobs(request, token_id),
+            reason,
+            token_id if reason == "stop" else None,
+        )
+
+    def _next_token(self, request: AddRequest) -> int:
+        answer = [token for token in request.prompt_token_ids if token < BOS_ID]
+        if request.adapter_name is not None:
+            answer = list(bytes(answer).upper())
+        position = self._num_generated[request.request_id]
+        if request.sampling.ignore_eos:
+            return answer[position % len(answer)]
+        return [*answer, EOS_ID][position]
+
+    def _finish_reason(self, request: AddRequest, token_id: int) -> str | None:
+        if token_id == EOS_ID or token_id in request.sampling.stop_token_ids:
+            return "stop"
+        num_tokens = self._num_generated[request.request_id]
+        return "length" if num_tokens == request.sampling.max_tokens else None
+
+    def _logprobs(self, request: AddRequest, token_id: int) -> tuple[TokenLogprobs, ...] | None:
+        num_top = request.sampling.logprobs
+        if num_top is None:
+            return None
+        top = tuple(range(token_id, token_id + num_top))
+        return (TokenLogprobs(-0.5, 1, top, tuple(-0.5 - rank for rank in range(num_top))),)
+
+
+def _text(request: AddRequest) -> str:
+    """The prompt as far as it is text; special tokens are dropped."""
+    return bytes(t for t in request.prompt_token_ids if t < BOS_ID).decode("latin-1")
+
+
+class FakeAdapters:
+    """Accepts every directory that exists."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, str] = {}
+        self._told: list[OperationDone | AdaptersChanged] = []
+        self._num_versions = 0
+        self._fd = os.eventfd(0)
+
+    def handle(self, message: AddAdapter | RemoveAdapter) -> None:
+        if isinstance(message, RemoveAdapter):
+            if message.name not in self.paths:
+                raise UnknownModelError(f"no adapter is named {message.name!r}")
+            del self.paths[message.name]
+        elif not Path(message.path).is_dir():
+            error = f"{message.path} is no directory"
+            done = OperationDone(message.operation_id, error, AdapterError.__name__)
+            self._told.append(done)
+            return
+        else:
+            self._num_versions += 1
+            self.paths[message.name] = message.path
+        self._told += [AdaptersChanged(self.infos()), OperationDone(message.operation_id)]
+
+    def poll(self) -> list[OperationDone | AdaptersChanged]:
+        told, self._told = self._told, []
+        return told
+
+    def infos(self) -> tuple[AdapterInfo, ...]:
+        return tuple(
+            AdapterInfo(name, path, "ready", None, 8, 1024, str(self._num_versions), True)
+            for name, path in self.paths.items()
+        )
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class FakeAssembly:
+    """What the factory returns."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.adapters = FakeAdapters()
+        self.core = FakeCore(config, self.adapters.paths)
+        self.info = model_info(str(config.model))
+        self.tokenizer: TokenizerSpec | None = None
+        self.num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+        if self.core.is_lost:
+            raise RuntimeError("the device answers nothing")
+        if self.num_closed == 1:
+            self.core.close()
+            self.adapters.close()
+
+
+def model_info(model_path: str) -> ModelInfo:
+    """Return the facts of a small model."""
+    return ModelInfo(
+        name="fake",
+        dtype="float32",
+        device="cpu",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS_ID,),
+        default_sampling={},
+        kv_capacity_tokens=1 << 16,
+        memory_bytes=1 << 30,
+        max_num_waiting=64,
+        model_path=model_path,
+        device_choices={},
+        backends={},
+        summary=("a fake",),
+    )
+
+
+def build(
+    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+) -> FakeAssembly:
+    """The factory; ``config.model`` is the tokenizer's directory or asks for trouble."""
+    on_progress("pretending to load")
+    if config.model == FAILING_MODEL:
+        raise ModelError(f"cannot load {config.model}")
+    if config.model == BROKEN_MODEL:
+        raise ZeroDivisionError("a bug while loading")
+    while config.model == SLOW_MODEL:
+        on_progress("still loading")
+        time.sleep(0.001)
+    return FakeAssembly(config)
+
+
+def build_telling(
+    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+) -> FakeAssembly:
+    """A factory whose engine tells of its tokenizer, as one in a process of its own does."""
+    from corun.runtime.engine.tokenizer import load_tokenizer, spec_of
+
+    assembly = build(config, on_progress=on_progress, own_process=own_process)
+    assembly.tokenizer = spec_of(load_tokenizer(str(config.model)))
+    return assembly
+
+
+def save_tokenizer(directory: Path, *, chat_template: str | None = None) -> str:
+    """Save a byte-level tokenizer whose token ids are the bytes themselves; return its path."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS_ID)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=chat_template
+    )
+    fast.save_pretrained(directory)
+    return str(directory)
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable}
+    return vocabulary | {chr(0x100 + index): byte for index, byte in enumerate(others)}
