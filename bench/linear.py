@@ -26,7 +26,7 @@ from typing import Any
 import numba
 import torch
 from corun.gpu.forward.kernel_threads import set_kernel_threads
-from corun.gpu.forward.launcher import capturing
+from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.numba_backend import FusedProduct, NumbaLinear
 from corun.gpu.linear.select import select_linear_backend
@@ -82,7 +82,7 @@ def _walk_of(products: list[Product], inputs: list[torch.Tensor]) -> Callable[[]
     if not all(isinstance(product, FusedProduct) for product in products):
         return lambda: [product(x) for product, x in zip(products, inputs, strict=True)]
     capture = Capture()
-    with capturing(capture):
+    with launching(capture):
         for product, x in zip(products, inputs, strict=True):
             product(capture.keep(x))
     captured = capture.end(inputs[0], inputs[0], inputs[0])

@@ -10,15 +10,15 @@ from 8 tokens and rank 64 on: 0.7 of that rate. Smaller ranks and more threads a
 """
 
 import argparse
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from corun.gpu.forward.batch import LoraBatch, PassMetadata
+from corun.gpu.forward.batch import LoraBatch
 from corun.gpu.forward.kernel_threads import set_kernel_threads
-from corun.gpu.forward.launcher import capturing
+from corun.gpu.forward.launcher import Launcher, launching
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from floors import FloorMeter, least_s
@@ -48,14 +48,14 @@ def _batch(num_tokens: int, row: int, rank: int) -> LoraBatch:
     )
 
 
-class _Recorder:
+class _Recorder(Launcher):
     """Notes the kernel call that the back end makes, so that it can be made again alone."""
 
     def __init__(self) -> None:
         self.calls: list[partial[object]] = []
         self._kept: list[object] = []
 
-    def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
+    def launch(self, kernel: Any, *arguments: Any) -> None:
         """Note it, and make it."""
         self.calls.append(partial(kernel, *arguments))
         kernel(*arguments)
@@ -65,14 +65,11 @@ class _Recorder:
         self._kept.append(thing)
         return thing
 
-    def before_replay(self, key: Hashable, prepare: Callable[[PassMetadata], None]) -> None:
-        """The batch stays as it is."""
-
     def new_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Results that a kernel writes."""
         return self.keep(torch.empty(shape, dtype=dtype))
 
-    def callback(self, call: Callable[[], None]) -> None:
+    def call_in_every_pass(self, call: Callable[[], None]) -> None:
         """Nothing but kernels is measured."""
         raise NotImplementedError
 
@@ -105,7 +102,7 @@ class Call:
         self.expand_flops = 2 * num_tokens * rank * sum(_OUT)
 
         self._recorder = _Recorder()
-        with capturing(self._recorder):
+        with launching(self._recorder):
             targets = tuple(range(len(_OUT)))
             self._backend.add_deltas(self._x, self._ys, targets, self._batch)
         (self._kernel,) = self._recorder.calls

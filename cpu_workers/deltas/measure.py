@@ -18,7 +18,7 @@ from ...shm.region import Region
 from ..kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from .base import BACKEND_NAMES, ITEM_BYTES, DeltaBackend, DeltaJob, shape_of
 from .select import make_backend
-from .table import DeltaTable, Measured
+from .table import DeltaTable, DeltaTime
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def measure(
     places = {rank: _Workplace(in_features, columns, rank, max(_TOKENS)) for rank in _RANKS}
     for backend in backends:  # compiling, or loading what was compiled, is not what jobs take
         backend.compute(places[_RANKS[0]].job(1))
-    points: list[Measured] = []
+    points: list[DeltaTime] = []
     longest_s = 0.0
     start = clock()
     for num_done, (tokens, rank) in enumerate(order):
@@ -91,7 +91,7 @@ def measure(
         left_s = (budget_s - (before - start)) / (len(order) - num_done) / len(backends)
         job = place.job(tokens)
         shape = shape_of(place.region, tokens)
-        points += [Measured(b.name, shape, _time_us(b, job, left_s, clock)) for b in backends]
+        points += [DeltaTime(b.name, shape, _time_us(b, job, left_s, clock)) for b in backends]
         longest_s = max(longest_s, clock() - before)
     return DeltaTable(tuple(points))
 

@@ -20,7 +20,6 @@ class NumbaDelta:
         self._scratch = Scratch()
 
     def compute(self, job: DeltaJob) -> None:
-        """See ``DeltaBackend``."""
         width = padded_in(job)
         x_address, x_stride = job.x_address, job.x_stride_bytes
         if width != job.region.in_features:

@@ -16,7 +16,6 @@ class NumpyDelta:
 
     @np.errstate(all="ignore")  # infinities and NaN are results, as on every other path
     def compute(self, job: DeltaJob) -> None:
-        """See ``DeltaBackend``."""
         y = rows_at(job.y_address, job.num_tokens, job.region.y_columns, job.y_stride_bytes)
         in_features, ranks = job.region.in_features, padded_ranks(job)
         targets = list(views(job))

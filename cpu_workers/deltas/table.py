@@ -25,7 +25,7 @@ class DeltaShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DeltaTime:
     """Time of one job of one back end, in microseconds."""
 
     backend: str
@@ -43,7 +43,7 @@ class DeltaTable:
     traffic are proportional to, without the fixed cost of a call.
     """
 
-    points: tuple[Measured, ...]
+    points: tuple[DeltaTime, ...]
 
     def __post_init__(self) -> None:
         assert self.points, "a table needs a measured point"
@@ -101,7 +101,7 @@ class DeltaTable:
         points: Iterable[dict[str, Any]] = values["points"]
         return cls(
             tuple(
-                Measured(point["backend"], DeltaShape(**point["shape"]), point["time_us"])
+                DeltaTime(point["backend"], DeltaShape(**point["shape"]), point["time_us"])
                 for point in points
             )
         )

@@ -21,7 +21,6 @@ class TorchDelta:
         self._scratch = Scratch()
 
     def compute(self, job: DeltaJob) -> None:
-        """See ``DeltaBackend``."""
         bits = rows_at(job.y_address, job.num_tokens, job.region.y_columns, job.y_stride_bytes)
         in_features, ranks = job.region.in_features, padded_ranks(job)
         targets = list(views(job))

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 from numba import carray, njit, prange
 
-from .simd.bfloat16 import pointer, rounded, widened
-from .simd.compiled import address_of, call_function, part
+from .simd.bfloat16 import rounded, widened
+from .simd.compiled import address_of, call_function, kernel, part
+from .simd.memory import pointer
 
 # Values of a call below which one thread computes them all: about 10 us.
 _SERIAL_VALUES = 32 * 1024
 
-_BITS = np.uint16(0)
-_PAIR = np.uint32(0)
-_FLOAT = np.float32(0)
 _LOW_HALF, _HALF_BITS = np.uint32(0xFFFF), np.uint32(16)
 
 
@@ -38,10 +36,10 @@ def _norm_share(
     x: int, x_stride: int, scale: int, y: int, features: int, epsilon: np.float32,
     rounds_twice: bool, first: int, last: int,
 ) -> None:  # fmt: skip
-    factors = carray(pointer(scale, _FLOAT), (features,))
+    factors = carray(pointer(scale), (features,), np.float32)
     for row in range(first, last):
-        values = carray(pointer(x + 2 * row * x_stride, _BITS), (features,))
-        results = carray(pointer(y + 2 * row * features, _BITS), (features,))
+        values = carray(pointer(x + 2 * row * x_stride), (features,), np.uint16)
+        results = carray(pointer(y + 2 * row * features), (features,), np.uint16)
         inverse = _inverse_rms(values, epsilon)
         if rounds_twice:
             for i in range(features):
@@ -52,7 +50,7 @@ def _norm_share(
                 results[i] = rounded((widened(values[i]) * inverse) * factors[i])
 
 
-@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+@kernel(parallel=True)
 def norm(
     x: int, x_stride: int, scale: int, y: int, num_rows: int, features: int, epsilon: np.float32,
     rounds_twice: bool, num_threads: int,
@@ -77,14 +75,14 @@ def norm(
 
 @part
 def _add_share(a: int, b: int, y: int, first: int, last: int) -> None:
-    lefts = carray(pointer(a, _BITS), (last,))
-    rights = carray(pointer(b, _BITS), (last,))
-    results = carray(pointer(y, _BITS), (last,))
+    lefts = carray(pointer(a), (last,), np.uint16)
+    rights = carray(pointer(b), (last,), np.uint16)
+    results = carray(pointer(y), (last,), np.uint16)
     for i in range(first, last):
         results[i] = rounded(widened(lefts[i]) + widened(rights[i]))
 
 
-@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+@kernel(parallel=True)
 def add(a: int, b: int, y: int, num_values: int, num_threads: int) -> None:
     """Write a + b; bfloat16 [num_values] each.
 
@@ -106,14 +104,14 @@ def _gated_share(
     gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, features: int,
     first: int, last: int,
 ) -> None:  # fmt: skip
-    activated = carray(pointer(table, _BITS), (65536,))
+    activated = carray(pointer(table), (65536,), np.uint16)
     for row in range(first, last):
-        gates = carray(pointer(gate + 2 * row * gate_stride, _BITS), (features,))
-        ups = carray(pointer(up + 2 * row * up_stride, _BITS), (features,))
-        results = carray(pointer(y + 2 * row * features, _BITS), (features,))
+        gates = carray(pointer(gate + 2 * row * gate_stride), (features,), np.uint16)
+        ups = carray(pointer(up + 2 * row * up_stride), (features,), np.uint16)
+        results = carray(pointer(y + 2 * row * features), (features,), np.uint16)
         # Two loops: the first cannot use vectors, the second can. Pairs spare reads and writes.
-        gate_pairs = carray(pointer(gate + 2 * row * gate_stride, _PAIR), (features // 2,))
-        result_pairs = carray(pointer(y + 2 * row * features, _PAIR), (features // 2,))
+        gate_pairs = carray(pointer(gate + 2 * row * gate_stride), (features // 2,), np.uint32)
+        result_pairs = carray(pointer(y + 2 * row * features), (features // 2,), np.uint32)
         for i in range(features // 2):
             pair = gate_pairs[i]
             low = np.uint32(activated[pair & _LOW_HALF])
@@ -124,7 +122,7 @@ def _gated_share(
             results[i] = rounded(widened(results[i]) * widened(ups[i]))
 
 
-@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+@kernel(parallel=True)
 def gated(
     gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, num_rows: int,
     features: int, num_threads: int,
@@ -154,8 +152,8 @@ def _rotate_heads(
     """All heads of one token."""
     half = len(cos) // 2
     for head in range(num_heads):
-        values = carray(pointer(x + 2 * head * head_stride, _BITS), (dim,))
-        results = carray(pointer(y + 2 * head * dim, _BITS), (dim,))
+        values = carray(pointer(x + 2 * head * head_stride), (dim,), np.uint16)
+        results = carray(pointer(y + 2 * head * dim), (dim,), np.uint16)
         for i in range(half):
             a, b = widened(values[i]), widened(values[half + i])
             near = widened(rounded(a * widened(cos[i])))
@@ -174,8 +172,8 @@ def _rotate_tokens(
     cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
 ) -> None:  # fmt: skip
     for token in range(first, last):
-        cosines = carray(pointer(cos + 2 * token * table_stride, _BITS), (rotary_dim,))
-        sines = carray(pointer(sin + 2 * token * table_stride, _BITS), (rotary_dim,))
+        cosines = carray(pointer(cos + 2 * token * table_stride), (rotary_dim,), np.uint16)
+        sines = carray(pointer(sin + 2 * token * table_stride), (rotary_dim,), np.uint16)
         _rotate_heads(
             x + 2 * token * token_stride, head_stride, num_heads, dim, cosines, sines,
             y + 2 * token * num_heads * dim,
@@ -198,7 +196,7 @@ def _rotate_share(
     )  # fmt: skip
 
 
-@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+@kernel(parallel=True)
 def rotate(
     q: int, q_token_stride: int, q_head_stride: int, q_heads: int, q_out: int,
     k: int, k_token_stride: int, k_head_stride: int, k_heads: int, k_out: int,

@@ -17,7 +17,7 @@ from ...cpu_workers.kernels.attention.plan import make_items
 from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
 from ...cpu_workers.kernels.simd.layout import FLOAT32
 from ..forward.batch import AttentionMetadata
-from ..forward.launcher import current_capture, launch, new_output
+from ..forward.launcher import current_launcher
 from .base import AttentionParams
 
 _CACHE_LINE_BYTES = 64
@@ -78,16 +78,15 @@ class NumbaAttention:
         key_of_kind = (query.dtype, heads, window, *((b.shape[1:], b.stride()) for b in blocks))
         kind = self._kinds.get(key_of_kind)
         if kind is None:
-            shape = make_shape(heads, key_blocks, value_blocks)
+            shape = _shape_of(heads, key_blocks, value_blocks)
             kind = _make_kind(shape, window or NO_WINDOW, self._tags[query.dtype])
             self._kinds[key_of_kind] = kind
         self._prepare(kind, metadata)
-        capture = current_capture()
-        if capture is not None:
-            capture.before_replay(kind, lambda now: self._prepare(kind, now.attention))
-        attended = new_output((num_tokens, heads, value_blocks.shape[3]), query.dtype)
+        launcher = current_launcher()
+        launcher.before_replay(kind, lambda now: self._prepare(kind, now.attention))
+        attended = launcher.new_output((num_tokens, heads, value_blocks.shape[3]), query.dtype)
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
-        launch(
+        launcher.launch(
             kernels.attend,
             self._tags[query.dtype],
             kind.address,
@@ -146,6 +145,17 @@ class NumbaAttention:
         # Other kinds may have scratch memory grow, or may be called between these layers.
         kind.arrays = (items, merges, counter, self._scratch, self._partials)
         kind.metadata = metadata
+
+
+def _shape_of(heads: int, key_blocks: torch.Tensor, value_blocks: torch.Tensor) -> Shape:
+    _, kv_heads, block_size, key_dim = key_blocks.shape
+    (key_block, key_head, *_), (value_block, value_head, *_) = (
+        blocks.stride() for blocks in (key_blocks, value_blocks)
+    )
+    return make_shape(
+        heads, kv_heads, block_size, key_dim, value_blocks.shape[3], key_blocks.itemsize,
+        (key_block, key_head, value_block, value_head),
+    )  # fmt: skip
 
 
 def _make_kind(shape: Shape, window: int, tag: np.generic) -> _LayerKind:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device.cpu_kernels import add_rows, send_bytes
+from ...cpu_workers.kernels.lora.handover import add_rows, send_bytes
 from ..device.cpu_wait import wait_awake
 from .handover import Exchange
 from .invocation import Invocation

@@ -1,13 +1,14 @@
 """How the kernels of the CPU device are called, so that a pass can be captured and replayed.
 
-While the calling thread captures, a call is noted beside being made, and outputs lie in memory of
-the capture's. Otherwise all of this costs no more than a look at a variable.
+Whoever calls kernels asks for the launcher of its thread: as a rule one that calls them and nothing
+else; while a pass is being captured, one that also notes what it is asked for. Not handed from
+caller to callee, because transformers' modules stand between the two and pass nothing on.
 """
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,78 +17,55 @@ from .batch import PassMetadata
 Thing = TypeVar("Thing")
 
 
-class KernelCapture(Protocol):
-    """Notes the kernel calls of one pass."""
+class Launcher:
+    """Calls kernels; a pass that it serves is not made again."""
 
-    def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
-        """Call ``kernel`` now, and with the same arguments at every replay.
+    is_noting = False  # whether calls count although they would compute nothing
+
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        """Call a compiled kernel that takes numbers alone, now and at every replay.
 
         What lies at the addresses may differ then; the addresses and all other numbers may not.
         """
-        ...
+        kernel(*arguments)
 
     def new_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that a kernel fills, and fills again at every replay."""
-        ...
+        """Uninitialised memory on the CPU for what a kernel computes, at every replay anew."""
+        return torch.empty(shape, dtype=dtype)
 
     def keep(self, thing: Thing) -> Thing:
         """Keep what lies at an address of an argument alive and as it is."""
-        ...
+        return thing
 
-    def callback(self, call: Callable[[], None]) -> None:
-        """Call it now and at this place of every replay; what it computes is its own affair."""
-        ...
+    def call_in_every_pass(self, call: Callable[[], None]) -> None:
+        """Call Python code now and at this place of every replay; what it computes is not noted."""
+        call()
 
     def refuse(self, reason: str) -> None:
         """Say that the pass depends on more than a replay is told."""
-        ...
 
     def before_replay(self, key: Hashable, prepare: Callable[[PassMetadata], None]) -> None:
-        """Call ``prepare`` before every replay; one for each ``key``."""
-        ...
+        """Have ``prepare`` called before every replay; one for each ``key``."""
 
 
-_OF_THIS_THREAD = threading.local()
+class _OfThread(threading.local):
+    launcher = Launcher()
 
 
-def current_capture() -> KernelCapture | None:
-    """What captures in this thread, if anything does."""
-    capture: KernelCapture | None = getattr(_OF_THIS_THREAD, "capture", None)
-    return capture
+_OF_THREAD = _OfThread()
+
+
+def current_launcher() -> Launcher:
+    """What this thread calls kernels through."""
+    return _OF_THREAD.launcher
 
 
 @contextmanager
-def capturing(capture: KernelCapture | None) -> Iterator[None]:
-    """Let ``capture``, or nothing, note what this thread launches inside the ``with`` block."""
-    before = current_capture()
-    _OF_THIS_THREAD.capture = capture
+def launching(launcher: Launcher) -> Iterator[None]:
+    """Let this thread call kernels through ``launcher`` inside the ``with`` block."""
+    before = _OF_THREAD.launcher
+    _OF_THREAD.launcher = launcher
     try:
         yield
     finally:
-        _OF_THIS_THREAD.capture = before
-
-
-def launch(kernel: Any, *arguments: Any) -> None:
-    """Call a compiled kernel that takes numbers alone."""
-    capture = current_capture()
-    if capture is None:
-        kernel(*arguments)
-    else:
-        capture.launch(kernel, arguments)
-
-
-def new_output(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory on the CPU for what a kernel computes."""
-    capture = current_capture()
-    if capture is None:
-        return torch.empty(shape, dtype=dtype)
-    return capture.new_output(shape, dtype)
-
-
-def call_in_every_pass(call: Callable[[], None]) -> None:
-    """Call Python code that has to run in every pass, captured or not."""
-    capture = current_capture()
-    if capture is None:
-        call()
-    else:
-        capture.callback(call)
+        _OF_THREAD.launcher = before

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...cpu_workers.kernels import fused as kernels
 from ..forward.kernel_threads import num_kernel_threads
-from ..forward.launcher import launch, new_output
+from ..forward.launcher import current_launcher
 
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 _NUM_VALUES = 2**16
@@ -40,8 +40,9 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, table: torch.Tensor) -> 
     assert gate.dtype == up.dtype == torch.bfloat16 and gate.shape == up.shape
     assert gate.stride(-1) == up.stride(-1) == 1
     gates, ups = gate.reshape(-1, features), up.reshape(-1, features)
-    y = new_output(gate.shape, torch.bfloat16)
-    launch(
+    launcher = current_launcher()
+    y = launcher.new_output(gate.shape, torch.bfloat16)
+    launcher.launch(
         kernels.gated,
         gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0), table.data_ptr(),
         y.data_ptr(), gates.shape[0], features, num_kernel_threads(),

@@ -8,7 +8,7 @@ from torch import nn
 
 from ...cpu_workers.kernels import fused as kernels
 from ..forward.kernel_threads import num_kernel_threads
-from ..forward.launcher import launch, new_output
+from ..forward.launcher import current_launcher
 
 
 class FusedNorm:
@@ -29,8 +29,9 @@ class FusedNorm:
         features = self._features
         assert x.dtype == torch.bfloat16 and x.shape[-1] == features, (x.dtype, x.shape)
         rows = x if x.is_contiguous() else x.contiguous()
-        y = new_output(rows.shape, torch.bfloat16)
-        launch(
+        launcher = current_launcher()
+        y = launcher.new_output(rows.shape, torch.bfloat16)
+        launcher.launch(
             kernels.norm, rows.data_ptr(), features, self._factors.data_ptr(), y.data_ptr(),
             rows.numel() // features, features, self._epsilon, self._rounds_twice,
             num_kernel_threads(),

@@ -7,7 +7,7 @@ import torch
 
 from ...cpu_workers.kernels import fused as kernels
 from ..forward.kernel_threads import num_kernel_threads
-from ..forward.launcher import launch, new_output
+from ..forward.launcher import current_launcher
 
 
 def can_add(arguments: Sequence[Any]) -> bool:
@@ -22,8 +22,10 @@ def can_add(arguments: Sequence[Any]) -> bool:
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a + b: bfloat16, contiguous."""
     assert can_add((a, b)), (a.shape, b.shape)
-    y = new_output(tuple(a.shape), torch.bfloat16)
-    launch(kernels.add, a.data_ptr(), b.data_ptr(), y.data_ptr(), a.numel(), num_kernel_threads())
+    launcher = current_launcher()
+    y = launcher.new_output(tuple(a.shape), torch.bfloat16)
+    addresses = (a.data_ptr(), b.data_ptr(), y.data_ptr())
+    launcher.launch(kernels.add, *addresses, a.numel(), num_kernel_threads())
     return y
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...cpu_workers.kernels import fused as kernels
 from ..forward.kernel_threads import num_kernel_threads
-from ..forward.launcher import launch, new_output
+from ..forward.launcher import current_launcher
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -32,9 +32,10 @@ def rotate(
     assert is_servable(q, k, cos, sin), (q.shape, k.shape, cos.shape, sin.shape)
     _, q_heads, num_tokens, dim = q.shape
     k_heads = k.shape[1]
-    q_out = new_output((1, num_tokens, q_heads, dim), torch.bfloat16)
-    k_out = new_output((1, num_tokens, k_heads, dim), torch.bfloat16)
-    launch(
+    launcher = current_launcher()
+    q_out = launcher.new_output((1, num_tokens, q_heads, dim), torch.bfloat16)
+    k_out = launcher.new_output((1, num_tokens, k_heads, dim), torch.bfloat16)
+    launcher.launch(
         kernels.rotate,
         q.data_ptr(), q.stride(2), q.stride(1), q_heads, q_out.data_ptr(),
         k.data_ptr(), k.stride(2), k.stride(1), k_heads, k_out.data_ptr(),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from ..forward.batch import DeltaPass, StepContext
-from ..forward.launcher import call_in_every_pass
+from ..forward.launcher import current_launcher
 from .base import LinearBackend
 from .numba_backend import FusedProduct, NumbaLinear
 
@@ -61,7 +61,8 @@ class InputGroup:
         if deltas is None or not self._targets:
             return self._base_products(x)
         tokens = x.reshape(-1, x.shape[-1])
-        call = _call_now if deltas.is_repeatable else call_in_every_pass
+        # What repeats itself is noted as the kernels that it is made of.
+        call = _call_now if deltas.is_repeatable else current_launcher().call_in_every_pass
         call(lambda: self._running_deltas().begin(self._key, tokens))
         results = self._base_products(x)
         ys = [results[member] for member, _ in self._targets]

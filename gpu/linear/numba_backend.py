@@ -15,7 +15,7 @@ from ...cpu_workers.kernels.simd import layout
 from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
 from ..device import huge_pages
 from ..forward.kernel_threads import num_kernel_threads
-from ..forward.launcher import current_capture, launch, new_output
+from ..forward.launcher import current_launcher
 
 _ITEM_BYTES = torch.bfloat16.itemsize
 
@@ -108,10 +108,7 @@ class NumbaLinear:
 
 
 class FusedProduct:
-    """Products of matrices of one width with the same x, computed in one kernel.
-
-    Not to be called from two threads at once: what the kernel is told lies in one place.
-    """
+    """Products of matrices of one width with the same x, computed in one kernel."""
 
     def __init__(self, backends: Sequence[NumbaLinear]) -> None:
         self._tag = backends[0].tag
@@ -132,11 +129,11 @@ class FusedProduct:
         if in_features != stride or not x.is_contiguous():
             rows = self._padded_rows(x)
             stride = rows.stride(0)
-        results = [new_output((*leading, padded), torch.bfloat16) for padded, _ in self._widths]
-        matrices = self._matrices
-        capture = current_capture()
-        if capture is not None:
-            matrices = capture.keep(array("q", matrices))
+        launcher = current_launcher()
+        results = [
+            launcher.new_output((*leading, padded), torch.bfloat16) for padded, _ in self._widths
+        ]
+        matrices = launcher.keep(array("q", self._matrices))
         for matrix, y in enumerate(results):
             matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()
         num_tokens = x.numel() // in_features
@@ -144,11 +141,9 @@ class FusedProduct:
         wide = _SCRATCH.memory
         if self._is_widened:
             num_bytes = num_wide_bytes(num_tokens, self._padded_in // 2, num_threads)
-            wide = _SCRATCH.at_least(num_bytes)
-        if capture is not None:
-            capture.keep(wide)
+            wide = launcher.keep(_SCRATCH.at_least(num_bytes))
         if num_tokens:
-            launch(
+            launcher.launch(
                 multiply,
                 self._tag,
                 matrices.buffer_info()[0],

@@ -9,7 +9,7 @@ from .base import LoraBackend
 
 
 class ResidentDeltas:
-    """See ``step.DeltaPass``."""
+    """See ``DeltaPass``."""
 
     is_repeatable = True
 

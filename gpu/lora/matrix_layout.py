@@ -50,11 +50,9 @@ class PackedLayout:
         return layout.packed_b_shape(out_features, rank, itemsize)
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
-        """See ``MatrixLayout``."""
         layout.pack_a(a, place)
 
     def write_b(self, b: np.ndarray, place: np.ndarray) -> None:
-        """See ``MatrixLayout``."""
         layout.pack_b(b, place)
 
 
@@ -72,11 +70,9 @@ class RowsLayout:
         return rank, out_features
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
-        """See ``MatrixLayout``."""
         place[...] = a
 
     def write_b(self, b: np.ndarray, place: np.ndarray) -> None:
-        """See ``MatrixLayout``."""
         place[...] = b.T
 
 

@@ -12,7 +12,7 @@ from ...cpu_workers.kernels.simd import layout
 from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
 from ..forward.batch import LoraBatch, PassMetadata
 from ..forward.kernel_threads import num_kernel_threads
-from ..forward.launcher import current_capture, launch
+from ..forward.launcher import current_launcher
 from .base import PackedLora
 from .matrix_layout import PACKED, MatrixLayout
 from .table import LoraTable
@@ -81,26 +81,21 @@ class NumbaLora:
         itemsize = x.element_size()
         in_features, _ = layout.padded_features(x.shape[1], 0, itemsize)
         self._prepare(batch, x.shape[0], len(ys), in_features)
-        capture = current_capture()
-        if capture is None and not any(self._has_rank[index] for index in target_indices):
+        launcher = current_launcher()
+        if not (launcher.is_noting or any(self._has_rank[index] for index in target_indices)):
             return  # a call for nothing costs as much as a small one
         if in_features != x.shape[1]:
             x = F.pad(x, (0, in_features - x.shape[1]))
         padded = [self._padded(y, x.shape[0]) for y in ys]
-        # Its memory is read by the kernel through an address.
-        targets = array(
-            "q",
-            [
-                value
-                for index, y in zip(target_indices, padded, strict=True)
-                for value in (index, y.data_ptr(), y.stride(0) * itemsize, y.shape[1])
-            ],
-        )
-        if capture is not None:
-            capture.keep(targets)
-            capture.before_replay(self, self._prepare_replay)
+        fields = [
+            value
+            for index, y in zip(target_indices, padded, strict=True)
+            for value in (index, y.data_ptr(), y.stride(0) * itemsize, y.shape[1])
+        ]
+        targets = launcher.keep(array("q", fields))  # read by the kernel through an address
+        launcher.before_replay(self, self._prepare_replay)
         table = self._table
-        launch(
+        launcher.launch(
             add_deltas,
             self._tag,
             itemsize,

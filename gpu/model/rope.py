@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..forward.batch import StepContext
-from ..forward.launcher import current_capture
+from ..forward.launcher import current_launcher
 
 
 def rope_recompute_length(model: nn.Module) -> int | None:
@@ -51,9 +51,7 @@ class _PerRequestRope:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        capture = current_capture()
-        if capture is not None:
-            capture.refuse("rotary embeddings depend on the lengths of requests")
+        current_launcher().refuse("rotary embeddings depend on the lengths of requests")
         known_lens = self._context.known_lens_host
         if self._context.attention is None:  # a plain pass, one sequence per call
             return self._forward(x, position_ids, *args, **kwargs)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..forward.batch import PassMetadata
-from ..forward.launcher import capturing
+from ..forward.launcher import Launcher, launching
 from ..fused import residual
 from .captured_pass import Callback, CapturedPass, KernelCalls, Part, TorchOperation
 from .replay_kernel import LETTERS, SIGNATURES
@@ -70,8 +70,10 @@ class OutputMemory:
         return memory[start : start + num_bytes]
 
 
-class Capture:
-    """One pass while it is being captured; see ``KernelCapture``."""
+class Capture(Launcher):
+    """One pass while it is being captured: notes what it calls."""
+
+    is_noting = True
 
     def __init__(self) -> None:
         self.refusal: str | None = None  # what the pass does that a replay could not do
@@ -83,8 +85,7 @@ class Capture:
 
     # For the kernels.
 
-    def launch(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
-        """Call the kernel and note the call."""
+    def launch(self, kernel: Any, *arguments: Any) -> None:
         kernel(*arguments)
         kinds = tuple(numba.typeof(argument) for argument in arguments)
         letters = "".join(LETTERS.get(kind, "?") for kind in kinds)
@@ -101,20 +102,17 @@ class Capture:
         calls.append(SIGNATURES.index(letters), function, packed)
 
     def new_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See ``OutputMemory``."""
         return self._memory.tensor(shape, dtype)
 
     def keep(self, thing: Thing) -> Thing:
-        """Keep it as long as the captured pass."""
         self._kept.append(thing)
         return thing
 
-    def callback(self, call: Callable[[], None]) -> None:
-        """Note it, and nothing that it does."""
+    def call_in_every_pass(self, call: Callable[[], None]) -> None:
         self._parts.append(Callback(call))
         self._is_paused = True
         try:
-            with capturing(None):
+            with launching(Launcher()):
                 call()
         finally:
             self._is_paused = False
@@ -125,11 +123,9 @@ class Capture:
         return self.refusal is None and not self._is_paused
 
     def refuse(self, reason: str) -> None:
-        """Look no further."""
         self.refusal = self.refusal or reason
 
     def before_replay(self, key: Hashable, prepare: Callable[[PassMetadata], None]) -> None:
-        """Note what has to be called."""
         self._preparations.setdefault(key, prepare)
 
     # For torch.
@@ -209,7 +205,7 @@ def capture_pass(
     """Run a pass once, and capture it; returns its logits, and why there is no graph if so."""
     capture = Capture()
     input_ids, position_ids = input_ids.clone(), position_ids.clone()
-    with capturing(capture), _WatchReads(capture), _Watch(capture):
+    with launching(capture), _WatchReads(capture), _Watch(capture):
         logits = run(input_ids, position_ids)
     return logits, capture.end(input_ids, position_ids, logits)
 

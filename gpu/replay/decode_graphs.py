@@ -72,7 +72,6 @@ class DecodeGraphs:
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
         metadata: PassMetadata,
     ) -> torch.Tensor:  # fmt: skip
-        """See ``RunPass``."""
         num_tokens = input_ids.shape[1]
         is_decode = metadata.attention.max_query_len == 1 and len(logit_indices) == num_tokens
         if self._is_off or not is_decode or num_tokens > _MAX_TOKENS:

@@ -5,13 +5,13 @@ memory, 8 bytes for each argument; which types these have is one of the ``SIGNAT
 nothing of what the kernels compute.
 """
 
-from typing import Any
-
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
 
-from ...cpu_workers.kernels.lora.tiles import int64_at
+from ...cpu_workers.kernels.simd.compiled import kernel
+from ...cpu_workers.kernels.simd.emitter import I64, Emitter
+from ...cpu_workers.kernels.simd.intrinsics import ANY_FORMAT, emits
+from ...cpu_workers.kernels.simd.memory import int64_at
 
 # One letter for each argument. The first argument of some kernels selects code by its type alone.
 LETTERS = {
@@ -23,7 +23,7 @@ LETTERS = {
     types.boolean: "b",
 }
 _LLVM_TYPES = {
-    "q": ir.IntType(64),
+    "q": I64,
     "d": ir.DoubleType(),
     "f": ir.FloatType(),
     "h": ir.IntType(16),
@@ -53,7 +53,7 @@ def _emit_call(
     kinds = [_LLVM_TYPES[letter] for letter in letters]
     values = []
     for index, kind in enumerate(kinds):
-        place = builder.add(arguments, ir.Constant(ir.IntType(64), 8 * index))
+        place = builder.add(arguments, I64(8 * index))
         # Of 8 bytes the lowest count; an i1 is a whole byte in memory.
         stored = ir.IntType(8) if kind == ir.IntType(1) else kind
         value = builder.load(builder.inttoptr(place, stored.as_pointer()))
@@ -63,29 +63,22 @@ def _emit_call(
     builder.call(builder.inttoptr(function, ir.FunctionType(result, kinds).as_pointer()), values)
 
 
-@intrinsic
-def _call(
-    typingctx: Any, signature: types.Type, function: types.Type, arguments: types.Type
-) -> tuple[Any, Any]:
+@emits("signature", "function", "arguments", tag=ANY_FORMAT)
+def _call(emit: Emitter, signature: ir.Value, function: ir.Value, arguments: ir.Value) -> None:
     """Call the C function at an address; the number of its signature says how."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, typing: Any, args: list[ir.Value]) -> Any:
-        number, function, arguments = args
-        after = builder.append_basic_block("after")
-        switch = builder.switch(number, after)
-        for index, letters in enumerate(SIGNATURES):
-            block = builder.append_basic_block(f"call_{letters}")
-            switch.add_case(ir.Constant(number.type, index), block)
-            builder.position_at_end(block)
-            _emit_call(builder, letters, function, arguments)
-            builder.branch(after)
-        builder.position_at_end(after)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    builder = emit.builder
+    after = builder.append_basic_block("after")
+    switch = builder.switch(signature, after)
+    for index, letters in enumerate(SIGNATURES):
+        block = builder.append_basic_block(f"call_{letters}")
+        switch.add_case(I64(index), block)
+        builder.position_at_end(block)
+        _emit_call(builder, letters, function, arguments)
+        builder.branch(after)
+    builder.position_at_end(after)
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
+@kernel()
 def replay(calls: int, num_calls: int) -> None:
     """Make the calls, one after the other. calls: address of int64 [num_calls, CALL_FIELDS]."""
     for index in range(num_calls):

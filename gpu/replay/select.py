@@ -18,7 +18,7 @@ def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
     What a model's passes can be is known only when they are captured, while requests run.
 
     ``backend_names``: by what they compute. All that is not torch's own must be kernels that are
-    called by ``launch``.
+    called through the launcher.
     """
     others = [
         f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"

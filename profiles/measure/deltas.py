@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ...cpu_workers.deltas.measure import TORCH_MARGIN
-from ...cpu_workers.deltas.table import DeltaShape, DeltaTable, Measured
+from ...cpu_workers.deltas.table import DeltaShape, DeltaTable, DeltaTime
 from ...cpu_workers.worker_process import ENVIRONMENT, describe_end
 from ..busy import relative_spread
 from ..curve import Curve, CurveFamily, median
@@ -47,7 +47,7 @@ class DeltaTimes:
         """
         table = DeltaTable(
             tuple(
-                Measured(
+                DeltaTime(
                     name,
                     DeltaShape(point.num_tokens, point.rank_sum, point.num_values),
                     round(median(times) * 1e6, 1),
@@ -128,7 +128,7 @@ def spread_out(values: Sequence[int], count: int) -> tuple[int, ...]:
 def delta_table(profile: Profile) -> DeltaTable | None:
     """What workers of a profile's machine choose by; None if it holds nothing of it."""
     points = tuple(
-        Measured(p.backend, DeltaShape(p.num_tokens, p.rank_sum, p.num_values), p.time_us)
+        DeltaTime(p.backend, DeltaShape(p.num_tokens, p.rank_sum, p.num_values), p.time_us)
         for p in profile.delta_points
     )
     return DeltaTable(points) if points else None

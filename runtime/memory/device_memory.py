@@ -134,7 +134,6 @@ class DeviceMemory:
         if self.host is not None:
             place = self.host.begin_load(adapter.digest, adapter.host_bytes)
             if place is None:
-                self._make_host_room()
                 return None
             self._host_uses[adapter_id] = place, adapter.digest
         has_begun = self.cache.begin_load(adapter_id, num_bytes)
@@ -142,6 +141,16 @@ class DeviceMemory:
         return self._command(
             TransferKind.LOAD_ADAPTER, adapter_id, num_bytes, is_demand=is_demand, host=place
         )
+
+    def reclaim_load(self, adapter: AdapterFacts, *, include_waiting: bool) -> None:
+        """Evict idle adapters where a load has found no room; see ``reclaim``."""
+        if not self.has_adapter_room(adapter.num_bytes):
+            self.reclaim(0, adapter.num_bytes, include_waiting=include_waiting, keep=BASE_ADAPTER)
+        elif self.host is not None and self.host.is_device_memory:
+            # Its layers fit between those that are read in place only when some of these go. Where
+            # they are copied, the loads under way end by themselves.
+            for adapter_id in self.cache.victims(1, include_waiting=include_waiting):
+                self._evict(adapter_id)
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
         """Make room on the host for an adapter that is registered now, if it may have any."""
@@ -266,13 +275,6 @@ class DeviceMemory:
         if is_over:
             del self._host_uses[transfer.adapter_id]
             host.end_use(place.place_id)
-
-    def _make_host_room(self) -> None:
-        """The host has no room: with time loads end, but adapters that are read in place stay."""
-        assert self.host is not None
-        if self.host.is_device_memory:
-            for adapter_id in self.cache.victims(1, include_waiting=True):
-                self._evict(adapter_id)
 
     def _reclaim_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
         """``reclaim`` in the adapters' slab."""

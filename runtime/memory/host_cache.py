@@ -58,6 +58,11 @@ class HostCache:
         self.num_evictions = 0  # adapters that had to make room so far
 
     @property
+    def capacity_bytes(self) -> int:
+        """What all adapters together may take."""
+        return self._ranges.capacity_bytes
+
+    @property
     def taken_bytes(self) -> int:
         """Bytes of all adapters."""
         return self._ranges.capacity_bytes - self._ranges.free_bytes

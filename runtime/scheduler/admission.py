@@ -85,9 +85,8 @@ class Admission:
             if self._memory.promote(request.adapter_id):
                 self._cold_starts.load_promoted(request.adapter_id, now_s)
         elif not self._load(request, now_s, is_demand=True):
-            self._memory.reclaim(
-                0, request.adapter_bytes, include_waiting=is_first, keep=BASE_ADAPTER
-            )
+            assert request.adapter is not None, request.request_id
+            self._memory.reclaim_load(request.adapter, include_waiting=is_first)
             return Verdict.NO_MEMORY
         may_start = draft.max_cold_tokens > 0 and self._cold_starts.may_start(
             request, len(self._running), draft.rows, now_s

@@ -30,6 +30,7 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from corun.runtime.sampling import SamplingParams
+from support.fake_host import FakeHost
 
 _USABLE = ("resident",)
 _USABLE_COLD = ("loading", "resident")
@@ -106,7 +107,9 @@ class FakeExecutor:
         recompute_at_tokens: int | None = None,
         is_automatic: bool = False,
         slab_bytes: int | None = None,
+        host: FakeHost | None = None,
     ) -> None:
+        self.host = host
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
@@ -140,6 +143,8 @@ class FakeExecutor:
         for new in plan.new_requests:
             assert new.request_id not in self._known, "announced twice"
             self._known[new.request_id] = _Known(new, list(new.prompt_token_ids))
+        if self.host is not None:
+            self.host.submit(plan)
         for transfer in plan.transfers:
             self._begin_transfer(transfer)
         for transfer_id in plan.promoted_transfers:
@@ -196,6 +201,8 @@ class FakeExecutor:
     def finish_transfer(self, transfer_id: int, error: str | None = None) -> None:
         """End a transfer in flight; ``poll`` returns its result."""
         transfer = self.transfers.pop(transfer_id)
+        if self.host is not None:
+            self.host.finish(transfer, error)
         is_load = transfer.kind is TransferKind.LOAD_ADAPTER
         if is_load and error is None:
             self._adapters[transfer.adapter_id] = "resident"

@@ -20,6 +20,7 @@ from corun.runtime.scheduler.policy import SchedulerPolicy
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor
+from support.fake_host import FakeHost
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
@@ -105,7 +106,10 @@ def make_requests(num_requests: int, **options: Any) -> list[Request]:
 
 def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExecutor:
     """An executor that holds the scheduler to its own limits."""
-    pool, slab = scheduler.memory.pool, scheduler.memory.cache.slab
+    pool, slab, account = scheduler.memory.pool, scheduler.memory.cache.slab, scheduler.memory.host
+    host = None
+    if account is not None:
+        host = FakeHost(account.capacity_bytes, is_device_memory=account.is_device_memory)
     return FakeExecutor(
         num_blocks=pool.num_blocks,
         block_size=scheduler.config.block_size,
@@ -115,6 +119,7 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
         recompute_at_tokens=scheduler.config.recompute_at_tokens,
         is_automatic=is_automatic,
         slab_bytes=None if slab is None else slab.capacity_bytes,
+        host=host,
     )
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
-from corun.cpu_workers.deltas.table import DeltaShape, DeltaTable, Measured
+from corun.cpu_workers.deltas.table import DeltaShape, DeltaTable, DeltaTime
 from corun.cpu_workers.pool import PoolConfig, WorkerPool
 from corun.cpu_workers.slices import SliceJob
 from corun.shm.atomics import store_release
@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 def table_of(backend: str) -> DeltaTable:
     """A table that chooses ``backend`` for everything, so that none has to be measured."""
-    return DeltaTable((Measured(backend, DeltaShape(1, 8, 1024), 10.0),))
+    return DeltaTable((DeltaTime(backend, DeltaShape(1, 8, 1024), 10.0),))
 
 
 def case(num_tokens: int = 8, ranks: Sequence[int] = (8, 4), seed: int = 0) -> DeltaCase:

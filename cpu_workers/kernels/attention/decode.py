@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..lora.tiles import float32_at, int32_at
 from ..simd.compiled import inlined_part, part
 from ..simd.emitter import VECTOR_BYTES
-from ..simd.memory import store_float32
+from ..simd.memory import float32_at, int32_at, store_float32
 from ..simd.vector_math import LANES
 from . import decode_tiles as tiles
 from .layout import Blocks, Rows, Rules, Shape
@@ -45,7 +44,7 @@ def state_bytes(shape: Shape) -> int:
 
 @part
 def work_bytes(shape: Shape) -> int:
-    """Bytes that a walk needs beside its states: scores and then weights of all heads."""
+    """Bytes that an item needs beside its states: scores and then weights of all heads."""
     num_tiles = (shape.group + shape.heads_per_tile - 1) // shape.heads_per_tile
     total: int = shape.kv_heads * num_tiles * _TILE_BYTES
     return total
@@ -104,7 +103,9 @@ def _score_group(
 
 
 @part
-def _weigh_group(tag: Any, scores: int, count: int, state: int, rules: Rules, shape: Shape) -> None:
+def _softmax_group(
+    tag: Any, scores: int, count: int, state: int, rules: Rules, shape: Shape
+) -> None:
     """Make weights of the scores of one KV head; its sums are brought under peaks that rose."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)
     num_tiles = (shape.group + per_tile - 1) // per_tile
@@ -113,11 +114,11 @@ def _weigh_group(tag: Any, scores: int, count: int, state: int, rules: Rules, sh
     for number in range(num_tiles):
         own, place = state + number * tiles.STATE_BYTES, scores + number * _TILE_BYTES
         if per_tile == 4:
-            rose = tiles.weigh_4(tag, place, count, scaling, softcap, own, place)
+            rose = tiles.softmax_tile_4(tag, place, count, scaling, softcap, own, place)
         elif per_tile == 2:
-            rose = tiles.weigh_2(tag, place, count, scaling, softcap, own, place)
+            rose = tiles.softmax_tile_2(tag, place, count, scaling, softcap, own, place)
         else:
-            rose = tiles.weigh_1(tag, place, count, scaling, softcap, own, place)
+            rose = tiles.softmax_tile_1(tag, place, count, scaling, softcap, own, place)
         if rose:
             for head in range(per_tile):
                 factor = float32_at(own + tiles.FACTORS, head * (LANES // per_tile))
@@ -192,7 +193,7 @@ def _add_values(
 
 
 @inlined_part
-def walk_segment(
+def decode_attention(
     tag: Any, table: int, span: Any, heads: Any, query: Rows, token: int, keys: Blocks,
     values: Blocks, states: int, has_sinks: bool, work: int, rules: Rules, shape: Shape,
 ) -> None:  # fmt: skip
@@ -233,7 +234,7 @@ def walk_segment(
             for head in range(heads[0], heads[1]):
                 state = states + (head - heads[0]) * own_bytes
                 own_work = work + (head - heads[0]) * group_bytes
-                _weigh_group(tag, own_work, count, state, rules, shape)
+                _softmax_group(tag, own_work, count, state, rules, shape)
             for head in range(heads[0], heads[1]):
                 state = states + (head - heads[0]) * own_bytes
                 place = value_place + head * values.head_bytes + offset * value_bytes

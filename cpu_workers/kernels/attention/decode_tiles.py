@@ -4,7 +4,7 @@ A tile computes 1, 2 or 4 heads of a group at once, so that they share every rea
 heads are H vectors: vector j, lane h * 16 / H + k belongs to head h and key j * 16 / H + k. Peaks,
 totals and factors of a head fill its lanes of one vector. Addresses and strides are in bytes.
 
-The sums of a row are kept in the order of its units' vectors: see ``tile_ir``.
+The sums of a row are kept in the order of its units' vectors: see ``units``.
 """
 
 from functools import partial
@@ -14,46 +14,32 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..simd.emitter import BF16X16, F32, F32X16, I32, I64, VECTOR_BYTES, Emitter
-from ..simd.intrinsics import (
-    any_lane,
-    interleave,
-    load_part,
-    load_unit,
-    splat_i32,
-    store_unit,
-    tile,
-    unit_elements,
-    unit_vectors,
-    vectors_at_once,
-)
+from ..simd.emitter import F32, F32X16, I32, I64, VECTOR_BYTES, Emitter
+from ..simd.intrinsics import emits
 from ..simd.vector_math import (
     LANES,
+    any_lane,
     constant,
     constant_i32,
     exp,
     fold_each,
     fold_neighbours,
     maximum,
+    splat_i32,
     tanh,
+    vectors_at_once,
 )
+from .units import interleave, load_part, load_unit, store_unit, unit_elements, unit_vectors
 
 CHUNK_ELEMENTS = 64
 STATE_BYTES = 3 * VECTOR_BYTES  # peaks, totals, factors of the heads of a tile
 PEAKS, TOTALS, FACTORS = 0, VECTOR_BYTES, 2 * VECTOR_BYTES
 
 
-def _clamped(emit: Emitter, base: ir.Value, stride: ir.Value, index: int, last: ir.Value) -> Any:
-    """The address of row ``index``, or of row ``last`` where that comes first."""
-    builder = emit.builder
-    row = builder.select(builder.icmp_signed("<", I64(index), last), I64(index), last)
-    return builder.add(base, builder.mul(row, stride))
-
-
 def _make_score(num_heads: int) -> Any:
     num_keys = LANES // num_heads
 
-    @tile(
+    @emits(
         "queries", "query_bytes", "last_head",
         "keys", "key_bytes", "last_key", "dim", "ahead", "scores",
     )  # fmt: skip
@@ -66,8 +52,8 @@ def _make_score(num_heads: int) -> Any:
         """
         queries, query_bytes, last_head, keys, key_bytes, last_key, dim, ahead, scores = values
         builder = emit.builder
-        rows = [_clamped(emit, queries, query_bytes, h, last_head) for h in range(num_heads)]
-        columns = [_clamped(emit, keys, key_bytes, k, last_key) for k in range(num_keys)]
+        rows = [emit.row(queries, query_bytes, h, last_head) for h in range(num_heads)]
+        columns = [emit.row(keys, key_bytes, k, last_key) for k in range(num_keys)]
         sums = [cgutils.alloca_once(builder, F32X16) for _ in range(LANES)]
         for slot in sums:
             builder.store(constant(0.0), slot)
@@ -98,14 +84,14 @@ def _make_score(num_heads: int) -> Any:
     return score
 
 
-def _make_weigh(num_heads: int) -> Any:
+def _make_softmax_tile(num_heads: int) -> Any:
     num_keys = LANES // num_heads
 
-    @tile(
+    @emits(
         "scores", "count", "scaling", "softcap", "state", "weights",
-        result=types.int64, floats=("scaling", "softcap"),
+        result=types.int64, scaling=types.float32, softcap=types.float32,
     )  # fmt: skip
-    def weigh(emit: Emitter, *values: Any) -> ir.Value:
+    def softmax_tile(emit: Emitter, *values: Any) -> ir.Value:
         """Turn scores of ``count`` keys into weights; bring peaks and totals up to date.
 
         Weights are float32, or bfloat16 where products take pairs of them, in the lanes of their
@@ -138,14 +124,13 @@ def _make_weigh(num_heads: int) -> Any:
             weight = exp(emit, builder.fsub(vector, peaks))
             totals = builder.fadd(totals, weight)
             if emit.has_dot:
-                rounded = builder.fptrunc(weight, BF16X16)
-                emit.store(rounded, emit.offset(weights, j * VECTOR_BYTES // 2))
+                emit.store_bfloat16(weight, emit.offset(weights, j * VECTOR_BYTES // 2))
             else:
                 emit.store(weight, emit.offset(weights, j * VECTOR_BYTES))
         emit.store(totals, emit.offset(state, TOTALS))
         return rose
 
-    return weigh
+    return softmax_tile
 
 
 def _scaled_scores(
@@ -170,7 +155,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
     """``is_whole``: of ``CHUNK_ELEMENTS`` elements; otherwise of the ``rest`` of a unit."""
     num_keys = LANES // num_heads
 
-    @tile("values", "value_bytes", "last_key", "rest", "ahead", "weights", "sums", "sum_bytes")
+    @emits("values", "value_bytes", "last_key", "rest", "ahead", "weights", "sums", "sum_bytes")
     def add_values(emit: Emitter, *values: Any) -> None:
         """Add weighted values, the row parts at ``values``, to the sums of the heads.
 
@@ -186,7 +171,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
         at_once = min(num_vectors, max(1, vectors_at_once(num_heads * num_vectors) // num_heads))
 
         def load_units(key: ir.Value, first: int) -> list[ir.Value]:
-            row = builder.add(base, builder.mul(key, value_bytes))
+            row = emit.row(base, value_bytes, key)
             if first == 0:
                 for u in range(num_units):
                     emit.prefetch(builder.add(emit.offset(row, u * VECTOR_BYTES), ahead))
@@ -232,7 +217,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
             body = partial(add_step, first=first, count=count)
             totals = emit.loop(num_steps, num_heads * count, body)
             for h in range(num_heads):
-                row = builder.add(sums, builder.mul(sum_bytes, I64(h)))
+                row = emit.row(sums, sum_bytes, h)
                 for v in range(count):
                     place = emit.offset(row, (first + v) * VECTOR_BYTES)
                     old = emit.load(place, F32X16)
@@ -242,7 +227,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
 
 
 score_1, score_2, score_4 = _make_score(1), _make_score(2), _make_score(4)
-weigh_1, weigh_2, weigh_4 = _make_weigh(1), _make_weigh(2), _make_weigh(4)
+softmax_tile_1, softmax_tile_2, softmax_tile_4 = map(_make_softmax_tile, (1, 2, 4))
 add_chunk_1 = _make_add_values(1, is_whole=True)
 add_chunk_2 = _make_add_values(2, is_whole=True)
 add_chunk_4 = _make_add_values(4, is_whole=True)
@@ -251,7 +236,7 @@ add_unit_2 = _make_add_values(2, is_whole=False)
 add_unit_4 = _make_add_values(4, is_whole=False)
 
 
-@tile("sums", "num_bytes")
+@emits("sums", "num_bytes")
 def clear_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value) -> None:
     """Set whole vectors of sums to zero."""
     count = emit.builder.sdiv(num_bytes, I64(VECTOR_BYTES))
@@ -259,7 +244,7 @@ def clear_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value) -> None:
         emit.store(constant(0.0), emit.offset(sums, loop.index, VECTOR_BYTES))
 
 
-@tile("sums", "num_bytes", "factor", floats=("factor",))
+@emits("sums", "num_bytes", "factor", factor=types.float32)
 def scale_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, factor: ir.Value) -> None:
     """Multiply whole vectors of sums."""
     splat = emit.splat(factor, LANES)
@@ -269,7 +254,7 @@ def scale_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, factor: ir.Va
         emit.store(emit.builder.fmul(emit.load(place, F32X16), splat), place)
 
 
-@tile("sums", "num_bytes", "added", "factor", floats=("factor",))
+@emits("sums", "num_bytes", "added", "factor", factor=types.float32)
 def add_sums(
     emit: Emitter, sums: ir.Value, num_bytes: ir.Value, added: ir.Value, factor: ir.Value
 ) -> None:
@@ -282,7 +267,7 @@ def add_sums(
         emit.store(emit.fma(other, splat, emit.load(place, F32X16)), place)
 
 
-@tile("state", "other")
+@emits("state", "other")
 def merge_states(emit: Emitter, state: ir.Value, other: ir.Value) -> None:
     """Join the softmax at ``other`` to that at ``state``.
 
@@ -300,7 +285,7 @@ def merge_states(emit: Emitter, state: ir.Value, other: ir.Value) -> None:
     emit.store(totals, emit.offset(state, TOTALS))
 
 
-@tile("sums", "target", "dim", "factor", floats=("factor",))
+@emits("sums", "target", "dim", "factor", factor=types.float32)
 def write_row(emit: Emitter, *values: Any) -> None:
     """Multiply ``dim`` sums by ``factor`` and write them as elements of a row."""
     sums, target, dim, factor = values

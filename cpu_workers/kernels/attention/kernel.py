@@ -2,23 +2,20 @@
 
 Owns no memory: tensors come as integer addresses with strides in bytes, and the caller keeps them
 alive for the duration of the call. Arithmetic accumulates in float32 whatever the elements are; a
-format tag of ``cpu_workers.kernels.simd.layout`` says what they are and how they are multiplied.
+format tag of ``simd.layout`` says what they are and how they are multiplied.
 
 Threads take the next item when they are done with one, so that a thread that was held up, or got
 costlier items, does not hold up the others.
 """
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, typeof, types
+from numba import prange, typeof, types
 
-from ..lora.tiles import int32_at, int64_at
-from ..simd.compiled import call_function, function_address, inlined_part, part
-from ..simd.memory import copy_bytes, next_number, store_int64
-from .decode import merge_head, state_bytes, walk_segment, work_bytes, write_head
+from ..simd.compiled import call_function, function_address, inlined_part, kernel, part
+from ..simd.memory import copy_bytes, int32_at, int64_at, next_number, store_int64
+from .decode import decode_attention, merge_head, state_bytes, work_bytes, write_head
 from .layout import (
     ITEM_CONTEXT,
     ITEM_END,
@@ -40,7 +37,7 @@ from .layout import (
     Shape,
     Step,
 )
-from .prefill import chunk_bytes, walk_chunk
+from .prefill import chunk_bytes, prefill_attention
 
 _STEP_FIELDS = len(Step._fields)
 _NUM_PHASES = 3
@@ -112,7 +109,7 @@ def _run_items(
         table = step.tables + int32_at(item, ITEM_ROW) * step.table_stride * 4
         if num_tokens:
             chunk = (token, num_tokens, context_len)
-            walk_chunk(
+            prefill_attention(
                 tag, table, chunk, (first, end), first_head, query, keys, values, out,
                 step.window, work, rules, shape,
             )  # fmt: skip
@@ -125,7 +122,7 @@ def _run_items(
         if partial >= 0:
             states = step.partials + (partial + first_head) * own_bytes
         has_sinks = rules.sinks != 0 and first == max(0, context_len - step.window)
-        walk_segment(
+        decode_attention(
             tag, table, (first, end), heads, query, token, keys, values, states, has_sinks,
             work, rules, shape,
         )  # fmt: skip
@@ -190,110 +187,82 @@ def _merge_query(tag: Any, number: int, out: Rows, step: Step, shape: Shape) -> 
         write_head(tag, state, target + head * shape.group * out.head_bytes, out.head_bytes, shape)
 
 
-def _compile(sources_digest: int) -> tuple[Any, Any, Any]:
-    """The kernel that Python calls, what computes its shares, and what tells of their memory.
+@kernel(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def attend_share(
+    tag: Any, phase: int, share: int, fields: int, query: int, query_token_bytes: int,
+    query_head_bytes: int, key: int, key_token_bytes: int, key_head_bytes: int, value: int,
+    value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
+    attended: int, scaling: float, softcap: float, sinks: int,
+) -> None:  # fmt: skip
+    """One share of a phase: writing, attending (items until there is none), or a merge."""
+    step = _read_step(fields)
+    shape = _read_shape(fields)
+    new_keys = Rows(key, key_token_bytes, key_head_bytes)
+    new_values = Rows(value, value_token_bytes, value_head_bytes)
+    keys, values = _blocks(key_blocks, value_blocks, shape)
+    out = _results(attended, shape)
+    if phase == _WRITE:
+        _write_share(share, new_keys, new_values, keys, values, step, shape)
+    elif phase == _ATTEND:
+        _run_items(
+            tag, Rows(query, query_token_bytes, query_head_bytes), new_keys, new_values,
+            keys, values, out, step.scratch + share * step.share_bytes, step,
+            Rules(scaling, softcap, sinks), shape,
+        )  # fmt: skip
+    else:
+        _merge_query(tag, share, out, step, shape)
 
-    numba compiles what a parallel loop contains five times over: for itself, into the loop's
-    function, into two wrappers of it, and into the kernel. So the loop contains a call through an
-    address alone.
 
-    numba's cache on disk is bound to this file and to what a function closes over. The digest of
-    the other modules that are compiled in is closed over, so that a change in them is not missed;
-    it is positive, and multiplying by its minimum with 1 changes nothing.
+@kernel(parallel=True)
+def attend(
+    tag: Any,
+    fields: int,
+    query: int,
+    query_token_bytes: int,
+    query_head_bytes: int,
+    key: int,
+    key_token_bytes: int,
+    key_head_bytes: int,
+    value: int,
+    value_token_bytes: int,
+    value_head_bytes: int,
+    key_blocks: int,
+    value_blocks: int,
+    attended: int,
+    scaling: float,
+    softcap: float,
+    sinks: int,
+) -> None:
+    """Write this step's keys and values into the pool and attend over it.
+
+    ``fields``: address of a ``Step`` and a ``Shape``, int64. Plain numbers, because numba
+    takes microseconds to tell the type of a named tuple.
     """
-
-    @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-    def attend_share(
-        tag: Any, phase: int, share: int, fields: int, query: int, query_token_bytes: int,
-        query_head_bytes: int, key: int, key_token_bytes: int, key_head_bytes: int, value: int,
-        value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
-        attended: int, scaling: float, softcap: float, sinks: int,
-    ) -> None:  # fmt: skip
-        """One share of a phase: writing, attending (items until there is none), or a merge."""
-        step = _read_step(fields * min(sources_digest, 1))
-        shape = _read_shape(fields)
-        new_keys = Rows(key, key_token_bytes, key_head_bytes)
-        new_values = Rows(value, value_token_bytes, value_head_bytes)
-        keys, values = _blocks(key_blocks, value_blocks, shape)
-        out = _results(attended, shape)
-        if phase == _WRITE:
-            _write_share(share, new_keys, new_values, keys, values, step, shape)
-        elif phase == _ATTEND:
-            _run_items(
-                tag, Rows(query, query_token_bytes, query_head_bytes), new_keys, new_values,
-                keys, values, out, step.scratch + share * step.share_bytes, step,
-                Rules(scaling, softcap, sinks), shape,
-            )  # fmt: skip
-        else:
-            _merge_query(tag, share, out, step, shape)
-
-    @njit(parallel=True, error_model="numpy", cache=True, nogil=True)
-    def attend(
-        tag: Any,
-        fields: int,
-        query: int,
-        query_token_bytes: int,
-        query_head_bytes: int,
-        key: int,
-        key_token_bytes: int,
-        key_head_bytes: int,
-        value: int,
-        value_token_bytes: int,
-        value_head_bytes: int,
-        key_blocks: int,
-        value_blocks: int,
-        attended: int,
-        scaling: float,
-        softcap: float,
-        sinks: int,
-    ) -> None:
-        """Write this step's keys and values into the pool and attend over it.
-
-        ``fields``: address of a ``Step`` and a ``Shape``, int64. Plain numbers, because numba
-        takes microseconds to tell the type of a named tuple.
-        """
-        function, num_writing, num_attending, num_merging = _start_pass(
-            fields * min(sources_digest, 1)
-        )
-        for phase in range(_NUM_PHASES):
-            num_shares = num_writing
-            if phase == _ATTEND:
-                num_shares = num_attending
-            elif phase == _MERGE:
-                num_shares = num_merging
-            if num_shares:
-                for share in prange(num_shares):
-                    call_function(
-                        function,
-                        (
-                            tag, phase, np.int64(share), fields, query, query_token_bytes,
-                            query_head_bytes, key, key_token_bytes, key_head_bytes, value,
-                            value_token_bytes, value_head_bytes, key_blocks, value_blocks,
-                            attended, scaling, softcap, sinks,
-                        ),
-                    )  # fmt: skip
-
-    @njit(error_model="numpy", cache=True, nogil=True)
-    def scratch_bytes(shape: Shape) -> tuple[int, int]:
-        """Bytes that each thread needs to work in, and those of one partial result."""
-        decode = work_bytes(shape) + shape.kv_heads * state_bytes(shape)
-        chunk = chunk_bytes(shape) * min(sources_digest, 1)
-        return max(decode, chunk), state_bytes(shape)
-
-    return attend_share, attend, scratch_bytes
+    function, num_writing, num_attending, num_merging = _start_pass(fields)
+    for phase in range(_NUM_PHASES):
+        num_shares = num_writing
+        if phase == _ATTEND:
+            num_shares = num_attending
+        elif phase == _MERGE:
+            num_shares = num_merging
+        if num_shares:
+            for share in prange(num_shares):
+                call_function(
+                    function,
+                    (
+                        tag, phase, np.int64(share), fields, query, query_token_bytes,
+                        query_head_bytes, key, key_token_bytes, key_head_bytes, value,
+                        value_token_bytes, value_head_bytes, key_blocks, value_blocks,
+                        attended, scaling, softcap, sinks,
+                    ),
+                )  # fmt: skip
 
 
-def _digest_of_sources() -> int:
-    """A positive number that changes with the modules whose code the kernels contain."""
-    digest = hashlib.sha256()
-    room = Path(__file__).parents[1]
-    for folder in ("attention", "lora", "simd"):
-        for source in sorted((room / folder).glob("*.py")):
-            digest.update(source.read_bytes())
-    return 1 + int.from_bytes(digest.digest()[:7], "little")
-
-
-attend_share, attend, scratch_bytes = _compile(_digest_of_sources())
+@kernel()
+def scratch_bytes(shape: Shape) -> tuple[int, int]:
+    """Bytes that each thread needs to work in, and those of one partial result."""
+    decode = work_bytes(shape) + shape.kv_heads * state_bytes(shape)
+    return max(decode, chunk_bytes(shape)), state_bytes(shape)
 
 
 def share_function(tag: np.generic) -> int:

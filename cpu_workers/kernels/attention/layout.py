@@ -7,8 +7,6 @@ and the whole context. Plain numbers throughout: the caller keeps the memory ali
 
 from typing import NamedTuple
 
-import torch
-
 NO_WINDOW = 2**31 - 1
 # Contexts are cut at fixed positions, so that what a row gets does not depend on its neighbours.
 SEGMENT_KEYS = 512
@@ -93,7 +91,7 @@ class Blocks(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """``AttentionParams`` as numbers."""
+    """What a layer asks of attention beside q, k and v."""
 
     scaling: float
     softcap: float  # 0 = none
@@ -103,11 +101,19 @@ class Rules(NamedTuple):
 _UNIT_BYTES = 64
 
 
-def make_shape(heads: int, key_blocks: torch.Tensor, value_blocks: torch.Tensor) -> Shape:
-    """The shape of a layer by its query heads and its parts of the pool."""
-    _, kv_heads, block_size, key_dim = key_blocks.shape
-    value_dim, item_bytes = value_blocks.shape[3], key_blocks.element_size()
-    strides = (*key_blocks.stride()[:2], *value_blocks.stride()[:2])
+def make_shape(
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    key_dim: int,
+    value_dim: int,
+    element_bytes: int,
+    block_strides: tuple[int, int, int, int],
+) -> Shape:
+    """The shape of a layer by its query heads and its parts of the pool.
+
+    block_strides: elements from one block of keys, and one head of it, to the next; then of values.
+    """
     group = heads // kv_heads
     return Shape(
         kv_heads,
@@ -116,9 +122,9 @@ def make_shape(heads: int, key_blocks: torch.Tensor, value_blocks: torch.Tensor)
         key_dim,
         value_dim,
         block_size,
-        item_bytes,
-        -(-key_dim * item_bytes // _UNIT_BYTES),
-        -(-value_dim * item_bytes // _UNIT_BYTES),
-        4 // item_bytes,
-        *(stride * item_bytes for stride in strides),
+        element_bytes,
+        -(-key_dim * element_bytes // _UNIT_BYTES),
+        -(-value_dim * element_bytes // _UNIT_BYTES),
+        4 // element_bytes,
+        *(stride * element_bytes for stride in block_strides),
     )

@@ -1,8 +1,8 @@
 """Cuts the attention of one step into items, once for all layers of one shape and window."""
 
 import numpy as np
-from numba import njit
 
+from ..simd.compiled import kernel
 from .layout import (
     ITEM_CONTEXT,
     ITEM_END,
@@ -25,7 +25,7 @@ from .layout import (
 )
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
+@kernel()
 def make_items(
     starts: np.ndarray,
     contexts: np.ndarray,

@@ -4,17 +4,16 @@ Device functions of numba over the tiles of ``prefill_tiles``. Rows of the item 
 the group), token by token; four of them are computed at once against 64 keys, which are packed
 once for all rows. Tiles of keys begin at multiples of 64 positions, so a row's result does not
 depend on how its prompt was cut into chunks. Tiles that a row does not see are passed over; what
-it does not see of a tile is hidden before it is weighed.
+it does not see of a tile is masked before the softmax.
 """
 
 from typing import Any
 
 import numpy as np
 
-from ..lora.tiles import float32_at, int32_at, int64_at
 from ..simd.compiled import inlined_part, part
 from ..simd.emitter import VECTOR_BYTES
-from ..simd.memory import store_int32, store_int64
+from ..simd.memory import float32_at, int32_at, int64_at, store_int32, store_int64
 from ..simd.vector_math import LANES
 from . import prefill_tiles as tiles
 from .decode import LOWEST_PEAK
@@ -181,10 +180,10 @@ def _score_rows(
         tiles.score_32(tag, queries, query_bytes, packed_keys, steps, scores)
     num_vectors = (seen + LANES - 1) // LANES
     if rules.softcap != 0:
-        tiles.cap(tag, scores, num_vectors, rules.scaling, rules.softcap)
+        tiles.softcap_tile(tag, scores, num_vectors, rules.scaling, rules.softcap)
     last_limit = int32_at(limits, tiles.TILE_ROWS - 1)
     if int32_at(limits, 0) < first_key + num_vectors * LANES or last_limit - window > first_key:
-        tiles.hide(tag, scores, num_vectors, limits, first_key, window)
+        tiles.mask_tile(tag, scores, num_vectors, limits, first_key, window)
 
 
 @part
@@ -233,7 +232,7 @@ def _fold_tile(
             seen = min(int32_at(limits, row + tiles.TILE_ROWS - 1) - first_key, num_keys)
             place = scores + (row - begin) * tiles.SCORE_ROW_BYTES
             state = states + row // tiles.TILE_ROWS * tiles.STATE_BYTES
-            tiles.weigh(tag, place, (seen + LANES - 1) // LANES, scaling, state)
+            tiles.softmax_tile(tag, place, (seen + LANES - 1) // LANES, scaling, state)
         for row in range(begin, end, tiles.TILE_ROWS):
             seen = min(int32_at(limits, row + tiles.TILE_ROWS - 1) - first_key, num_keys)
             place = scores + (row - begin) * tiles.SCORE_ROW_BYTES
@@ -242,7 +241,7 @@ def _fold_tile(
 
 
 @inlined_part
-def walk_chunk(
+def prefill_attention(
     tag: Any, table: int, item: Any, span: Any, head: int, query: Rows, keys: Blocks,
     values: Blocks, out: Rows, window: int, work: int, rules: Rules, shape: Shape,
 ) -> None:  # fmt: skip

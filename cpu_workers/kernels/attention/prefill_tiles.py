@@ -1,7 +1,7 @@
 """Register tiles of prefill attention: four query rows against up to 64 keys and values.
 
 A row's scores of 64 keys, float32, become its weights in place; between the tiles that do so lie
-those that only some rows need, which cap scores or hide keys.
+those that only some rows need, for soft caps and masks.
 
 Keys and values of 64 positions are packed first, so that products need no sums across lanes:
 
@@ -10,7 +10,7 @@ Keys and values of 64 positions are packed first, so that products need no sums 
     values [steps, vectors, 16 elements]: a step is a pair of keys, or one key, in the same way
 
 Query rows and weights are read in the same steps of 4 bytes. The sums of a row are kept in the
-order of its units' vectors: see ``tile_ir``. Addresses and strides are in bytes.
+order of its units' vectors: see ``units``. Addresses and strides are in bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +21,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..simd.emitter import BF16X16, F32, F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
-from ..simd.intrinsics import (
-    element_bytes,
-    interleave,
-    load_part,
-    splat_i32,
-    splat_lane,
-    tile,
-    unit_elements,
-    unit_vectors,
-    vectors_at_once,
-)
+from ..simd.emitter import F32, F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
+from ..simd.intrinsics import emits
 from ..simd.vector_math import (
     LANES,
     constant,
@@ -43,9 +33,13 @@ from ..simd.vector_math import (
     load_first,
     maximum,
     shuffle,
+    splat_i32,
+    splat_lane,
     tanh,
     transpose,
+    vectors_at_once,
 )
+from .units import element_bytes, interleave, load_part, unit_elements, unit_vectors
 
 TILE_ROWS = 4
 TILE_KEYS = 64
@@ -72,7 +66,7 @@ def _in_order(emit: Emitter, unit: ir.Value) -> list[ir.Value]:
     return [shuffle(emit.builder, even, odd, lanes[half : half + LANES]) for half in (0, LANES)]
 
 
-@tile("source", "dim", "target")
+@emits("source", "dim", "target")
 def pack_query(emit: Emitter, source: ir.Value, dim: ir.Value, target: ir.Value) -> None:
     """Copy a query row in steps, padded with zeros to whole units."""
     builder = emit.builder
@@ -87,7 +81,7 @@ def pack_query(emit: Emitter, source: ir.Value, dim: ir.Value, target: ir.Value)
             emit.store(vector, emit.offset(place, index * VECTOR_BYTES))
 
 
-@tile("rows", "dim", "target")
+@emits("rows", "dim", "target")
 def pack_keys(emit: Emitter, rows: ir.Value, dim: ir.Value, target: ir.Value) -> None:
     """Pack 16 keys, whose addresses are the int64s at ``rows``, padded to whole units."""
     builder = emit.builder
@@ -124,7 +118,7 @@ def _load_all(emit: Emitter, addresses: list[ir.Value], count: ir.Value) -> list
     return [builder.load(slot) for slot in slots]
 
 
-@tile("first", "second", "dim", "target")
+@emits("first", "second", "dim", "target")
 def pack_values(emit: Emitter, *values: ir.Value) -> None:
     """Pack one step of values: the rows at ``first`` and ``second``, or the first alone."""
     first, second, dim, target = values
@@ -145,13 +139,13 @@ def pack_values(emit: Emitter, *values: ir.Value) -> None:
             emit.store(part, emit.offset(place, index * VECTOR_BYTES))
 
 
-@tile(result=types.int64)
+@emits(result=types.int64)
 def keys_per_step(emit: Emitter) -> ir.Value:
     """Keys whose values are packed together."""
     return I64(2 if emit.has_dot else 1)
 
 
-@tile(result=types.int64)
+@emits(result=types.int64)
 def elements_per_step(emit: Emitter) -> ir.Value:
     """Elements of a row of keys that one step multiplies."""
     return I64(2 if emit.has_dot else 1)
@@ -198,13 +192,11 @@ def _multiply(
 def _make_score(num_vectors: int) -> Any:
     """Scores of four rows and 16 * ``num_vectors`` keys."""
 
-    @tile("queries", "query_bytes", "keys", "num_steps", "scores")
+    @emits("queries", "query_bytes", "keys", "num_steps", "scores")
     def score(emit: Emitter, *values: ir.Value) -> None:
         """Write the products of four rows of queries with packed keys."""
         queries, query_bytes, keys, num_steps, scores = values
-        rows = [
-            emit.offset(queries, emit.builder.mul(query_bytes, I64(r))) for r in range(TILE_ROWS)
-        ]
+        rows = [emit.row(queries, query_bytes, r) for r in range(TILE_ROWS)]
         products = _multiply(
             emit,
             rows,
@@ -219,8 +211,8 @@ def _make_score(num_vectors: int) -> Any:
     return score
 
 
-@tile("scores", "num_vectors", "scaling", "softcap", floats=("scaling", "softcap"))
-def cap(emit: Emitter, *values: Any) -> None:
+@emits("scores", "num_vectors", "scaling", "softcap", scaling=types.float32, softcap=types.float32)
+def softcap_tile(emit: Emitter, *values: Any) -> None:
     """Scale and soft-cap the scores of four rows."""
     scores, num_vectors, scaling, softcap = values
     builder = emit.builder
@@ -233,8 +225,8 @@ def cap(emit: Emitter, *values: Any) -> None:
             emit.store(builder.fmul(capped, limit), place)
 
 
-@tile("scores", "num_vectors", "limits", "first_key", "window")
-def hide(emit: Emitter, *values: ir.Value) -> None:
+@emits("scores", "num_vectors", "limits", "first_key", "window")
+def mask_tile(emit: Emitter, *values: ir.Value) -> None:
     """Set scores of four rows to -inf where the key is not visible.
 
     A row sees the ``window`` positions before its limit, an int32 of the four at ``limits``;
@@ -261,8 +253,8 @@ def _score_place(emit: Emitter, scores: ir.Value, row: int, vector: ir.Value) ->
     return emit.offset(emit.offset(scores, row * SCORE_ROW_BYTES), vector, VECTOR_BYTES)
 
 
-@tile("scores", "num_vectors", "scaling", "state", floats=("scaling",))
-def weigh(emit: Emitter, *values: Any) -> None:
+@emits("scores", "num_vectors", "scaling", "state", scaling=types.float32)
+def softmax_tile(emit: Emitter, *values: Any) -> None:
     """Turn scores of four rows into weights; bring peaks and totals up to date.
 
     Peaks are of binary exponents: scores times ``scaling``. Weights take the place of the scores,
@@ -304,13 +296,13 @@ def weigh(emit: Emitter, *values: Any) -> None:
             weight = exp2(emit, emit.fma(score, factor, shift))
             builder.store(builder.fadd(builder.load(slot), weight), slot)
             target = emit.offset(scores, r * SCORE_ROW_BYTES)
-            rounded = builder.fptrunc(weight, BF16X16) if emit.has_dot else weight
-            emit.store(rounded, emit.offset(target, loop.index, weight_bytes))
+            write = emit.store_bfloat16 if emit.has_dot else emit.store
+            write(weight, emit.offset(target, loop.index, weight_bytes))
     for place, slot in zip(places, slots, strict=True):
         emit.store(builder.load(slot), place)
 
 
-@tile("state", "row", "peak", "total", floats=("peak", "total"))
+@emits("state", "row", "peak", "total", peak=types.float32, total=types.float32)
 def start_row(emit: Emitter, *values: Any) -> None:
     """Set the peak of one of four rows, and its total."""
     state, row, peak, total = values
@@ -321,7 +313,7 @@ def start_row(emit: Emitter, *values: Any) -> None:
     emit.store(total, place)
 
 
-@tile("state")
+@emits("state")
 def invert_totals(emit: Emitter, state: ir.Value) -> None:
     """Make the factors of four rows the inverse of their totals."""
     builder = emit.builder
@@ -334,21 +326,18 @@ def invert_totals(emit: Emitter, state: ir.Value) -> None:
 
 
 def _make_add_values(num_vectors: int) -> Any:
-    @tile("weights", "values", "step_bytes", "num_steps", "state", "sums", "sum_bytes")
+    @emits("weights", "values", "step_bytes", "num_steps", "state", "sums", "sum_bytes")
     def add_values(emit: Emitter, *values: Any) -> None:
         """Multiply the sums of four rows by their factors and add weighted values to them."""
         weights, base, step_bytes, num_steps, state, sums, sum_bytes = values
-        builder = emit.builder
         rows = [emit.offset(weights, r * SCORE_ROW_BYTES) for r in range(TILE_ROWS)]
 
-        def place_of(step: ir.Value) -> ir.Value:
-            return builder.add(base, builder.mul(step, step_bytes))
-
+        place_of = partial(emit.row, base, step_bytes)
         totals = _multiply(emit, rows, place_of, num_steps, num_vectors)
         for r in range(TILE_ROWS):
             lane = emit.offset(state, FACTORS + r * VECTOR_BYTES // TILE_ROWS)
             factor = emit.splat(emit.load(lane, F32), LANES)
-            row = builder.add(sums, builder.mul(sum_bytes, I64(r)))
+            row = emit.row(sums, sum_bytes, r)
             for v in range(num_vectors):
                 place = emit.offset(row, v * VECTOR_BYTES)
                 added = emit.fma(emit.load(place, F32X16), factor, totals[r * num_vectors + v])

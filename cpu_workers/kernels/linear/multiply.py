@@ -16,14 +16,15 @@ one contiguous part of the weights.
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import overload
 
-from ..lora.tiles import WIDE_ROW_BYTES, clear, int64_at, is_widened, widen
-from ..simd.compiled import address_of, call_function, part
+from ..simd.bfloat16 import WIDE_ROW_BYTES, is_widened, widen
+from ..simd.compiled import address_of, call_function, kernel, part
 from ..simd.emitter import VECTOR_BYTES
 from ..simd.isa import process_isa
 from ..simd.layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT, WIDE_STEPS
+from ..simd.memory import clear_bytes, int64_at
 from .tiles import (
     PANELS_OF,
     product_1x4,
@@ -34,8 +35,6 @@ from .tiles import (
     product_8x2_ahead_in_2,
     wide_product,
 )
-
-TILES_DIGEST = "9eb26c5c9ca6fd4b"  # sha256 of its sources, first 16 digits: see tiles.py
 
 # What the caller says of each matrix: see ``multiply``.
 MATRIX_FIELDS = 5
@@ -107,7 +106,7 @@ def _widen_share(
                 if index < num_tokens:
                     widen(x + index * x_stride + 4 * step, num_values, row, WIDE_ROW_BYTES // 2)
                 else:
-                    clear(row, WIDE_ROW_BYTES)
+                    clear_bytes(row, WIDE_ROW_BYTES)
                 row += WIDE_ROW_BYTES
         token += size
 
@@ -272,7 +271,7 @@ def _multiply_share(
         matrix += 8 * MATRIX_FIELDS
 
 
-@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+@kernel(parallel=True)
 def multiply(
     tag: Any,
     matrices: int,

@@ -1,21 +1,21 @@
 """Register tiles of dense products: LLVM code for a few tokens times a few panels of columns.
 
-Addresses and strides are in bytes. A change here must become a change of the kernels'
-``TILES_DIGEST``: see ``tiles``.
+Addresses and strides are in bytes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from ..lora.tiles import WIDE_ROW_BYTES
+from ..simd.bfloat16 import WIDE_ROW_BYTES
 from ..simd.emitter import F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
+from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
 from ..simd.layout import COLUMNS_PER_GROUP, LINEAR_STEPS_UNROLLED, WIDE_STEPS
-from ..simd.products import Product, choose, product_emitter
+from ..simd.products import Product, choose
 
 _PAIR_BYTES = 4  # two bfloat16 of x, which one instruction multiplies by those of 16 columns
 
@@ -40,66 +40,43 @@ def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> 
     ``ahead`` on, an address that need not be valid.
     """
 
-    @intrinsic
-    def product(
-        typingctx: Any,
-        weights: types.Type,
-        group_bytes: types.Type,
-        x: types.Type,
-        x_stride: types.Type,
-        steps: types.Type,
-        bias: types.Type,
-        y: types.Type,
-        y_stride: types.Type,
-        last_token: types.Type,
-        ahead: types.Type,
-    ) -> tuple[Any, Any]:
-        signature = types.void(*[types.int64] * 10)
+    @emits(
+        "weights", "group_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "last_token",
+        "ahead", tag=types.int16,
+    )  # fmt: skip
+    def product(emit: Emitter, *args: ir.Value) -> None:
+        builder = emit.builder
+        weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token, ahead = args
+        groups = [emit.row(weights, group_bytes, g) for g in range(num_groups)]
+        tokens = [emit.row(x, x_stride, t, last_token) for t in range(num_tokens)]
+        targets = [emit.row(y, y_stride, t, last_token) for t in range(num_tokens)]
 
-        def codegen(
-            context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]
-        ) -> Any:
-            emit = Emitter(builder, types.int16)
-            weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token, ahead = args
-            groups = [
-                emit.offset(weights, builder.mul(group_bytes, I64(g))) for g in range(num_groups)
-            ]
-            rows = [
-                builder.select(builder.icmp_signed("<", I64(t), last_token), I64(t), last_token)
-                for t in range(num_tokens)
-            ]
-            tokens = [emit.offset(x, builder.mul(x_stride, row)) for row in rows]
+        def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            results = totals
+            asked = emit.offset(ahead, index, lines_ahead * VECTOR_BYTES)
+            for line in range(lines_ahead):
+                emit.prefetch(emit.offset(asked, line * VECTOR_BYTES))
+            for u in range(LINEAR_STEPS_UNROLLED):
+                step = builder.add(builder.mul(index, I64(LINEAR_STEPS_UNROLLED)), I64(u))
+                columns = [
+                    emit.operands(emit.load(emit.offset(group, step, VECTOR_BYTES), I32X16))
+                    for group in groups
+                ]
+                for t, token in enumerate(tokens):
+                    pair = emit.load(emit.offset(token, step, _PAIR_BYTES), I32)
+                    values = emit.operands(emit.splat(pair, 16))
+                    for g, column in enumerate(columns):
+                        slot = t * num_groups + g
+                        results[slot] = emit.multiply_add(column, values, results[slot])
+            return results
 
-            def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                results = totals
-                asked = emit.offset(ahead, index, lines_ahead * VECTOR_BYTES)
-                for line in range(lines_ahead):
-                    emit.prefetch(emit.offset(asked, line * VECTOR_BYTES))
-                for u in range(LINEAR_STEPS_UNROLLED):
-                    step = builder.add(builder.mul(index, I64(LINEAR_STEPS_UNROLLED)), I64(u))
-                    columns = [
-                        emit.operands(emit.load(emit.offset(group, step, VECTOR_BYTES), I32X16))
-                        for group in groups
-                    ]
-                    for t, token in enumerate(tokens):
-                        pair = emit.load(emit.offset(token, step, _PAIR_BYTES), I32)
-                        values = emit.operands(emit.splat(pair, 16))
-                        for g, column in enumerate(columns):
-                            slot = t * num_groups + g
-                            results[slot] = emit.multiply_add(column, values, results[slot])
-                return results
-
-            count = builder.sdiv(steps, I64(LINEAR_STEPS_UNROLLED))
-            totals = emit.loop(count, num_tokens * num_groups, body)
-            for g in range(num_groups):
-                added = emit.load(emit.offset(bias, g * VECTOR_BYTES), F32X16)
-                for t, row in enumerate(rows):
-                    total = builder.fadd(totals[t * num_groups + g], added)
-                    target = emit.offset(y, builder.mul(y_stride, row))
-                    emit.store_bfloat16(total, emit.offset(target, g * COLUMNS_PER_GROUP * 2))
-            return context.get_dummy_value()
-
-        return signature, codegen
+        count = builder.sdiv(steps, I64(LINEAR_STEPS_UNROLLED))
+        totals = emit.loop(count, num_tokens * num_groups, body)
+        for g in range(num_groups):
+            added = emit.load(emit.offset(bias, g * VECTOR_BYTES), F32X16)
+            for t, target in enumerate(targets):
+                total = builder.fadd(totals[t * num_groups + g], added)
+                emit.store_bfloat16(total, emit.offset(target, g * COLUMNS_PER_GROUP * 2))
 
     return product
 
@@ -158,11 +135,7 @@ def _write(
 ) -> None:  # fmt: skip
     """Add the bias, round, and write; tokens behind the last one are not there."""
     builder = emit.builder
-    rows = []
-    for t in range(num_tokens):
-        is_there = builder.icmp_signed("<", I64(t), last_token)
-        token = builder.select(is_there, I64(t), last_token)
-        rows.append(builder.add(y, builder.mul(y_stride, token)))
+    rows = [emit.row(y, y_stride, t, last_token) for t in range(num_tokens)]
     num_panels = len(totals) // num_tokens
     for p in range(num_panels):
         added = emit.load(emit.offset(bias, p * emit.bytes), emit.f32s)
@@ -172,60 +145,38 @@ def _write(
             emit.store_bfloat16(total, emit.offset(rows[t], p * emit.bytes // 2))
 
 
-@intrinsic
-def wide_product(
-    typingctx: Any,
-    num_tokens: types.Type,
-    weights: types.Type,
-    panel_bytes: types.Type,
-    x: types.Type,
-    steps: types.Type,
-    bias: types.Type,
-    y: types.Type,
-    y_stride: types.Type,
-    last_token: types.Type,
-    ahead: types.Type,
-    is_half: types.Type,
-) -> tuple[Any, Any]:
+@emits(
+    "num_tokens", "weights", "panel_bytes", "x", "steps", "bias", "y", "y_stride", "last_token",
+    "ahead", "is_half", tag=types.uint16, is_half=types.boolean,
+)  # fmt: skip
+def wide_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], in float32.
 
     For ``num_tokens`` and as many panels as ``PANELS_OF`` has for them. x: address of what
-    ``tiles.widen`` makes of the block, chunk by chunk, in each token by token. Tokens behind
+    ``bfloat16.widen`` makes of the block, chunk by chunk, in each token by token. Tokens behind
     ``last_token`` are computed for nothing. All shapes add in the same order: a token's result
     does not depend on how many are computed with it.
 
     ahead: address of what comes next, of which as many bytes are asked for as the tile has, or half
     of them (``is_half``). It need not be valid.
     """
+    emit, builder = emit.of_registers(), emit.builder
+    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half = args
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        emit = product_emitter(builder, types.uint16)
-        num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, half = args
+    def emit_tile(size: int, *, is_half: bool) -> None:
+        panels = [emit.row(weights, panel_bytes, p) for p in range(PANELS_OF[size])]
+        prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
+        totals = _sums(emit, panels, size, x, steps, prefetch)
+        _write(emit, size, totals, bias, y, y_stride, last)
 
-        def tile(size: int, *, is_half: bool) -> Callable[[], None]:
-            def emit_tile() -> None:
-                panels = [
-                    builder.add(weights, builder.mul(panel_bytes, I64(p)))
-                    for p in range(PANELS_OF[size])
-                ]
-                prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
-                totals = _sums(emit, panels, size, x, steps, prefetch)
-                _write(emit, size, totals, bias, y, y_stride, last)
-
-            return emit_tile
-
-        cases = {2 * size: tile(size, is_half=False) for size in PANELS_OF}
-        # Of several blocks each has half of the largest size at least.
-        cases |= {
-            2 * size + 1: tile(size, is_half=True)
-            for size in PANELS_OF
-            if 2 * size >= max(PANELS_OF)
-        }
-        key = builder.add(builder.mul(num_tokens, I64(2)), builder.zext(half, I64))
-        choose(builder, key, cases)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10, types.boolean), codegen
+    cases = {(size, False): partial(emit_tile, size, is_half=False) for size in PANELS_OF}
+    # Of several blocks each has half of the largest size at least.
+    cases |= {
+        (size, True): partial(emit_tile, size, is_half=True)
+        for size in PANELS_OF
+        if 2 * size >= max(PANELS_OF)
+    }
+    choose(builder, num_tokens, is_half, cases)
 
 
 def _prefetch_ahead(

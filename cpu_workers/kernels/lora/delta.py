@@ -10,8 +10,6 @@ all ranks of all targets read them there, so x comes from memory once, and A onc
 
 from typing import Any
 
-from numba import njit
-
 from ....shm.region import (
     A_WORD,
     B_WORD,
@@ -22,15 +20,12 @@ from ....shm.region import (
     SCALING_WORD,
     TARGET_BYTES,
 )
-from ..simd.compiled import part
+from ..simd.bfloat16 import is_widened, widen
+from ..simd.compiled import kernel, part
 from ..simd.layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
-from .tiles import float32_at, int64_at, is_widened, store_zeros, widen
+from ..simd.memory import float32_at, int64_at
+from .tiles import store_zeros
 from .token_blocks import shrink_target, store_target
-
-TILES_DIGEST = "9eb26c5c9ca6fd4b"  # sha256 of its sources, first 16 digits: see tiles.py
-
-# What of ``shm.region`` is compiled into the cached kernel; a test holds it for the same reason.
-REGION_FORMAT = "header 64, target 64, words 0 1 2 3 4, targets 16"
 
 MAX_BLOCK_TOKENS = 64
 MAX_RANK = 256
@@ -49,7 +44,7 @@ def _store_nothing(num_groups: int, num_tokens: int, y: int, y_stride: int) -> N
             store_zeros(y + token * y_stride + group * COLUMNS_PER_GROUP * _ITEM_BYTES)
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
+@kernel()
 def store_delta(
     tag: Any,
     region: int,

@@ -16,15 +16,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, prange
+from numba import prange
 
-from ..simd.compiled import address_of, call_function, part
+from ..simd.bfloat16 import is_widened, widen
+from ..simd.compiled import address_of, call_function, kernel, part
 from ..simd.emitter import VECTOR_BYTES
 from ..simd.layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
-from .tiles import float32_at, int32_at, int64_at, is_widened, widen
+from ..simd.memory import float32_at, int32_at, int64_at
 from .token_blocks import add_target, expand_tokens, shrink_target, shrink_tokens
-
-TILES_DIGEST = "9eb26c5c9ca6fd4b"  # sha256 of its sources, first 16 digits: see tiles.py
 
 Plan: TypeAlias = npt.NDArray[np.int64]
 
@@ -267,7 +266,7 @@ def _tokens_share(
             first += count
 
 
-@njit(error_model="numpy", cache=True, nogil=True, parallel=True)
+@kernel(parallel=True)
 def add_deltas(
     tag: Any,
     itemsize: int,

@@ -2,32 +2,26 @@
 
 The first argument of a tile, a *format tag* of ``layout``, selects code by its type. Addresses and
 strides are in bytes.
-
-numba's cache looks for changes at the file of a kernel alone. So the ``TILES_DIGEST`` of kernels
-names the content of the files that are compiled into them; a test holds it, and a change there
-thereby becomes a change of the kernels.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from ..simd.emitter import F32, I16X16, I32, I64, VECTOR_BYTES, Emitter
+from ..simd.emitter import I16X16, I64, VECTOR_BYTES, Emitter
+from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
-from ..simd.layout import COLUMNS_PER_GROUP, WIDE_STEPS
-from ..simd.products import Product, choose, product_emitter
+from ..simd.layout import COLUMNS_PER_GROUP
+from ..simd.products import Product, choose
 
 # Tokens of a tile, the most first. Where registers are few, tokens times panels are 12 at most.
 SHRINK_TOKENS = (8, 4, 2, 1) if process_isa().has_many_registers else (3, 2, 1)
 EXPAND_TOKENS = (4, 2, 1) if process_isa().has_many_registers else (3, 2, 1)
 # Streams of lines that a wide tile reads side by side; a narrow one reads one.
 SHRINK_STREAMS, EXPAND_STREAMS = 2, 4
-
-WIDE_ROW_BYTES = 2 * WIDE_STEPS * 4  # of one chunk
 
 _SHRINK_BYTES = 8  # of a row of x, a step: four bfloat16, or two float32
 
@@ -46,10 +40,7 @@ def _portions(
     at_once = total
     if not process_isa().has_many_registers:
         at_once = min(total, 8 if num_tokens == 1 else 4)
-    streams = [
-        emit.offset(address, emit.builder.mul(stream_bytes, I64(stream)))
-        for stream in range(2 * num_streams)
-    ]
+    streams = [emit.row(address, stream_bytes, stream) for stream in range(2 * num_streams)]
     for first in range(0, total, at_once):
         panels = [
             emit.offset(streams[panel // per_line], panel % per_line * emit.bytes)
@@ -58,10 +49,6 @@ def _portions(
         following = range(total + first, total + first + at_once, per_line)
         lines = [streams[panel // per_line] for panel in following] if num_streams > 1 else []
         yield first, panels, lines
-
-
-def _case(num_tokens: int, *, is_wide: bool) -> int:
-    return 2 * num_tokens + is_wide
 
 
 def _add_steps(product: Product, steps: ir.Value, ahead: Sequence[ir.Value]) -> list[ir.Value]:
@@ -88,7 +75,7 @@ def _shrink(emit: Emitter, num_tokens: int, num_tiles: int, args: Sequence[ir.Va
     apart = builder.mul(steps, I64(_SHRINK_BYTES))  # of even values from odd ones: see ``widen``
     rows = []
     for t in range(num_tokens):
-        start = builder.add(x, builder.mul(x_stride, I64(t)))
+        start = emit.row(x, x_stride, t)
         rows.append((start, builder.add(start, apart)))
 
     def place_of(row: int, piece: int, step: ir.Value) -> ir.Value:
@@ -99,58 +86,31 @@ def _shrink(emit: Emitter, num_tokens: int, num_tiles: int, args: Sequence[ir.Va
         product = Product(emit, panels, num_tokens, place_of, _SHRINK_BYTES)
         totals = _add_steps(product, steps, lines)
         for t in range(num_tokens):
-            target = builder.add(h, builder.mul(h_stride, I64(t)))
+            target = emit.row(h, h_stride, t)
             for p in range(len(panels)):
                 both = emit.sum_of_neighbours(totals[t * len(panels) + p])
                 place = emit.offset(target, (first + p) * emit.bytes // 2)
                 emit.store(builder.fmul(both, scale), place)
 
 
-@intrinsic
-def shrink_tile(
-    typingctx: Any,
-    tag: types.Type,
-    num_tokens: types.Type,
-    is_pair: types.Type,
-    a: types.Type,
-    tile_bytes: types.Type,
-    x: types.Type,
-    x_stride: types.Type,
-    steps: types.Type,
-    scaling: types.Type,
-    h: types.Type,
-    h_stride: types.Type,
-) -> tuple[Any, Any]:
+@emits(
+    "num_tokens", "is_pair",
+    "a", "tile_bytes", "x", "x_stride", "steps", "scaling", "h", "h_stride",
+    is_pair=types.boolean, scaling=types.float32,
+)  # fmt: skip
+def shrink_tile(emit: Emitter, num_tokens: ir.Value, is_pair: ir.Value, *args: ir.Value) -> None:
     """h[token, rank] = scaling * sum over in of x[token, in] A[rank, in], 8 ranks or 16.
 
     num_tokens: one of ``SHRINK_TOKENS``. Of ``layout.BFLOAT16``, x is what ``widen`` makes of it.
     """
-    address = types.int64
-    signature = types.void(
-        tag, address, types.boolean, address, address, address, address, address, types.float32,
-        address, address,
-    )  # fmt: skip
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        emit = product_emitter(builder, signature.args[0])
-
-        def tile(tokens: int, tiles: int) -> Callable[[], None]:
-            return lambda: _shrink(emit, tokens, tiles, args[3:])
-
-        wide = builder.zext(args[2], I64)
-        key = builder.add(builder.mul(args[1], I64(2)), wide)
-        choose(
-            builder,
-            key,
-            {
-                _case(tokens, is_wide=is_wide): tile(tokens, SHRINK_STREAMS if is_wide else 1)
-                for tokens in SHRINK_TOKENS
-                for is_wide in (False, True)
-            },
+    cases = {
+        (tokens, is_wide): partial(
+            _shrink, emit.of_registers(), tokens, SHRINK_STREAMS if is_wide else 1, args
         )
-        return context.get_dummy_value()
-
-    return signature, codegen
+        for tokens in SHRINK_TOKENS
+        for is_wide in (False, True)
+    }
+    choose(emit.builder, num_tokens, is_pair, cases)
 
 
 def _expand(
@@ -158,8 +118,7 @@ def _expand(
 ) -> None:
     """One register tile."""
     b, group_bytes, h, h_stride, steps, y, y_stride = args
-    builder = emit.builder
-    rows = [builder.add(h, builder.mul(h_stride, I64(t))) for t in range(num_tokens)]
+    rows = [emit.row(h, h_stride, t) for t in range(num_tokens)]
 
     def place_of(row: int, piece: int, step: ir.Value) -> ir.Value:
         return emit.offset(emit.offset(rows[row], step, 4 * emit.num_pieces), 4 * piece)
@@ -169,7 +128,7 @@ def _expand(
         product = Product(emit, panels, num_tokens, place_of, 4)
         totals = _add_steps(product, steps, lines)
         for t in range(num_tokens):
-            target = builder.add(y, builder.mul(y_stride, I64(t)))
+            target = emit.row(y, y_stride, t)
             for p in range(len(panels)):
                 columns = emit.offset(target, (first + p) * panel_bytes)
                 total = totals[t * len(panels) + p]
@@ -180,46 +139,24 @@ def _expand(
 
 
 def _make_expand_tile(*, is_stored: bool) -> Any:
-    @intrinsic
+    @emits(
+        "num_tokens", "is_wide",
+        "b", "group_bytes", "h", "h_stride", "steps", "y", "y_stride",
+        is_wide=types.boolean,
+    )  # fmt: skip
     def expand_tile(
-        typingctx: Any,
-        tag: types.Type,
-        num_tokens: types.Type,
-        is_wide: types.Type,
-        b: types.Type,
-        group_bytes: types.Type,
-        h: types.Type,
-        h_stride: types.Type,
-        steps: types.Type,
-        y: types.Type,
-        y_stride: types.Type,
-    ) -> tuple[Any, Any]:
-        address = types.int64
-        signature = types.void(tag, address, types.boolean, *[address] * 7)
-
-        def codegen(
-            context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]
-        ) -> Any:
-            # h is float32, so the products are, too.
-            emit = product_emitter(builder, signature.args[0], is_float32_product=True)
-
-            def tile(tokens: int, groups: int) -> Callable[[], None]:
-                return lambda: _expand(emit, tokens, groups, args[3:], is_stored=is_stored)
-
-            wide = builder.zext(args[2], I64)
-            key = builder.add(builder.mul(args[1], I64(2)), wide)
-            choose(
-                builder,
-                key,
-                {
-                    _case(tokens, is_wide=is_wide): tile(tokens, EXPAND_STREAMS if is_wide else 1)
-                    for tokens in EXPAND_TOKENS
-                    for is_wide in (False, True)
-                },
+        emit: Emitter, num_tokens: ir.Value, is_wide: ir.Value, *args: ir.Value
+    ) -> None:
+        # h is float32, so the products are, too.
+        emit = emit.of_registers(is_float32_product=True)
+        cases = {
+            (tokens, wide): partial(
+                _expand, emit, tokens, EXPAND_STREAMS if wide else 1, args, is_stored=is_stored
             )
-            return context.get_dummy_value()
-
-        return signature, codegen
+            for tokens in EXPAND_TOKENS
+            for wide in (False, True)
+        }
+        choose(emit.builder, num_tokens, is_wide, cases)
 
     return expand_tile
 
@@ -230,81 +167,7 @@ add_expand_tile = _make_expand_tile(is_stored=False)
 store_expand_tile = _make_expand_tile(is_stored=True)
 
 
-@intrinsic
-def is_widened(typingctx: Any, tag: types.Type) -> tuple[Any, Any]:
-    """Whether rows of x are made float32 by ``widen`` before products read them."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        return ir.IntType(1)(signature.args[0] == types.uint16)
-
-    return types.boolean(tag), codegen
-
-
-@intrinsic
-def widen(
-    typingctx: Any, x: types.Type, num_values: types.Type, wide: types.Type, apart: types.Type
-) -> tuple[Any, Any]:
-    """Make 8 bfloat16 or a multiple float32: even ones at ``wide``, odd ones ``apart`` bytes on."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        x, num_values, wide, half_bytes = args
-        done = I64(0)  # values; few at a time where fewer are left
-        for lanes in sorted({process_isa().lanes, 4}, reverse=True):
-            emit = Emitter(builder, types.uint16, lanes=lanes)
-            left = builder.sdiv(builder.sub(num_values, done), I64(2 * lanes))
-            with cgutils.for_range(builder, left) as loop:
-                value = builder.add(done, builder.mul(loop.index, I64(2 * lanes)))
-                halves = emit.halves(emit.load(emit.offset(x, value, 2), emit.i32s))
-                target = emit.offset(wide, value, 2)
-                emit.store(halves[0], target)
-                emit.store(halves[1], builder.add(target, half_bytes))
-            done = builder.add(done, builder.mul(left, I64(2 * lanes)))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def clear(typingctx: Any, address: types.Type, num_bytes: types.Type) -> tuple[Any, Any]:
-    """Write zeros."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        cgutils.memset(builder, pointer, args[1], 0)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_zeros(typingctx: Any, address: types.Type) -> tuple[Any, Any]:
+@emits("address", tag=types.uint16)
+def store_zeros(emit: Emitter, address: ir.Value) -> None:
     """Write zeros to the 16 bfloat16 of a group of columns at ``address``."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        zeros = ir.Constant(I16X16, [0] * COLUMNS_PER_GROUP)
-        Emitter(builder, types.uint16).store(zeros, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-def _make_load(result: Any, kind: ir.Type, item_bytes: int) -> Any:
-    """Read address[index]; raw addresses spare the cost of array objects at every call."""
-
-    @intrinsic
-    def load(typingctx: Any, address: types.Type, index: types.Type) -> tuple[Any, Any]:
-        def codegen(
-            context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]
-        ) -> Any:
-            offset = builder.mul(args[1], I64(item_bytes))
-            value = Emitter(builder, types.uint16).load(builder.add(args[0], offset), kind)
-            return builder.sext(value, I64) if result == types.int64 else value
-
-        return result(types.int64, types.int64), codegen
-
-    return load
-
-
-int32_at = _make_load(types.int64, I32, 4)
-int64_at = _make_load(types.int64, I64, 8)
-float32_at = _make_load(types.float32, F32, 4)
+    emit.store(ir.Constant(I16X16, [0] * COLUMNS_PER_GROUP), address)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
 
+from .compiled import kernel
 from .emitter import BF16X32, F32, I32, I64, Emitter
+from .intrinsics import emits
 from .isa import is_forced, process_isa
 from .layout import BFLOAT16, BFLOAT16_DOT
-from .products import product_emitter
 
 NUM_SUMS = 12  # fit 16 registers, and hide a latency of 5 cycles at two products a cycle
 _UNROLLED = 4
@@ -63,25 +63,21 @@ def products_per_s(tag: np.generic) -> float:
     return products_per_loop(tag) * _MEASURED_LOOPS / min(samples)
 
 
-@intrinsic
-def _multiply_in_registers(typing_context: Any, tag: Any, loops: Any) -> tuple[Any, Any]:
+@emits("loops", result=types.float32)
+def _multiply_in_registers(emit: Emitter, loops: ir.Value) -> ir.Value:
     """Products of as many sums as registers hold, again and again; one of the sums."""
+    emit = emit.of_registers()
+    factor = _ones(emit)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        emit = product_emitter(builder, signature.args[0])
-        factor = _ones(emit)
+    def body(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        for _ in range(_UNROLLED):
+            totals = [emit.multiply_piece(factor, factor, total) for total in totals]
+        return totals
 
-        def body(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            for _ in range(_UNROLLED):
-                totals = [emit.multiply_piece(factor, factor, total) for total in totals]
-            return totals
-
-        first, *others = emit.loop(args[1], NUM_SUMS, body)
-        for other in others:
-            first = builder.fadd(first, other)
-        return builder.extract_element(first, I32(0))
-
-    return types.float32(tag, types.int64), codegen
+    first, *others = emit.loop(loops, NUM_SUMS, body)
+    for other in others:
+        first = emit.builder.fadd(first, other)
+    return emit.builder.extract_element(first, I32(0))
 
 
 def _ones(emit: Emitter) -> ir.Value:
@@ -94,7 +90,7 @@ def _ones(emit: Emitter) -> ir.Value:
     return builder.bitcast(bits, BF16X32 if emit.has_dot else emit.f32s)
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
+@kernel()
 def spin(tag: Any, loops: int) -> float:
     """Multiply and add in registers alone: ``products_per_loop`` in each loop."""
     result: float = _multiply_in_registers(tag, loops)

@@ -1,39 +1,53 @@
-"""bfloat16 in kernels that are compiled from Python: as uint16, because numba has no such type."""
+"""bfloat16 in kernels: as uint16, because numba has no such type, and rows of it made float32.
 
-from typing import Any
+Where a processor multiplies no pairs of bfloat16, kernels make rows of x float32 once, before all
+products with them: even values first, then the odd ones, as pairs of weights come apart.
+"""
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.core import cgutils
 
-from .emitter import F32, I32, bfloat16_bits
+from .emitter import I64, Emitter, bfloat16_bits, bfloat16_values
+from .intrinsics import ANY_FORMAT, emits
+from .isa import process_isa
+from .layout import WIDE_STEPS
 
-
-@intrinsic
-def pointer(typingctx: Any, address: types.Type, like: types.Type) -> tuple[Any, Any]:
-    """A pointer to values of ``like``'s type at ``address``."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like)(types.int64, like), codegen
+WIDE_ROW_BYTES = 2 * WIDE_STEPS * 4  # of one chunk of a row that ``widen`` has made float32
 
 
-@intrinsic
-def widened(typingctx: Any, bits: types.Type) -> tuple[Any, Any]:
+@emits("bits", tag=ANY_FORMAT, result=types.float32, bits=types.uint16)
+def widened(emit: Emitter, bits: ir.Value) -> ir.Value:
     """The float32 of a bfloat16."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
-
-    return types.float32(types.uint16), codegen
+    return bfloat16_values(emit.builder, bits)
 
 
-@intrinsic
-def rounded(typingctx: Any, value: types.Type) -> tuple[Any, Any]:
+@emits("value", tag=ANY_FORMAT, result=types.uint16, value=types.float32)
+def rounded(emit: Emitter, value: ir.Value) -> ir.Value:
     """The bfloat16 of a result of arithmetic on bfloat16: see ``bfloat16_bits``."""
+    return bfloat16_bits(emit.builder, value)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> Any:
-        return bfloat16_bits(builder, args[0])
 
-    return types.uint16(types.float32), codegen
+@emits(result=types.boolean)
+def is_widened(emit: Emitter) -> ir.Value:
+    """Whether rows of x are made float32 by ``widen`` before products read them."""
+    return ir.IntType(1)(emit.tag == types.uint16)
+
+
+@emits("x", "num_values", "wide", "apart", tag=types.uint16)
+def widen(
+    emit: Emitter, x: ir.Value, num_values: ir.Value, wide: ir.Value, apart: ir.Value
+) -> None:
+    """Make 8 bfloat16 or a multiple float32: even ones at ``wide``, odd ones ``apart`` bytes on."""
+    builder = emit.builder
+    done = I64(0)  # values; few at a time where fewer are left
+    for lanes in sorted({process_isa().lanes, 4}, reverse=True):
+        emit = Emitter(builder, types.uint16, lanes=lanes)
+        left = builder.sdiv(builder.sub(num_values, done), I64(2 * lanes))
+        with cgutils.for_range(builder, left) as loop:
+            value = builder.add(done, builder.mul(loop.index, I64(2 * lanes)))
+            even, odd = emit.halves(emit.load(emit.offset(x, value, 2), emit.i32s))
+            target = emit.offset(wide, value, 2)
+            emit.store(even, target)
+            emit.store(odd, builder.add(target, apart))
+        done = builder.add(done, builder.mul(left, I64(2 * lanes)))

@@ -5,10 +5,16 @@ times: into the loop's function, two wrappers of it and the kernel. For code of 
 time of a first start. So nobody but a kernel gets what only Python needs, functions of one caller
 are written into it, and parallel loops call through an address.
 
-What numba keeps of a kernel holds all of its parts, and both ends of every call.
+What numba keeps of a kernel holds all of its parts, and both ends of every call. It looks for
+changes in the kernel's own file and in what the kernel closes over, so kernels close over a digest
+of all files whose code they may contain.
 """
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 from llvmlite import ir
@@ -18,12 +24,50 @@ from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_SIMD = Path(__file__).parent
+_SHM = _SIMD.parents[2] / "shm"
+# What any kernel may contain beside the modules of its own folder.
+_COMMON_SOURCES = (*sorted(_SIMD.glob("*.py")), _SHM / "atomics.py", _SHM / "region.py")
+
 # A part of kernels, which Python does not call.
 part: Callable[[Function], Function] = njit(
     error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
 # A large part with one caller, into which it is written.
 inlined_part: Callable[[Function], Function] = njit(error_model="numpy", inline="always")
+
+
+def kernel(*signatures: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A function that Python calls, compiled for each tuple of types, without the GIL, and kept.
+
+    Compiled at once for the ``signatures``. What numba has kept of it is compiled anew when a
+    source of its folder or of ``simd`` changes. ``options``: more of ``numba.njit``'s.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        assert isinstance(function, FunctionType) and function.__closure__ is None, function
+        # A free variable that the code does not use: numba keys what it keeps by its value.
+        bound = FunctionType(
+            function.__code__.replace(co_freevars=("sources_digest",)),
+            function.__globals__,
+            function.__name__,
+            closure=(CellType(sources_digest(Path(function.__code__.co_filename).parent)),),
+        )
+        bound.__doc__, bound.__module__ = function.__doc__, function.__module__
+        bound.__qualname__ = function.__qualname__
+        settings = {"error_model": "numpy", "cache": True, "nogil": True} | options
+        return njit(list(signatures) or None, **settings)(bound)
+
+    return decorate
+
+
+@cache
+def sources_digest(folder: Path) -> str:
+    """Of what a kernel in ``folder`` may contain."""
+    digest = hashlib.sha256()
+    for source in dict.fromkeys((*sorted(folder.glob("*.py")), *_COMMON_SOURCES)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def function_address(function: Any, kinds: tuple[types.Type, ...]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from .isa import process_isa
 
@@ -61,6 +62,15 @@ def bfloat16_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.lshr(rounded, same(16)), half)
 
 
+def bfloat16_values(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """The float32 of bfloat16: int16, or a vector of them."""
+    if not isinstance(bits.type, ir.VectorType):
+        return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32)
+    words, count = ir.VectorType(I32, bits.type.count), bits.type.count
+    wide = builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * count))
+    return builder.bitcast(wide, ir.VectorType(F32, count))
+
+
 class Emitter:
     """Vector instructions on one LLVM builder, for one format tag.
 
@@ -77,6 +87,7 @@ class Emitter:
         lanes: int = 16,
     ) -> None:
         self.builder = builder
+        self.tag = tag
         self.lanes = lanes
         self.f32s = ir.VectorType(F32, lanes)
         self.i32s = ir.VectorType(I32, lanes)
@@ -85,6 +96,13 @@ class Emitter:
         self.is_float32 = tag == types.float32
         self.has_rounding = tag == types.int16  # AVX512_BF16 rounds, too
         self.has_dot = self.has_rounding and not is_float32_product
+
+    def of_registers(self, *, is_float32_product: bool = False) -> "Emitter":
+        """The same with vectors that are the processor's registers."""
+        return Emitter(
+            self.builder, self.tag, is_float32_product=is_float32_product,
+            lanes=process_isa().lanes,
+        )  # fmt: skip
 
     def load(self, address: ir.Value, kind: ir.Type) -> ir.Value:
         """A value of ``kind`` from ``address``, which need not be aligned."""
@@ -112,6 +130,22 @@ class Emitter:
         if isinstance(index, int):
             return self.builder.add(address, I64(index * scale))
         return self.builder.add(address, self.builder.mul(index, I64(scale)))
+
+    def row(
+        self, base: ir.Value, stride: ir.Value, index: ir.Value | int, last: ir.Value | None = None
+    ) -> ir.Value:
+        """The address of a row by its number, or of row ``last`` where that comes first."""
+        number = I64(index) if isinstance(index, int) else index
+        if last is not None:
+            is_before = self.builder.icmp_signed("<", number, last)
+            number = self.builder.select(is_before, number, last)
+        return self.builder.add(base, self.builder.mul(stride, number))
+
+    def copy(self, target: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
+        """Copy memory that does not overlap."""
+        byte = ir.IntType(8).as_pointer()
+        to, origin = (self.builder.inttoptr(address, byte) for address in (target, source))
+        cgutils.raw_memcpy(self.builder, to, origin, num_bytes, 1)
 
     def splat(self, scalar: ir.Value, lanes: int) -> ir.Value:
         """A vector of ``lanes`` times ``scalar``."""
@@ -258,8 +292,8 @@ class Emitter:
         if self.is_float32:
             self.store(builder.fadd(self.load(address, self.f32s), total), address)
             return
-        old = builder.shl(builder.zext(self.load(address, self.i16s), self.i32s), self.same(16))
-        self.store_bfloat16(builder.fadd(builder.bitcast(old, self.f32s), total), address)
+        old = bfloat16_values(builder, self.load(address, self.i16s))
+        self.store_bfloat16(builder.fadd(old, total), address)
 
     def store_bfloat16(self, value: ir.Value, address: ir.Value) -> None:
         """Write results of arithmetic on bfloat16: see ``bfloat16_bits``."""

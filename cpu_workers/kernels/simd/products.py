@@ -4,24 +4,16 @@ A *panel* of a packed matrix is a vector register's worth of columns or ranks: a
 step. Rows hold 4 or 8 bytes a step and piece, which go to all lanes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
-from numba import types
 
 from .emitter import I64, VECTOR_BYTES, Emitter
 from .isa import process_isa
 
 # Where a piece of a row lies at a step: (row, piece, step) -> address.
 PlaceOf = Callable[[int, int, ir.Value], ir.Value]
-
-
-def product_emitter(
-    builder: ir.IRBuilder, tag: types.Type, *, is_float32_product: bool = False
-) -> Emitter:
-    """An emitter whose vectors are the processor's registers."""
-    return Emitter(builder, tag, is_float32_product=is_float32_product, lanes=process_isa().lanes)
 
 
 @dataclass(frozen=True)
@@ -96,13 +88,19 @@ class Product:
         return builder.add(place, nothing)
 
 
-def choose(builder: ir.IRBuilder, key: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
-    """Run the code of the case that ``key`` names; there must be one."""
+def choose(
+    builder: ir.IRBuilder,
+    number: ir.Value,
+    flag: ir.Value,
+    cases: Mapping[tuple[int, bool], Callable[[], None]],
+) -> None:
+    """Run the code of the case that an int64 and a boolean name; there must be one."""
     wrong, after = builder.append_basic_block("wrong"), builder.append_basic_block("after")
+    key = builder.add(builder.mul(number, I64(2)), builder.zext(flag, I64))
     switch = builder.switch(key, wrong)
-    for value, emit_case in cases.items():
-        block = builder.append_basic_block(f"tile_{value}")
-        switch.add_case(I64(value), block)
+    for (size, is_set), emit_case in cases.items():
+        block = builder.append_basic_block(f"tile_{size}")
+        switch.add_case(I64(2 * size + is_set), block)
         builder.position_at_end(block)
         emit_case()
         builder.branch(after)

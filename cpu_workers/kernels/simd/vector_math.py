@@ -11,7 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from .emitter import F32X16, I32, I32X16, VECTOR_BYTES, Emitter
+from .emitter import F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
+from .isa import process_isa
 
 LANES = 16
 
@@ -47,6 +48,11 @@ _EXP2_COEFFICIENTS = _fitted(2.0, -0.5, 0.5, 5)
 _EXP2_OF_FRACTION = _fitted(2.0, 0.0, 1.0, 4)  # off by 7e-6
 
 
+def vectors_at_once(wanted: int) -> int:
+    """Sums of 16 lanes that stay in registers, at most as many as are wanted."""
+    return wanted if process_isa().has_many_registers else min(wanted, 4)
+
+
 def constant(value: float) -> ir.Constant:
     """All lanes ``value``, rounded to float32."""
     return ir.Constant(F32X16, [float(np.float32(value))] * LANES)
@@ -63,6 +69,23 @@ def shuffle(
     """The named lanes of two vectors; those of the right one follow those of the left."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
     return builder.shuffle_vector(left, right, mask)
+
+
+def splat_lane(emit: Emitter, vector: ir.Value, lane: int) -> ir.Value:
+    """All lanes one lane of ``vector``."""
+    return shuffle(emit.builder, vector, vector, [lane] * LANES)
+
+
+def any_lane(emit: Emitter, condition: ir.Value) -> ir.Value:
+    """1 if any of 16 conditions holds, else 0, as int64."""
+    bits = emit.builder.bitcast(condition, ir.IntType(LANES))
+    found = emit.builder.icmp_unsigned("!=", bits, ir.IntType(LANES)(0))
+    return emit.builder.zext(found, I64)
+
+
+def splat_i32(emit: Emitter, scalar: ir.Value) -> ir.Value:
+    """All lanes the low 32 bits of an int64."""
+    return emit.splat(emit.builder.trunc(scalar, I32), LANES)
 
 
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -177,10 +200,7 @@ def load_first(emit: Emitter, address: ir.Value, num_bytes: ir.Value) -> ir.Valu
     builder = emit.builder
     buffer = cgutils.alloca_once(builder, I32X16)
     builder.store(constant_i32([0] * LANES), buffer)
-    byte = ir.IntType(8)
-    source = builder.inttoptr(address, byte.as_pointer())
-    target = builder.bitcast(buffer, byte.as_pointer())
-    cgutils.raw_memcpy(builder, target, source, num_bytes, 1)
+    emit.copy(builder.ptrtoint(buffer, I64), address, num_bytes)
     return builder.load(buffer)
 
 
@@ -190,12 +210,10 @@ def store_first(
     """Write the first ``num_bytes`` of vectors that are 64 bytes together."""
     builder = emit.builder
     buffer = cgutils.alloca_once(builder, I32X16)
-    start = builder.ptrtoint(buffer, ir.IntType(64))
+    start = builder.ptrtoint(buffer, I64)
     for index, part in enumerate(parts):
         emit.store(part, emit.offset(start, index * VECTOR_BYTES // len(parts)))
-    byte = ir.IntType(8)
-    target = builder.inttoptr(address, byte.as_pointer())
-    cgutils.raw_memcpy(builder, target, builder.bitcast(buffer, byte.as_pointer()), num_bytes, 1)
+    emit.copy(address, start, num_bytes)
 
 
 def _polynomial(emit: Emitter, x: ir.Value, coefficients: Sequence[float]) -> ir.Value:

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from corun.cpu_workers.deltas.table import DeltaShape, DeltaTable, Measured
+from corun.cpu_workers.deltas.table import DeltaShape, DeltaTable, DeltaTime
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ def _shape(num_tokens: int, rank_sum: int, width: int = WIDTH) -> DeltaShape:
 def _table(**times_us: dict[tuple[int, int], float]) -> DeltaTable:
     return DeltaTable(
         tuple(
-            Measured(backend, _shape(*shape), time_us)
+            DeltaTime(backend, _shape(*shape), time_us)
             for backend, points in times_us.items()
             for shape, time_us in points.items()
         )

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from corun.cpu_workers.kernels.lora.handover import add_rows
 from corun.gpu.coexec.cold_deltas import Arrival, ColdDeltas, ColdPlan
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.coexec.invocation import Invocation, job_shape
 from corun.gpu.device.base import Word
 from corun.gpu.device.cpu import CpuDevice
-from corun.gpu.device.cpu_kernels import add_rows
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.shm.atomics import spin_until, store_release

@@ -1,6 +1,5 @@
 """Every LoRA backend against a plain loop, over shapes and mixtures of ranks."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -112,43 +111,6 @@ def test_targets_of_one_input_together(name: str, in_features: int) -> None:
         # Sums of another order where the work is cut elsewhere.
         rtol = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
         torch.testing.assert_close(y, alone, rtol=rtol, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["numba-float32", "numba-bfloat16", "numba-bfloat16-portable"])
-@pytest.mark.parametrize("rank", [5, 16, 40])
-def test_a_token_gets_the_same_bits_in_every_company(name: str, rank: int) -> None:
-    """Seeded answers do not depend on the batch, so deltas must not."""
-    make, dtype = BACKENDS[name]
-    table = LoraTable(1, 1, "cpu")
-    backend = make(table, dtype=dtype)
-    a, b = (torch.randn(shape).to(dtype) for shape in ((rank, 1024), (256, rank)))
-    row = table.add(DeviceAdapter({0: backend.pack(a, b, 1.0)}))
-    x = torch.randn(19, 1024).to(dtype)
-
-    def delta(first: int, last: int) -> torch.Tensor:
-        y = torch.zeros(last - first, 256, dtype=dtype)
-        backend.add_delta(x[first:last], y, 0, make_batch([(0, last - first, 0)], table, [row]))
-        return y
-
-    whole = delta(0, 19)
-    for num_tokens in (1, 2, 4, 7, 8, 12):
-        parts = [delta(i, min(i + num_tokens, 19)) for i in range(0, 19, num_tokens)]
-        assert torch.equal(torch.cat(parts), whole)
-
-
-@pytest.mark.parametrize("portable", [False, True])
-def test_non_finite_values_stay_in_their_row(portable: bool) -> None:
-    table = LoraTable(1, 1, "cpu")
-    backend = NumbaLora(table, dtype=torch.bfloat16, tag=BFLOAT16 if portable else None)
-    a = torch.randn(3, 64, dtype=torch.bfloat16)
-    b = torch.randn(32, 3, dtype=torch.bfloat16)
-    row = table.add(DeviceAdapter({0: backend.pack(a, b, 1.0)}))
-    x = torch.randn(9, 64, dtype=torch.bfloat16)
-    x[4, 7] = math.nan
-    y = torch.zeros(9, 32, dtype=torch.bfloat16)
-    backend.add_delta(x, y, 0, make_batch([(0, 9, 0)], table, [row]))
-    assert bool(y[4].isnan().all())
-    assert bool(torch.cat((y[:4], y[5:])).isfinite().all())
 
 
 def test_triton_in_the_interpreter() -> None:

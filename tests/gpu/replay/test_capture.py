@@ -8,13 +8,7 @@ import torch
 from corun.cpu_workers.kernels.simd.isa import process_isa
 from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT
 from corun.gpu.forward.batch import PassMetadata
-from corun.gpu.forward.launcher import (
-    call_in_every_pass,
-    capturing,
-    current_capture,
-    launch,
-    new_output,
-)
+from corun.gpu.forward.launcher import Launcher, current_launcher
 from corun.gpu.forward.lower import PackedRows, lower
 from corun.gpu.fused import residual
 from corun.gpu.linear.numba_backend import NumbaLinear
@@ -126,11 +120,11 @@ def test_callbacks_run_in_every_replay_and_are_not_looked_into() -> None:
         x = a.bfloat16()
 
         def callback() -> None:
-            assert current_capture() is None
+            assert type(current_launcher()) is Launcher
             seen.append(x.tolist())
             x.mul_(2)
 
-        call_in_every_pass(callback)
+        current_launcher().call_in_every_pass(callback)
         return x + 1
 
     with torch.inference_mode():
@@ -142,7 +136,7 @@ def test_callbacks_run_in_every_replay_and_are_not_looked_into() -> None:
 
 
 def launch_with_text(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    launch(lambda text: None, "x")
+    current_launcher().launch(lambda text: None, "x")
     return a
 
 
@@ -173,7 +167,7 @@ def test_what_cannot_be_repeated_is_refused(run: Run, message: str) -> None:
     assert isinstance(refusal, str)
     assert message in refusal
     assert num_runs == 1
-    assert current_capture() is None
+    assert type(current_launcher()) is Launcher
 
 
 def test_dropout_that_does_nothing_is_captured() -> None:
@@ -186,7 +180,5 @@ def test_an_error_of_the_pass_is_its_own() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         capture(run)
-    assert current_capture() is None
-    assert new_output((2,), torch.float32).shape == (2,)
-    with capturing(None):
-        assert current_capture() is None
+    assert type(current_launcher()) is Launcher
+    assert current_launcher().new_output((2,), torch.float32).shape == (2,)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from corun.cpu_workers.deltas.select import make_backend
-from corun.cpu_workers.deltas.table import DeltaShape, Measured
+from corun.cpu_workers.deltas.table import DeltaShape, DeltaTime
 from corun.profiles.measure.delta_bench import DeltaTask, GroupShape, measure
 from corun.profiles.measure.deltas import delta_table, measure_deltas, spread_out
 from corun.profiles.profile import ProfileError
@@ -63,7 +63,7 @@ def test_a_part_of_many_sizes_is_spread_over_all() -> None:
 def test_a_profile_holds_what_workers_choose_by() -> None:
     table = delta_table(PROFILE)
     assert table is not None
-    assert table.points == (Measured("numba", DeltaShape(1, 192, 36864), 10.0),)
+    assert table.points == (DeltaTime("numba", DeltaShape(1, 192, 36864), 10.0),)
     assert delta_table(replace(PROFILE, delta_points=())) is None
 
 

@@ -2,10 +2,13 @@
 
 import random
 from collections.abc import Callable, Iterator
+from mmap import PAGESIZE
 
 import hypothesis.strategies as st
 import pytest
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.errors import RequestError
+from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
     AdapterId,
     Outcome,
@@ -59,6 +62,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cold_seed=st.integers(0, 1000),
         max_cold=st.tuples(st.integers(1, 12), st.integers(1, 3)),
         slab_bytes=st.none() | st.integers(200, 1200),
+        host_pages=st.none() | st.integers(NUM_ADAPTERS, 3 * NUM_ADAPTERS),
+        is_host_shared=st.booleans(),
     )
     def build(
         self,
@@ -74,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cold_seed: int,
         max_cold: tuple[int, int],
         slab_bytes: int | None,
+        host_pages: int | None,
+        is_host_shared: bool,
     ) -> None:
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), start_share=cold_start_share, blocking_share=0.1
@@ -81,9 +88,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
         if slab_bytes is not None:
             capacity_bytes = num_blocks * BLOCK_BYTES + slab_bytes
+        host = None
+        if host_pages is not None:
+            is_host_shared &= slab_bytes is None
+            host = HostCache(host_pages * PAGESIZE, is_device_memory=is_host_shared)
         self.scheduler = make_scheduler(
             memory=make_memory(
-                num_blocks=num_blocks, capacity_bytes=capacity_bytes, slab_bytes=slab_bytes
+                num_blocks=num_blocks,
+                capacity_bytes=capacity_bytes,
+                slab_bytes=slab_bytes,
+                host=host,
             ),
             policy=FcfsPolicy(max_overtaking_tokens),
             eos_token_ids=EOS,
@@ -154,7 +168,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             arrival_s=arrival_s,
             adapter_id=AdapterId(adapter),
-            adapter_bytes=adapter * 130,
+            adapter=AdapterFacts(
+                f"content {adapter}", 8, adapter * 130, host_bytes=(PAGESIZE,) * adapter
+            )
+            if adapter
+            else None,
             ignore_eos=ignore_eos,
             min_tokens=min(2, max_tokens or 2),
         )
@@ -320,6 +338,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in self.turns_to_end():
             self.parts_agree()
         assert set(memory.take_gone()) == dropped
+        if memory.host is not None:
+            assert memory.host.num_used == 0
+            assert self.executor.host is not None
+            assert set(self.executor.host.places) == memory.host.place_ids
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
 
     def turns_to_end(self) -> Iterator[int]:
@@ -358,15 +380,16 @@ def test_long_crowded_histories(depth: int) -> None:
     """More requests than fit, in histories longer than hypothesis makes them."""
     num_preemptions = num_cold_starts = 0
     for seed in range(40):
-        preemptions, cold_starts = live_through(random.Random(seed), depth)
+        preemptions, cold_starts = live_through(seed, depth)
         num_preemptions += preemptions
         num_cold_starts += cold_starts
     assert num_preemptions > 40
     assert num_cold_starts > 40
 
 
-def live_through(rng: random.Random, depth: int) -> tuple[int, int]:
+def live_through(seed: int, depth: int) -> tuple[int, int]:
     """Run one random history; return how many requests were preempted and started cold in it."""
+    rng, host_rng = random.Random(seed), random.Random(f"host {seed}")
     machine = SchedulerMachine()
     machine.depth = depth
     machine.build(
@@ -381,6 +404,8 @@ def live_through(rng: random.Random, depth: int) -> tuple[int, int]:
         cold_seed=rng.randint(0, 1000),
         max_cold=(rng.choice([3, 20]), rng.choice([1, 4])),
         slab_bytes=rng.choice([None, None, 600, 1000]),
+        host_pages=host_rng.choice([None, 4, 6, 10]),
+        is_host_shared=host_rng.random() < 0.5,
     )
     curses = rng.choice([0, 0, 3])
     for _ in range(80):

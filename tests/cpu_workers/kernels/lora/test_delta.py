@@ -7,21 +7,6 @@ from corun.shm import region
 from support.deltas import DeltaCase, Workplace
 
 
-def test_a_change_of_regions_is_a_change_of_the_cached_kernel() -> None:
-    words = (
-        region.RANK_WORD,
-        region.A_WORD,
-        region.B_WORD,
-        region.COLUMNS_WORD,
-        region.SCALING_WORD,
-    )
-    said = (
-        f"header {region.HEADER_BYTES}, target {region.TARGET_BYTES}, "
-        f"words {' '.join(map(str, words))}, targets {region.MAX_TARGETS}"
-    )
-    assert said == delta.REGION_FORMAT
-
-
 def test_scratch_is_enough_for_any_region() -> None:
     # Rows of a block hold all ranks, each target padded to whole tiles.
     targets = [TargetShape(delta.MAX_RANK, 16, 1.0)] * region.MAX_TARGETS

@@ -79,35 +79,3 @@ def test_numbas_own_switches_count() -> None:
     code = "from corun.cpu_workers.kernels.simd import isa; print(isa.process_isa().name)"
     assert _in_process(code, {"NUMBA_ENABLE_AVX": "0"}) == "generic"
     assert _in_process(code, {"NUMBA_CPU_NAME": "generic"}) == "generic"
-
-
-@pytest.mark.parametrize("level", ["avx2", "avx512"])
-def test_no_sum_of_a_tile_is_kept_in_memory(level: str) -> None:
-    """A vector that leaves its register in a loop makes a tile two or three times slower."""
-    if isa.level_of(isa.machine_features()).name not in (level, *_above(level)):
-        pytest.skip(f"this machine has no {level}")
-    assert _in_process(_COUNT_SPILLS, isa.forcing_environment(level)) == "[]"
-
-
-_COUNT_SPILLS = """
-import re
-import numpy as np
-from numba import int64, boolean, njit
-from corun.cpu_workers.kernels.linear.tiles import wide_product
-
-@njit(error_model="numpy")
-def product(a, b, c, d, e, f, g, h, i, j, k):
-    wide_product(a, b, c, d, e, f, g, h, i, j, k)
-
-product.compile((*[int64] * 10, boolean))
-(assembly,) = product.inspect_asm().values()
-# Vectors that are written to the stack between two products: in a tile's loop.
-lines = [line.strip() for line in assembly.splitlines()]
-spills = []
-for index, line in enumerate(lines):
-    around = lines[max(0, index - 8) : index] , lines[index + 1 : index + 9]
-    is_within = all(any(near.startswith("vfmadd") for near in side) for side in around)
-    if is_within and re.match(r"vmov\\w+\\s+%[yz]mm\\d+, -?\\d*\\(%r[sb]p\\)", line):
-        spills.append(line)
-print(spills)
-"""

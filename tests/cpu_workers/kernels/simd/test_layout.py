@@ -1,20 +1,8 @@
-"""Packed layouts, and that the kernels' cache notices a change of their tiles."""
-
-import hashlib
-import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
+"""Packed layouts."""
 
 import numpy as np
 import pytest
-from corun.cpu_workers import kernels
-from corun.cpu_workers.kernels.linear import multiply as linear
-from corun.cpu_workers.kernels.lora import delta
-from corun.cpu_workers.kernels.lora import grouped as lora
 from corun.cpu_workers.kernels.simd import layout
-
-FOLDER = Path(kernels.__path__[0])
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
@@ -86,20 +74,3 @@ def test_pack_linear_keeps_every_value_in_place(out_features: int, in_features: 
         assert np.count_nonzero(packed) == weight.size
         unpacked = layout.unpack_linear(packed, out_features, in_features, tag)
         assert np.array_equal(unpacked, weight)
-
-
-@pytest.mark.parametrize("kernel", [delta, linear, lora])
-def test_a_change_of_the_tiles_is_a_change_of_the_cached_kernels(kernel: ModuleType) -> None:
-    names = (
-        "simd/compiled.py", "simd/emitter.py", "simd/isa.py", "simd/layout.py", "linear/tiles.py",
-        "simd/products.py", "lora/tiles.py", "lora/token_blocks.py",
-    )  # fmt: skip
-    content = b"".join((FOLDER / name).read_bytes() for name in names)
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    assert digest == kernel.TILES_DIGEST, f"set TILES_DIGEST of {kernel.__name__} to {digest!r}"
-
-
-@pytest.mark.parametrize("name", ["lora.delta", "linear.multiply", "lora.grouped"])
-def test_kernels_load_without_torch(name: str) -> None:
-    code = f"import sys, corun.cpu_workers.kernels.{name}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,31 @@
+"""How rows get to CPU workers and their deltas back, where the workers' memory is the caller's own.
+
+All take addresses, and run without the GIL.
+"""
+
+import numpy as np
+from numba import carray
+
+from ....shm.atomics import store_release
+from ..simd.bfloat16 import rounded, widened
+from ..simd.compiled import kernel
+from ..simd.memory import copy_bytes, pointer
+
+
+@kernel("void(int64, int64, int64, int64, int32)")
+def send_bytes(target: int, source: int, num_bytes: int, word: int, value: int) -> None:
+    """Copy bytes, and store ``value`` to ``word`` for whoever reads them then."""
+    copy_bytes(target, source, num_bytes)
+    store_release(word, value)
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def add_rows(
+    sums: int, sums_stride: int, terms: int, terms_stride: int, num_rows: int, num_columns: int
+) -> None:
+    """Add bfloat16 rows to others, in place; strides in bytes."""
+    for row in range(num_rows):
+        total = carray(pointer(sums + row * sums_stride), num_columns, np.uint16)
+        term = carray(pointer(terms + row * terms_stride), num_columns, np.uint16)
+        for column in range(num_columns):
+            total[column] = rounded(widened(total[column]) + widened(term[column]))

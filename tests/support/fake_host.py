@@ -1,0 +1,53 @@
+"""The host's memory without any: checks where loads come from, and that evictions hurt nobody."""
+
+from corun.runtime.plan import (
+    AdapterId,
+    HostPlace,
+    HostPlaceId,
+    StepPlan,
+    Transfer,
+    TransferKind,
+)
+
+
+class FakeHost:
+    """Places and what is in them, as an executor is told. Loads bring it, registrations do not."""
+
+    def __init__(self, capacity_bytes: int, *, is_device_memory: bool) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.is_device_memory = is_device_memory
+        self.places: dict[HostPlaceId, HostPlace] = {}
+        self._content: dict[HostPlaceId, AdapterId] = {}
+        self._used: dict[AdapterId, HostPlaceId] = {}  # by loads, and where adapters stay
+
+    def submit(self, plan: StepPlan) -> None:
+        for place_id in plan.host_evictions:
+            assert place_id not in self._used.values(), "evicted while it is in use"
+            self.places.pop(place_id, None)
+        for transfer in plan.transfers:
+            if transfer.kind is TransferKind.LOAD_ADAPTER:
+                self._begin(transfer)
+
+    def finish(self, transfer: Transfer, error: str | None) -> None:
+        """A transfer has ended."""
+        is_load = transfer.kind is TransferKind.LOAD_ADAPTER
+        stays = self.is_device_memory and is_load == (error is None)
+        if not stays:
+            self._used.pop(transfer.adapter_id, None)
+
+    def _begin(self, transfer: Transfer) -> None:
+        place = transfer.host
+        assert place is not None
+        if place.is_filled:
+            assert place.place_id in self.places, "it has gone"
+            assert self._content[place.place_id] == transfer.adapter_id, "another one is there"
+        else:
+            taken = sorted(part for one in self.places.values() for part in one.extents)
+            end = 0
+            for start, size in sorted((*taken, *place.extents)):
+                assert start >= end, "two in one place"
+                end = start + size
+            assert end <= self.capacity_bytes
+            self.places[place.place_id] = place
+            self._content[place.place_id] = transfer.adapter_id
+        self._used[transfer.adapter_id] = place.place_id
