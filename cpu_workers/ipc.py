@@ -77,7 +77,7 @@ class Link(Generic[Received]):
             poll.poll(left_s * 1000)
             self._read()
         message, descriptor = self._unread.pop(0)
-        assert descriptor is None, "who waits for one message expects no descriptor"
+        assert descriptor is None, "wait_one is for messages without a descriptor"
         return message
 
     def send(self, message: object, descriptor: int | None = None) -> None:
