@@ -123,7 +123,6 @@ def _warm_up(backend: DeltaBackend) -> None:
 
 
 def _spin(duration_ns: float) -> None:
-    """Keep the core busy."""
     end_ns = time.perf_counter_ns() + duration_ns
     while time.perf_counter_ns() < end_ns:
         pass

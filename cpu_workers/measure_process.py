@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from .messages import DeltaMeasurement
-from .process_life import OrphanError, die_with_parent, end_quickly
+from .process_life import OrphanError, die_with_parent, leave
 from .worker_process import ENVIRONMENT, describe_end
 
 
@@ -49,7 +49,6 @@ def main(arguments: Sequence[str]) -> int:
         die_with_parent(int(arguments[1]))
     except OrphanError:
         return 1
-    end_quickly()
     from .deltas.measure import main as measure
 
     measure(arguments[2:])
@@ -57,4 +56,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

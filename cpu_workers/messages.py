@@ -8,8 +8,8 @@ a process passes them on to it.
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all messages."""
+class PoolMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages of the pool."""
 
 
 class Descriptors(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +43,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
 # Engine -> supervisor.
 
 
-class Setup(Message, frozen=True):
+class Setup(PoolMessage, frozen=True):
     """What to start. From here on the supervisor answers for dead workers, not the engine."""
 
     descriptors: Descriptors
@@ -53,30 +53,30 @@ class Setup(Message, frozen=True):
     first_generations: tuple[int, ...]  # of the next process of each worker
 
 
-class Stop(Message, frozen=True):
+class Stop(PoolMessage, frozen=True):
     """End the workers and yourself."""
 
 
 # Supervisor -> engine.
 
 
-class Tick(Message, frozen=True):
+class Tick(PoolMessage, frozen=True):
     """The supervisor lives. The first one asks for the ``Setup``."""
 
 
-class Measured(Message, frozen=True):
+class DeltasMeasured(PoolMessage, frozen=True):
     """How long deltas take here; workers choose by it."""
 
     delta_table: str
 
 
-class WorkerSpawned(Message, frozen=True):
+class WorkerSpawned(PoolMessage, frozen=True):
     """A process was started, and takes no jobs yet. A pidfd of it goes with this message."""
 
     worker: int
 
 
-class WorkerReady(Message, frozen=True):
+class WorkerReady(PoolMessage, frozen=True):
     """The process takes jobs."""
 
     worker: int
@@ -84,7 +84,7 @@ class WorkerReady(Message, frozen=True):
     note: str  # how it computes, for people
 
 
-class WorkerGone(Message, frozen=True):
+class WorkerGone(PoolMessage, frozen=True):
     """The process has ended and is reaped; its waits are released."""
 
     worker: int
@@ -95,7 +95,7 @@ class WorkerGone(Message, frozen=True):
 # Supervisor -> worker.
 
 
-class WorkerSetup(Message, frozen=True):
+class WorkerSetup(PoolMessage, frozen=True):
     """Who the worker is. What it may do, it reads in its mailbox: the state."""
 
     worker: int
@@ -108,20 +108,20 @@ class WorkerSetup(Message, frozen=True):
 # Worker -> supervisor.
 
 
-class Prepared(Message, frozen=True):
+class Prepared(PoolMessage, frozen=True):
     """The worker can begin."""
 
     pinning: str | None  # what differs from the CPU asked for
     note: str
 
 
-class Refused(Message, frozen=True):
+class Refused(PoolMessage, frozen=True):
     """The worker cannot work here; it exits."""
 
     reason: str
 
 
 ToSupervisor = Setup | Stop
-FromSupervisor = Tick | Measured | WorkerSpawned | WorkerReady | WorkerGone
+FromSupervisor = Tick | DeltasMeasured | WorkerSpawned | WorkerReady | WorkerGone
 ToWorker = WorkerSetup
 FromWorker = Prepared | Refused

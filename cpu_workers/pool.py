@@ -1,6 +1,6 @@
 """The CPU workers as the engine uses them: shared memory, jobs in, results out.
 
-Owns the segments that jobs go through and, by its ``SupervisorKeeper``, the processes. It knows
+Owns the segments that jobs go through and, by its ``SupervisorMonitor``, the processes. It knows
 nothing of models or requests: a job is a number of tokens and places in shared memory.
 """
 
@@ -20,9 +20,9 @@ from ..shm.segment import Segment
 from ..shm.words import wrap
 from .deltas.table import DeltaTable
 from .errors import WorkerPoolError
-from .keeper import SupervisorKeeper, WorkerCounts
 from .messages import DeltaMeasurement, Descriptors, Setup, WorkerSettings
 from .slices import SliceJob
+from .supervisor_monitor import SupervisorMonitor, WorkerCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class WorkerPool:
                 DeltaMeasurement(config.max_in_features, config.measured_columns),
                 config.log_level,
             )
-            self._keeper = SupervisorKeeper(
+            self._monitor = SupervisorMonitor(
                 self.control,
                 Setup(
                     descriptors, settings, config.worker_cpus, config.supervisor_cpus,
@@ -108,7 +108,7 @@ class WorkerPool:
 
     def ready_workers(self) -> tuple[int, ...]:
         """The workers that take jobs now; none without a supervisor."""
-        if not self._keeper.is_watching:
+        if not self._monitor.is_watching:
             return ()
         return tuple(
             worker
@@ -119,15 +119,15 @@ class WorkerPool:
     @property
     def trouble(self) -> str:
         """What went wrong last, for people; "" if nothing has."""
-        return self._keeper.last_trouble
+        return self._monitor.last_trouble
 
     def counts(self) -> WorkerCounts:
         """Totals since the start."""
-        return self._keeper.counts()
+        return self._monitor.counts()
 
     def delta_table(self) -> DeltaTable | None:
         """How long deltas take on a worker; None as long as it is not measured."""
-        text = self._keeper.delta_table
+        text = self._monitor.delta_table
         return DeltaTable.from_json(json.loads(text)) if text else None
 
     def wait_ready(self, timeout_s: float, *, num_workers: int | None = None) -> None:
@@ -136,9 +136,9 @@ class WorkerPool:
         Raises ``WorkerPoolError`` with what is known of the reason, at once if none will come.
         """
         wanted = self.num_workers if num_workers is None else num_workers
-        if self._keeper.wait(lambda: len(self.ready_workers()) >= wanted, timeout_s):
+        if self._monitor.wait(lambda: len(self.ready_workers()) >= wanted, timeout_s):
             return
-        if self._keeper.is_off:
+        if self._monitor.is_off:
             raise WorkerPoolError(f"CPU workers cannot be had: {self.trouble}")
         raise WorkerPoolError(
             f"{len(self.ready_workers())} of {wanted} CPU workers are ready after "
@@ -184,7 +184,7 @@ class WorkerPool:
         Nothing may be enqueued that waits for a job. Raises ``ShmError`` while views of the
         segments, or ends of mailboxes, are held elsewhere; the processes are gone even then.
         """
-        self._keeper.close()
+        self._monitor.close()
         self._ends.clear()
         self.control.close()
         self.rings.close()
@@ -198,7 +198,7 @@ class WorkerPool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._keeper.close()
+        self._monitor.close()
         self._ends.clear()
         self.control.__exit__(kind, error, traceback)
         self.rings.__exit__(kind, error, traceback)

@@ -1,20 +1,24 @@
-"""How helper processes are bound to their parents, and what the kernel tells of a process."""
+"""How processes of corun's own begin and end, and what the kernel tells of a process.
+
+Of the engine, its workers and the command line. Loads nothing but the standard library.
+"""
 
 import argparse
-import atexit
 import contextlib
 import ctypes
 import faulthandler
-import gc
+import logging
 import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from .watch import Look
+from .watch import ProcessStat
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,23 +40,35 @@ def die_with_parent(parent_pid: int) -> None:
         raise OrphanError(f"process {parent_pid}, which started this one, has ended")
 
 
-def end_quickly() -> None:
-    """Have this process leave its memory to the system, instead of looking at all of it at its end.
+def own_child_process(parent_pid: int) -> None:
+    """Set what only the owner of a process may: its end, its signals, its crash reports.
 
-    The interpreter's last garbage collection takes a tenth of a second with numpy, and more than
-    one second with the libraries of models.
+    The parent decides when it ends: an interrupt reaches all processes of a terminal.
+
+    Raises:
+        OrphanError: The parent is gone.
     """
-    atexit.register(gc.freeze)
-
-
-def ignore_group_signals() -> None:
-    """Leave it to the parent when to end: an interrupt reaches all processes of a terminal."""
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process without taking the interpreter apart.
+
+    Its last garbage collection takes a tenth of a second with numpy, and more than one second
+    with torch and transformers, and the system takes the memory back anyway.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 def bound_socket(prog: str, arguments: Sequence[str] | None) -> socket.socket | None:
-    """Begin a helper process: bind it to its parent; return the socket that it was given.
+    """Begin a process of the pool: bind it to its parent; return the socket that it was given.
 
     None if the parent has ended already.
     """
@@ -61,25 +77,22 @@ def bound_socket(prog: str, arguments: Sequence[str] | None) -> socket.socket | 
     parser.add_argument("--parent-pid", type=int, required=True)
     options = parser.parse_args(arguments)
     try:
-        die_with_parent(options.parent_pid)
+        own_child_process(options.parent_pid)
     except OrphanError:
         return None
-    end_quickly()
-    ignore_group_signals()
-    faulthandler.enable()
     os.set_inheritable(options.fd, False)
     return socket.socket(fileno=options.fd)
 
 
-def look_at(pid: int) -> Look:
+def process_stat(pid: int) -> ProcessStat:
     """Return what the kernel says of a process's main thread; a process gone is not runnable."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         # The name, in parentheses, may hold anything.
         fields = stat.rpartition(")")[2].split()
-        return Look(fields[0] == "R", _cpu_ns(pid, fields))
+        return ProcessStat(fields[0] == "R", _cpu_ns(pid, fields))
     except (FileNotFoundError, ProcessLookupError):
-        return Look(is_runnable=False, cpu_ns=0)
+        return ProcessStat(is_runnable=False, cpu_ns=0)
 
 
 def _cpu_ns(pid: int, stat_fields: list[str]) -> int:

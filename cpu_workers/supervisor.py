@@ -18,11 +18,11 @@ import msgspec
 from ..shm.control import Control
 from ..shm.mailbox import SupervisorEnd
 from .affinity import pin_thread
-from .link import Link
+from .ipc import Link
 from .measure_process import MeasureProcess
-from .messages import Measured, Setup, Stop, Tick, ToSupervisor, WorkerSettings, WorkerSetup
-from .process_life import bound_socket
-from .seat import Seat
+from .messages import DeltasMeasured, Setup, Stop, Tick, ToSupervisor, WorkerSettings, WorkerSetup
+from .process_life import bound_socket, leave
+from .worker_slot import WorkerSlot
 
 TICK_NS = 250_000_000
 """How often the engine hears that the supervisor lives."""
@@ -43,7 +43,7 @@ class Supervisor:
         self._link = link
         self._setup = setup
         self._control = Control.attach(setup.descriptors.control)
-        self._seats: list[Seat] = []
+        self._slots: list[WorkerSlot] = []
         self._next_tick_ns = 0
 
     def run(self) -> int:
@@ -54,13 +54,13 @@ class Supervisor:
             if table is None:
                 return 1
             settings = msgspec.structs.replace(settings, delta_table=table)
-            self._link.send(Measured(table))
-        self._make_seats(settings)
+            self._link.send(DeltasMeasured(table))
+        self._make_slots(settings)
         while not self._is_told_to_stop():
             now_ns = time.monotonic_ns()
-            for seat in self._seats:
-                seat.poll(now_ns)
-            is_busy = any(seat.is_busy for seat in self._seats)
+            for slot in self._slots:
+                slot.poll(now_ns)
+            is_busy = any(slot.is_busy for slot in self._slots)
             self._sleep(_BUSY_POLL_NS if is_busy else _IDLE_POLL_NS)
         self._stop_workers()
         return 0
@@ -81,17 +81,17 @@ class Supervisor:
             _LOG.warning("deltas (%s) cannot be measured: the process %s", backend, ended)
         return None
 
-    def _make_seats(self, settings: WorkerSettings) -> None:
+    def _make_slots(self, settings: WorkerSettings) -> None:
         setup = self._setup
-        seats = zip(setup.worker_cpus, setup.first_generations, strict=True)
-        self._seats = [
-            Seat(
+        slots = zip(setup.worker_cpus, setup.first_generations, strict=True)
+        self._slots = [
+            WorkerSlot(
                 WorkerSetup(worker, generation, cpu, setup.descriptors, settings),
                 SupervisorEnd(self._control.mailbox(worker)),
                 self._link.send,
                 _MAX_STEP_NS,
             )
-            for worker, (cpu, generation) in enumerate(seats)
+            for worker, (cpu, generation) in enumerate(slots)
         ]
 
     def _is_told_to_stop(self) -> bool:
@@ -106,17 +106,17 @@ class Supervisor:
             self._next_tick_ns = now_ns + TICK_NS
         self._link.flush()
         poll = select.poll()
-        for fileno in (self._link.fileno(), *(f for seat in self._seats for f in seat.filenos())):
+        for fileno in (self._link.fileno(), *(f for slot in self._slots for f in slot.filenos())):
             poll.register(fileno, select.POLLIN)
         poll.poll(timeout_ns / 1e6)
 
     def _stop_workers(self) -> None:
-        for seat in self._seats:
-            seat.stop()
+        for slot in self._slots:
+            slot.stop()
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-        while not all(seat.is_empty for seat in self._seats):
-            for seat in self._seats:
-                seat.poll_end(time.monotonic_ns())
+        while not all(slot.is_empty for slot in self._slots):
+            for slot in self._slots:
+                slot.poll_end(time.monotonic_ns())
             if time.monotonic() >= deadline_s:
                 _LOG.error("workers do not end; they are left to the kernel")
                 return
@@ -146,4 +146,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

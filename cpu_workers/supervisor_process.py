@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from .link import Link, link_pair
+from .ipc import Link, link_pair
 from .messages import Descriptors, FromSupervisor
 from .process_life import has_ended
 from .worker_process import describe_end

@@ -21,7 +21,7 @@ _MAX_STARVED_NS = 20_000 * _MS
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ProcessStat:
     """What the kernel says of a process at one moment."""
 
     is_runnable: bool  # running, or waiting for a CPU
@@ -48,7 +48,7 @@ class ProgressWatch:
         self._starved_ns = 0
 
     def observe(
-        self, now_ns: int, progress: object, limit_ns: int, look: Callable[[], Look]
+        self, now_ns: int, progress: object, limit_ns: int, read_stat: Callable[[], ProcessStat]
     ) -> bool:
         """Take in how far the process has come; return whether it is stuck.
 
@@ -65,10 +65,10 @@ class ProgressWatch:
         if self._charged_ns + step_ns < min(_LOOK_AFTER_NS, limit_ns):
             self._charged_ns += step_ns
             return False
-        self._charge(step_ns, look())
+        self._charge(step_ns, read_stat())
         return self._charged_ns > limit_ns or self._starved_ns > _MAX_STARVED_NS
 
-    def _charge(self, step_ns: int, seen: Look) -> None:
+    def _charge(self, step_ns: int, seen: ProcessStat) -> None:
         got_ns = step_ns
         if seen.is_runnable and self._last_cpu_ns is not None:
             got_ns = min(step_ns, seen.cpu_ns - self._last_cpu_ns)

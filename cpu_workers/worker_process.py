@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from .link import Link, link_pair
+from .ipc import Link, link_pair
 from .messages import FromWorker, WorkerSetup
 
 ENVIRONMENT = {

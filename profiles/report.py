@@ -108,7 +108,6 @@ def _group(group: GroupModel, deltas: DeltaCurves) -> str:
 
 
 def _points(curve: Curve, noun: str) -> str:
-    """The first, a middle and the last point."""
     places: Sequence[int] = sorted({0, len(curve.x) // 2, len(curve.x) - 1})
     counts = ", ".join(f"{curve.x[place]:.0f}" for place in places)
     times = ", ".join(_time(curve.y[place]) for place in places)

@@ -31,7 +31,7 @@ class Repeats:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Generic[Value]):
+class CaseTimes(Generic[Value]):
     """Values by case, as many for each; and the names of cases that were left out."""
 
     values: dict[str, list[Value]]
@@ -48,7 +48,7 @@ def measure_rounds(
     num_needed: int,
     clock: Callable[[], float],
     on_progress: Progress,
-) -> Measured[Value]:
+) -> CaseTimes[Value]:
     """Measure ``cases``, the cheapest of which come first.
 
     The first round warms up and does not count; from the case on that would break the budget all
@@ -77,7 +77,7 @@ def measure_rounds(
         for index, case in enumerate(kept if number % 2 else reversed(kept)):
             values[case.name].append(case.measure())
             on_progress((number + 1) * len(kept) + index + 1, len(kept) * (repeats.max_rounds + 1))
-    return Measured(values, tuple(case.name for case in cases[len(kept) :]))
+    return CaseTimes(values, tuple(case.name for case in cases[len(kept) :]))
 
 
 def medians(values: dict[str, list[float]]) -> dict[str, float]:

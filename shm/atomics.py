@@ -78,7 +78,8 @@ def _external(builder: ir.IRBuilder, name: str, result: ir.Type, kinds: list[ir.
     )
 
 
-def _emit_pause(builder: ir.IRBuilder, machine: str) -> None:
+def emit_pause(builder: ir.IRBuilder, machine: str) -> None:
+    """Tell the core that a loop waits, where ``machine`` has an instruction for that."""
     if machine in {"x86_64", "AMD64"}:
         builder.call(_external(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
     elif machine in {"aarch64", "arm64"}:
@@ -90,7 +91,7 @@ def _emit_pause(builder: ir.IRBuilder, machine: str) -> None:
 @intrinsic
 def _pause(typing_context: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        _emit_pause(builder, platform.machine())
+        emit_pause(builder, platform.machine())
         return context.get_dummy_value()
 
     return types.void(), generate

@@ -300,9 +300,9 @@ class SupervisorEnd:
         return Activity(beat_ns, job if is_computing and job.sequence == started else None)
 
     def fail_outstanding(self) -> int:
-        """Write FAILED for all jobs that are not done, and release who waits; how many it were.
+        """Write FAILED for all jobs that are not done and release their waits; return how many.
 
-        For a worker that is reaped, or not running yet; to be repeated at every look while it is
+        For a worker that is reaped, or not running yet; to be repeated at every poll while it is
         so, because the producer may publish before it has seen that. The results name the
         generation announced last.
         """

@@ -32,7 +32,8 @@ _NAP_NS = 50_000
 
 
 @numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=True)
-def _park(address: int, target: int, park_ns: int, sleeps_address: int) -> bool:
+def park_once(address: int, target: int, park_ns: int, sleeps_address: int) -> bool:
+    """Sleep until somebody publishes or ``park_ns`` are over; whether the word has come by then."""
     store_release(sleeps_address, 1)
     fence()
     seen = load_acquire(address)
@@ -65,7 +66,7 @@ def wait_once(address: int, target: int, spin_ns: int, park_ns: int, sleeps_addr
         return True
     if sleeps_address == 0:
         return bool(_nap(address, target, park_ns))
-    return bool(_park(address, target, park_ns, sleeps_address))
+    return bool(park_once(address, target, park_ns, sleeps_address))
 
 
 @numba.njit("void(int64, int32, int64)", nogil=True, cache=True)

@@ -36,7 +36,6 @@ assert _HEADER.size == HEADER_BYTES and _TARGET.size == TARGET_BYTES
 
 # For readers that are compiled: fields of a target's line in words of 8 bytes. The scaling is the
 # float32 that the fifth word starts with.
-TARGET_WORDS = TARGET_BYTES // 8
 RANK_WORD, A_WORD, B_WORD, COLUMNS_WORD, SCALING_WORD = range(5)
 
 

@@ -7,7 +7,7 @@ from support.process_groups import group_of
 
 
 def test_groups_name_what_there_is(repository: Path) -> None:
-    for path in (*process_groups._PINNED, *process_groups._SERVED):
+    for path in (*process_groups.PINNED, *process_groups.SERVED):
         assert list(repository.glob(f"{path}*")), path
 
 

@@ -25,7 +25,7 @@ from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import EngineAssembly, build_engine
 from corun.runtime.engine.assembly.coexecution import Coexecution
-from corun.runtime.engine.assembly.profiling import HowMuch, Listener, run_profile
+from corun.runtime.engine.assembly.profiling import HowMuch, ProfileListener, run_profile
 from corun.runtime.engine.messages import AddRequest
 from corun.runtime.plan import RequestId
 from corun.runtime.sampling import SamplingParams
@@ -83,18 +83,19 @@ class Rig:
     """See the module."""
 
     def __init__(self, assembly: EngineAssembly, vocab: int) -> None:
-        coexecution = assembly.coexecution
+        coexecution = assembly.parts.coexecution
         assert coexecution is not None and coexecution.pool is not None, "co-execution is off"
-        assert isinstance(assembly.device, CpuDevice | CudaDevice)
+        assert isinstance(assembly.parts.loaded.device, CpuDevice | CudaDevice)
         self.core = assembly.core
         self.summary = assembly.info.summary
         self._assembly = assembly
-        self._link = assembly.device.link
+        self._link = assembly.parts.loaded.device.link
         self._coexecution: Coexecution = coexecution
         self.pool: WorkerPool = coexecution.pool
         self.profile: Profile = coexecution.profile
         self._waits = WaitRecorder(self.pool)
-        if isinstance(assembly.device, CpuDevice):  # elsewhere the host runs ahead of its waits
+        # Elsewhere the host runs ahead of its waits.
+        if isinstance(assembly.parts.loaded.device, CpuDevice):
             self._waits.watch(coexecution.assistant.handover)
         self._rng = random.Random(0)
         self._vocab = vocab
@@ -291,7 +292,7 @@ def with_measured_profile(
     """
     say(f"measuring a profile for about {budget_s:.0f} s")
     allowed = os.sched_getaffinity(0)
-    listener = Listener(say, lambda _: None, lambda _: None)
+    listener = ProfileListener(say, lambda _: None, lambda _: None)
     profile = run_profile(config, HowMuch("quick", budget_s), listener).profile
     os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
     save_profile(profile, path)

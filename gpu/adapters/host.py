@@ -79,7 +79,7 @@ class HostAdapters:
             self._copier = AdapterCopier(device, where, layout, backend.layout, size.slab)
         arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic)
         try:
-            self._store = AdapterStore(arena, layout, open_source, device)
+            self.store = AdapterStore(arena, layout, open_source, device)
         except BaseException:
             arena.close()
             raise
@@ -100,12 +100,12 @@ class HostAdapters:
 
         Raises ``AdapterError`` naming what is wrong.
         """
-        facts = self._store.register(path, partial(self._make_room, make_room))
+        facts = self.store.register(path, partial(self._make_room, make_room))
         num_bytes = sum(facts.host_bytes)
         if self._copier is not None:
             num_bytes = self._copier.device_bytes(facts.plans)
         if self.slab_bytes is not None and num_bytes > self.slab_bytes:
-            self._store.forget(facts.digest)
+            self.store.forget(facts.digest)
             raise AdapterError(
                 f"{path} takes {num_bytes} bytes on the device, and all adapters together have "
                 f"{self.slab_bytes} (raise --adapter-memory-fraction or --memory-gib)"
@@ -127,23 +127,23 @@ class HostAdapters:
 
         ``AdapterLoad.read`` must be called for it unless its place is filled.
         """
-        host = self._store.fetch(digest, path, place)
+        host = self.store.fetch(digest, path, place)
         if self._copier is None:
             return InPlace(host, self._layout)
         return Copied(host, self._copier, self._placements[digest])
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         """Take adapters out of the arena."""
-        self._store.evict(place_ids)
+        self.store.evict(place_ids)
 
     def forget(self, digest: str) -> None:
         """No version has this content any more."""
         self._placements.pop(digest, None)
-        self._store.forget(digest)
+        self.store.forget(digest)
 
     def close(self) -> None:
         """Give the memory back; the device must have come to its end. Idempotent."""
-        self._store.close()
+        self.store.close()
         if self._copier is not None:
             self._copier.close()
 

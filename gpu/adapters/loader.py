@@ -105,6 +105,11 @@ class AdapterLoader:
         )
         self._thread.start()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all loads have ended."""
+        return not self._under_way and self._fetcher.is_idle
+
     def start(self, transfer: Transfer) -> None:
         """Begin a load: at once if it is on the host, else when its files are read.
 

@@ -49,6 +49,11 @@ class ResidentAdapters:
         self._results = results
         self._resident: dict[AdapterId, ResidentAdapter] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no adapter, and no load under way."""
+        return not self._resident and self._loader.is_idle
+
     def __contains__(self, adapter_id: AdapterId) -> bool:
         """Whether it is on the device or moves there; the base model always is."""
         return adapter_id == BASE_ADAPTER or adapter_id in self._resident

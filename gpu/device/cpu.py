@@ -57,7 +57,7 @@ class CpuDevice:
         return DeviceChoices("host", self.link.describe())
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
-        """See ``TorchDevice.register``: from now on copies to and from it take the link."""
+        """From now on copies to and from it take the link."""
         self._check_open()
         host = HostMemory(memory, name=name, is_paced=is_paced, unregister=self._unregister)
         with self._lock:
@@ -67,7 +67,7 @@ class CpuDevice:
         return host
 
     def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
-        """See ``Device.stream``. All streams are alike: the kernel's scheduler shares the cores."""
+        """All streams are alike: the kernel's scheduler shares the cores."""
         self._check_open()
         if self._has_begun:
             raise DeviceError(f"stream {name} must be made before the first operation")
@@ -77,22 +77,24 @@ class CpuDevice:
         return stream
 
     def adopt(self, stream: Stream) -> None:
-        """See ``TorchDevice.adopt``."""
         self._check_open()
         self._find(stream).adopt()
 
     def event(self) -> Event:
-        """See ``Device.event``."""
         self._check_open()
         return self._events.take()
 
     def release_event(self, event: Event) -> None:
-        """See ``Device.release_event``."""
         self._check_open()
         self._events.release(event)
 
+    @property
+    def num_events(self) -> int:
+        """Events that were not given back."""
+        return self._events.num_given
+
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Device.copy``. Raises ``DeviceError`` if the buffers do not match."""
+        """Raises ``DeviceError`` if the buffers do not match."""
         thread = self._thread(stream)
         check_copy(destination, source)
         if destination.device.type != "cpu" or source.device.type != "cpu":
@@ -116,12 +118,10 @@ class CpuDevice:
         thread.enqueue(run)
 
     def signal(self, stream: Stream, word: Word, value: int) -> None:
-        """See ``Device.signal``."""
         address, stored = word.host_address, wrap(value)
         self._thread(stream).enqueue(lambda: store_release(address, stored), always=True)
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
-        """See ``Device.wait``."""
         thread = self._thread(stream)
         key = self._waits.add(word.host_address, wrap(value))
 
@@ -137,14 +137,12 @@ class CpuDevice:
         thread.enqueue(run, always=True)
 
     def record(self, stream: Stream, event: Event) -> None:
-        """See ``Device.record``."""
         thread = self._thread(stream)
         slot = self._events.begin_record(event)
         generation = event.generation
         thread.enqueue(lambda: self._events.finish_record(slot, generation), always=True)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """See ``Device.wait_event``."""
         thread = self._thread(stream)
         slot = self._events.recorded(event)
         generation = event.generation
@@ -156,7 +154,6 @@ class CpuDevice:
         thread.enqueue(run)
 
     def is_done(self, event: Event) -> bool:
-        """See ``Device.is_done``."""
         self._check_open()
         return self._events.is_done(event)
 
@@ -168,7 +165,7 @@ class CpuDevice:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """See ``Device.launch``. ``compute`` runs in the caller's gradient and inference mode."""
+        """``compute`` runs in the caller's gradient and inference mode."""
         thread = self._thread(stream)
         if thread.is_current:
             if thread.error is None:
@@ -186,7 +183,7 @@ class CpuDevice:
         thread.enqueue(run)
 
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
-        """See ``Device.synchronize``. Raises ``DeviceError`` if a computation calls it."""
+        """Raises ``DeviceError`` if a computation calls it."""
         self._check_open()
         self._check_outside("synchronize")
         deadline_s = time.monotonic() + timeout_s
@@ -201,12 +198,10 @@ class CpuDevice:
         raise_first(chosen)
 
     def release_waits(self) -> int:
-        """See ``Device.release_waits``."""
         self._check_open()
         return self._waits.release()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """See ``Device.close``."""
         with self._lock:
             if self._is_closed:
                 return
@@ -245,7 +240,6 @@ class CpuDevice:
         return self._streams[stream.index]
 
     def _thread(self, stream: Stream) -> StreamThread:
-        """The thread to enqueue an operation on."""
         self._check_open()
         thread = self._find(stream)
         self._has_begun = True

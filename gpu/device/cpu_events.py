@@ -47,6 +47,12 @@ class EventTable:
         self._slots: list[EventSlot] = []
         self._free: deque[int] = deque()
 
+    @property
+    def num_given(self) -> int:
+        """Events that were not given back."""
+        with self._lock:
+            return sum(slot.is_given for slot in self._slots)
+
     def take(self) -> Event:
         """An event in a new generation."""
         with self._lock:

@@ -80,19 +80,19 @@ class CudaDevice:
         self._runtime = runtime
         self.link = link if link is not None else PacedLink()
         self._lock = threading.Lock()
-        self._streams = StreamTable(runtime, MAX_STREAMS)
+        self.streams = StreamTable(runtime, MAX_STREAMS)
         self._memories: list[HostMemory] = []
         self._outstanding = OutstandingWaits()
         self._has_begun = False
         self._is_closed = False
         self._agent = HostAgent(
-            runtime, on_failure=self._streams.fail, has_failed=self._streams.has_failed
+            runtime, on_failure=self.streams.fail, has_failed=self.streams.has_failed
         )
         self._entered: set[int] = set()
         self._enter()  # on a device that is not the first one the context is another otherwise
         self._events = EventPool(runtime, options.num_events)
         self._work = HostWork(runtime, self._events, self._agent)
-        probing = self._streams.make("probe", is_urgent=False)
+        probing = self.streams.make("probe", is_urgent=False)
         selection = Selection(
             runtime, load_driver, options, events=self._events, work=self._work, state=probing
         )
@@ -127,35 +127,30 @@ class CudaDevice:
         return registered
 
     def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
-        """As ``Device.stream`` says."""
         self._check_open()
         if self._has_begun:
             raise DeviceError(
                 f"stream {name} must be made before the first operation: making one may wait for "
                 "the whole device"
             )
-        return self._streams.make(name, is_urgent=is_urgent).stream
+        return self.streams.make(name, is_urgent=is_urgent).stream
 
     def adopt(self, stream: Stream) -> None:
-        """As ``TorchDevice.adopt`` says."""
         self._check_open()
         self._enter()
-        state = self._streams.state(stream)
+        state = self.streams.state(stream)
         state.is_adopted = True
         self._runtime.adopt(state.handle)
 
     def event(self) -> Event:
-        """As ``Device.event`` says."""
         self._check_open()
         return self._events.take()
 
     def release_event(self, event: Event) -> None:
-        """As ``Device.release_event`` says."""
         self._check_open()
         self._events.release(event)
 
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """As ``Device.copy`` says."""
         state = self._begin(stream)
         direction = self._transfers.check(destination, source)
         if not state.is_left_out and source.numel() > 0:
@@ -165,7 +160,6 @@ class CudaDevice:
             )
 
     def signal(self, stream: Stream, word: Word, value: int) -> None:
-        """As ``Device.signal`` says."""
         state = self._begin(stream)
         try:
             self._enqueue(state, lambda: self._by.signaller.signal(state, word, value))
@@ -175,7 +169,6 @@ class CudaDevice:
             raise
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
-        """As ``Device.wait`` says."""
         state = self._begin(stream)
         if state.is_left_out:
             return
@@ -184,19 +177,16 @@ class CudaDevice:
         self._enqueue(state, lambda: self._by.waiter.wait(state, word, value))
 
     def record(self, stream: Stream, event: Event) -> None:
-        """As ``Device.record`` says."""
         state = self._begin(stream)
         self._gates.settle(state)
         self._events.record(event, state, self._work.pending(state))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """As ``Device.wait_event`` says."""
         state = self._begin(stream)
         state.paced = None
         self._events.hold(state, event, is_left_out=state.is_left_out)
 
     def is_done(self, event: Event) -> bool:
-        """As ``Device.is_done`` says."""
         self._check_open()
         recorded = self._events.recorded(event)
         if recorded is None:
@@ -212,7 +202,6 @@ class CudaDevice:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """As ``Device.launch`` says."""
         state = self._begin(stream)
         if state.is_left_out:
             return
@@ -221,14 +210,12 @@ class CudaDevice:
         self._enqueue(state, lambda: self._runtime.call(state.handle, compute))
 
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
-        """As ``Device.synchronize`` says."""
         self._check_open()
-        states = self._streams.all() if stream is None else [self._streams.state(stream)]
+        states = self.streams.all() if stream is None else [self.streams.state(stream)]
         self._await_end(states, timeout_s)
         self._raise_failure(states)
 
     def release_waits(self) -> int:
-        """As ``Device.release_waits`` says."""
         self._check_open()
         return self._outstanding.release()
 
@@ -253,17 +240,17 @@ class CudaDevice:
                 memory.close()
             except DeviceError as error:
                 _LOGGER.error("%s stays registered: %s", memory.name, error)
-        failure = self._streams.take_first_failure(self._streams.all())
+        failure = self.streams.take_first_failure(self.streams.all())
         if failure is not None:
             _LOGGER.warning("a failure was never asked for: %s", failure)
 
     def _end(self, timeout_s: float) -> None:
         try:
-            self._await_end(self._streams.all(), timeout_s)
+            self._await_end(self.streams.all(), timeout_s)
         except DeviceTimeoutError as error:
             num_words = self._outstanding.release()
             _LOGGER.warning("%s; released waits on %d words", error, num_words)
-            self._await_end(self._streams.all(), _GRACE_S)
+            self._await_end(self.streams.all(), _GRACE_S)
 
     def _make_transfers(self) -> Transfers:
         pacing = Pacing(self.link, self._work, self._gates)
@@ -280,7 +267,7 @@ class CudaDevice:
         self._check_open()
         self._has_begun = True
         self._enter()
-        return self._streams.state(stream)
+        return self.streams.state(stream)
 
     def _enter(self) -> None:
         """A thread's first call makes the context current, which the driver's calls need."""
@@ -295,7 +282,7 @@ class CudaDevice:
             operation()
         except Exception as error:
             if not state.is_adopted:
-                self._streams.fail(state.stream.index, error)
+                self.streams.fail(state.stream.index, error)
             raise
 
     def _await_end(self, states: Sequence[StreamState], timeout_s: float) -> None:
@@ -322,7 +309,7 @@ class CudaDevice:
             )
 
     def _raise_failure(self, states: Sequence[StreamState]) -> None:
-        failure = self._streams.take_first_failure(states)
+        failure = self.streams.take_first_failure(states)
         if failure is not None:
             try:
                 raise failure

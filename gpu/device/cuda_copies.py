@@ -27,7 +27,6 @@ class DirectCopies:
         self._runtime = runtime
 
     def copy(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """As ``Copies.copy`` says."""
         self._runtime.copy(state.handle, destination, source)
 
 
@@ -58,7 +57,6 @@ class BounceCopies:
         self._are_free = threading.Semaphore(num_chunks)
 
     def copy(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """As ``Copies.copy`` says."""
         to_device = self._runtime.is_on_device(destination)
         if to_device:
             self._await_host_work(state)

@@ -67,27 +67,22 @@ class BindingsDriver:
         return int(self._call("cuDriverGetVersion"))
 
     def register(self, address: int, num_bytes: int) -> None:
-        """As ``Driver.register`` says."""
         flags = self._cu.CU_MEMHOSTREGISTER_PORTABLE | self._cu.CU_MEMHOSTREGISTER_DEVICEMAP
         self._call("cuMemHostRegister", address, num_bytes, flags)
 
     def unregister(self, address: int) -> None:
-        """As ``Driver.unregister`` says."""
         self._call("cuMemHostUnregister", address)
 
     def device_address(self, address: int) -> int:
-        """As ``Driver.device_address`` says."""
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
 
     def write_value(self, stream: int, device_address: int, value: int) -> None:
-        """As ``Driver.write_value`` says."""
         # The other flag, which leaves the fence out, is no good here.
         flags = int(self._cu.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
         handle = self._cu.CUstream(stream)
         self._call("cuStreamWriteValue32", handle, device_address, value % 2**32, flags)
 
     def wait_value(self, stream: int, device_address: int, value: int) -> None:
-        """As ``Driver.wait_value`` says."""
         # No FLUSH: it is for payloads that others write into the device's own memory.
         flags = int(self._cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         handle = self._cu.CUstream(stream)

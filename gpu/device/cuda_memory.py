@@ -53,7 +53,6 @@ class DriverRegistrar:
         self._driver = driver
 
     def register(self, address: int, num_bytes: int) -> Piece:
-        """As ``Registrar.register`` says."""
         self._driver.register(address, num_bytes)
         try:
             return Piece(address, num_bytes, self._driver.device_address(address))
@@ -62,7 +61,6 @@ class DriverRegistrar:
             raise
 
     def unregister(self, piece: Piece) -> None:
-        """As ``Registrar.unregister`` says."""
         self._driver.unregister(piece.address)
 
 
@@ -70,11 +68,9 @@ class BounceRegistrar:
     """Leaves the memory as it is."""
 
     def register(self, address: int, num_bytes: int) -> Piece:
-        """As ``Registrar.register`` says."""
         return Piece(address, num_bytes, None)
 
     def unregister(self, piece: Piece) -> None:
-        """As ``Registrar.unregister`` says."""
         pass
 
 

@@ -96,73 +96,60 @@ class TorchRuntime:
         self._maker = torch.cuda.Stream(self._device)
 
     def make_stream(self, *, is_urgent: bool) -> torch.cuda.Stream:
-        """As ``Runtime.make_stream`` says."""
         # The smaller number is preferred.
         return torch.cuda.Stream(self._device, priority=-1 if is_urgent else 0)
 
     def handle(self, stream: torch.cuda.Stream) -> int:
-        """As ``Runtime.handle`` says."""
         return int(stream.cuda_stream)
 
     def make_event(self) -> torch.cuda.Event:
-        """As ``Runtime.make_event`` says."""
         event = torch.cuda.Event()
         event.record(self._maker)  # torch makes the driver's event only here
         return event
 
     def record(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """As ``Runtime.record`` says."""
         with _device_errors():
             event.record(stream)
 
     def hold(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """As ``Runtime.hold`` says."""
         with _device_errors():
             stream.wait_event(event)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
-        """As ``Runtime.is_done`` says."""
         with _device_errors():
             return bool(event.query())
 
     def adopt(self, stream: torch.cuda.Stream) -> None:
-        """See ``Runtime``: what the default stream was given before comes first."""
+        """What the default stream was given before comes first."""
         with _device_errors():
             stream.wait_stream(torch.cuda.default_stream(stream.device))
             torch.cuda.set_stream(stream)
 
     def call(self, stream: torch.cuda.Stream, compute: Callable[[], None]) -> None:
-        """As ``Runtime.call`` says."""
         with torch.cuda.stream(stream):
             compute()
 
     def copy(
         self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor
     ) -> None:
-        """As ``Runtime.copy`` says."""
         with _device_errors(), torch.cuda.stream(stream):
             destination.view(-1).copy_(source.view(-1), non_blocking=True)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """As ``Runtime.is_on_device`` says."""
         return tensor.device == self._device
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """As ``Runtime.is_pinned`` says."""
         return tensor.device.type == "cpu" and tensor.is_pinned()
 
     def make_pinned(self, num_bytes: int) -> torch.Tensor:
-        """As ``Runtime.make_pinned`` says."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def make_on_device(self, num_bytes: int) -> torch.Tensor:
-        """As ``Runtime.make_on_device`` says."""
         made = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream(self._device).synchronize()
         return made
 
     def enter_thread(self) -> None:
-        """As ``Runtime.enter_thread`` says."""
         torch.cuda.set_device(self._device)
         # torch leaves out the call for the device that it takes to be current, so that a new
         # thread would have no context; any call of the runtime makes it current.

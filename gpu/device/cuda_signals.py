@@ -37,7 +37,6 @@ class StreamOpSignaller:
         self._driver = driver
 
     def signal(self, state: StreamState, word: Word, value: int) -> None:
-        """As ``Signaller.signal`` says."""
         self._driver.write_value(
             self._runtime.handle(state.handle), _address_on_device(word), value
         )
@@ -53,7 +52,6 @@ class HostSignaller:
         self._work = work
 
     def signal(self, state: StreamState, word: Word, value: int) -> None:
-        """As ``Signaller.signal`` says."""
         address = word.host_address
         state.owed = self._work.after(
             state, lambda: cuda_words.store(address, value), is_signal=True
@@ -70,7 +68,6 @@ class StreamOpWaiter:
         self._driver = driver
 
     def wait(self, state: StreamState, word: Word, value: int) -> None:
-        """As ``Waiter.wait`` says."""
         self._driver.wait_value(self._runtime.handle(state.handle), _address_on_device(word), value)
 
 
@@ -87,7 +84,6 @@ class HostWaiter:
         self._timeout_s = timeout_s
 
     def wait(self, state: StreamState, word: Word, value: int) -> None:
-        """As ``Waiter.wait`` says."""
         address = word.host_address
         if not cuda_words.poll(lambda: cuda_words.is_reached(address, value), self._timeout_s):
             raise DeviceTimeoutError(

@@ -58,11 +58,6 @@ class HostMemory:
         self._bytes: torch.Tensor | None = torch.frombuffer(array, dtype=torch.uint8)
         self._unregister = unregister
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it is registered."""
-        return self._bytes is not None
-
     def contains(self, address: int, num_bytes: int) -> bool:
         """Whether the whole range lies in this memory; a touching part raises ``DeviceError``."""
         end, own_end = address + num_bytes, self.address + self.num_bytes

@@ -121,6 +121,11 @@ class DeviceExecutor:
         self._results.clear()
         return results
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no adapter is on the device, nor anything on its way there."""
+        return self._adapters.is_idle
+
     def fileno(self) -> int:
         """Readable while ``poll`` would return something."""
         return self._event_fd

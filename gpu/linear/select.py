@@ -16,7 +16,7 @@ from .plain import PlainLinear
 _LOGGER = logging.getLogger(__name__)
 
 # In order of preference.
-_BACKENDS: Mapping[str, MakeLinear] = {
+BACKENDS: Mapping[str, MakeLinear] = {
     backend.name: backend for backend in (NumbaLinear, OnednnLinear, PlainLinear)
 }
 # Decode steps of one request and of eight, and a chunk of a prompt; the matrix is larger than a
@@ -43,13 +43,13 @@ def select_linear_backend(
     The probe compiles kernels.
     """
     device = torch.device(device)
-    if name not in {"auto", *_BACKENDS}:
+    if name not in {"auto", *BACKENDS}:
         raise ConfigError(
-            f"--linear-backend {name!r} is unknown; choose one of auto, {', '.join(_BACKENDS)}"
+            f"--linear-backend {name!r} is unknown; choose one of auto, {', '.join(BACKENDS)}"
         )
     reasons = {
         candidate: _why_not(candidate, device, dtype)
-        for candidate in (_BACKENDS if name == "auto" else (name,))
+        for candidate in (BACKENDS if name == "auto" else (name,))
     }
     if name != "auto":
         if reasons[name] is not None:
@@ -66,16 +66,16 @@ def select_linear_backend(
     ]
     sizes = " and ".join(str(tokens) for tokens in _MEASURED_TOKENS)
     return _chosen(
-        _fastest(times), "; ".join([f"{', '.join(figures)} for {sizes} tokens", *refused])
+        fastest(times), "; ".join([f"{', '.join(figures)} for {sizes} tokens", *refused])
     )
 
 
 def _chosen(name: str, reason: str) -> MakeLinear:
     _LOGGER.info("linear backend: %s (%s)", name, reason)
-    return _BACKENDS[name]
+    return BACKENDS[name]
 
 
-def _fastest(times: Mapping[str, list[float]]) -> str:
+def fastest(times: Mapping[str, list[float]]) -> str:
     """The least product of times, that is geometric mean; ties go to who comes first."""
     best, *others = times
     for other in others:
@@ -93,7 +93,7 @@ def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it is for the CPU, the model runs on {device.type}"
     if name == "onednn" and not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
-    dtypes = _BACKENDS[name].dtypes
+    dtypes = BACKENDS[name].dtypes
     if dtypes is not None and dtype not in dtypes:
         return f"it computes {', '.join(sorted(map(str, dtypes)))}, the model is {dtype}"
     try:
@@ -106,7 +106,7 @@ def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
 def _is_right(name: str, dtype: torch.dtype, tokens: int) -> bool:
     weight, x = _operands(_PROBE_FEATURES, tokens, dtype)
     bias = weight[:, 0].contiguous()
-    product = _BACKENDS[name](weight, bias)(x)
+    product = BACKENDS[name](weight, bias)(x)
     truth = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     # Rounding of the result, and of a float32 sum of 64 products that are below 16.
     tolerance = torch.finfo(dtype).eps * truth.abs()
@@ -128,7 +128,7 @@ def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
     milliseconds after its last product, on the cores of the next one's, which is warmed up as long.
     """
     weight, x = _operands(_MEASURED_FEATURES, max(_MEASURED_TOKENS), dtype)
-    backends = {name: _BACKENDS[name](weight, None) for name in names}
+    backends = {name: BACKENDS[name](weight, None) for name in names}
     best = {name: [math.inf] * len(_MEASURED_TOKENS) for name in names}
     for _ in range(_MEASURED_TURNS):
         for name, backend in backends.items():

@@ -171,7 +171,6 @@ def measure(task: DeltaTask, backends: Sequence[DeltaBackend]) -> DeltaReport:
 
 
 def _sample(backends: Sequence[DeltaBackend], walk: Walk, num_tokens: int) -> dict[str, float]:
-    """One sample of every back end."""
     jobs = walk.jobs(num_tokens)
     return {backend.name: _median_s(backend, jobs) for backend in backends}
 

@@ -89,7 +89,7 @@ def measure_deltas(task: DeltaTask, slowdown: float, on_progress: Progress) -> D
     Raises ``ProfileError`` if the process fails or does not come to its end.
     """
     limit_s = _MAX_START_S + 20 * task.repeats.budget_s
-    report = _run(task, limit_s, on_progress)
+    report = run_bench(task, limit_s, on_progress)
     points = tuple(_slowed(point, slowdown) for point in report.points)
     return DeltaTimes(
         tuple(_family(points, group) for group in range(len(task.groups))),
@@ -134,7 +134,8 @@ def delta_table(profile: Profile) -> DeltaTable | None:
     return DeltaTable(points) if points else None
 
 
-def _run(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaReport:
+def run_bench(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaReport:
+    """Measure in a process of its own. Raises ``ProfileError`` if that fails."""
     command = [sys.executable, "-P", "-m", _MODULE, str(os.getpid())]
     process = subprocess.Popen(
         [*command, msgspec.json.encode(task).decode()],

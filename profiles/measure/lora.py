@@ -11,7 +11,7 @@ from ..busy import relative_spread
 from ..curve import median
 from ..fit import fit_with_held_out
 from ..profile import FitRecord
-from ..rounds import Case, Measured, Progress, Repeats, measure_rounds
+from ..rounds import Case, CaseTimes, Progress, Repeats, measure_rounds
 from .bank import AdapterBank, draw_batches
 from .effort import BATCH_SIZES
 from .passes import Passes
@@ -84,20 +84,20 @@ class LoraBench:
     def _measure(
         self, batches: Sequence[_Batch], repeats: Repeats, on_progress: Progress
     ) -> LoraTimes:
-        measured: Measured[float] = measure_rounds(
+        times: CaseTimes[float] = measure_rounds(
             [Case(batch.name, partial(self._products_s, batch.rows)) for batch in batches],
             repeats,
             num_needed=_NUM_FITTED,
             clock=time.perf_counter,
             on_progress=on_progress,
         )
-        kept = [batch for batch in batches if batch.name in measured.values]
+        kept = [batch for batch in batches if batch.name in times.values]
         points = tuple(batch.point for batch in kept)
-        y = tuple(median(measured.values[batch.name]) for batch in kept)
+        y = tuple(median(times.values[batch.name]) for batch in kept)
         return LoraTimes(
             FitRecord(fit_with_held_out(points, y), points, y),
-            tuple(relative_spread(values) for values in measured.values.values()),
-            measured.left_out,
+            tuple(relative_spread(values) for values in times.values.values()),
+            times.left_out,
         )
 
     def _products_s(self, rows: PackedRows) -> float:

@@ -30,14 +30,12 @@ class HostStopwatch:
     """For devices that compute in the calling thread."""
 
     def mark(self) -> Any:
-        """See ``Stopwatch``."""
         return time.perf_counter()
 
     def settle(self) -> None:
         """Everything has happened already."""
 
     def between_s(self, first: Any, then: Any) -> float:
-        """See ``Stopwatch``."""
         return float(then - first)
 
 
@@ -48,17 +46,14 @@ class CudaStopwatch:
         self._where = where
 
     def mark(self) -> Any:
-        """See ``Stopwatch``."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def settle(self) -> None:
-        """See ``Stopwatch``."""
         torch.cuda.synchronize(self._where)
 
     def between_s(self, first: Any, then: Any) -> float:
-        """See ``Stopwatch``."""
         return float(first.elapsed_time(then)) / 1e3
 
 
@@ -90,7 +85,6 @@ class GroupTimer:
         self._begun: tuple[Any, Any] | None = None
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
-        """See ``DeltaPass``."""
         before = self._stopwatch.mark()
         if self._inner is not None:
             self._inner.begin(group, x)
@@ -103,7 +97,6 @@ class GroupTimer:
         ys: Sequence[torch.Tensor],
         target_indices: Sequence[int],
     ) -> None:
-        """See ``DeltaPass``."""
         before = self._stopwatch.mark()
         if self._inner is not None:
             self._inner.add(group, x, ys, target_indices)

@@ -105,7 +105,6 @@ class Checkpoint:
         return parse_header(bytes(header), num_bytes - self._data_start)
 
     def _read_into(self, part: memoryview, position: int) -> None:
-        """Read the bytes from ``position`` on, as many as ``part`` has."""
         num_read = 0
         while num_read < part.nbytes:
             try:

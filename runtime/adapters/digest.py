@@ -41,7 +41,6 @@ class LayerDigest:
     """The part of one layer's values, while they are read."""
 
     def __init__(self) -> None:
-        """Begin without a tensor."""
         self._digest = hashlib.sha256()
 
     def add(self, data: memoryview) -> None:

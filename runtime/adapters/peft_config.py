@@ -23,7 +23,7 @@ _MAX_CONFIG_BYTES = 4 << 20  # a configuration is a few KiB; this only stops non
 _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
 
 # Fields that ``_build_spec`` reads or ``_check_kind`` checks.
-_SERVED = frozenset(
+SERVED_FIELDS = frozenset(
     {
         "peft_type",
         "task_type",
@@ -43,7 +43,7 @@ _SERVED = frozenset(
 )
 
 # Fields that say how the adapter was made or are used in training only.
-_IGNORED = frozenset(
+IGNORED_FIELDS = frozenset(
     {
         "auto_mapping",
         "peft_version",
@@ -68,7 +68,7 @@ _INITS_KEEPING_BASE = ("gaussian", "eva", "orthogonal", "mica")
 # PEFT converts such an adapter when it is saved, and then writes ``init_lora_weights: true``.
 _INITS_CHANGING_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
-_REASONS = {
+REFUSAL_REASONS = {
     "use_dora": "DoRA is not served",
     "use_qalora": "QA-LoRA is not served",
     "use_bdlora": "block-diagonal LoRA is not served",
@@ -151,9 +151,9 @@ def _check_kind(reader: "_Fields") -> None:
 
 def _check_unknown(reader: "_Fields") -> None:
     for name, value in reader.fields.items():
-        if name in _SERVED or name in _IGNORED or _is_neutral(value):
+        if name in SERVED_FIELDS or name in IGNORED_FIELDS or _is_neutral(value):
             continue
-        reason = _REASONS.get(name, "unknown field, and not at a neutral value")
+        reason = REFUSAL_REASONS.get(name, "unknown field, and not at a neutral value")
         raise reader.error(name, reason)
 
 

@@ -98,7 +98,6 @@ class _Resolver:
         return ResolvedAdapter(tuple(lora for lora in checked if lora is not None))
 
     def _check(self, found: _Found) -> TargetLora | None:
-        """Check one target's tensors; None if there is a problem."""
         num_problems_before = len(self._problems)
         target, path = found.target, found.path
         if not self._spec.targets(path):

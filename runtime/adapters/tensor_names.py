@@ -111,7 +111,6 @@ class PrefixChange:
         return cls("".join(f"{name}." for name in ours), "".join(f"{name}." for name in theirs))
 
     def __call__(self, path: str) -> str:
-        """Return ``path`` with its beginning replaced."""
         return self.new + path[len(self.old) :] if path.startswith(self.old) else path
 
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ...cpu_workers.process_life import leave
 from ..errors import ConfigError, CorunError
-from ..machine.process_end import leave
 from .parser import parse_arguments
 
 _COMMAND_MODULES = {

@@ -36,11 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     # Before numba and torch are loaded.
     os.environ.update(own_environment(config.cpu_isa, os.environ))
     may_draw = _may_draw(is_asked=arguments.picture is not None)
-    from ..engine.assembly.profiling import HowMuch, Listener, run_profile
+    from ..engine.assembly.profiling import HowMuch, ProfileListener, run_profile
 
     how_much = HowMuch(arguments.effort, _budget_s(arguments.budget_s))
     progress = ProgressLine()
-    listener = Listener(progress.say, progress.estimate, progress.report)
+    listener = ProfileListener(progress.say, progress.estimate, progress.report)
     try:
         done = run_profile(config, how_much, listener)
     finally:

@@ -7,29 +7,25 @@ its parent. The exit status is 0 after ``Shutdown`` or the channel's end, otherw
 """
 
 import argparse
-import ctypes
-import faulthandler
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 from typing import Any, cast
 
 import msgspec
 
+from ...cpu_workers.process_life import OrphanError, leave, own_child_process
 from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
 from ..config.environment import own_environment
 from ..errors import CorunError
-from ..machine.process_end import leave
 from .channel import Channel, ChannelError, receive_one_frame
 from .loop import BuildEngine, serve_channel
 from .messages import ToEngine
 from .spawn import DEFAULT_FACTORY
 
-_PR_SET_PDEATHSIG = 1
 _CONFIG_TIMEOUT_S = 30.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
 
@@ -51,7 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log-level", default="info")
     options = parser.parse_args(arguments)
 
-    _own_this_process(options.parent_pid, options.log_level)
+    try:
+        own_child_process(options.parent_pid)
+    except OrphanError:
+        return 1
+    logging.basicConfig(level=options.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
     os.set_inheritable(options.fd, False)
     sock = socket.socket(fileno=options.fd)
     try:
@@ -69,20 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     finally:
         sock.close()
-
-
-def _own_this_process(parent_pid: int, log_level: str) -> None:
-    """Set what only the owner of a process may set: signals, logging, crash reports."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the call above
-        raise SystemExit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    logging.basicConfig(level=log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
 
 
 def _receive_config(sock: socket.socket) -> EngineConfig:

@@ -30,11 +30,6 @@ class RunningSet:
         """Running requests in order of admission."""
         return self._requests.values()
 
-    @property
-    def num_draining(self) -> int:
-        """Requests that no longer run and whose memory is not free yet."""
-        return len(self._draining)
-
     def is_draining(self, request_id: RequestId) -> bool:
         """Whether the request no longer runs and its memory is not free yet."""
         return request_id in self._draining

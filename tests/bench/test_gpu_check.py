@@ -16,7 +16,7 @@ import torch
 from corun.gpu.device import cuda_memory
 from corun.gpu.device.cuda import CudaDevice
 from gpu_check import QUESTIONS, Figures, ask, decide, faults_of, run_limited
-from support.fake_cuda import FakeGpu, FakeRuntime, FakeStream, fake_device, noted_memory
+from support.cuda.fake_cuda import FakeGpu, FakeRuntime, FakeStream, fake_device, noted_memory
 
 _BENCH = Path(gpu_check.__file__).parent
 _TESTS = Path(__file__).parents[1]
@@ -237,7 +237,7 @@ def test_a_bare_machine_is_told_that_there_is_no_gpu() -> None:
 
 def test_a_bare_machine_has_all_that_questions_need() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "support.bare_machine"],
+        [sys.executable, "-m", "support.bare.machine"],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _BARE},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

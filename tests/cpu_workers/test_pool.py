@@ -180,7 +180,7 @@ def test_a_supervisor_that_talks_nonsense_turns_the_pool_off(
     monkeypatch.setattr("sys.executable", str(python))
     with Segment.create(4096, kind="adapters") as arena:
         pool = WorkerPool(make_config(), arena)
-        with pytest.raises(WorkerPoolError, match="cannot be had: unexpected error: LinkError"):
+        with pytest.raises(WorkerPoolError, match="cannot be had: unexpected error: IpcError"):
             pool.wait_ready(60.0)
         pool.close()
 

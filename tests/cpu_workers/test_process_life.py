@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from corun.cpu_workers.process_life import has_ended, kill_and_wait, look_at
+from corun.cpu_workers.process_life import has_ended, kill_and_wait, process_stat
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
 SPIN = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
@@ -33,17 +33,17 @@ def start(command: list[str], started: list[subprocess.Popen[bytes]]) -> int:
 
 def test_looks_tell_running_sleeping_and_stopped(started: list[subprocess.Popen[bytes]]) -> None:
     spinning, sleeping = start(SPIN, started), start(SLEEP, started)
-    before = look_at(spinning)
+    before = process_stat(spinning)
     assert before.is_runnable
     deadline_s = time.monotonic() + 20
-    while look_at(spinning).cpu_ns == before.cpu_ns:
+    while process_stat(spinning).cpu_ns == before.cpu_ns:
         assert time.monotonic() < deadline_s
-    while look_at(sleeping).is_runnable:  # it has still to fall asleep
+    while process_stat(sleeping).is_runnable:  # it has still to fall asleep
         assert time.monotonic() < deadline_s
     os.kill(spinning, signal.SIGSTOP)
-    while look_at(spinning).is_runnable:
+    while process_stat(spinning).is_runnable:
         assert time.monotonic() < deadline_s
-    assert not look_at(2**22 + 1).is_runnable  # no such process
+    assert not process_stat(2**22 + 1).is_runnable  # no such process
 
 
 def test_a_stopped_process_can_be_killed(started: list[subprocess.Popen[bytes]]) -> None:

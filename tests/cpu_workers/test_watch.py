@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from corun.cpu_workers.watch import Look, ProgressWatch, Restarts, job_deadline_ns
+from corun.cpu_workers.watch import ProcessStat, ProgressWatch, Restarts, job_deadline_ns
 
 MS = 1_000_000
 POLL = 10 * MS
@@ -23,7 +23,7 @@ class Process:
 
     def observe(self) -> bool:
         return self.watch.observe(
-            self.now_ns, self.progress, LIMIT, lambda: Look(self.is_runnable, self.cpu_ns)
+            self.now_ns, self.progress, LIMIT, lambda: ProcessStat(self.is_runnable, self.cpu_ns)
         )
 
     def polls_until_stuck(self, cpu_share: float, max_polls: int = 10_000) -> int | None:
@@ -78,9 +78,9 @@ def test_a_watcher_that_slept_charges_one_step() -> None:
 def test_the_kernel_is_asked_only_when_progress_has_paused() -> None:
     asked: list[int] = []
 
-    def look() -> Look:
+    def look() -> ProcessStat:
         asked.append(1)
-        return Look(is_runnable=True, cpu_ns=0)
+        return ProcessStat(is_runnable=True, cpu_ns=0)
 
     watch = ProgressWatch(max_step_ns=5 * POLL)
     for number in range(100):
@@ -93,7 +93,7 @@ def test_a_limit_may_change_with_the_job() -> None:
     process = Process()
     process.is_runnable = False
     observe: Callable[[int], bool] = lambda limit: process.watch.observe(  # noqa: E731
-        process.now_ns, 0, limit, lambda: Look(is_runnable=False, cpu_ns=0)
+        process.now_ns, 0, limit, lambda: ProcessStat(is_runnable=False, cpu_ns=0)
     )
     for _ in range(40):
         process.now_ns += POLL

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from corun.runtime.coldstart.strategy import LoadStrategy
@@ -14,13 +15,12 @@ from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk
 from support.cold_engine import Answer, ColdEngine
 from support.cold_parity import NUM_LAYERS, check, make_case, prompts
-from support.gated_files import FileGate, gate_files
+from support.gated_files import FileGate
 from support.parity import ParityCase
 from support.peft_adapters import WEIGHTS, edit_tensors
 
 NAME = "attention"  # q, k, v, o of every layer
 TENSORS_OF_A_LAYER = 8
-GROUPS_OF_A_LAYER = 2  # q, k, v and o
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 class Files:
     """An engine, and the files of one of its adapters."""
 
-    def __init__(self, engine: ColdEngine, path: Path, original: Path) -> None:
+    def __init__(self, engine: ColdEngine, gate: FileGate, path: Path, original: Path) -> None:
         self.engine = engine
         self.path = path
         self.original = original
-        self.gate: FileGate
-        self.gate, self._host = gate_files(engine)
-        self.store: Any = self._host._store
+        self.gate = gate
 
     def forget(self) -> None:
         """Neither on the device nor in the arena."""
@@ -45,24 +43,22 @@ class Files:
         self.engine.empty_host()
         assert self.engine.arena.taken_bytes == 0
 
-    @property
-    def arriving(self) -> Any:
-        adapters = self.engine.executor._adapters
-        adapter_id = self.engine.adapter_id(NAME)
-        return adapters[adapter_id].arriving if adapter_id in adapters else None
-
     def first_layer_is_there(self) -> bool:
-        return self.arriving is not None and self.arriving.num_arrived() >= 1
+        return self.engine.num_groups_arrived(NAME) >= 1
 
 
 @pytest.fixture(scope="module")
 def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
     path = tmp_path_factory.mktemp("files") / NAME
     shutil.copytree(case.adapters[NAME], path)
-    with ColdEngine(
-        case.directory, {NAME: path}, tmp_path_factory.mktemp("engine"), delta_backend="numpy"
-    ) as engine:
-        yield Files(engine, path, case.adapters[NAME])
+    gate = FileGate()
+    with (
+        gate.before_files(),
+        ColdEngine(
+            case.directory, {NAME: path}, tmp_path_factory.mktemp("engine"), delta_backend="numpy"
+        ) as engine,
+    ):
+        yield Files(engine, gate, path, case.adapters[NAME])
 
 
 @pytest.fixture
@@ -93,23 +89,24 @@ def start_early(files: Files, split_layer: int) -> Any:
 def test_a_prefill_begins_before_the_second_layer_is_read(
     files: Files, case: ParityCase, split_layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, whole_at_start = files.engine, []
-    submit = engine.executor.submit
+    engine, taken_at_start = files.engine, []
+    executor, num_taken = engine.parts.executor, files.gate.num_taken
+    submit = executor.submit
 
     def let_the_rest(plan: StepPlan) -> None:
         if any(batch.kind is SubBatchKind.ASSISTED for batch in plan.sub_batches):
-            whole_at_start.append(files.arriving._host.num_whole)
+            taken_at_start.append(files.gate.num_taken - num_taken)
             files.gate.open()
         submit(plan)
 
-    monkeypatch.setattr(engine.executor, "submit", let_the_rest)
+    monkeypatch.setattr(executor, "submit", let_the_rest)
     num_retried = engine.core.stats().num_retried_rows
     files.gate.close()
     files.gate.let(TENSORS_OF_A_LAYER)
     with start_early(files, split_layer):
         engine.ask(NAME, prompts(1, seed=20)[0])
         answers = engine.run()
-    assert whole_at_start[0] == GROUPS_OF_A_LAYER
+    assert taken_at_start[0] == TENSORS_OF_A_LAYER
     assert engine.core.stats().num_retried_rows == num_retried
     check(case, answers)
 
@@ -211,7 +208,8 @@ def test_bytes_are_those_that_were_registered(files: Files) -> None:
 
 
 def _matrices(engine: ColdEngine) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    adapters = engine.executor._adapters
-    row = adapters[engine.adapter_id(NAME)].table_row
-    adapter = adapters._table._adapters[row]
-    return {index: (lora.a.clone(), lora.b.clone()) for index, lora in adapter.targets.items()}
+    """Those of the only adapter on the device."""
+    table = engine.parts.loaded.lora_table
+    (row,) = np.flatnonzero(table.host_ranks.any(axis=1)).tolist()
+    packed = {index: table.packed(row, index) for index in range(table.num_targets)}
+    return {index: (lora.a.clone(), lora.b.clone()) for index, lora in packed.items() if lora}

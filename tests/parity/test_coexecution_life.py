@@ -121,17 +121,17 @@ def test_a_load_that_fails_fails_its_requests_alone(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers compute for it until that is known; what they computed is of no use."""
-    device: Any = engine.assistant.handover.exchange.device
-    begin = device.link.begin
+    link = engine.parts.loaded.device.link
+    begin = link.begin
 
     def broken(*arguments: Any, **more: Any) -> Any:
         raise OSError("the bus is gone")
 
     with engine.chunks(split_at(2)):
-        monkeypatch.setattr(device.link, "begin", broken)
+        monkeypatch.setattr(link, "begin", broken)
         lost = [engine.ask("patterns", prompt) for prompt in prompts(2, seed=16)]
         engine.run_until(lambda: all(answer.finish_reason for answer in lost))
-        monkeypatch.setattr(device.link, "begin", begin)
+        monkeypatch.setattr(link, "begin", begin)
         found = engine.ask("attention", prompts(1, seed=17)[0])
         engine.run()
         again = engine.ask("patterns", prompts(1, seed=16)[0])

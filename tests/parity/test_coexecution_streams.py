@@ -1,10 +1,12 @@
 """Cold adapters by streams and copies, as on CUDA: held to PEFT, whatever fails on the streams."""
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
-from corun.gpu.coexec.handover import StreamHandover
+import torch
+from corun.gpu.coexec import handover, select
+from corun.gpu.coexec.handover import AddByCopy, Exchange, Handover, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import Stream
 from corun.gpu.device.host_memory import TorchDevice
@@ -13,7 +15,26 @@ from support.cold_engine import ColdEngine
 from support.cold_parity import NUM_LAYERS, PARTIAL_SPECS, check, make_case, prompts, split_at
 from support.model_profiles import Figures
 from support.parity import ADAPTER_SPECS, ParityCase
-from support.stream_exchange import exchanged_by_streams
+
+
+@contextmanager
+def exchanged_by_streams() -> Iterator[None]:
+    """For engines that are built inside."""
+
+    def apart(device: TorchDevice, compute: Stream, transfer: Stream) -> Exchange:
+        assert transfer == compute, "they are apart already"
+        return Exchange(device, compute, device.stream("exchange", is_urgent=True))
+
+    def by_streams(
+        exchange: Exchange, where: torch.device, *, max_slice_tokens: int, max_columns: int
+    ) -> Handover:
+        return StreamHandover(exchange, AddByCopy(max_slice_tokens, max_columns, where))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handover, "Exchange", apart)
+        patch.setattr(select, "make_handover", by_streams)
+        yield
+
 
 SPECS = (*PARTIAL_SPECS, ADAPTER_SPECS[0])
 WARM = ADAPTER_SPECS[0].name
@@ -91,8 +112,7 @@ def test_a_failed_operation_voids_its_pass_and_no_other(
     """On the exchange nobody is told at once: what follows is left out until it is settled."""
     exchange = engine.assistant.handover.exchange
     stream = {"compute": exchange.compute, "exchange": exchange.transfer}[name]
-    device: Any = exchange.device
-    fail = FailOnce(device, stream, (1, 0))
+    fail = FailOnce(engine.parts.loaded.device, stream, (1, 0))
     before = engine.core.stats().num_retried_rows
     with engine.watched_sends(fail), engine.chunks(split_at(NUM_LAYERS, 8)):
         ask_all(engine, seed=31)

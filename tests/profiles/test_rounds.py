@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from corun.profiles.rounds import Case, Measured, Repeats, measure_rounds
+from corun.profiles.rounds import Case, CaseTimes, Repeats, measure_rounds
 from support.fake_clock import FakeClock
 
 
 def _measure(
     costs_s: dict[str, float], repeats: Repeats, num_needed: int = 1
-) -> tuple[Measured[float], list[str], list[tuple[int, int]]]:
+) -> tuple[CaseTimes[float], list[str], list[tuple[int, int]]]:
     clock = FakeClock()
     order: list[str] = []
     progress: list[tuple[int, int]] = []

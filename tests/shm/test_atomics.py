@@ -185,7 +185,7 @@ def test_each_machine_has_its_own_pause(machine: str, triple: str, instruction: 
     module.triple = triple
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), []), "spin")
     builder = ir.IRBuilder(function.append_basic_block())
-    atomics._emit_pause(builder, machine)
+    atomics.emit_pause(builder, machine)
     builder.ret_void()
     target = llvmlite.binding.Target.from_triple(triple).create_target_machine()
     assembly = target.emit_assembly(llvmlite.binding.parse_assembly(str(module)))

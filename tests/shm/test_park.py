@@ -78,7 +78,7 @@ _LETTERS = {"fence seq_cst": "F", "store atomic": "S", "load atomic": "L", "@sys
     ("function", "signature", "expected"),
     [
         (publish, "void(int64, int32, int64)", "FSFLC"),
-        (park._park, "boolean(int64, int32, int64, int64)", "FSFLC"),
+        (park.park_once, "boolean(int64, int32, int64, int64)", "FSFLC"),
         (loop.await_job, "int32(int64, int32, int64, int64, int64)", "FSFLL"),
     ],
 )

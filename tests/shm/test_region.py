@@ -44,7 +44,7 @@ def test_words_of_compiled_readers_are_where_the_header_has_them() -> None:
     region = regions.plan_region(40, 2, _targets(3, 8))
     buffer = _written(region)
     for index, target in enumerate(region.targets):
-        start = regions.HEADER_BYTES + index * regions.TARGET_WORDS * 8
+        start = regions.HEADER_BYTES + index * regions.TARGET_BYTES
         words = struct.unpack_from("<5q", buffer, start)
         assert words[regions.RANK_WORD] == target.rank
         assert words[regions.A_WORD] == target.a_offset

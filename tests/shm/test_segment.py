@@ -9,11 +9,11 @@ import signal
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from corun.shm import backing as backing_module
 from corun.shm.backing import Backing, available_memory_bytes
 from corun.shm.errors import FormatError, ShmError, SpaceError
 from corun.shm.segment import HEADER_BYTES, Segment
@@ -94,10 +94,15 @@ def test_auto_takes_posix_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert "posix" in caplog.text
 
 
+def set_free_in_shm(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    status = SimpleNamespace(f_bavail=num_bytes, f_frsize=1)
+    monkeypatch.setattr("os.statvfs", lambda path: status)
+
+
 def test_auto_takes_memfd_where_dev_shm_is_small(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backing_module, "_free_in_shm_bytes", lambda: 8192)
+    set_free_in_shm(monkeypatch, 8192)
     with caplog.at_level(logging.INFO), Segment.create(8192, kind="test") as segment:
         assert segment.backing == "memfd"
     assert "has 8192 bytes left" in caplog.text
@@ -199,7 +204,7 @@ def test_sparse_memory_is_taken_and_given_back(backing: Backing) -> None:
 
 def test_sparse_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with Segment.create(64 << 20, kind="arena", is_sparse=True) as segment:
-        monkeypatch.setattr(backing_module, "_free_in_shm_bytes", lambda: 1 << 20)
+        set_free_in_shm(monkeypatch, 1 << 20)
         with pytest.raises(SpaceError, match="arena needs 2097152 bytes"):
             segment.allocate(0, 2 << 20)
         segment.allocate(0, 1 << 20)

@@ -14,8 +14,8 @@ from support.streams.symbolic_findings import (
     UseAfterHandOn,
 )
 from support.streams.symbolic_program import Buffer
+from support.streams.symbolic_programs import choosers, is_ordered, small_programs, write_down
 from support.streams.symbolic_run import Choices, Priorities, run
-from support.symbolic_programs import choosers, is_ordered, small_programs, write_down
 
 X, Y = Buffer("x"), Buffer("y")
 DRAWN = settings(derandomize=True, deadline=None, database=None, max_examples=150)

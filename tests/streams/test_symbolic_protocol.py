@@ -19,9 +19,9 @@ from support.streams.symbolic_findings import (
     UseAfterHandOn,
     WordBetweenStreams,
 )
+from support.streams.symbolic_programs import choosers
+from support.streams.symbolic_protocol import Mistake, Sizes, assisted_prefill
 from support.streams.symbolic_run import Chooser, run
-from support.symbolic_programs import choosers
-from support.symbolic_protocol import Mistake, Sizes, assisted_prefill
 
 SMALL = Sizes(num_layers=3, split_layer=2, num_descriptors=1)
 SLICED = Sizes(num_layers=2, split_layer=1, num_slices=2)

@@ -9,14 +9,18 @@ import itertools
 import os
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
-from corun.cpu_workers.pool import WorkerPool
+from corun.cpu_workers import pool
+from corun.cpu_workers.pool import PoolConfig, WorkerPool
+from corun.cpu_workers.slices import max_tokens
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.link import Direction
@@ -26,13 +30,37 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
 from corun.runtime.engine.messages import AddAdapter, AddRequest, OperationDone, RemoveAdapter
 from corun.runtime.memory.adapter_cache import AdapterState
-from corun.runtime.plan import AdapterId, StepPlan, SubBatchKind
+from corun.runtime.plan import (
+    AdapterId,
+    Result,
+    StepPlan,
+    SubBatchKind,
+    TransferId,
+    TransferProgress,
+)
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
+from corun.shm.arena import HostArena
 from support.model_profiles import Figures, save_made_up_profile
-from support.pool_options import pool_with
-from support.worker_pool import supervisor, workers
+from support.worker_pool import supervisor, table_of, workers
+
+
+@contextlib.contextmanager
+def pool_with(num_workers: int, delta_backend: str | None) -> Iterator[None]:
+    """More workers than the options can ask for on this machine, and a table if it is clear."""
+
+    def changed(**options: Any) -> PoolConfig:
+        config = PoolConfig(**options)
+        return replace(
+            config,
+            worker_cpus=config.worker_cpus * num_workers,
+            delta_table=None if delta_backend is None else table_of(delta_backend),
+        )
+
+    with unittest.mock.patch.object(pool, "PoolConfig", changed):
+        yield
+
 
 TIMEOUT_S = 60.0
 Chunks = Callable[[Request, int], ColdChunk | None]  # of a request, with at most so many tokens
@@ -80,15 +108,17 @@ class ColdEngine:
         self.plans: list[StepPlan] = []
         self.max_cold_rows = 0  # in any of these plans
         self.answers: dict[int, Answer] = {}
+        self._num_arrived: dict[AdapterId, int] = {}
         self._gate = threading.Event()
         self._gate.set()
         with pool_with(num_workers, options.get("delta_backend")):
             self._assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
-        self.core: Any = self._assembly.core
-        self.scheduler: Any = self.core._scheduler
-        self.executor: Any = self.core._executor
-        self._cold_starts: Any = self.scheduler._cold_starts
-        self._watch_plans()
+        self.core = self._assembly.core
+        self.parts = self._assembly.parts
+        self.scheduler = self.parts.scheduler
+        assert self.parts.coexecution is not None
+        self.coexecution = self.parts.coexecution
+        self._watch_executor()
         self._gate_loads()
         for name, path in adapters.items():
             self.register(name, path)
@@ -107,8 +137,11 @@ class ColdEngine:
         return self._assembly.adapters.resolve(name).adapter_id
 
     def state(self, name: str) -> AdapterState:
-        state: AdapterState = self.scheduler.memory.cache.state(self.adapter_id(name))
-        return state
+        return self.scheduler.memory.cache.state(self.adapter_id(name))
+
+    def num_groups_arrived(self, name: str) -> int:
+        """Layer groups of the load under way, from the first on, that the executor told of."""
+        return self._num_arrived.get(self.adapter_id(name), 0)
 
     def cool(self, *names: str) -> None:
         """Take adapters off the device."""
@@ -120,6 +153,7 @@ class ColdEngine:
     def empty_host(self) -> None:
         """Let the host's memory keep nothing that is not in use."""
         host = self.scheduler.memory.host
+        assert host is not None
         host.keep_within(0)
         host.keep_within(self.arena.capacity_bytes)
         self.run_until(lambda: not self.scheduler.has_work())
@@ -177,24 +211,20 @@ class ColdEngine:
 
     def use_strategy(self, strategy: LoadStrategy | None) -> None:
         """Force it; None = let the planner choose."""
-        model = self._cold_starts._planner.model
-        self._cold_starts.use(Planner(model, PlannerConfig(forced=strategy)))
+        planner = Planner(self.coexecution.profile.model, PlannerConfig(forced=strategy))
+        self.coexecution.cold_starts.use(planner)
 
     @contextlib.contextmanager
     def chunks(self, chunks: Chunks) -> Iterator[None]:
         """Let ``chunks`` cut cold requests, and start each at once."""
-        replaced = {
+        replaced: dict[str, Any] = {
             "may_start": lambda request, *_: (
-                request.adapter_id in self._loading and not request.retried_positions
+                self._is_loading(request) and not request.retried_positions
             ),
             "next_chunk": lambda *arguments: self._chunk(chunks, *arguments),
         }
-        vars(self._cold_starts).update(replaced)
-        try:
+        with mock.patch.multiple(self.coexecution.cold_starts, **replaced):
             yield
-        finally:
-            for name in replaced:
-                del vars(self._cold_starts)[name]
 
     @contextlib.contextmanager
     def watched_sends(self, sent: Callable[[Invocation], None]) -> Iterator[None]:
@@ -229,9 +259,8 @@ class ColdEngine:
 
     @property
     def pool(self) -> WorkerPool:
-        gateway: Any = self.assistant._gateway
-        pool: WorkerPool = gateway._pool
-        return pool
+        assert self.coexecution.pool is not None
+        return self.coexecution.pool
 
     @property
     def num_assisted_rows(self) -> int:
@@ -254,24 +283,18 @@ class ColdEngine:
         memory = self.scheduler.memory
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
         assert memory.pool.num_used_blocks == memory.num_open_transfers == 0
-        table = self.executor._adapters._table
-        assert table.num_free_rows == table.capacity
-        assert self.executor._adapters._resident == {}
+        assert self.parts.executor.is_idle
+        assert self.parts.loaded.lora_table.num_free_rows == self.parts.loaded.lora_table.capacity
         self.arena.check_invariants()
         assert self.arena.num_references == 0
+        assert memory.host is not None
         assert self.arena.place_ids == memory.host.place_ids
         assert self.arena.taken_bytes == memory.host.taken_bytes
         assert all(self.pool.end(n).num_outstanding == 0 for n in range(self.pool.num_workers))
 
     @property
-    def arena(self) -> Any:
-        fetch = self.executor._adapters._loader._fetch
-        host = next(
-            cell.cell_contents
-            for cell in fetch.__closure__
-            if type(cell.cell_contents).__name__ == "HostAdapters"
-        )
-        return host.arena
+    def arena(self) -> HostArena:
+        return self.parts.host_adapters.arena
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -280,8 +303,7 @@ class ColdEngine:
 
     @property
     def assistant(self) -> Assistant:
-        assistant: Assistant = self.executor._assistant
-        return assistant
+        return self.coexecution.assistant
 
     def wait_workers(self) -> None:
         self.pool.wait_ready(TIMEOUT_S)
@@ -302,44 +324,57 @@ class ColdEngine:
 
     # Inside.
 
-    @property
-    def _loading(self) -> Any:
-        return self._cold_starts._loading
+    def _is_loading(self, request: Request) -> bool:
+        cache = self.scheduler.memory.cache
+        return cache.state(request.adapter_id) is AdapterState.LOADING
 
     def _chunk(
         self, chunks: Chunks, request: Request, max_tokens: int, *others: Any
     ) -> ColdChunk | None:
         num_retries = request.retried_positions[request.num_computed_tokens]
-        if num_retries > 1 or request.adapter_id not in self._loading:
-            real = type(self._cold_starts).next_chunk
-            chunk: ColdChunk | None = real(self._cold_starts, request, max_tokens, *others)
-            return chunk
+        if num_retries > 1 or not self._is_loading(request):
+            cold_starts = self.coexecution.cold_starts
+            return type(cold_starts).next_chunk(cold_starts, request, max_tokens, *others)
         limit = min(max_tokens, request.num_pending_tokens, self._room_of_workers(others[1]))
         return chunks(request, limit) if limit else None
 
     def _room_of_workers(self, rows: StepRows) -> int:
         """Tokens that their rings hold beside what the step has."""
-        cold_starts = self._cold_starts
-        num_taken = sum(chunk.num_tokens for _, chunk in rows.cold_chunks)
-        num_tokens: int = cold_starts._worker_tokens[max(1, cold_starts._num_workers)] - num_taken
-        return max(0, num_tokens)
+        num_tokens = max_tokens(
+            num_cores=max(1, self.assistant.num_ready_workers),
+            tokens_per_core=self.coexecution.profile.model.tokens_per_worker,
+            max_requests=self.coexecution.max_rows_per_step,
+            max_slices_per_core=self.pool.rings.shape.num_slots,
+        )
+        return max(0, num_tokens - sum(chunk.num_tokens for _, chunk in rows.cold_chunks))
 
-    def _watch_plans(self) -> None:
-        submit = self.executor.submit
+    def _watch_executor(self) -> None:
+        executor: Any = self.parts.executor
+        submit, poll = executor.submit, executor.poll
+        loads: dict[TransferId, AdapterId] = {}
 
-        def note(plan: StepPlan) -> None:
+        def note_plan(plan: StepPlan) -> None:
             self.plans.append(plan)
-            open_requests = self.scheduler._requests
+            open_requests = {request.request_id: request for request in self.scheduler.requests}
             rows = [row for batch in plan.sub_batches for row in batch.request_ids]
             num_cold = sum(row in open_requests and open_requests[row].is_cold for row in rows)
             self.max_cold_rows = max(self.max_cold_rows, num_cold)
+            loads.update({t.transfer_id: t.adapter_id for t in plan.transfers})
+            for transfer in plan.transfers:
+                self._num_arrived.pop(transfer.adapter_id, None)
             submit(plan)
 
-        self.executor.submit = note
+        def note_results(timeout_s: float = 0.0) -> list[Result]:
+            results: list[Result] = poll(timeout_s)
+            for result in results:
+                if isinstance(result, TransferProgress):
+                    self._num_arrived[loads[result.transfer_id]] = result.num_groups
+            return results
+
+        executor.submit, executor.poll = note_plan, note_results
 
     def _gate_loads(self) -> None:
-        device: Any = self.assistant.handover.exchange.device
-        link = device.link
+        link: Any = self.parts.loaded.device.link
         begin = link.begin
 
         def held(direction: Direction, num_bytes: int, **arguments: Any) -> Any:

@@ -83,8 +83,8 @@ class Workplace:
         self._start = (-self._memory.ctypes.data % 64) // 2
         self.rewrite(self.matrices)
         self.x = random_bits(rng, case.num_tokens, case.in_features)
-        self._wide_x = _poisoned(case.num_tokens, case.in_features)
-        self._wide_x[_GUARD_ROWS:-_GUARD_ROWS, : case.in_features] = self.x
+        self.wide_x = _poisoned(case.num_tokens, case.in_features)
+        self.wide_x[_GUARD_ROWS:-_GUARD_ROWS, : case.in_features] = self.x
         self._wide_y = _poisoned(case.num_tokens, self.region.y_columns)
 
     def rewrite(self, matrices: Sequence[Matrices | None]) -> None:
@@ -111,8 +111,8 @@ class Workplace:
         return DeltaJob(
             self.region,
             self._memory.ctypes.data + 2 * self._start,
-            self._wide_x[row:].ctypes.data,
-            self._wide_x.strides[0],
+            self.wide_x[row:].ctypes.data,
+            self.wide_x.strides[0],
             self._wide_y[row:].ctypes.data,
             self._wide_y.strides[0],
             num_tokens,

@@ -9,7 +9,7 @@ from corun.shm.errors import ShmError
 from support.device_contract import DeviceContract, Rig
 
 
-class _FailedOnPurpose(Exception):  # noqa: N818 - says what happened, as its message does
+class FailedOnPurpose(Exception):  # noqa: N818 - says what happened, as its message does
     """What a computation of the tests raises."""
 
 
@@ -17,10 +17,10 @@ class DeviceLifeContract(DeviceContract):
     """Derive, and say how the device is made and how one of its operations fails."""
 
     def fail(self, rig: Rig, stream: Stream) -> None:
-        """Enqueue an operation that fails; its error names ``_FailedOnPurpose``."""
+        """Enqueue an operation that fails; its error names ``FailedOnPurpose``."""
 
         def compute() -> None:
-            raise _FailedOnPurpose("this computation fails")
+            raise FailedOnPurpose("this computation fails")
 
         rig.device.launch(stream, compute)
 
@@ -103,7 +103,7 @@ class DeviceLifeContract(DeviceContract):
         rig.finish(rig.b)
         assert rig.device.is_done(event) and rig.shown(1) == 1
         assert host.tolist() == [0] * 8 and rig.host(1).tolist() == [1] * 8
-        with pytest.raises(DeviceError, match="_FailedOnPurpose"):
+        with pytest.raises(DeviceError, match="FailedOnPurpose"):
             rig.finish(rig.a)
         rig.finish()
         rig.device.copy(rig.a, host, x)
@@ -123,7 +123,7 @@ class DeviceLifeContract(DeviceContract):
         x, host = rig.tensor(1), rig.host(0)
         rig.device.adopt(rig.a)
         for round_number in (1, 2):
-            with pytest.raises(_FailedOnPurpose):
+            with pytest.raises(FailedOnPurpose):
                 DeviceLifeContract.fail(self, rig, rig.a)
             rig.multiply_add(rig.a, x, 1, 1)
             rig.let_go(0, round_number)

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from corun.gpu.adapters.arrival import AdapterLoad, Copied
 from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.lora.table import DeviceAdapter
@@ -26,6 +28,7 @@ from corun.runtime.plan import (
     Transfer,
     TransferId,
     TransferKind,
+    TransferProgress,
     TransferResult,
 )
 from corun.runtime.sampling import SamplingParams
@@ -71,6 +74,47 @@ class Ready:
         """Nothing is borrowed."""
 
 
+class Arriving(Copied):
+    """An adapter whose first layers are on the device, and the others never come."""
+
+    def __init__(self, adapter: DeviceAdapter) -> None:
+        self._given = adapter
+
+    @property
+    def adapter(self) -> DeviceAdapter:
+        return self._given
+
+    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+        """Nothing is copied."""
+
+    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """Nothing is read."""
+
+    def reading(self) -> None:
+        """Nothing is read."""
+
+    def enqueue_all(self) -> None:
+        """Nothing moves."""
+
+    def advance(self) -> None:
+        """Nothing moves."""
+
+    def num_arrived(self) -> int:
+        return 1
+
+    def is_done(self) -> bool:
+        return False
+
+    def is_read(self) -> bool:
+        return True
+
+    def has_failed(self) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        """Nothing is borrowed."""
+
+
 class ExecutorDevice:
     """An executor over a tiny model, and what its loads bring."""
 
@@ -81,22 +125,28 @@ class ExecutorDevice:
         )  # fmt: skip
         self.loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
         self.runner = assemble.make_runner(self.loaded, 32)
-        self.adapter: DeviceAdapter | Exception = AdapterError("its files have changed")
+        self.adapter: DeviceAdapter | Arriving | Exception = AdapterError("its files have changed")
         self.host_log: list[str] = []
+        self.workers: Any = mock.Mock(begin=self._begin, num_ready_workers=0)
         self.executor: DeviceExecutor = assemble.make_executor(
             self.loaded,
             self.runner,
             AdapterFetch(self._fetch, lambda ids: self.host_log.append(f"evict {ids}")),
             eos_token_ids=(2,),
             max_model_len=64,
+            assistant=self.workers,
         )
+        self.assistant: Any = None  # of ASSISTED plans
         self._num_steps = 0
 
-    def _fetch(self, transfer: Transfer) -> "Ready":
+    def _begin(self, *arguments: Any) -> Any:
+        return self.assistant.begin(*arguments)
+
+    def _fetch(self, transfer: Transfer) -> AdapterLoad:
         self.host_log.append(f"fetch {transfer.transfer_id}")
         if isinstance(self.adapter, Exception):
             raise self.adapter
-        return Ready(self.adapter)
+        return self.adapter if isinstance(self.adapter, Arriving) else Ready(self.adapter)
 
     def submit(self, *batches: SubBatch, **fields: Any) -> None:
         self._num_steps += 1
@@ -136,6 +186,15 @@ def rows(*columns: tuple[int, int, int, bool]) -> SubBatch:
 
 def load(transfer_id: int, adapter_id: AdapterId = ADAPTER) -> Transfer:
     return Transfer(TransferId(transfer_id), TransferKind.LOAD_ADAPTER, adapter_id, 100)
+
+
+def wait_progress(device: ExecutorDevice) -> None:
+    """Poll until the first layers of an adapter have come."""
+    for _ in range(3):
+        results = device.executor.poll(timeout_s=10)
+        if any(isinstance(result, TransferProgress) for result in results):
+            return
+    raise AssertionError("no layer came")
 
 
 def wait_transfer(device: ExecutorDevice) -> TransferResult:

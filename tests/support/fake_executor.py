@@ -185,7 +185,7 @@ class FakeExecutor:
         first = 0
         for batch in plan.sub_batches:
             end = first + len(batch.request_ids)
-            results += self._execute_batch(batch.kind, rows[first:end])
+            results += self.execute_batch(batch.kind, rows[first:end])
             first = end
         self._results.append(StepResult(plan.step_id, tuple(results)))
 
@@ -316,7 +316,7 @@ class FakeExecutor:
 
     # Execution.
 
-    def _execute_batch(self, kind: SubBatchKind, rows: list[_Row]) -> list[RowResult]:
+    def execute_batch(self, kind: SubBatchKind, rows: list[_Row]) -> list[RowResult]:
         if not any(self.spoils(row.request_id, kind) for row in rows):
             return [result for row in rows if (result := self._execute(row)) is not None]
         has_cold = any(row.is_cold for row in rows)

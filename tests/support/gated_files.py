@@ -3,10 +3,14 @@
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Self
+from contextlib import contextmanager
+from typing import Self
+from unittest import mock
 
 from corun.runtime.adapters.digest import ContentDigest
+from corun.runtime.adapters.load import open_adapter
 from corun.runtime.adapters.resolved import AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
+from corun.runtime.engine.assembly import adapter_wiring
 
 TIMEOUT_S = 30.0
 
@@ -31,6 +35,14 @@ class FileGate:
     def wrap(self, source: AdapterReader) -> AdapterReader:
         """What is read from ``source``, but when the gate says so."""
         return _GatedReader(source, self)
+
+    @contextmanager
+    def before_files(self) -> Iterator[None]:
+        """Of engines that are built and run inside."""
+        with mock.patch.object(
+            adapter_wiring, "open_adapter", lambda *a, **b: self.wrap(open_adapter(*a, **b))
+        ):
+            yield
 
     def take(self) -> None:
         """Wait until one more tensor may be taken."""
@@ -73,16 +85,3 @@ class _GatedReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def gate_files(engine: Any) -> tuple[FileGate, Any]:
-    """A gate before the files of an engine's adapters, and the engine's ``HostAdapters``."""
-    fetch = engine.executor._adapters._loader._fetch
-    host = next(
-        cell.cell_contents
-        for cell in fetch.__closure__
-        if type(cell.cell_contents).__name__ == "HostAdapters"
-    )
-    gate, opened = FileGate(), host._store._open
-    host._store._open = lambda path: gate.wrap(opened(path))
-    return gate, host

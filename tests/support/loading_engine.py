@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from corun.gpu.adapters.arrival import AdapterLoad
+from corun.gpu.adapters.arrival import AdapterLoad, Copied
 from corun.gpu.adapters.copier import SlabSize
 from corun.gpu.adapters.host import HostAdapters
 from corun.gpu.coexec.assistant import Assistant
@@ -31,7 +31,7 @@ from corun.gpu.forward.lower import ForwardInputs
 from corun.gpu.lora.adapter_layout import AdapterLayout
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.matrix_layout import PACKED
-from corun.gpu.lora.table import LoraTable
+from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapter import AdapterFacts
@@ -52,9 +52,9 @@ from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestEvent
 from support.architectures import make_model
-from support.cold import RandomColdStarts
 from support.host_adapters import copied
 from support.peft_adapters import load_with_peft, save_adapter
+from support.random_cold_starts import RandomColdStarts
 from support.scheduling import BLOCK_SIZE, make_memory, make_request, make_scheduler
 
 CONTENTS = "abc"
@@ -131,6 +131,24 @@ class _ColdStarts(RandomColdStarts):
         return ColdChunk(chunk.num_tokens, 0)
 
 
+class _Table(LoraTable):
+    """Knows what its rows hold."""
+
+    def __init__(self, engine: "LoadingEngine") -> None:
+        super().__init__(len(_target_map().targets), 64, "cpu")
+        self._engine = engine
+        self.contents: dict[int, str] = {}
+
+    def add(self, adapter: DeviceAdapter) -> int:
+        row = super().add(adapter)
+        self.contents[row] = self._engine.content_of(adapter)
+        return row
+
+    def remove(self, row: int) -> None:
+        super().remove(row)
+        del self.contents[row]
+
+
 class _Runner:
     """Computes deltas of ones, and notes of each pass for which packed tokens they are right."""
 
@@ -150,7 +168,7 @@ class _Runner:
         num_tokens = inputs.attention.num_tokens
         right = torch.ones(num_tokens, dtype=torch.bool)
         if inputs.lora is not None:
-            owner = self._engine.content_of_row()
+            owner = self._engine.table.contents
             lora = inputs.lora
             contents: list[str | None] = [None] * num_tokens
             for start, end, row in zip(
@@ -225,7 +243,7 @@ class LoadingEngine:
         plan = plan or random_memory(rng)
         self.link = HeldLink()
         self.device = CpuDevice(link=self.link)
-        self.table = LoraTable(len(_target_map().targets), 64, "cpu")
+        self.table = _Table(self)
         self.backend = TorchLora(self.table, dtype=torch.float32)
         slab = None if plan.slab_bytes is None else SlabSize(plan.slab_bytes, _MAX_RANK)
         self.host = HostAdapters(
@@ -245,6 +263,7 @@ class LoadingEngine:
             AdapterFetch(self._fetch, self.host.evict),
             max_model_len=64, assistant=assistant,
         )  # fmt: skip
+        self._arrivals: list[tuple[Copied, str]] = []  # and their contents
         self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
         self.digests: dict[str, str] = {}
         self.served: dict[str, AdapterId] = {}
@@ -330,12 +349,10 @@ class LoadingEngine:
         assert self.host.arena.num_references == 0
         assert self.host.arena.place_ids == frozenset()
         assert self.table.num_free_rows == self.table.capacity
-        assert not any(slot.is_given for slot in self.device._events._slots), "events are kept"
+        assert self.device.num_events == 0, "events are kept"
         memory = self.scheduler.memory
         assert memory.budget.free_bytes == memory.budget.capacity_bytes
-        loader = self.executor._adapters._loader
-        assert not (loader._under_way) and loader._fetcher.is_idle
-        assert not self.contents and not self.executor._adapters._resident
+        assert not self.contents and self.executor.is_idle
 
     def close(self) -> None:
         self.link.is_open = True
@@ -343,12 +360,10 @@ class LoadingEngine:
         self.host.close()
         self.device.close()
 
-    def content_of_row(self) -> dict[int, str]:
-        """What the rows of the kernels' table hold."""
-        return {
-            resident.table_row: self.contents[adapter_id]
-            for adapter_id, resident in self.executor._adapters._resident.items()
-        }
+    def content_of(self, adapter: DeviceAdapter) -> str:
+        """What was fetched as this adapter, newest first."""
+        arrivals = reversed(self._arrivals)
+        return next(name for arrival, name in arrivals if arrival.adapter is adapter)
 
     def _submit(self, plan: StepPlan) -> None:
         # A pass may wait for copies; they come by themselves then.
@@ -396,7 +411,10 @@ class LoadingEngine:
         assert transfer.host is not None
         name = self.contents[transfer.adapter_id]
         path = str(Path(_files()[0].name) / name)
-        return self.host.fetch(self.digests[name], path, transfer.host)
+        load = self.host.fetch(self.digests[name], path, transfer.host)
+        assert isinstance(load, Copied)
+        self._arrivals.append((load, name))
+        return load
 
     def _read(self, path: str) -> AdapterFacts:
         """What the adapter manager does with a directory."""

@@ -7,7 +7,7 @@ same processors. The plugin's own groups are marks that change the ids of tests.
 from xdist.scheduler import LoadScopeScheduling
 
 # Processes pinned to all processors that there are: two such tests at once would only wait.
-_PINNED = (
+PINNED = (
     "tests/bench/test_cold_start.py",
     "tests/cpu_workers/test_faults.py",
     "tests/cpu_workers/test_jobs.py",
@@ -22,16 +22,16 @@ _PINNED = (
 # Each of its tests is a run of others, minutes long.
 _EACH_ALONE = "tests/test_levels.py"
 # The demo, served once.
-_SERVED = tuple(
+SERVED = tuple(
     f"tests/e2e/test_{name}.py" for name in ("adapter_updates", "answers", "readme", "sampling")
 )
 
 
 def group_of(path: str) -> str:
     """The group of the tests in the file ``path``, relative to the repository."""
-    if path.startswith(_PINNED):
+    if path.startswith(PINNED):
         return "pinned"
-    return "served" if path in _SERVED else path
+    return "served" if path in SERVED else path
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]

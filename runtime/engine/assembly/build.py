@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -53,12 +53,24 @@ from .summary import summary_lines
 
 if TYPE_CHECKING:
     from ....gpu.adapters.host import HostAdapters
-    from ....gpu.device.host_memory import TorchDevice
     from ....gpu.execution.assemble import LoadedModel
+    from ....gpu.execution.executor import DeviceExecutor
     from ....gpu.model.generation import GenerationDefaults
     from ....gpu.model.load import ModelSource
     from ....profiles.profile import Profile
     from .coexecution import Coexecution
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of, for tests and benchmarks that look inside or replace something."""
+
+    scheduler: Scheduler
+    executor: "DeviceExecutor"
+    loaded: "LoadedModel"
+    host_adapters: "HostAdapters"
+    # None where the kernels read the arena itself, or no profile could be measured.
+    coexecution: "Coexecution | None"
 
 
 class EngineAssembly:
@@ -66,14 +78,12 @@ class EngineAssembly:
 
     def __init__(
         self, core: EngineCore, info: ModelInfo, adapters: AdapterManager,
-        close: Callable[[], None], device: "TorchDevice", coexecution: "Coexecution | None",
+        close: Callable[[], None], parts: EngineParts,
     ) -> None:  # fmt: skip
         self.core = core
         self.info = info
         self.adapters = adapters
-        self.device = device
-        # None where the kernels read the arena itself, or no profile could be measured.
-        self.coexecution = coexecution
+        self.parts = parts
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
 
@@ -145,7 +155,7 @@ def _build(
     if config.max_model_len is not None:
         _max_model_len(config, hf_config.get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
-    tokenizer = _tokenizer_spec(config, on_progress) if own_process else None
+    tokenizer = tokenizer_spec(config, on_progress) if own_process else None
     loaded = assemble.load(source, config, on_progress, placement.background_cpus)
     try:
         on_progress("comparing logits with transformers (parity probe)")
@@ -168,7 +178,7 @@ def _build(
     return assembly
 
 
-def _tokenizer_spec(
+def tokenizer_spec(
     config: EngineConfig, on_progress: Callable[[str], None]
 ) -> TokenizerSpec | None:
     """What saves the front end's process transformers and torch."""
@@ -215,28 +225,23 @@ def _connect(
             assistant=None if coexecution is None else coexecution.assistant,
         )  # fmt: skip
         undo.callback(executor.close)
+        scheduler = make_scheduler(
+            config, loaded, memory, _host_cache(arena, host), defaults.eos_token_ids, coexecution
+        )
         core = EngineCore(
-            _make_scheduler(
-                config,
-                loaded,
-                memory,
-                _host_cache(arena, host),
-                defaults.eos_token_ids,
-                coexecution,
-            ),
-            executor,
-            manager,
+            scheduler, executor, manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
             clock=time.monotonic,
             on_adapter_gone=manager.forget,
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
-        )
+        )  # fmt: skip
         manager.attach(core)
         register_adapters(config, manager, adapters, on_progress)
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
-        return EngineAssembly(core, info, manager, undo.pop_all().close, loaded.device, coexecution)
+        parts = EngineParts(scheduler, executor, loaded, host, coexecution)
+        return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
 
 def _coexecution(
@@ -294,10 +299,11 @@ def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
     )
 
 
-def _make_scheduler(
+def make_scheduler(
     config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
     eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
 ) -> Scheduler:  # fmt: skip
+    """Make the scheduler and the accounts that it keeps."""
     budget = MemoryBudget(plan.capacity_bytes)
     memory = DeviceMemory(
         budget,

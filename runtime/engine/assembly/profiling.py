@@ -45,7 +45,7 @@ class ProfileRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class ProfileListener:
     """Whom a run tells what."""
 
     on_progress: Callable[[str], None]  # what is being done before measuring
@@ -61,7 +61,7 @@ class HowMuch:
     budget_s: float | None = None  # None = the effort's own
 
 
-def run_profile(config: EngineConfig, how_much: HowMuch, listener: Listener) -> ProfileRun:
+def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListener) -> ProfileRun:
     """Load the model as an engine process would, and measure it.
 
     Args:
@@ -121,7 +121,7 @@ def profile_for(
         subject = subject_of(config, loaded, placement, facts)
 
         def measure() -> Profile:
-            listener = Listener(_LOG.info, _log_estimate, lambda _: None)
+            listener = ProfileListener(_LOG.info, _log_estimate, lambda _: None)
             return _measure(config, loaded, placement, subject, HowMuch(), listener)
 
         return find_or_measure(subject, given, _directory(), measure, datetime.now(UTC))
@@ -176,13 +176,12 @@ def subject_of(
 
 def _measure(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, subject: Subject,
-    how_much: HowMuch, listener: Listener,
+    how_much: HowMuch, listener: ProfileListener,
 ) -> Profile:  # fmt: skip
     from ....gpu.device.select import DeviceOptions, make_device
     from ....profiles.measure.cpu_use import CpuUseSampler
     from ....profiles.measure.effort import EFFORTS
-    from ....profiles.measure.profiler import Bench, measure_profile
-    from ....profiles.measure.profiler import Listener as MeasureListener
+    from ....profiles.measure.profiler import Bench, Listener, measure_profile
 
     effort = EFFORTS[how_much.effort]
     if how_much.budget_s is not None:
@@ -209,7 +208,7 @@ def _measure(
         )
         return measure_profile(
             bench,
-            MeasureListener(listener.on_estimate, listener.on_report),
+            Listener(listener.on_estimate, listener.on_report),
             CpuUseSampler(cpus).use,
         )
     finally:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from corun.cpu_workers.deltas import numba_backend
 from corun.cpu_workers.deltas.base import DeltaBackend, shape_of
 from corun.cpu_workers.deltas.numba_backend import NumbaDelta
 from corun.cpu_workers.deltas.numpy_backend import NumpyDelta
@@ -112,7 +113,7 @@ def test_what_is_not_finite_shows(name: str) -> None:
     """A model that overflows must not be answered with ordinary numbers."""
     place = Workplace(DeltaCase(4, 64, (32,), (4,)))
     job = place.job()
-    wide = place._wide_x  # the job's x, not the copy that results are compared with
+    wide = place.wide_x  # the job's x, not the copy that results are compared with
     wide[3, 5] = 0x7F80  # infinity, in the second token
     wide[4, 5] = 0x7FFF  # a NaN whose bits would carry if they were rounded like a number
     BACKENDS[name].compute(job)
@@ -128,9 +129,9 @@ def test_a_sum_halfway_between_two_values_is_rounded_to_the_even_one(name: str) 
     matrices = place.matrices[0]
     assert matrices is not None
     halves = {1.0: 0x3F80, 2.0**-8: 0x3B80, 3 * 2.0**-8: 0x3C40}
-    place._wide_x[2:4, :16] = 0
-    place._wide_x[2:4, 0] = halves[1.0]
-    place._wide_x[2, 1], place._wide_x[3, 1] = halves[2.0**-8], halves[3 * 2.0**-8]
+    place.wide_x[2:4, :16] = 0
+    place.wide_x[2:4, 0] = halves[1.0]
+    place.wide_x[2, 1], place.wide_x[3, 1] = halves[2.0**-8], halves[3 * 2.0**-8]
     a, b = np.zeros((2, 16), np.uint16), np.zeros((16, 2), np.uint16)
     a[0, 0] = a[1, 1] = halves[1.0]
     b[:] = halves[1.0]
@@ -146,9 +147,11 @@ def test_regions_that_are_not_for_workers_are_refused() -> None:
         shape_of(plan_packed(64, 2, [TargetShape(257, 64, 1.0)]), 1)
 
 
-def test_the_machine_decides_about_the_dot_instruction() -> None:
-    tag = NumbaDelta()._tag
-    assert tag.dtype == bfloat16_tag().dtype
+def test_the_machine_decides_about_the_dot_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags: list[np.generic] = []
+    monkeypatch.setattr(numba_backend, "store_delta", lambda tag, *_: tags.append(tag))
+    NumbaDelta().compute(Workplace(DeltaCase(4, 64, (32,), (4,))).job())
+    assert [tag.dtype for tag in tags] == [bfloat16_tag().dtype]
 
 
 @pytest.mark.parametrize("name", ["numba", "numpy"])

@@ -10,7 +10,7 @@ from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter, ReadProgress
 from corun.gpu.lora.table import DeviceAdapter
 from corun.runtime.errors import AdapterError, EngineDeadError
 from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
-from support.cuda_errors import accelerator_error
+from support.cuda.errors import accelerator_error
 
 TIMEOUT_S = 10.0
 

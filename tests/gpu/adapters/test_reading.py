@@ -35,7 +35,7 @@ class Reading:
         self.gate = FileGate()
         self.host = Host(self.device, copied(1 << 20), gate=self.gate)
         self.path = path
-        self.store = self.host.adapters._store
+        self.store = self.host.adapters.store
         self.digest = self.host.register(path).digest
         self.thread: threading.Thread | None = None
         self.num_told = 0

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,14 +114,16 @@ def test_a_back_end_that_fails_its_probe_is_not_used(
 def test_a_slow_loop_in_place_of_triton_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> Any:
-        raise select._UnusableError("no such instruction")
+    def broken(*_: object) -> float:
+        raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(select, "_make_triton", broken)
+    triton = SimpleNamespace(is_interpreted=False)
+    monkeypatch.setattr("corun.gpu.attention.triton_backend.TritonAttention", lambda _: triton)
+    monkeypatch.setattr(select, "max_probe_error", broken)
     chosen = select_attention_backend("auto", device=torch.device("cuda"), dtype=torch.bfloat16)
     assert chosen.name == "torch"
     (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)
-    assert "triton does not work: no such instruction" in record.message
+    assert "its probe failed: RuntimeError: no such instruction" in record.message
 
 
 def test_the_probe_takes_any_layer() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from corun.gpu.attention.triton_backend import TritonAttention, tile_shape
 from support.attention import Problem, dense_oracle, make_call
-from support.triton_program import run_triton_program
+from support.triton.program import run_triton_program
 
 pytest.importorskip("triton")
 
@@ -20,7 +20,7 @@ _TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2e-3}
 
 
 def test_equals_the_dense_oracle_in_the_interpreter() -> None:
-    errors = json.loads(run_triton_program("triton_attention", TRITON_INTERPRET="1"))
+    errors = json.loads(run_triton_program("check_attention", TRITON_INTERPRET="1"))
     assert len(errors) == 44
     for name, error in errors.items():
         # Written so that NaN fails.
@@ -28,9 +28,7 @@ def test_equals_the_dense_oracle_in_the_interpreter() -> None:
 
 
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    compiled = json.loads(
-        run_triton_program("compile_triton_attention", TRITON_CACHE_DIR=str(tmp_path))
-    )
+    compiled = json.loads(run_triton_program("compile_attention", TRITON_CACHE_DIR=str(tmp_path)))
     plain = {"write_kv", "decode", "prefill", "merge"}
     assert {name for name in compiled if name.startswith("sm_90")} >= {f"sm_90 {n}" for n in plain}
     assert {name for name in compiled if name.startswith("sm_80")} >= {f"sm_80 {n}" for n in plain}

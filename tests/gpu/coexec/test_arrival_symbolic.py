@@ -10,6 +10,7 @@ from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.copier import AdapterCopier
 from corun.gpu.device.base import UnrecordedEventError
 from hypothesis import given, settings
+from support.streams.symbolic_coexec import Shape, SymbolicEngine, recording
 from support.streams.symbolic_explore import explore
 from support.streams.symbolic_findings import (
     Finding,
@@ -18,16 +19,14 @@ from support.streams.symbolic_findings import (
     SlotInUse,
     UseAfterHandOn,
 )
+from support.streams.symbolic_programs import choosers
 from support.streams.symbolic_run import Chooser, run
-from support.symbolic_coexec import ColdEngine, Shape, recording
-from support.symbolic_programs import choosers
-from support.symbolic_tensors import as_torch
 
 SMALL = Shape()
-Life = Callable[[ColdEngine], None]
+Life = Callable[[SymbolicEngine], None]
 
 
-def gradual(engine: ColdEngine) -> None:
+def gradual(engine: SymbolicEngine) -> None:
     """A prefetch moves group by group, as somebody looks; nobody asks for it before it is there."""
     copied = engine.fetch("a")
     engine.start(copied, is_gradual=True)
@@ -41,7 +40,7 @@ def gradual(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def promoted_midway(engine: ColdEngine) -> None:
+def promoted_midway(engine: SymbolicEngine) -> None:
     copied = engine.fetch("a")
     engine.start(copied, is_gradual=True)
     copied.advance()
@@ -51,7 +50,7 @@ def promoted_midway(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def cancelled(engine: ColdEngine) -> None:
+def cancelled(engine: SymbolicEngine) -> None:
     """Given up with copies under way: what it read and wrote may be others' at once."""
     copied = engine.fetch("a")
     engine.start(copied, is_gradual=True)
@@ -63,7 +62,7 @@ def cancelled(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def aborted(engine: ColdEngine) -> None:
+def aborted(engine: SymbolicEngine) -> None:
     """The request goes in mid-prefill, when nobody waits for its chunk's end; then its adapter
     does, and another one comes into its memory.
     """
@@ -79,7 +78,7 @@ def aborted(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def replaced_after_a_chunk(engine: ColdEngine) -> None:
+def replaced_after_a_chunk(engine: SymbolicEngine) -> None:
     """The same with an adapter that was there."""
     copied = engine.fetch("a")
     engine.start(copied)
@@ -92,7 +91,7 @@ def replaced_after_a_chunk(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def unloaded_while_loading(engine: ColdEngine) -> None:
+def unloaded_while_loading(engine: SymbolicEngine) -> None:
     """Its load goes on; it is evicted when it has ended and the request's step is over."""
     copied = engine.fetch("a")
     engine.start(copied)
@@ -107,7 +106,7 @@ def unloaded_while_loading(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def read_in_a_pass(engine: ColdEngine) -> None:
+def read_in_a_pass(engine: SymbolicEngine) -> None:
     """Workers have the layer that is there, whatever was planned; the device waits for the rest."""
     copied = engine.fetch("a", num_whole=engine.shape.num_groups)
     engine.start(copied)
@@ -117,11 +116,11 @@ def read_in_a_pass(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def read_before_a_pass(engine: ColdEngine) -> None:
+def read_before_a_pass(engine: SymbolicEngine) -> None:
     """Nobody is there when it starts; what comes is copied as somebody looks."""
     copied = engine.fetch("a", num_whole=0)
     engine.start(copied)
-    host = as_torch(copied)._host
+    host = engine.host
     for num_whole in range(1, len(host.regions) + 1):
         host.read(num_whole)
         copied.enqueue_all()
@@ -188,7 +187,7 @@ def _give_only_the_reference_back(self: Copied) -> None:
     self._host.release()
 
 
-def finished_early(engine: ColdEngine) -> None:
+def finished_early(engine: SymbolicEngine) -> None:
     """As a loader that does not ask whether it is there."""
     copied = engine.fetch("a")
     engine.start(copied)
@@ -197,7 +196,7 @@ def finished_early(engine: ColdEngine) -> None:
     engine.evict()
 
 
-def evicted_early(engine: ColdEngine) -> None:
+def evicted_early(engine: SymbolicEngine) -> None:
     """While its copies are under way; what comes next takes another stream."""
     copied = engine.fetch("a")
     engine.start(copied)

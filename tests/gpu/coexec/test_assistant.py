@@ -10,7 +10,7 @@ from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Stream
 from corun.shm.errors import WaitTimeoutError
-from support.symbolic_tensors import as_torch
+from support.streams.symbolic_tensors import as_torch
 
 COMPUTE, TRANSFER = Stream(0, "compute"), Stream(1, "exchange")
 ASSISTED, PIPELINED, WARM = (0, 8), (8, 12), (12, 16)  # spans of the rows of every pass

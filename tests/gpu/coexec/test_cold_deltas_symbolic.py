@@ -17,6 +17,7 @@ from corun.gpu.device.base import DeviceError, Stream
 from corun.shm.errors import RingFullError, WorkerUnavailableError
 from corun.shm.job import Job
 from hypothesis import given, settings
+from support.streams.symbolic_coexec import Shape, SymbolicEngine, recording
 from support.streams.symbolic_explore import explore
 from support.streams.symbolic_findings import (
     Finding,
@@ -26,18 +27,19 @@ from support.streams.symbolic_findings import (
     TwoWriters,
     UseAfterHandOn,
 )
+from support.streams.symbolic_programs import choosers
 from support.streams.symbolic_run import Chooser, run
-from support.symbolic_coexec import ColdEngine, Shape, recording
-from support.symbolic_programs import choosers
 
 SMALL = Shape()
 THREE_LAYERS = Shape(num_layers=3, group_of_layer=(0, 0, 0))
 
 
-def assisted_prefill(split_layer: int, *, is_gradual: bool = False) -> Callable[[ColdEngine], None]:
+def assisted_prefill(
+    split_layer: int, *, is_gradual: bool = False
+) -> Callable[[SymbolicEngine], None]:
     """A cold request: one pass while its adapter is loaded, and a warm one."""
 
-    def live(engine: ColdEngine) -> None:
+    def live(engine: SymbolicEngine) -> None:
         copied = engine.fetch("a")
         engine.start(copied, is_gradual=is_gradual)
         if is_gradual:
@@ -111,7 +113,7 @@ def test_larger_ones_are_right_in_any_order(data: st.DataObject, chooser: Choose
     run(recording(shape, assisted_prefill(split_layer, is_gradual=is_gradual)), chooser)
 
 
-def failing_worker(engine: ColdEngine) -> None:
+def failing_worker(engine: SymbolicEngine) -> None:
     """Its jobs are void, the row runs again without workers; the next one has a replacement."""
     copied = engine.fetch("a")
     engine.start(copied)
@@ -131,7 +133,7 @@ def test_a_worker_that_dies_voids_the_pass_and_holds_nothing(
     explore(recording(shape, failing_worker)).check()
 
 
-def broken_off_publishing(engine: ColdEngine) -> None:
+def broken_off_publishing(engine: SymbolicEngine) -> None:
     """A worker has died in a pass, whose signals the accelerator still has to make when the next
     one is published and comes to nothing: nobody waits for what those signals would take back.
     """
@@ -159,10 +161,10 @@ def test_publishing_that_is_broken_off_lets_workers_go(streams: str) -> None:
     explore(recording(shape, broken_off_publishing)).check()
 
 
-def failing_pass(layer: int, before: str) -> Callable[[ColdEngine], None]:
+def failing_pass(layer: int, before: str) -> Callable[[SymbolicEngine], None]:
     """The model raises while workers wait for x; then another pass, with the same slots."""
 
-    def live(engine: ColdEngine) -> None:
+    def live(engine: SymbolicEngine) -> None:
         copied = engine.fetch("a")
         engine.start(copied)
         assisted = engine.begin(engine.shape.num_layers, copied)
@@ -186,7 +188,7 @@ def test_a_pass_that_raises_lets_its_workers_go(streams: str, layer: int, before
 
 
 def test_more_slices_than_slots_are_refused_before_anything_is_published() -> None:
-    def live(engine: ColdEngine) -> None:
+    def live(engine: SymbolicEngine) -> None:
         copied = engine.fetch("a")
         engine.start(copied)
         with pytest.raises(RingFullError, match=r"3 slices of layer 0, input group 0 .* 2 slots"):
@@ -263,7 +265,7 @@ def _drop_by_own_stores(self: Any) -> None:
     self.settle({}, timeout_s=1.0)
 
 
-_Mistake = tuple[type, str, object, Shape, Callable[[ColdEngine], None], set[type[Finding]]]
+_Mistake = tuple[type, str, object, Shape, Callable[[SymbolicEngine], None], set[type[Finding]]]
 
 MISTAKES: dict[str, _Mistake] = {
     "x is copied before it is computed": (
@@ -321,7 +323,7 @@ def test_an_event_that_is_released_early_is_refused() -> None:
 def test_a_pass_that_is_not_settled_keeps_workers_in_the_arena() -> None:
     """The load's end gives the reference back that protects what workers read."""
 
-    def live(engine: ColdEngine) -> None:
+    def live(engine: SymbolicEngine) -> None:
         copied = engine.fetch("a")
         engine.start(copied)
         with replaced(AssistedPass, "settle", lambda self: frozenset()):

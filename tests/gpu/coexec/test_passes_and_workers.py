@@ -23,7 +23,7 @@ from corun.shm.errors import RingFullError, WaitTimeoutError, WorkerUnavailableE
 from corun.shm.job import Job
 from corun.shm.layout import LINE_BYTES
 from support.deltas import POISON, floats
-from support.symbolic_tensors import as_torch
+from support.streams.symbolic_tensors import as_torch
 from support.worker_pool import IN_FEATURES, OUT_FEATURES, Driver, case, make_config, workers
 
 NUM_LAYERS = 3

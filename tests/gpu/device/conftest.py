@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.cuda_setting import Setting, open_setting
+from support.cuda.setting import Setting, open_setting
 
 
 @pytest.fixture(params=["stream", "host"])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from corun.gpu.device.base import DeviceError, DeviceTimeoutError, UnrecordedEventError
-from support.cuda_setting import Setting, add, fill, open_setting
+from support.cuda.setting import Setting, add, fill, open_setting
 
 
 def test_copies_computations_and_signals_keep_their_order(setting: Setting) -> None:

@@ -13,9 +13,9 @@ from corun.gpu.device import cuda_memory
 from corun.gpu.device.base import Stream
 from corun.gpu.device.cuda import CudaDevice, open_cuda_device
 from corun.gpu.device.cuda_select import CudaOptions
+from support.cuda.fake_cuda import FakeGpu, fake_device, noted_memory
 from support.device_contract import Rig
-from support.device_life_contract import DeviceLifeContract, _FailedOnPurpose
-from support.fake_cuda import FakeGpu, fake_device, noted_memory
+from support.device_life_contract import DeviceLifeContract, FailedOnPurpose
 
 HOLDS_A_STREAM = {
     "test_a_stream_keeps_the_order_of_its_operations",
@@ -42,11 +42,11 @@ class _CudaContract(DeviceLifeContract):
             pytest.skip("the host waits here: the test would hold itself")
 
     def fail(self, rig: Rig, stream: Stream) -> None:
-        is_marked = rig.device._streams.has_failed(stream.index)  # type: ignore[attr-defined]
+        is_marked = rig.device.streams.has_failed(stream.index)  # type: ignore[attr-defined]
         if is_marked:
             super().fail(rig, stream)  # left out
             return
-        with pytest.raises(_FailedOnPurpose):
+        with pytest.raises(FailedOnPurpose):
             super().fail(rig, stream)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from corun.gpu.device import cuda
 from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Stream
-from support.cuda_setting import NUM_BYTES, Setting, add, fill, open_setting
+from support.cuda.setting import NUM_BYTES, Setting, add, fill, open_setting
 
 
 def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:
@@ -42,7 +42,7 @@ def test_what_fails_late_leaves_nothing_out_on_an_adopted_stream() -> None:
     with open_setting() as setting:
         on_device = setting.gpu.empty(16)
         setting.device.adopt(setting.stream)
-        setting.device._streams.fail(setting.stream.index, ValueError("by the host's thread"))
+        setting.device.streams.fail(setting.stream.index, ValueError("by the host's thread"))
         setting.device.launch(setting.stream, lambda: fill(on_device, 3.0))
         setting.device.copy(setting.stream, setting.host(0), on_device)
         with pytest.raises(DeviceError, match="by the host's thread"):
@@ -172,7 +172,8 @@ def test_closing_waits_and_unregisters_before_views_drop(setting: Setting) -> No
     setting.device.close()
     setting.device.close()
     assert not setting.gpu.registered
-    assert not setting.memory.is_open
+    with pytest.raises(DeviceError, match="is closed"):
+        setting.memory.word(0, "of memory that is closed")
     for use in (
         setting.device.event,
         lambda: setting.device.stream("late"),

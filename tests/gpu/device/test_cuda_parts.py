@@ -11,7 +11,7 @@ from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_agent import HostAgent, Item
 from corun.gpu.device.cuda_memory import Piece, Registrations
 from corun.gpu.device.link import Direction, LinkTransfer, PacedLink
-from support.fake_cuda import FakeEvent, FakeGpu, FakeRuntime, fake_device
+from support.cuda.fake_cuda import FakeEvent, FakeGpu, FakeRuntime, fake_device
 
 PAGE = mmap.PAGESIZE
 
@@ -222,7 +222,7 @@ def test_a_dead_device_ends_a_paced_copy() -> None:
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)
         gate.set()
-        _await(lambda: device._streams.has_failed(stream.index))  # the agent asks when it comes to
+        _await(lambda: device.streams.has_failed(stream.index))  # the agent asks when it comes to
         gpu.is_dead = False
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)

@@ -10,7 +10,7 @@ from corun.gpu.device.cuda_probe import StuckStreamError
 from corun.gpu.device.host_memory import DeviceChoices
 from corun.gpu.device.link import PacedLink
 from corun.runtime.errors import ConfigError
-from support.fake_cuda import FakeDriver, FakeGpu, FakeRuntime, fake_device
+from support.cuda.fake_cuda import FakeDriver, FakeGpu, FakeRuntime, fake_device
 
 
 def _sync(faults: str = "", **arguments: Any) -> str:

@@ -45,7 +45,9 @@ def test_close_unregisters_once_and_lets_the_buffer_go() -> None:
         pages.close()
     memory.close()
     memory.close()
-    assert unregistered == ["m"] and not memory.is_open
+    assert unregistered == ["m"]
+    with pytest.raises(DeviceError, match="is closed"):
+        memory.word(0, "late")
     with pytest.raises(BufferError):
         pages.close()
     del tensor

@@ -7,7 +7,7 @@ import torch
 from corun.gpu.device.base import DeviceError
 from corun.gpu.device.lost import STICKY_CODES, raise_if_lost
 from corun.runtime.errors import EngineDeadError
-from support.cuda_errors import accelerator_error
+from support.cuda.errors import accelerator_error
 
 
 @pytest.mark.parametrize("code", STICKY_CODES)

@@ -24,7 +24,7 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from support.architectures import save_model
-from support.cuda_errors import accelerator_error
+from support.cuda.errors import accelerator_error
 from support.executor_device import (
     ADAPTER,
     ExecutorDevice,

@@ -20,12 +20,13 @@ from corun.shm.errors import RingFullError
 from support.architectures import save_model
 from support.executor_device import (
     ADAPTER,
+    Arriving,
     ExecutorDevice,
     blocks,
     load,
     new,
     rows,
-    wait_transfer,
+    wait_progress,
 )
 
 
@@ -49,8 +50,6 @@ def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
 
 class Assisting:
     """Stands for the workers: they have a bad day, or void what they did."""
-
-    num_ready_workers = 1
 
     def __init__(
         self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
@@ -91,16 +90,14 @@ def beside_the_cold_one(
             raise RuntimeError("the exchange is broken")
         return forward(inputs, indices)
 
-    device.executor._assistant = assisting  # type: ignore[assignment]
-    device.adapter = device.make_adapter()
+    device.assistant = assisting
+    device.adapter = Arriving(device.make_adapter())
     device.submit(transfers=(load(1),))
-    wait_transfer(device)
+    wait_progress(device)
     requests = (new(1, (5, 6)), new(2, (7, 8, 9)), new(3, (5, 6), ADAPTER))
     tables = (blocks(1, 0), blocks(2, 1), blocks(3, 2))
     device.run(rows((1, 0, 2, True)), new_requests=requests, block_updates=tables)
     (alone,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))
-    arriving: Any = SimpleNamespace(has_failed=lambda: False)
-    device.executor._adapters[ADAPTER].arriving = arriving
     monkeypatch.setattr(device.runner, "forward", with_workers)
     (result,) = device.run(cold_rows((1, 2, 1, True, 0), (2, 0, 3, True, 0), (3, 0, 2, True, 1)))
     assert deltas_of_passes == ([] if assisting.error else ["of workers"])  # and nothing else
@@ -147,14 +144,13 @@ def test_what_breaks_a_pass_with_cold_rows_is_not_the_fault_of_the_warm_ones(
 
 
 def test_it_is_told_once_how_many_workers_are_ready(device: ExecutorDevice) -> None:
-    assisting: Any = Assisting()
-    device.executor._assistant = assisting
+    device.workers.num_ready_workers = 1
     assert device.executor.poll() == [WorkersChanged(1)]
     assert device.executor.poll() == []
-    assisting.num_ready_workers = 0
+    device.workers.num_ready_workers = 0
     assert device.executor.poll() == [WorkersChanged(0)]
-    assisting.num_ready_workers = 2
-    assert WorkersChanged(2) in device.executor.poll()
+    device.workers.num_ready_workers = 2
+    assert device.executor.poll() == [WorkersChanged(2)]
     assert device.executor.poll() == []
 
 

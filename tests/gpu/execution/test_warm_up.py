@@ -12,7 +12,7 @@ from corun.gpu.execution import assemble
 from corun.gpu.execution.warm_up import warm_up
 from support.architectures import save_model
 from support.executor_device import ExecutorDevice
-from support.triton_program import run_triton_program
+from support.triton.program import run_triton_program
 from transformers import PreTrainedModel
 
 # Layers of two kinds, one with a window so small that its contexts are never divided; heads whose
@@ -23,7 +23,7 @@ MODELS = ("gemma2", "odd-heads", "phi3")
 def count(device: str) -> dict[str, dict[str, int]]:
     """Variants that were warmed, by model and kernel; serving asks for no other."""
     pytest.importorskip("triton")
-    counted = json.loads(run_triton_program("triton_variants", device, *MODELS))
+    counted = json.loads(run_triton_program("count_variants", device, *MODELS))
     for name, model in counted.items():
         assert model["more"] == [], name
     return {name: model["warmed"] for name, model in counted.items()}

@@ -126,4 +126,4 @@ def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_leaves_the_preferred_only_for_a_gain(
     times: dict[str, list[float]], expected: str
 ) -> None:
-    assert select._fastest(times) == expected
+    assert select.fastest(times) == expected

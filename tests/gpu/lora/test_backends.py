@@ -14,7 +14,7 @@ from corun.gpu.lora.torch_backend import TorchLora
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lora import CASES, LoraCase, check_case, make_batch
-from support.triton_program import run_triton_program
+from support.triton.program import run_triton_program
 
 BACKENDS: dict[str, tuple[Callable[..., LoraBackend], torch.dtype]] = {
     "torch-float32": (TorchLora, torch.float32),
@@ -115,12 +115,12 @@ def test_targets_of_one_input_together(name: str, in_features: int) -> None:
 
 def test_triton_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    run_triton_program("triton_lora", "interpret", TRITON_INTERPRET="1")
+    run_triton_program("check_lora", "interpret", TRITON_INTERPRET="1")
 
 
 def test_triton_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    run_triton_program("triton_lora", "compile", TRITON_CACHE_DIR=str(tmp_path))
+    run_triton_program("check_lora", "compile", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.gpu

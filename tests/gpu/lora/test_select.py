@@ -2,7 +2,6 @@
 
 import logging
 
-import corun.gpu.lora.select as select_module
 import pytest
 import torch
 from corun.gpu.lora.numba_backend import NumbaLora
@@ -58,9 +57,7 @@ def test_wrong_products_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         def add_delta(self, x: torch.Tensor, y: torch.Tensor, *rest: object) -> None:
             y += 0.25
 
-    monkeypatch.setattr(
-        select_module, "_make", lambda name, table, dtype: Wrong(table, dtype=dtype)
-    )
+    monkeypatch.setattr("corun.gpu.lora.numba_backend.NumbaLora", Wrong)
     assert choose("auto", torch.float32) == "torch"
     with pytest.raises(ConfigError, match="wrong on this machine"):
         choose("numba", torch.float32)
@@ -69,10 +66,10 @@ def test_wrong_products_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_loop_in_place_of_triton_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> bool:
+    def broken(*_: object) -> torch.Generator:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(select_module, "_probe", broken)
+    monkeypatch.setattr("torch.Generator", broken)
     assert choose("auto", torch.bfloat16, "cuda") == "torch"
     (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)
     assert "triton does not work: its probe failed: RuntimeError: no such" in record.message

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from corun.gpu.attention.base import AttentionParams
 from corun.gpu.attention.torch_backend import TorchAttention
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.forward.batch import StepContext
@@ -88,13 +89,10 @@ def test_the_comparison_sees_a_window_that_is_ignored(
     """A wrong attention result of any kind must not pass: here the layers' windows are lost."""
     from corun.gpu.model import attention_hook
 
-    original = attention_hook._read_params
     monkeypatch.setattr(
         attention_hook,
-        "_read_params",
-        lambda module, query, mask, kwargs: original(
-            module, query, mask, {**kwargs, "sliding_window": None}
-        ),
+        "AttentionParams",
+        lambda scaling, window, *others: AttentionParams(scaling, None, *others),
     )
     with pytest.raises(ModelError, match="relative error"):
         probe(save_model("mistral", tmp_path))

@@ -71,7 +71,7 @@ def test_slow_workers_take_their_times_longer(monkeypatch: pytest.MonkeyPatch) -
     from corun.profiles.measure import deltas
 
     report = measure(_TASK, [make_backend("numpy")])
-    monkeypatch.setattr(deltas, "_run", lambda *_: report)
+    monkeypatch.setattr(deltas, "run_bench", lambda *_: report)
     once, thrice = (measure_deltas(_TASK, slowdown, lambda *_: None) for slowdown in (1.0, 3.0))
     assert thrice.families[0].at(16, 4) == pytest.approx(3 * once.families[0].at(16, 4))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from corun.runtime.adapters.peft_config import (
-    _IGNORED,
-    _REASONS,
-    _SERVED,
+    IGNORED_FIELDS,
+    REFUSAL_REASONS,
+    SERVED_FIELDS,
     parse_peft_config,
     read_peft_config,
 )
@@ -43,7 +43,7 @@ def test_configuration_of_the_installed_peft_is_accepted(tmp_path: Path) -> None
 def test_every_field_of_the_installed_peft_is_known() -> None:
     """A new field of PEFT is refused when it is set; this says that one is to be looked at."""
     names = {field.name for field in dataclasses.fields(LoraConfig)}
-    assert names - _SERVED - _IGNORED - set(_REASONS) == set()
+    assert names - SERVED_FIELDS - IGNORED_FIELDS - set(REFUSAL_REASONS) == set()
 
 
 @pytest.mark.parametrize(

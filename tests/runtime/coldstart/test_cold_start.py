@@ -1,11 +1,14 @@
 """Cold starts from arrival to first token, with the real planner and made-up times."""
 
+from dataclasses import dataclass
+
 import hypothesis.strategies as st
 import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
+from corun.runtime.coldstart.link import LinkLedger, by_layer
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.plan import AdapterId, RequestId, StepId
@@ -72,6 +75,17 @@ def _arrive(cold_starts: PlannedColdStarts, number: int) -> list[Request]:
     for request in requests:
         assert cold_starts.may_start(request, 0, _rows(), 0.0)
     return requests
+
+
+def _predicted_s(cold_starts: PlannedColdStarts) -> float:
+    """When the first token is expected of another request like those that arrived."""
+    cold_starts.load_ended(ADAPTER, 0.0)
+    _load(cold_starts)
+    request = make_request(50, prompt=32, adapter_id=ADAPTER)
+    cold_starts.may_start(request, 0, _rows(), 0.0)
+    decision = cold_starts.decision(request.request_id)
+    assert decision is not None
+    return decision.predictions[0].first_token_s
 
 
 def _rows(num_decodes: int = 0, *, is_decode_apart: bool = False) -> StepRows:
@@ -171,52 +185,73 @@ def test_rows_that_decode_make_a_chunk_bearable_wherever_they_are_computed() -> 
         assert cold_starts.next_chunk(request, 32, 16, many, 0.0) is not None
 
 
-@st.composite
-def _crowds(draw: st.DrawFn) -> tuple[PlannedColdStarts, StepRows, list[Request], float]:
+@dataclass(frozen=True)
+class _Crowd:
     """Cold requests of several adapters, warm rows, and when what of the loads has arrived."""
+
+    cold_starts: PlannedColdStarts
+    rows: StepRows
+    requests: list[Request]
+    now_s: float
+    model: MachineModel
+    link: LinkLedger  # told what the cold starts are told
+    max_worker_tokens: int  # of all workers together
+
+
+@st.composite
+def _crowds(draw: st.DrawFn) -> _Crowd:
     forced = draw(st.sampled_from([LoadStrategy.ASSISTED, LoadStrategy.PIPELINED, None]))
+    model = _model(
+        draw(st.sampled_from([1e3, 1e4, 1e6])), draw(st.sampled_from([1e-5, 3e-4, 2e-3]))
+    )
+    num_workers, max_worker_tokens = draw(st.integers(0, 3)), draw(st.sampled_from([8, 40, 512]))
     cold_starts = _cold_starts(
-        link_bytes_per_s=draw(st.sampled_from([1e3, 1e4, 1e6])),
-        invocation_s=draw(st.sampled_from([1e-5, 3e-4, 2e-3])),
-        num_workers=draw(st.integers(0, 3)),
-        max_worker_tokens=draw(st.sampled_from([8, 40, 512])),
+        link_bytes_per_s=model.link.bytes_per_s,
+        invocation_s=model.invocation_s,
+        num_workers=num_workers,
+        max_worker_tokens=max_worker_tokens,
         forced=forced,
     )
     rows = _rows(draw(st.integers(0, 8)), is_decode_apart=draw(st.booleans()))
+    link = LinkLedger(model.link)
     requests = []
     for number in range(1, draw(st.integers(1, 4)) + 1):
         adapter_id = AdapterId(number)
         _load(cold_starts, adapter_id=adapter_id)
+        link.start(adapter_id, (200, 200), 0.0, is_demand=True)
         if draw(st.booleans()):
             cold_starts.load_progressed(adapter_id, 1, 0.0)
+            link.report(adapter_id, 1, 0.0)
         prompt = draw(st.integers(1, 64))
         requests.append(make_request(number, prompt=prompt, adapter_id=adapter_id))
-    return cold_starts, rows, requests, draw(st.sampled_from([0.0, 0.02, 0.3]))
+    now_s = draw(st.sampled_from([0.0, 0.02, 0.3]))
+    return _Crowd(cold_starts, rows, requests, now_s, model, link, num_workers * max_worker_tokens)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(_crowds())
-def test_no_step_is_held_up_by_more_than_the_share(
-    crowd: tuple[PlannedColdStarts, StepRows, list[Request], float],
-) -> None:
+def test_no_step_is_held_up_by_more_than_the_share(crowd: _Crowd) -> None:
     """Whoever is in it: layer by layer, the step is run in thought as a device would."""
-    cold_starts, rows, requests, now_s = crowd
-    for request in requests:
+    cold_starts, rows, now_s = crowd.cold_starts, crowd.rows, crowd.now_s
+    for request in crowd.requests:
         if cold_starts.may_start(request, 5, rows, now_s):
             chunk = cold_starts.next_chunk(request, 64, 5, rows, now_s)
             if chunk is not None:
                 rows.cold_chunks.append((request, chunk))
     if rows.cold_chunks:
-        wait_s, warm_s = _run_step(cold_starts, rows, now_s)
+        wait_s, warm_s = _run_step(crowd)
         assert wait_s <= 0.05 * warm_s + 1e-9
     cold_starts.step_closed(StepId(1), rows, 0.0)
 
 
-def _run_step(cold_starts: PlannedColdStarts, rows: StepRows, now_s: float) -> tuple[float, float]:
+def _run_step(crowd: _Crowd) -> tuple[float, float]:
     """By how much the step waits, and how long it takes without waiting."""
-    model = cold_starts._planner.model
+    rows = crowd.rows
     chunks = [chunk for _, chunk in rows.cold_chunks]
-    ready_s = [cold_starts._ready_s(request.adapter_id, now_s) for request, _ in rows.cold_chunks]
+    ready_s = [
+        by_layer((0, 0, 1, 1), crowd.link.ready_s(request.adapter_id, crowd.now_s))
+        for request, _ in rows.cold_chunks
+    ]
     apart_s = 0.004 * len(rows.decodes) if rows.is_decode_apart else 0.0
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     num_tokens += 0 if rows.is_decode_apart else len(rows.decodes)
@@ -228,9 +263,8 @@ def _run_step(cold_starts: PlannedColdStarts, rows: StepRows, now_s: float) -> t
         end_s += num_tokens * 0.001
         helped = [chunk.num_tokens for chunk in chunks if chunk.split_layer > layer]
         # A fifth of the base products' time: never longer than these on one worker.
-        end_s += len(helped) * model.invocation_s
-        assert not helped or cold_starts._num_workers > 0
-        assert sum(helped) <= cold_starts._worker_tokens[cold_starts._num_workers]
+        end_s += len(helped) * crowd.model.invocation_s
+        assert sum(helped) <= crowd.max_worker_tokens
     warm_s = apart_s + num_tokens * 0.004
     return end_s - warm_s, warm_s
 
@@ -249,7 +283,7 @@ def test_company_that_nobody_foresaw_is_no_fault_of_the_strategy() -> None:
     rows.chunks.append((make_request(9, prompt=100), 100))
     cold_starts.step_closed(StepId(1), rows, 0.0)
     cold_starts.first_token(request.request_id, alone_s + 132 * 0.004)
-    assert cold_starts._planner._records[LoadStrategy.ASSISTED].ratio == pytest.approx(1.0)
+    assert _predicted_s(cold_starts) == pytest.approx(alone_s)
 
 
 def test_steps_that_wait_longer_than_predicted_make_cold_chunks_rarer() -> None:
@@ -281,8 +315,11 @@ def test_a_request_that_had_no_room_teaches_nothing() -> None:
     assert chunk is not None
     rows.cold_chunks.append((request, chunk))
     cold_starts.step_closed(StepId(1), rows, 0.0)
+    decision = cold_starts.decision(request.request_id)
+    assert decision is not None
+    alone_s = decision.predictions[0].first_token_s
     assert cold_starts.first_token(request.request_id, 5.1) is not None
-    assert cold_starts._planner._records[LoadStrategy.ASSISTED].num_observed == 0
+    assert _predicted_s(cold_starts) == alone_s
 
 
 def test_a_request_that_skips_steps_for_its_load_teaches_that() -> None:
@@ -292,8 +329,11 @@ def test_a_request_that_skips_steps_for_its_load_teaches_that() -> None:
     cold_starts.step_closed(StepId(1), _rows(3), 0.0)
     cold_starts.load_ended(ADAPTER, 0.4)  # from here on it is as warm as others
     cold_starts.step_closed(StepId(1), _rows(3), 0.0)
+    decision = cold_starts.decision(request.request_id)
+    assert decision is not None
+    alone_s = decision.predictions[0].first_token_s
     cold_starts.first_token(request.request_id, 2.0)
-    assert cold_starts._planner._records[LoadStrategy.PIPELINED].ratio > 1.5
+    assert _predicted_s(cold_starts) > 1.5 * alone_s
 
 
 def test_blocking_stops_everybody_until_the_load_ends() -> None:

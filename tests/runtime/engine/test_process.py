@@ -175,7 +175,7 @@ def test_cuda_gets_its_queues_before_anything_is_loaded(monkeypatch: pytest.Monk
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "restored at the end")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    monkeypatch.setattr(process, "_own_this_process", lambda *_: None)
+    monkeypatch.setattr(process, "own_child_process", lambda *_: None)
     monkeypatch.setattr(process, "load_factory", load)
     ours, theirs = socket.socketpair()
     with ours:

@@ -118,13 +118,13 @@ def test_who_fails_in_company_alone_is_served(depth: int) -> None:
     """As where memory does not suffice for all of them at once."""
     scheduler = make_scheduler()
     executor = make_executor(scheduler)
-    execute = executor._execute_batch
+    execute = executor.execute_batch
 
     def short_of_memory(kind: SubBatchKind, rows: list[Any]) -> list[RowResult]:
         executor.spoils = lambda request_id, kind: len(rows) > 2
         return execute(kind, rows)
 
-    executor._execute_batch = short_of_memory  # type: ignore[method-assign]
+    executor.execute_batch = short_of_memory  # type: ignore[method-assign]
     requests = make_requests(5)
     add_all(scheduler, requests)
     outputs = outputs_of(run_to_end(scheduler, executor, depth=depth))

@@ -29,8 +29,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.cold import RandomColdStarts
 from support.fake_executor import expected_output
+from support.random_cold_starts import RandomColdStarts
 from support.scheduling import (
     BLOCK_BYTES,
     make_executor,

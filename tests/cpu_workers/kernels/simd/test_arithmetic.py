@@ -35,7 +35,7 @@ def test_pairs_are_multiplied_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch, pairs: float, expected: np.generic
 ) -> None:
     rates = {BFLOAT16_DOT.dtype: pairs, BFLOAT16.dtype: 1.0}
-    monkeypatch.setattr(arithmetic, "_products_per_s", lambda tag: rates[tag.dtype])
+    monkeypatch.setattr(arithmetic, "products_per_s", lambda tag: rates[tag.dtype])
     monkeypatch.setattr(arithmetic, "is_forced", lambda: False)
     assert arithmetic.bfloat16_tag().dtype == expected.dtype
     assert ("without pairs" in arithmetic.describe()) == (expected is BFLOAT16)
@@ -43,7 +43,7 @@ def test_pairs_are_multiplied_where_that_is_faster(
 
 def test_a_level_without_pairs_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "process_isa", lambda: isa.LEVELS[-1])
-    monkeypatch.delattr(arithmetic, "_products_per_s")
+    monkeypatch.delattr(arithmetic, "products_per_s")
     assert arithmetic.bfloat16_tag().dtype == BFLOAT16.dtype
     assert arithmetic.describe() == "generic"
 
@@ -51,6 +51,6 @@ def test_a_level_without_pairs_measures_nothing(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not _HAS_DOT, reason="this process has no AVX512_BF16 to force")
 def test_a_forced_level_is_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "is_forced", lambda: True)
-    monkeypatch.delattr(arithmetic, "_products_per_s")
+    monkeypatch.delattr(arithmetic, "products_per_s")
     assert arithmetic.bfloat16_tag().dtype == BFLOAT16_DOT.dtype
     assert arithmetic.describe() == isa.process_isa().name

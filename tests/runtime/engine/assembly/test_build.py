@@ -73,14 +73,14 @@ def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(
         assert living.name in names
 
 
-@pytest.mark.parametrize("step", ["_plan_memory", "_make_scheduler", "_model_info"])
+@pytest.mark.parametrize("step", ["plan_memory", "make_scheduler", "ModelInfo"])
 def test_a_failed_start_leaves_nothing(
     options: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(options)
     before = held()
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(build, step, fail)
@@ -104,26 +104,26 @@ def test_rows_that_decode_are_kept_apart_on_cuda(
     options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the engine is the CPU's: only the scheduler is told that it is on a GPU."""
-    make_scheduler = build._make_scheduler
+    make_scheduler = build.make_scheduler
 
     def make(config: EngineConfig, loaded: Any, *others: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(loaded.model), "device", torch.device(where))
             return make_scheduler(config, loaded, *others)
 
-    monkeypatch.setattr(build, "_make_scheduler", make)
+    monkeypatch.setattr(build, "make_scheduler", make)
     config = EngineConfig(**options)
     assembly = build.build_engine(config, on_progress=lambda _: None, own_process=False)
     try:
-        core: Any = assembly.core
+        core, executor = assembly.core, assembly.parts.executor
         plans: list[StepPlan] = []
-        submit = core._executor.submit
+        submit = executor.submit
 
         def note(plan: StepPlan) -> None:
             plans.append(plan)
             submit(plan)
 
-        monkeypatch.setattr(core._executor, "submit", note)
+        monkeypatch.setattr(executor, "submit", note)
         greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         core.add_request(AddRequest(1, (5, 6, 7), greedy, None))
         ended = []
@@ -148,8 +148,8 @@ def num_tokens(plan: StepPlan) -> list[int]:
 
 def test_a_tokenizer_with_code_of_its_own_is_not_told(options: dict[str, Any]) -> None:
     plain, remote = EngineConfig(**options), EngineConfig(**options, trust_remote_code=True)
-    assert build._tokenizer_spec(plain, lambda _: None) is not None
-    assert build._tokenizer_spec(remote, lambda _: None) is None
+    assert build.tokenizer_spec(plain, lambda _: None) is not None
+    assert build.tokenizer_spec(remote, lambda _: None) is None
 
 
 def profile_of(options: dict[str, Any], directory: Path) -> str:

@@ -8,6 +8,7 @@ device's memory are leases, handed on as soon as they may be.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from corun.gpu.adapters.arrival import Copied
@@ -26,8 +27,8 @@ from corun.shm.arena import RegionPlace
 from corun.shm.region import Region, TargetSize, plan_region
 from support.streams.symbolic import Recording, SymbolicDevice
 from support.streams.symbolic_program import Buffer
-from support.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch, one
-from support.symbolic_workers import SymbolicPool
+from support.streams.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch, one
+from support.streams.symbolic_workers import SymbolicPool
 
 _WIDTH, _RANK = 16, 8
 BLOCK = 8  # tokens of the smallest slice
@@ -137,7 +138,8 @@ class _Copier(AdapterCopier):
             count = self._shape.num_layers * self._shape.num_groups
             names = [f"memory {number}.{part}" for part in range(count)]
         leases = [symbolic.lease(name, stream) for name in names]
-        return as_torch(SymbolicTensor(leases, num_bytes // len(leases)))
+        self.newest_memory = SymbolicTensor(leases, num_bytes // len(leases))
+        return as_torch(self.newest_memory)
 
     def staging(self, lane: Lane, num_bytes: int) -> Any:
         if lane.staging is None:
@@ -159,7 +161,7 @@ class _Backend:
 
     layout = PACKED
 
-    def __init__(self, engine: "ColdEngine") -> None:
+    def __init__(self, engine: "SymbolicEngine") -> None:
         self._engine = engine
 
     def add_deltas(self, x: object, ys: object, targets: object, batch: LoraBatch) -> None:
@@ -170,7 +172,7 @@ class _Backend:
         engine.device.symbolic.launch(engine.compute, _nothing, reads=memory)
 
 
-class ColdEngine:
+class SymbolicEngine:
     """The engine's thread: what it does is written down call by call."""
 
     def __init__(self, symbolic: SymbolicDevice, shape: Shape) -> None:
@@ -191,9 +193,8 @@ class ColdEngine:
         )  # fmt: skip
         handover = StreamHandover(exchange, add_in_place)
         if shape.copies_y:
-            add = AddByCopy(1, 1, torch.device("cpu"))
-            as_torch(add)._flat = one("landed")
-            handover = StreamHandover(exchange, add)
+            with mock.patch.object(torch, "empty", return_value=one("landed")):
+                handover = StreamHandover(exchange, AddByCopy(1, 1, torch.device("cpu")))
         backend = as_torch(_Backend(self))
         self.assistant = Assistant(handover, backend, gateway, shape.num_layers)
         self.memory: dict[int, SymbolicTensor] = {}  # by table row
@@ -201,7 +202,7 @@ class ColdEngine:
 
     def fetch(self, name: str, num_whole: int | None = None) -> Copied:
         """Refer to an adapter in the arena, or one of which only so many regions are there yet."""
-        host = _HostAdapter(self.device.symbolic, name, self.shape, num_whole)
+        self.host = host = _HostAdapter(self.device.symbolic, name, self.shape, num_whole)
         self.pool.regions = dict(enumerate(host.regions))
         placement = self.copier.place(host.plans, self.shape.group_of_layer)
         return Copied(as_torch(host), self.copier, placement)
@@ -209,7 +210,7 @@ class ColdEngine:
     def start(self, copied: Copied, *, is_gradual: bool = False, row: int = 0) -> None:
         """As the loader, and what the executor enters into its table."""
         copied.start(is_gradual=is_gradual)
-        self.memory[row] = as_torch(copied)._memory
+        self.memory[row] = self.copier.newest_memory
 
     def finish(self, copied: Copied) -> None:
         """As the loader once somebody has seen that it is there."""
@@ -286,11 +287,11 @@ def _fail() -> None:
     raise ArithmeticError
 
 
-def recording(shape: Shape, live: Callable[[ColdEngine], None]) -> Recording:
+def recording(shape: Shape, live: Callable[[SymbolicEngine], None]) -> Recording:
     """A recording of an engine that lives so, on a device of its own."""
 
     def host(device: SymbolicDevice) -> None:
-        engine = ColdEngine(device, shape)
+        engine = SymbolicEngine(device, shape)
         live(engine)
         engine.close()
 

@@ -14,7 +14,7 @@ import gpu_check
 import torch
 from corun.gpu.device import cuda_memory
 from corun.gpu.device.host_memory import TorchDevice
-from support.fake_cuda import FakeGpu, fake_device, noted_memory
+from support.cuda.fake_cuda import FakeGpu, fake_device, noted_memory
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import msgspec
 from ..shm.job import WorkerState, WorkerStatus
 from ..shm.mailbox import SupervisorEnd
 from ..shm.words import wrap
-from .link import LinkError
+from .ipc import IpcError
 from .messages import (
     FromSupervisor,
     Prepared,
@@ -23,7 +23,7 @@ from .messages import (
     WorkerSetup,
     WorkerSpawned,
 )
-from .process_life import look_at
+from .process_life import process_stat
 from .watch import ProgressWatch, Restarts, job_deadline_ns
 from .worker_process import WorkerProcess
 
@@ -40,7 +40,7 @@ Tell = Callable[[FromSupervisor, int | None], None]
 _LOG = logging.getLogger(__name__)
 
 
-class Seat:
+class WorkerSlot:
     """One worker: its mailbox, its process, and the watch over it."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Seat:
         assert self._process is not None
         try:
             messages = self._process.link.receive()
-        except LinkError as error:
+        except IpcError as error:
             self.kill(f"was killed because {error}")
             return
         for message in messages:
@@ -145,7 +145,7 @@ class Seat:
     def _last_words(self) -> str | None:
         """Return why the process, which has ended, could not start, if it said so."""
         assert self._process is not None
-        with contextlib.suppress(LinkError):
+        with contextlib.suppress(IpcError):
             for message in self._process.link.receive():
                 if isinstance(message, Refused):
                     return f"could not start: {message.reason}"
@@ -171,7 +171,7 @@ class Seat:
                 limit_ns = job_deadline_ns(job.predicted_us, job.slowdown_permille / 1000)
             else:
                 limit_ns = _AWAKE_BEAT_LIMIT_NS if self.is_busy else _BEAT_LIMIT_NS
-        return self._watch.observe(now_ns, progress, limit_ns, lambda: look_at(process.pid))
+        return self._watch.observe(now_ns, progress, limit_ns, lambda: process_stat(process.pid))
 
     def _describe_stuck(self) -> str:
         if self._running_since_ns is None:

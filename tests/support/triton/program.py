@@ -1,4 +1,4 @@
-"""Runs a program of tests/support that uses Triton in a process of its own.
+"""Runs a program of this folder that uses Triton in a process of its own.
 
 Triton decides at its import whether it interprets or compiles.
 """
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-_TESTS = Path(__file__).parents[1]
+_TESTS = Path(__file__).parents[2]
 # The interpreter of Triton 3.6 makes integers of arrays in a way that numpy 2.4 has removed.
 _INTERPRETER_IS_TOO_OLD = "only 0-dimensional arrays can be converted to Python scalars"
 
 
 def run_triton_program(module: str, *arguments: str, **variables: str) -> str:
-    """Run ``support.<module>`` and return what it prints; skip where the interpreter cannot."""
+    """Run a module of this folder and return what it prints; skip where the interpreter cannot."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # Before what is there: it may say whose corun is tested.
     path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     finished = subprocess.run(
-        [sys.executable, "-m", f"support.{module}", *arguments],
+        [sys.executable, "-m", f"support.triton.{module}", *arguments],
         env=environment,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ _MAX_MESSAGE_BYTES = 1 << 16
 _encoder = msgspec.msgpack.Encoder()
 
 
-class LinkError(Exception):
+class IpcError(Exception):
     """The peer sent what is no message of the protocol."""
 
 
@@ -50,7 +50,7 @@ class Link(Generic[Received]):
         return bool(self._unsent)
 
     def receive(self) -> list[Received]:
-        """Return what has arrived; sets ``at_end`` at the end. Raises ``LinkError``."""
+        """Return what has arrived; sets ``at_end`` at the end. Raises ``IpcError``."""
         messages = []
         for message, descriptor in self.receive_with_descriptors():
             if descriptor is not None:
@@ -77,7 +77,7 @@ class Link(Generic[Received]):
             poll.poll(left_s * 1000)
             self._read()
         message, descriptor = self._unread.pop(0)
-        assert descriptor is None, "who waits for one message expects no descriptor"
+        assert descriptor is None, "wait_one is for messages without a descriptor"
         return message
 
     def send(self, message: object, descriptor: int | None = None) -> None:
@@ -130,5 +130,5 @@ class Link(Generic[Received]):
             try:
                 message = self._decoder.decode(data)
             except msgspec.MsgspecError as error:
-                raise LinkError(f"a message cannot be decoded: {error}") from error
+                raise IpcError(f"a message cannot be decoded: {error}") from error
             self._unread.append((message, descriptors[0] if descriptors else None))

@@ -11,7 +11,7 @@ from corun.gpu.device.base import Stream, Word
 from corun.gpu.device.cuda import CudaDevice
 from corun.gpu.device.host_memory import HostMemory
 from corun.gpu.device.link import PacedLink
-from support.fake_cuda import FakeGpu, fake_device
+from support.cuda.fake_cuda import FakeGpu, fake_device
 
 NUM_BYTES = 4 * mmap.PAGESIZE
 

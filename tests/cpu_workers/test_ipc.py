@@ -5,7 +5,7 @@ import socket
 
 import msgspec
 import pytest
-from corun.cpu_workers.link import Link, LinkError, link_pair
+from corun.cpu_workers.ipc import IpcError, Link, link_pair
 
 
 class Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -65,7 +65,7 @@ def test_a_broken_message_is_an_error() -> None:
     ours, theirs = link_pair()
     link: Link[Note] = Link(ours, Note)
     theirs.send(b"\xc1")
-    with pytest.raises(LinkError, match="cannot be decoded"):
+    with pytest.raises(IpcError, match="cannot be decoded"):
         link.receive()
     link.close()
     theirs.close()

@@ -11,7 +11,7 @@ from corun.shm.words import wrap
 from support.streams.symbolic import SymbolicDevice
 from support.streams.symbolic_program import Buffer
 from support.streams.symbolic_tape import Process
-from support.symbolic_tensors import SymbolicTensor
+from support.streams.symbolic_tensors import SymbolicTensor
 
 _FIRST_SEQUENCE = 2**31 - 2  # wraps around on the way
 _Y_OFFSET = 100

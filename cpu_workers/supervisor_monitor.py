@@ -23,9 +23,9 @@ from ..shm.control import Control
 from ..shm.job import WorkerState, WorkerStatus
 from ..shm.mailbox import SupervisorEnd
 from ..shm.words import wrap
-from .link import LinkError
-from .messages import Measured, Setup, Stop, Tick, WorkerGone, WorkerReady, WorkerSpawned
-from .process_life import kill_and_wait, look_at
+from .ipc import IpcError
+from .messages import DeltasMeasured, Setup, Stop, Tick, WorkerGone, WorkerReady, WorkerSpawned
+from .process_life import kill_and_wait, process_stat
 from .supervisor_process import SupervisorProcess
 from .watch import ProgressWatch, Restarts
 
@@ -51,7 +51,7 @@ class WorkerCounts:
     num_failed_jobs: int = 0
 
 
-class SupervisorKeeper:
+class SupervisorMonitor:
     """See the module. Everything public is for other threads."""
 
     def __init__(self, control: Control, setup: Setup) -> None:
@@ -144,8 +144,8 @@ class SupervisorKeeper:
             if supervisor.link.at_end or supervisor.wait_end(0):
                 return None
             limit_ns = _SILENCE_LIMIT_NS if self._num_ticks else _START_LIMIT_NS
-            look = functools.partial(look_at, supervisor.pid)
-            if watch.observe(time.monotonic_ns(), self._num_ticks, limit_ns, look):
+            read_stat = functools.partial(process_stat, supervisor.pid)
+            if watch.observe(time.monotonic_ns(), self._num_ticks, limit_ns, read_stat):
                 return "was killed because it showed no life"
         supervisor.link.send(Stop())
         if not supervisor.wait_end(_STOP_TIMEOUT_S):
@@ -157,7 +157,7 @@ class SupervisorKeeper:
             match message:
                 case Tick():
                     self._note_tick(supervisor)
-                case Measured(delta_table):
+                case DeltasMeasured(delta_table):
                     self._note_measured(delta_table)
                 case WorkerSpawned(worker):
                     assert descriptor is not None
@@ -225,7 +225,7 @@ class SupervisorKeeper:
         The kernel kills them with it. One that it had just started, and not yet told of, ends
         before it attaches to anything: it finds its parent gone.
         """
-        with contextlib.suppress(LinkError):
+        with contextlib.suppress(IpcError):
             self._take_messages(supervisor)
         while not kill_and_wait(list(self._pidfds.values()), _KILL_TIMEOUT_S):
             _LOG.error("CPU workers do not end; what waits for them is held")

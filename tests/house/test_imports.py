@@ -1,0 +1,182 @@
+"""Who imports whom: folders, packages without cycles, and policy that loads nothing heavy."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+from support.product import (
+    ROOT,
+    imports_of,
+    is_below,
+    module_of,
+    modules,
+    name_of,
+    product_files,
+    tree_of,
+)
+
+# Which parts of the product a folder may import; a dotted name allows everything below it. The
+# longest matching folder decides.
+_ALLOWED_IMPORTS = {
+    # Of the profiles the pure part.
+    "runtime": (
+        "runtime",
+        "cpu_workers.process_life",  # how a process begins and ends: standard library only
+        "cpu_workers.kernels.simd.isa",  # names of levels and their environment
+        "shm.arena_ranges",  # which ranges of anything are free: pure
+        "profiles.busy",
+        "profiles.curve",
+        "profiles.derive",
+        "profiles.find",
+        "profiles.fit",
+        "profiles.meter",
+        "profiles.models",
+        "profiles.picture",
+        "profiles.profile",
+        "profiles.report",
+    ),
+    # Composition: only this puts policy and mechanism together.
+    "runtime/engine/assembly": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
+    "runtime/cli/env.py": ("runtime", "cpu_workers.kernels"),
+    "gpu": (
+        "gpu",
+        "shm",
+        "cpu_workers.kernels",
+        # The side of the CPU workers that the device talks to.
+        "cpu_workers.pool",
+        "cpu_workers.slices",
+        # How a thread is pinned is the same on both sides.
+        "cpu_workers.affinity",
+        "runtime.plan",
+        "runtime.sampling",
+        "runtime.errors",
+        "runtime.config",
+        # Plain data of an adapter, on its way to the device.
+        "runtime.adapters.digest",
+        "runtime.adapters.target_map",
+        "runtime.adapters.resolved",
+        "runtime.adapters.tensor_names.EXPERTS_REASON",
+    ),
+    "cpu_workers": ("cpu_workers", "shm"),
+    "shm": ("shm",),
+    "profiles": ("profiles",),
+    "profiles/measure": (
+        "profiles",
+        "gpu",
+        "cpu_workers",
+        "shm",
+        "runtime.adapters.target_map",
+    ),
+}
+
+# Policy decides and never computes: standard library and numpy only.
+_POLICY = (
+    "runtime.plan",
+    "runtime.request",
+    "runtime.sampling",
+    "runtime.errors",
+    "runtime.limits",
+    "runtime.adapters.names",
+    "runtime.adapters.registry",
+    "runtime.adapters.target_map",
+    "runtime.engine.core",
+    "runtime.engine.messages",
+)
+_POLICY_PACKAGES = (
+    "runtime/scheduler",
+    "runtime/coldstart",
+    "runtime/machine",
+    "runtime/memory",
+    "runtime/config",
+    "runtime/cli",
+)
+_HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")
+
+
+def _allowed(file: str) -> tuple[str, ...]:
+    matching = [rule for rule in _ALLOWED_IMPORTS if file == rule or file.startswith(f"{rule}/")]
+    return _ALLOWED_IMPORTS[max(matching, key=len)]
+
+
+def test_folders_import_only_what_they_may() -> None:
+    wrong = [
+        f"{item.file}:{item.line} imports {item.target}"
+        for path in product_files()
+        if path.parent != ROOT
+        for item in imports_of(path)
+        # The version is the root's only name that the inside needs.
+        if item.target != "__version__"
+        and not any(is_below(item.target, allowed) for allowed in _allowed(item.file))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_what_runs_the_model_knows_that_passes_are_replayed() -> None:
+    """Kernels are called by ``gpu.forward.launcher``, whoever notes it."""
+    wrong = [
+        f"{item.file}:{item.line} imports {item.target}"
+        for path in product_files()
+        if not name_of(path).startswith(("gpu/replay/", "gpu/execution/"))
+        for item in imports_of(path)
+        if is_below(item.target, "gpu.replay")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_product_imports_itself_relatively() -> None:
+    wrong = []
+    for path in product_files():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            else:
+                continue
+            wrong += [f"{name_of(path)}:{node.lineno}" for n in names if is_below(n, "corun")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_packages_import_each_other_in_no_circle() -> None:
+    """A package is a folder. Imports count wherever they stand: in functions, and for types."""
+    edges: dict[str, dict[str, str]] = {}  # package: what it imports, and where
+    for name, path in modules().items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for item in imports_of(path):
+            module = module_of(item.target)
+            if module is None:
+                continue
+            is_package = modules()[module].name == "__init__.py"
+            other = module if is_package else module.rpartition(".")[0]
+            if package and other and other != package:
+                edges.setdefault(package, {})[other] = f"{item.file}:{item.line}"
+    try:
+        TopologicalSorter({package: others.keys() for package, others in edges.items()}).prepare()
+    except CycleError as error:
+        # Each is imported by the next one.
+        circle = list(reversed(error.args[1]))
+        steps = [f"{one} imports {other} ({edges[one][other]})" for one, other in pairwise(circle)]
+        raise AssertionError("\n".join(steps)) from None
+
+
+def _policy_modules() -> list[str]:
+    files = [path for folder in _POLICY_PACKAGES for path in (ROOT / folder).glob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    return sorted([*_POLICY, *(name for name in names if not name.endswith("__init__"))])
+
+
+def test_policy_loads_no_heavy_library() -> None:
+    """Import them one after the other in a fresh process; none may bring one along."""
+    names = ["corun", *(f"corun.{name}" for name in _policy_modules())]
+    script = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    loaded = [heavy for heavy in {_HEAVY!r} if heavy in sys.modules]\n"
+        "    if loaded:\n"
+        "        sys.exit(f'{name} loads {loaded}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
