@@ -206,8 +206,9 @@ class Executor(Protocol):
 
         A plan is run as it is: rows that cannot be computed in the sub-batch that they are in
         come back as RETRY. Each plan has one ``StepResult``, also one without rows, and each
-        transfer one ``TransferResult``, perhaps with ``TransferProgress`` before it. Transfers of a
-        plan begin before its rows, which may use the layer groups of loads that have not ended if
+        transfer one ``TransferResult``, perhaps with ``TransferProgress`` before it; after it
+        nobody reads or writes a load's place on the host. The host's evictions come first, then
+        transfers begin, then rows, which may use the layer groups of loads that have not ended if
         they are ASSISTED. A token sampled by a row has position ``start_position + num_tokens`` and
         is kept there: a row that is computed again replaces it and what was kept behind it.
         Requests to forget may be unknown. Never raises for what happens inside the step: that is

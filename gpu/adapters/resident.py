@@ -112,6 +112,8 @@ class ResidentAdapters:
         except Exception as failure:
             raise_if_lost(failure)
             _LOG.exception("adapter %d found no place", adapter_id)
+            if adapter.release is not None:  # or the host would never get its place back
+                adapter.release()
             return str(failure)
         self._resident[adapter_id] = ResidentAdapter(row, adapter.max_rank, arriving)
         return None

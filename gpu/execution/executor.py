@@ -110,7 +110,8 @@ class DeviceExecutor:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)
-        self._note_workers()
+        if not self._results:  # who asks before a step wants to know; who waits for one does not
+            self._note_workers()
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:

@@ -64,7 +64,6 @@ class ChannelClient:
         self._is_closing = False
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
-        """See ``EngineClient.start``."""
         assert self._channel is None, "a client starts once"
         self._on_message, self._on_death = on_message, on_death
         self._ready = asyncio.get_running_loop().create_future()
@@ -78,7 +77,6 @@ class ChannelClient:
             raise
 
     def send(self, message: ToEngine) -> None:
-        """See ``EngineClient.send``."""
         if self._death is not None:
             raise EngineDeadError(str(self._death))
         if self._channel is None or self._is_closing:
@@ -89,7 +87,6 @@ class ChannelClient:
             raise EngineDeadError(f"the engine takes no messages: {error}") from error
 
     async def close(self) -> None:
-        """See ``EngineClient.close``."""
         if self._channel is None:
             return
         was_ready = self._ready is not None and self._ready.done() and _succeeded(self._ready)

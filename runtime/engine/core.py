@@ -188,7 +188,7 @@ class EngineCore:
         comes. If it returns updates, the next step may be due: whoever brings new requests first
         has them in it.
         """
-        if not self._is_waiting:  # nobody has looked since the engine came to rest
+        if not self._scheduler.num_in_flight:  # what is to be known before a step is planned
             self._take(self._executor.poll(0.0))
         self._fill()
         self._poll(0.0 if self._updates else timeout_s)
@@ -265,7 +265,9 @@ class EngineCore:
         """
         scheduler = self._scheduler
         if not self._is_waiting:
-            is_stuck = scheduler.has_work() and not self._has_news
+            is_stuck = scheduler.has_work() and not (
+                self._has_news or scheduler.memory.num_registrations
+            )
             assert not is_stuck, "there is work, but nothing to wait for"
             return
         try:

@@ -98,7 +98,6 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 -- as Jinja has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """See ``Extension``."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)

@@ -240,5 +240,5 @@ class StoppingDetokenizer:
         return shown
 
     def finish(self) -> str:
-        """See ``Detokenizer``: no stop string can claim any more what it might have."""
+        """Return the text held back: no stop string can claim it any more."""
         return self._finder.flush()

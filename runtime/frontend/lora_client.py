@@ -29,7 +29,6 @@ class LoraClient:
             await self.add(lora, reload=False)
 
     async def add(self, lora: LoRARequest, *, reload: bool) -> None:
-        """See ``AsyncEngine.add_lora``."""
         check_lora_request(lora)
         if not reload and self.directory.has(lora):
             return
@@ -40,7 +39,6 @@ class LoraClient:
                 await self._run(AddAdapter(next(self._operation_ids), lora.lora_name, path))
 
     async def remove(self, name: str) -> None:
-        """See ``AsyncEngine.remove_lora``."""
         self.directory.check_known(name)
         await self._run(RemoveAdapter(next(self._operation_ids), name))
 

@@ -39,10 +39,10 @@ class LoraDirectory:
         """Whether an adapter has this name, in whatever state."""
         return name in self._infos
 
-    def check_known(self, name: str) -> None:
-        """Raise ``UnknownModelError`` unless an adapter has this name."""
+    def check_known(self, name: str, *, param: str = "lora_request") -> None:
+        """Raise ``UnknownModelError`` unless an adapter has this name, in whatever state."""
         if name not in self._infos:
-            raise unknown_name(name, self._infos)
+            raise unknown_name(name, self._infos, param=param)
 
     def check_usable(self, name: str) -> None:
         """Raise ``UnknownModelError`` or ``AdapterUnavailableError`` unless requests may name it.

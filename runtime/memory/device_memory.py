@@ -25,6 +25,8 @@ from .block_pool import BlockPool
 from .budget import MemoryBudget
 from .host_cache import HostCache
 
+_REGISTRATION_OWNER = "registrations"
+
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
@@ -52,6 +54,7 @@ class DeviceMemory:
         self.cache = cache
         self.host = host
         self._host_uses: dict[AdapterId, tuple[HostPlace, str]] = {}  # with the content
+        self._registrations: dict[HostPlaceId, int] = {}  # under way, and what they reserve
         self._num_draining_blocks = 0
         self._commands: list[Transfer] = []  # not yet in a plan
         self._open: dict[TransferId, Transfer] = {}
@@ -65,6 +68,11 @@ class DeviceMemory:
     def num_open_transfers(self) -> int:
         """Transfers that were commanded and have not ended."""
         return len(self._open)
+
+    @property
+    def num_registrations(self) -> int:
+        """Adapters that are being read to the host for the first time: their end may make room."""
+        return len(self._registrations)
 
     @property
     def has_evictions(self) -> bool:
@@ -156,12 +164,20 @@ class DeviceMemory:
         """Make room on the host for an adapter that is registered now, if it may have any."""
         if self.host is None:
             return HostRoom(None)
+        num_bytes = sum(layer_bytes) if self.host.is_device_memory else 0
+        if not self.budget.reserve(_REGISTRATION_OWNER, num_bytes):
+            return HostRoom(None)
         place = self.host.begin_registration(layer_bytes)
+        if place is None:
+            self.budget.release(_REGISTRATION_OWNER, num_bytes)
+        else:
+            self._registrations[place.place_id] = num_bytes
         return HostRoom(place, self.host.take_evictions())
 
     def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
         """What was to be read to a place is there, with this content; None = it is not."""
         assert self.host is not None
+        self.budget.release(_REGISTRATION_OWNER, self._registrations.pop(place_id))
         if digest is not None:
             self.host.filled(place_id, digest)
         self.host.end_use(place_id)

@@ -89,8 +89,9 @@ class HostCache:
     def begin_load(self, digest: str, layer_bytes: Sequence[int]) -> HostPlace | None:
         """Use the adapter of this content until ``end_use``; where it is, or is to be read to.
 
-        ``layer_bytes``: of its layers, in whole pages. None if there is no room now; it comes when
-        other uses end.
+        ``layer_bytes``: of its layers, in whole pages. It may take more than is left; what nothing
+        uses goes with the next ``keep_within``. None if there is no room now; it comes when other
+        uses end.
         """
         kept = self._by_digest.get(digest)
         if kept is None:
@@ -106,7 +107,9 @@ class HostCache:
         """
         if sum(layer_bytes) > self._limit_bytes - self._used_bytes():
             return None
-        return self._place(layer_bytes)
+        place = self._place(layer_bytes)
+        self._trim()
+        return place
 
     def filled(self, place_id: HostPlaceId, digest: str) -> None:
         """The content of a place that is in use is whole, and may be found."""
@@ -180,7 +183,6 @@ class HostCache:
         extents = tuple(zip(starts, layer_bytes, strict=True))
         place_id = HostPlaceId(next(self._ids))
         self._kept[place_id] = _Kept(place_id, extents)
-        self._trim()
         return HostPlace(place_id, extents, is_filled=False)
 
     def _make_room(self, sizes: Sequence[int]) -> list[int] | None:

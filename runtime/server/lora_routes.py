@@ -5,9 +5,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..adapters.names import unknown_name
+from ..adapters.names import check_adapter_name
 from ..adapters.registry import AdapterInfo
-from ..errors import NotServedError, RequestError
+from ..errors import AdapterError, NotServedError, RequestError
 from ..frontend.outputs import LoRARequest
 from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
@@ -15,7 +15,6 @@ from .responses import json_response
 from .settings import ALLOW_VARIABLE
 from .state import ServerState
 
-MAX_NAME_CHARS = 256
 _UNUSED_INT_ID = 1  # the name identifies an adapter
 
 
@@ -71,9 +70,7 @@ class LoraRoutes:
     async def unload(self, request: Request) -> Response:
         """Unregister an adapter; requests that run under it finish."""
         body = parse_body(UnloadRequest, await self._read(request))
-        if self._find(body.lora_name) is None:
-            names = [adapter.name for adapter in self._state.engine.list_loras()]
-            raise unknown_name(body.lora_name, names, param="lora_name")
+        self._state.engine.loras.check_known(body.lora_name, param="lora_name")
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)
 
@@ -89,16 +86,10 @@ class LoraRoutes:
         return await read_body(request.scope, request.receive, limit)
 
     def _check_name(self, name: str) -> None:
-        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
-            raise RequestError(
-                f"lora_name has {len(name)} characters, 1 to {MAX_NAME_CHARS} printable ones "
-                "are accepted",
-                param="lora_name",
-            )
-        if name in self._state.names.base_names:
-            raise RequestError(
-                f"lora_name {name!r} is the name of the base model", param="lora_name"
-            )
+        try:
+            check_adapter_name(name, self._state.names.base_names)
+        except AdapterError as error:
+            raise RequestError(str(error), param="lora_name") from error
 
     def _find(self, name: str) -> AdapterInfo | None:
         found = [

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, cast
 
 import torch
 from corun.gpu.adapters.arrival import AdapterLoad, Copied
+from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.lora.table import DeviceAdapter
@@ -115,6 +115,21 @@ class Arriving(Copied):
         """Nothing is borrowed."""
 
 
+class _AssistantOf:
+    """Whatever ``ExecutorDevice.assistant`` is now."""
+
+    def __init__(self, device: "ExecutorDevice") -> None:
+        self._device = device
+
+    @property
+    def num_ready_workers(self) -> int:
+        assistant = self._device.assistant
+        return 0 if assistant is None else int(assistant.num_ready_workers)
+
+    def begin(self, *arguments: Any) -> Any:
+        return self._device.assistant.begin(*arguments)
+
+
 class ExecutorDevice:
     """An executor over a tiny model, and what its loads bring."""
 
@@ -126,21 +141,20 @@ class ExecutorDevice:
         self.loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
         self.runner = assemble.make_runner(self.loaded, 32)
         self.adapter: DeviceAdapter | Arriving | Exception = AdapterError("its files have changed")
+        self.host_log: list[str] = []
+        self.assistant: Any = None  # of ASSISTED plans
         self.executor: DeviceExecutor = assemble.make_executor(
             self.loaded,
             self.runner,
-            AdapterFetch(self._fetch, lambda _: None),
+            AdapterFetch(self._fetch, lambda ids: self.host_log.append(f"evict {ids}")),
             eos_token_ids=(2,),
             max_model_len=64,
-            assistant=mock.Mock(begin=self._begin, num_ready_workers=0),
+            assistant=cast(Assistant, _AssistantOf(self)),
         )
-        self.assistant: Any = None  # of ASSISTED plans
         self._num_steps = 0
 
-    def _begin(self, *arguments: Any) -> Any:
-        return self.assistant.begin(*arguments)
-
     def _fetch(self, transfer: Transfer) -> AdapterLoad:
+        self.host_log.append(f"fetch {transfer.transfer_id}")
         if isinstance(self.adapter, Exception):
             raise self.adapter
         return self.adapter if isinstance(self.adapter, Arriving) else Ready(self.adapter)

@@ -214,6 +214,10 @@ class FakeExecutor:
             self._adapters[transfer.adapter_id] = "resident"
         self._results.append(TransferResult(transfer.transfer_id, error))
 
+    def tell(self, result: Result) -> None:
+        """Let ``poll`` return this."""
+        self._results.append(result)
+
     def progress_transfer(self, transfer_id: int, num_groups: int) -> None:
         """Let layer groups of a load arrive; ``poll`` tells of it."""
         assert self.transfers[transfer_id].kind is TransferKind.LOAD_ADAPTER

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun.runtime.errors import AdapterError, EngineDeadError
+from corun.gpu.lora.table import DeviceAdapter
+from corun.runtime.errors import AdapterError, EngineDeadError, ResourceError
 from corun.runtime.plan import (
+    HostPlaceId,
     Outcome,
     RequestId,
     RetryCause,
@@ -217,6 +219,28 @@ def test_a_load_that_fails_says_why(device: ExecutorDevice, error: Exception) ->
     device.adapter = device.make_adapter()
     device.submit(transfers=(load(2),))
     assert wait_transfer(device) == TransferResult(TransferId(2))
+
+
+def test_the_host_evicts_before_loads_begin(device: ExecutorDevice) -> None:
+    device.adapter = device.make_adapter()
+    device.submit(transfers=(load(1),), host_evictions=(HostPlaceId(3), HostPlaceId(4)))
+    assert wait_transfer(device) == TransferResult(TransferId(1))
+    assert device.host_log == ["evict (3, 4)", "fetch 1"]
+
+
+def test_an_adapter_without_a_row_gives_its_memory_back(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[bool] = []
+    device.adapter = DeviceAdapter({}, release=lambda: released.append(True))
+
+    def full(adapter: object) -> int:
+        raise ResourceError("the LoRA table is full")
+
+    monkeypatch.setattr(device.loaded.lora_table, "add", full)
+    device.submit(transfers=(load(1),))
+    assert "table is full" in (wait_transfer(device).error or "")
+    assert released == [True]
 
 
 def test_requests_are_forgotten_and_slots_reused(device: ExecutorDevice) -> None:

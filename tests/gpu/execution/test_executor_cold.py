@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.coexec.assistant import ColdRow
-from corun.runtime.plan import Outcome, RequestId, RetryCause, SubBatch, SubBatchKind
+from corun.runtime.plan import (
+    Outcome,
+    RequestId,
+    RetryCause,
+    SubBatch,
+    SubBatchKind,
+    WorkersChanged,
+)
 from corun.shm.errors import RingFullError
 from support.architectures import save_model
 from support.executor_device import (
@@ -44,7 +51,7 @@ def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
 class Assisting:
     """Stands for the workers: they have a bad day, or void what they did."""
 
-    num_ready_workers = 0
+    num_ready_workers = 1
 
     def __init__(
         self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
@@ -136,6 +143,18 @@ def test_what_breaks_a_pass_with_cold_rows_is_not_the_fault_of_the_warm_ones(
     assert assisting.num_given_up == 1
     (again,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))
     assert list(again.rows) == alone
+
+
+def test_it_is_told_once_how_many_workers_are_ready(device: ExecutorDevice) -> None:
+    assisting: Any = Assisting()
+    device.assistant = assisting
+    assert device.executor.poll() == [WorkersChanged(1)]
+    assert device.executor.poll() == []
+    assisting.num_ready_workers = 0
+    assert device.executor.poll() == [WorkersChanged(0)]
+    assisting.num_ready_workers = 2
+    assert WorkersChanged(2) in device.executor.poll()
+    assert device.executor.poll() == []
 
 
 def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorDevice) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
 from corun.runtime.errors import EngineDeadError, RequestError, UnknownModelError
-from corun.runtime.plan import AdapterId, StepPlan
+from corun.runtime.memory.host_cache import HostCache
+from corun.runtime.plan import AdapterId, StepId, StepPlan, WorkersChanged
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.cold import StepRows, WarmStarts
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import make_executor, make_memory, make_scheduler
 
@@ -28,9 +31,12 @@ class Engine:
         depth: int = 1,
         num_blocks: int = 64,
         is_automatic: bool = True,
+        host: HostCache | None = None,
         **limits: Any,
     ) -> None:
-        self.scheduler = make_scheduler(memory=make_memory(num_blocks=num_blocks), **limits)
+        self.scheduler = make_scheduler(
+            memory=make_memory(num_blocks=num_blocks, host=host), **limits
+        )
         self.executor = make_executor(self.scheduler, is_automatic=is_automatic)
         ids = itertools.count(1)
         self.registry = AdapterRegistry(lambda: AdapterId(next(ids)))
@@ -46,9 +52,11 @@ class Engine:
             cpu_workers=lambda: self.workers,
         )
 
-    def register(self, name: str, digest: str = "d", num_bytes: int = 200) -> AdapterId:
+    def register(
+        self, name: str, digest: str = "d", num_bytes: int = 200, host_bytes: tuple[int, ...] = ()
+    ) -> AdapterId:
         load_id = self.registry.begin_loading(name, "/path")
-        facts = AdapterFacts(digest, 8, num_bytes)
+        facts = AdapterFacts(digest, 8, num_bytes, host_bytes=host_bytes)
         registered = self.registry.ready(name, "/path", load_id, facts)
         assert registered is not None
         for adapter_id in registered.freed:
@@ -276,6 +284,46 @@ def raise_once(function: Callable[..., object], error: Exception) -> Callable[..
         return function(*args)
 
     return wrapper
+
+
+def test_what_has_changed_while_it_slept_is_known_before_the_next_step() -> None:
+    engine = Engine(cold_starts=(cold_starts := CountingWorkers()))
+    engine.add(1)
+    assert ends_of(engine.run()) == {1: "length"}
+    assert cold_starts.log == []
+    engine.executor.tell(WorkersChanged(3))
+    engine.add(2)
+    engine.core.step()
+    assert cold_starts.log[:2] == ["3 workers", "step"]
+
+
+class CountingWorkers(WarmStarts):
+    """Notes what comes first."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def workers_changed(self, num_ready: int) -> None:
+        self.log.append(f"{num_ready} workers")
+
+    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
+        if self.log:
+            self.log.append("step")
+
+
+def test_a_request_waits_for_the_host_while_another_adapter_is_registered() -> None:
+    """Nothing is under way that the executor could tell of, and still it is not stuck."""
+    host = HostCache(2 * PAGESIZE)
+    engine = Engine(host=host)
+    engine.register("a", host_bytes=(PAGESIZE,) * 2)
+    room = engine.core.place_registration((PAGESIZE,))
+    assert room.place is not None
+    engine.add(1, "a")
+    assert engine.core.step() == [] and not engine.core.is_ready
+    engine.core.end_registration(room.place.place_id, None)
+    assert engine.core.is_ready
+    assert ends_of(engine.run()) == {1: "length"}
+    assert engine.core.stats().num_host_evictions == 0
 
 
 class TestExceptions:

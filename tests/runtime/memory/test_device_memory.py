@@ -1,6 +1,20 @@
+from dataclasses import replace
+from mmap import PAGESIZE
+
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.device_memory import DeviceMemory
-from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferId, TransferKind, TransferResult
+from corun.runtime.memory.host_cache import HostCache
+from corun.runtime.plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    StepId,
+    StepPlan,
+    Transfer,
+    TransferId,
+    TransferKind,
+    TransferResult,
+)
+from support.fake_host import FakeHost
 from support.scheduling import BLOCK_BYTES, facts, make_memory
 
 
@@ -157,3 +171,107 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
         memory.cache.acquire(AdapterId(number))
     assert not memory.reclaim(0, 128, include_waiting=True, keep=BASE_ADAPTER)
     assert memory.take_commands() == ()
+
+
+class InPlace:
+    """Adapters of two pages that are read where they are kept, and KV blocks of a page."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.host = HostCache(
+            2 * num_pages * PAGESIZE, is_device_memory=True, idle_bytes=num_pages * PAGESIZE
+        )
+        self.memory = make_memory(
+            num_blocks=num_pages, block_bytes=PAGESIZE, capacity_bytes=num_pages * PAGESIZE,
+            host=self.host,
+        )  # fmt: skip
+        self.fake = FakeHost(self.host.capacity_bytes, is_device_memory=True)
+
+    def load(self, adapter_id: int) -> None:
+        adapter = facts(2 * PAGESIZE, f"content {adapter_id}")
+        adapter = replace(adapter, host_bytes=(PAGESIZE, PAGESIZE))
+        assert self.memory.load(AdapterId(adapter_id), adapter) is not None
+        self.plan()
+
+    def evict(self, adapter_id: int) -> None:
+        assert self.memory.evict(AdapterId(adapter_id))
+        self.plan()
+
+    def plan(self) -> None:
+        """What is commanded comes to its end; the machine has no more than there is."""
+        transfers = self.memory.take_commands()
+        evictions = self.memory.take_host_evictions()
+        self.fake.submit(StepPlan(StepId(1), (), transfers=transfers, host_evictions=evictions))
+        held_bytes = sum(size for one in self.fake.places.values() for _, size in one.extents)
+        assert held_bytes == self.host.taken_bytes
+        assert held_bytes + self.memory.pool.written_bytes <= self.memory.budget.capacity_bytes
+        for transfer in transfers:
+            self.fake.finish(transfer, None)
+            self.memory.settle(TransferResult(transfer.transfer_id))
+        self.memory.check_invariants()
+
+    def kept(self) -> list[int]:
+        return [n for n in range(10) if self.host.contains(f"content {n}")]
+
+
+def test_adapters_that_are_read_in_place_share_one_ledger_with_blocks() -> None:
+    """What is in use is reserved; what nothing uses lies in what nobody has reserved."""
+    memory = InPlace(8)
+    for adapter_id in (1, 2, 3):
+        memory.load(adapter_id)
+    budget, pool = memory.memory.budget, memory.memory.pool
+    assert budget.free_bytes == 2 * PAGESIZE
+    memory.evict(1)
+    memory.evict(2)
+    assert memory.kept() == [1, 2, 3] and budget.free_bytes == 6 * PAGESIZE, "counted once"
+    first = pool.allocate(2)
+    memory.plan()
+    assert memory.kept() == [1, 2, 3]
+    second = pool.allocate(1)
+    memory.plan()
+    assert memory.kept() == [2, 3], "it goes in the plan that names the block"
+    assert pool.allocate(4) is None
+    third = pool.allocate(3)
+    assert first and second and third
+    memory.plan()
+    assert memory.kept() == [3], "what is in use stays"
+    assert memory.memory.num_host_evictions == 2
+
+
+def test_blocks_that_were_written_keep_adapters_away_until_a_load_has_them_returned() -> None:
+    memory = InPlace(8)
+    memory.load(1)
+    memory.evict(1)
+    blocks = memory.memory.pool.allocate(6)
+    assert blocks is not None
+    memory.plan()
+    memory.memory.pool.free(blocks)
+    assert memory.memory.place_registration((PAGESIZE,) * 3).place is None, "six are written"
+    memory.load(2)
+    memory.evict(2)
+    assert memory.kept() == [1, 2]
+    room = memory.memory.place_registration((PAGESIZE,) * 3)
+    assert room.place is not None and room.evictions == (), "the pages went back"
+    memory.memory.end_registration(room.place.place_id, "content 3")
+    assert memory.kept() == [1, 2, 3]
+
+
+def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
+    host = HostCache(3 * PAGESIZE)
+    memory = make_memory(num_blocks=100, host=host)
+
+    def begin(number: int) -> Transfer | None:
+        adapter = replace(facts(10, f"content {number}"), host_bytes=(PAGESIZE,) * 2)
+        return memory.load(AdapterId(number), adapter)
+
+    first = begin(1)
+    assert first is not None and begin(2) is None
+    memory.take_commands()
+    memory.settle(TransferResult(first.transfer_id, "its files have changed"))
+    second = begin(2)
+    assert second is not None and second.host is not None and first.host is not None
+    assert memory.take_host_evictions() == (first.host.place_id,)
+    memory.settle(TransferResult(second.transfer_id))
+    assert host.contains("content 2") and not host.contains("content 1")
+    memory.forget_content("content 2")
+    assert memory.has_evictions
+    memory.check_invariants()

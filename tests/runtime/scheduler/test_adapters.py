@@ -1,10 +1,12 @@
 """Loads, evictions and failures of adapters, and who is overtaken meanwhile."""
 
 from collections.abc import Generator
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, StepPlan, TransferKind, TransferResult
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
@@ -294,3 +296,20 @@ def test_a_request_that_fits_is_admitted_in_spite_of_endless_later_arrivals() ->
     else:
         raise AssertionError("never admitted")
     assert overtaking_tokens <= 60 + 2 * 5
+
+
+def test_what_leaves_the_host_goes_in_a_plan_of_its_own_if_need_be() -> None:
+    """Before anything else in it, and again if nobody knows what became of the plan."""
+    memory = make_memory(host=HostCache(2 * PAGESIZE))
+    scheduler = make_scheduler(memory=memory)
+    room = memory.place_registration((PAGESIZE,))
+    assert room.place is not None
+    memory.end_registration(room.place.place_id, "content")
+    assert scheduler.schedule(0.0) is None and not scheduler.has_work()
+    memory.forget_content("content")
+    assert scheduler.has_work()
+    plan = schedule(scheduler)
+    assert plan.host_evictions == (room.place.place_id,) and not plan.sub_batches
+    scheduler.fail_step(plan.step_id, "lost", 0.0)
+    assert schedule(scheduler).host_evictions == (room.place.place_id,)
+    assert scheduler.schedule(0.0) is None

@@ -102,6 +102,7 @@ def test_adapter_updates(start_server: Callable[..., Any], engine: Any) -> None:
         pinned = post("/v1/load_lora_adapter", lora_name="p", lora_path="/x", pinned=True)
         assert pinned.json()["error"]["code"] == "not_served"
         assert post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
+        assert post("/v1/unload_lora_adapter", lora_name="broken").status_code == 200  # it failed
         gone = post("/unload_lora_adapter", lora_name="uper")
         assert gone.status_code == 404
         assert "'upper'" in gone.json()["error"]["message"]
