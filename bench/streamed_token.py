@@ -30,7 +30,7 @@ from corun.runtime.engine.channel import Channel
 from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.messages import (
     AbortRequests,
-    AddRequest,
+    AddRequests,
     EngineStats,
     ModelInfo,
     Ready,
@@ -98,8 +98,9 @@ def tell_tokens(sock: socket.socket, model: str, num_streams: int) -> None:
         select.select([sock], [], [], wait_s)
         for message in channel.receive():
             match message:
-                case AddRequest(request_id, _, sampling):
-                    remaining[request_id] = sampling.max_tokens or 1
+                case AddRequests(requests):
+                    for request in requests:
+                        remaining[request.request_id] = request.sampling.max_tokens or 1
                 case AbortRequests(request_ids):
                     for request_id in request_ids:
                         remaining.pop(request_id, None)

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 from corun.runtime.engine.client import ProcessClient
-from corun.runtime.engine.messages import AddRequest, FromEngine, StepOutputs
+from corun.runtime.engine.messages import AddRequest, AddRequests, FromEngine, StepOutputs
 from corun.runtime.sampling import SamplingParams
 from paired import MAX_CONTROL_SPREAD, compare
 
@@ -172,7 +172,8 @@ class NullStreams:
                 temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=number
             )
             prompt = tuple(_prompt(number))
-            self._client.send(AddRequest(first_id + number, prompt, params, model or None))
+            request = AddRequest(first_id + number, prompt, params, model or None)
+            self._client.send(AddRequests((request,)))
 
 
 def measure(http: HttpStreams, null: NullStreams, num_pairs: int) -> dict[str, Any]:

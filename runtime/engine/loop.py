@@ -21,6 +21,7 @@ from .messages import (
     AdaptersChanged,
     AddAdapter,
     AddRequest,
+    AddRequests,
     EngineStats,
     FromEngine,
     ModelInfo,
@@ -159,8 +160,9 @@ class EngineHost:
         """Apply one message (``Shutdown`` is the driver's business)."""
         self._has_messages = True
         match message:
-            case AddRequest():
-                self._add_request(message)
+            case AddRequests(requests):
+                for request in requests:
+                    self._add_request(request)
             case AbortRequests(request_ids):
                 self._core.abort(request_ids)
             case AddAdapter() | RemoveAdapter():
@@ -193,14 +195,14 @@ class EngineHost:
         self._open_ids.clear()
         return StepOutputs(tuple(updates), self._stats, self._num_requests)
 
-    def _add_request(self, message: AddRequest) -> None:
-        self._open_ids.add(message.request_id)
+    def _add_request(self, request: AddRequest) -> None:
+        self._open_ids.add(request.request_id)
         self._num_requests += 1
         self._must_tell = True
         try:
-            self._core.add_request(message)
+            self._core.add_request(request)
         except RequestError as error:
-            self._refusals.append(_failed(message.request_id, error))
+            self._refusals.append(_failed(request.request_id, error))
 
     def _begin_operation(self, message: AddAdapter | RemoveAdapter) -> None:
         try:

@@ -19,7 +19,7 @@ class EngineMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # Front end -> engine.
 
 
-class AddRequest(EngineMessage, frozen=True):
+class AddRequest(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens for one prompt (a request with n choices is n of these)."""
 
     request_id: int
@@ -27,6 +27,12 @@ class AddRequest(EngineMessage, frozen=True):
     sampling: SamplingParams  # n is 1, seed and max_tokens are set
     adapter_name: str | None = None  # None = the base model
     cache_salt: str = ""
+
+
+class AddRequests(EngineMessage, frozen=True):
+    """Requests that begin together: no step is planned before the engine knows them all."""
+
+    requests: tuple[AddRequest, ...]
 
 
 class AbortRequests(EngineMessage, frozen=True):
@@ -58,7 +64,7 @@ class Shutdown(EngineMessage, frozen=True):
     """End the engine process; open requests get an error."""
 
 
-ToEngine = AddRequest | AbortRequests | AddAdapter | RemoveAdapter | ReportStats | Shutdown
+ToEngine = AddRequests | AbortRequests | AddAdapter | RemoveAdapter | ReportStats | Shutdown
 
 
 # Engine -> front end.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ..engine.client import EngineClient
-from ..engine.messages import AbortRequests, ModelInfo, StepOutputs
+from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, StepOutputs
 from ..errors import EngineDeadError, RequestError
 from ..limits import check_num_open, check_num_sequences
 from ..sampling import SamplingParams
@@ -114,6 +114,14 @@ class RequestClient:
         Nothing is awaited on the way: all are open, or none. Raises ``RequestError``,
         ``OverloadedError``, ``EngineDeadError``.
         """
+        generation, requests = self._enter(prepared, notify)
+        self._client.send(AddRequests(requests))
+        return generation
+
+    def _enter(
+        self, prepared: PreparedRequest, notify: Notify
+    ) -> tuple[Generation, tuple[AddRequest, ...]]:
+        """Open a request here; what is returned with it is to be sent at once."""
         if self._error is not None:
             raise EngineDeadError(str(self._error))
         if prepared.request_id in self._by_id:
@@ -124,13 +132,11 @@ class RequestClient:
         requests = prepared.engine_requests(self._engine_ids)
         ids = [request.request_id for request in requests]
         generation = Generation(prepared, ids, self._ready()[1], notify)
-        for request in requests:
-            self._client.send(request)
         self._num_sent += len(requests)
         self._by_id[generation.request_id] = generation
         for engine_id, choice in zip(ids, generation.choices, strict=True):
             self._by_engine_id[engine_id] = generation, choice
-        return generation
+        return generation, tuple(requests)
 
     def close(self, generation: Generation) -> None:
         """Forget a request, and abort what is still computed of it."""
@@ -159,15 +165,20 @@ class RequestClient:
 
         try:
             while open_ones or len(generations) < len(batch):
+                together: list[AddRequest] = []
                 while len(generations) < len(batch):
                     prepared = batch[len(generations)]
                     if not self._can_wait(prepared.params.n):
                         self._on_turn.add(waker.set)
                         break
-                    generations.append(self.open(prepared, note_end))
-                    open_ones.add(generations[-1])
+                    generation, requests = self._enter(prepared, note_end)
+                    generations.append(generation)
+                    open_ones.add(generation)
+                    together += requests
                 else:
                     self._on_turn.discard(waker.set)
+                if together:  # the same batch makes the same steps, however fast it is sent
+                    self._client.send(AddRequests(tuple(together)))
                 await waker
                 while ended:
                     generation = ended.pop()

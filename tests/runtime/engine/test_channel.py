@@ -19,6 +19,7 @@ from corun.runtime.engine.messages import (
     AbortRequests,
     AddAdapter,
     AddRequest,
+    AddRequests,
     EngineStats,
     FromEngine,
     RequestUpdate,
@@ -32,10 +33,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 MESSAGES: list[ToEngine] = [
-    AddRequest(
-        1, (1, 2, 3), SamplingParams(seed=2**64 - 1, stop=("a", "b"), logprobs=2), "name", "salt"
+    AddRequests(
+        (
+            AddRequest(
+                1,
+                (1, 2, 3),
+                SamplingParams(seed=2**64 - 1, stop=("a", "b"), logprobs=2),
+                "name",
+                "salt",
+            ),  # fmt: skip
+            AddRequest(2, tuple(range(1000)), SamplingParams(seed=-5, max_tokens=None)),
+        )
     ),
-    AddRequest(2, tuple(range(1000)), SamplingParams(seed=-5, max_tokens=None)),
     AbortRequests((1, 2)),
     AddAdapter(7, "ä", "/somewhere"),
     Shutdown(),

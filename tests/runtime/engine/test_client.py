@@ -15,6 +15,7 @@ from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.engine.messages import (
     AbortRequests,
     AddRequest,
+    AddRequests,
     FromEngine,
     RequestUpdate,
     StepOutputs,
@@ -53,7 +54,7 @@ class Session:
 
     def ask(self, request_id: int, text: str, **sampling: Any) -> None:
         params = SamplingParams(seed=1, **sampling)
-        self.client.send(AddRequest(request_id, tuple(text.encode()), params))
+        self.client.send(AddRequests((AddRequest(request_id, tuple(text.encode()), params),)))
 
     async def wait(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):

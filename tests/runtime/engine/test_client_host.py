@@ -8,6 +8,7 @@ from corun.runtime.engine.messages import (
     AdaptersChanged,
     AddAdapter,
     AddRequest,
+    AddRequests,
     FromEngine,
     OperationDone,
     RemoveAdapter,
@@ -26,9 +27,9 @@ def host() -> EngineHost:
     return EngineHost(FakeAssembly(EngineConfig(model="fake", max_num_waiting=2)))
 
 
-def add(request_id: int, text: str, adapter_name: str | None = None) -> AddRequest:
+def add(request_id: int, text: str, adapter_name: str | None = None) -> AddRequests:
     params = SamplingParams(seed=0, max_tokens=100)
-    return AddRequest(request_id, tuple(text.encode()), params, adapter_name)
+    return AddRequests((AddRequest(request_id, tuple(text.encode()), params, adapter_name),))
 
 
 def turn_until_idle(host: EngineHost) -> list[FromEngine]:

@@ -15,6 +15,7 @@ from corun.runtime.engine import process
 from corun.runtime.engine.channel import Channel, encode_frame
 from corun.runtime.engine.messages import (
     AddRequest,
+    AddRequests,
     FromEngine,
     Ready,
     Shutdown,
@@ -92,7 +93,7 @@ def test_a_whole_life(child: Child) -> None:
     child.configure()
     request = AddRequest(4, tuple(b"hi"), SamplingParams(seed=0, max_tokens=9))
     open_one = AddRequest(5, tuple(b"SILENT"), SamplingParams(seed=0, max_tokens=9))
-    child.sock.sendall(b"".join(map(encode_frame, (request, open_one, Shutdown()))))
+    child.sock.sendall(b"".join(map(encode_frame, (AddRequests((request, open_one)), Shutdown()))))
     progress, ready, *rest = child.messages_to_the_end()
     assert progress == StartupProgress("pretending to load")
     assert ready == Ready(model_info("fake"), ())
@@ -107,7 +108,7 @@ def test_a_dead_engine_says_why_before_it_ends(child: Child) -> None:
     child.configure()
     silent = AddRequest(4, tuple(b"SILENT"), SamplingParams(seed=0, max_tokens=9))
     deadly = AddRequest(5, tuple(b"DIE"), SamplingParams(seed=0, max_tokens=9))
-    child.sock.sendall(b"".join(map(encode_frame, (silent, deadly))))
+    child.sock.sendall(encode_frame(AddRequests((silent, deadly))))
     *_, last = child.messages_to_the_end()
     assert isinstance(last, StepOutputs)
     ends = {one.request_id: (one.error_kind, one.error) for one in last.updates}

@@ -134,7 +134,7 @@ from pathlib import Path
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.engine.messages import (
-    AbortRequests, AddRequest, EngineStats, ModelInfo, Ready, RequestUpdate, StepOutputs,
+    AbortRequests, AddRequests, EngineStats, ModelInfo, Ready, RequestUpdate, StepOutputs,
     TokenizerSpec,
 )
 from corun.runtime.server.run import serve
@@ -155,8 +155,10 @@ class Client:
 
     def send(self, message):
         match message:
-            case AddRequest(request_id=key):
-                self.generating[key] = asyncio.ensure_future(self.generate(key))
+            case AddRequests(requests=requests):
+                for request in requests:
+                    key = request.request_id
+                    self.generating[key] = asyncio.ensure_future(self.generate(key))
             case AbortRequests(request_ids=keys):
                 for key in keys:
                     self.generating[key].cancel()

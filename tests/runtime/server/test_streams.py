@@ -16,7 +16,7 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import OnDeath, OnMessage
 from corun.runtime.engine.messages import (
     AbortRequests,
-    AddRequest,
+    AddRequests,
     EngineStats,
     Ready,
     RequestUpdate,
@@ -57,8 +57,8 @@ class PlayedClient:
         return Ready(FakeEngine().get_model_info(), ())
 
     def send(self, message: ToEngine) -> None:
-        if isinstance(message, AddRequest):
-            self.open_ids.append(message.request_id)
+        if isinstance(message, AddRequests):
+            self.open_ids += [request.request_id for request in message.requests]
         elif isinstance(message, AbortRequests):
             self.aborted_ids += message.request_ids
             self.open_ids = [key for key in self.open_ids if key not in message.request_ids]
