@@ -41,7 +41,7 @@ MESSAGES: list[ToEngine] = [
                 SamplingParams(seed=2**64 - 1, stop=("a", "b"), logprobs=2),
                 "name",
                 "salt",
-            ),  # fmt: skip
+            ),
             AddRequest(2, tuple(range(1000)), SamplingParams(seed=-5, max_tokens=None)),
         )
     ),
