@@ -38,6 +38,9 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[BlockId] = field(default_factory=list)
     max_total_tokens: int = 0  # prompt and output; set when the scheduler accepts the request
+    # Fixed when the scheduler accepts the request; what comes true may be more, or less.
+    num_predicted_output_tokens: int = 0
+    num_promised_blocks: int = 0  # that it has not been given yet, of what admission reserved
     num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # as scheduled
     num_allocated_tokens: int = 0  # room in block_ids

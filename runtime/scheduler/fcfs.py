@@ -12,8 +12,7 @@ from collections.abc import Collection, Generator, Sequence
 
 from ..plan import RequestId
 from ..request import Request
-from .config import DEFAULT_MAX_OVERTAKING_TOKENS
-from .policy import Verdict
+from .policy import NO_ROOM, PolicyFacts, Verdict
 
 _Entry = tuple[float, RequestId, Request]
 
@@ -21,9 +20,8 @@ _Entry = tuple[float, RequestId, Request]
 class FcfsPolicy:
     """Admits by arrival; preempts the latest arrival."""
 
-    def __init__(self, max_overtaking_tokens: int = DEFAULT_MAX_OVERTAKING_TOKENS) -> None:
-        """``max_overtaking_tokens``: see the module's docstring."""
-        self._max_overtaking_tokens = max_overtaking_tokens
+    def __init__(self, facts: PolicyFacts) -> None:
+        self._max_overtaking_tokens = facts.max_overtaking_tokens
         self._waiting: list[_Entry] = []  # by arrival
         self._overtaking_tokens: dict[RequestId, int] = {}  # of requests that were overtaken
 
@@ -49,7 +47,7 @@ class FcfsPolicy:
         passed: list[Request] = []
         for _, _, request in tuple(self._waiting):
             verdict = yield request
-            if verdict is Verdict.NO_MEMORY:
+            if verdict in NO_ROOM:
                 return
             if verdict is Verdict.LOADING:
                 passed.append(request)
@@ -66,6 +64,12 @@ class FcfsPolicy:
     def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
         """Keep the order of admission."""
         return requests
+
+    def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
+        return ()
+
+    def wake_at_s(self) -> float | None:
+        return None
 
     def victim(self, running: Collection[Request]) -> Request:
         """Choose the latest arrival."""

@@ -7,9 +7,12 @@ candidates it offers.
 
 import enum
 from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..request import Request
+from .config import DEFAULT_MAX_OVERTAKING_TOKENS
+from .step_times import StepTimes
 
 
 class Verdict(enum.Enum):
@@ -17,7 +20,24 @@ class Verdict(enum.Enum):
 
     ADMITTED = "admitted"  # it runs; the policy no longer holds it
     LOADING = "loading"  # its adapter is on the way, with its bytes taken
-    NO_MEMORY = "no_memory"  # blocks or adapter bytes are not free now
+    NO_KV = "no_kv"  # there is no room for its tokens, known and predicted
+    NO_ADAPTER = "no_adapter"  # there is no room for its adapter, or it is leaving the device
+
+
+NO_ROOM = frozenset({Verdict.NO_KV, Verdict.NO_ADAPTER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFacts:
+    """What a policy is told once."""
+
+    times: StepTimes
+    capacity_tokens: int  # KV that the device holds without adapters
+    bytes_per_token: float  # of KV
+    slo_ttft_s: float | None = None  # None = 5 times what first tokens take on an idle engine
+    refresh_s: float = 300.0  # how often lanes are cut anew, by policies that have them
+    num_queues: int | None = None  # lanes; None = as many as the sizes of requests suggest
+    max_overtaking_tokens: int = DEFAULT_MAX_OVERTAKING_TOKENS
 
 
 class SchedulerPolicy(Protocol):
@@ -57,6 +77,17 @@ class SchedulerPolicy(Protocol):
 
     def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
         """Order running requests with more than one token to compute within a step."""
+        ...
+
+    def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
+        """Choose running requests that give their memory back now, without anybody growing.
+
+        They wait again (``add``), keep their tokens and are recomputed.
+        """
+        ...
+
+    def wake_at_s(self) -> float | None:
+        """When the policy may decide otherwise although nothing has happened; None = never."""
         ...
 
     def victim(self, running: Collection[Request]) -> Request:

@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError
 from .fcfs import FcfsPolicy
-from .policy import SchedulerPolicy
+from .policy import PolicyFacts, SchedulerPolicy
 
-SCHEDULER_POLICIES: Mapping[str, Callable[[], SchedulerPolicy]] = {"fcfs": FcfsPolicy}
+SCHEDULER_POLICIES: Mapping[str, Callable[[PolicyFacts], SchedulerPolicy]] = {"fcfs": FcfsPolicy}
 
 
-def make_policy(name: str) -> SchedulerPolicy:
+def make_policy(name: str, facts: PolicyFacts) -> SchedulerPolicy:
     """Return a new policy. Raises ``ConfigError`` if there is none of this name."""
     try:
-        return SCHEDULER_POLICIES[name]()
+        return SCHEDULER_POLICIES[name](facts)
     except KeyError:
         known = ", ".join(sorted(SCHEDULER_POLICIES))
         raise ConfigError(f"--scheduling-policy is {name!r}, must be one of: {known}") from None
