@@ -29,8 +29,10 @@ from corun.runtime.plan import (
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
+from corun.runtime.scheduler.policy import PolicyFacts
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
+from corun.runtime.scheduler.step_times import LearnedTimes
 from load import Workload, make_jobs
 from paired import report
 
@@ -50,8 +52,13 @@ def make_scheduler(num_rows: int, max_tokens: int) -> Scheduler:
         max_model_len=PROMPT_TOKENS + max_tokens,
         block_size=16,
     )
+    facts = PolicyFacts(
+        times=LearnedTimes(config.max_num_batched_tokens),
+        capacity_tokens=pool.num_blocks * config.block_size,
+        bytes_per_token=BLOCK_BYTES / config.block_size,
+    )
     return Scheduler(
-        config, make_policy("fcfs"), DeviceMemory(budget, pool, AdapterCache(budget)), [0]
+        config, make_policy("fcfs", facts), DeviceMemory(budget, pool, AdapterCache(budget)), [0]
     )
 
 

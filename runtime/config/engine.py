@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from ...cpu_workers.kernels.simd import isa
 from ..coldstart.strategy import LoadStrategy
+from ..scheduler.predictor import OUTPUT_PREDICTORS
 from ..scheduler.registry import SCHEDULER_POLICIES
-from .notations import parse_cpu_cores, parse_lora_modules, parse_num_bytes
+from .notations import parse_cpu_cores, parse_lora_modules, parse_num_bytes, parse_queues
 from .option import check_config, option
 
 CPU_ISAS = isa.NAMES
@@ -116,6 +117,42 @@ class EngineConfig:
     )
     scheduling_policy: str = option(
         "fcfs", choices=tuple(SCHEDULER_POLICIES), help="Who is admitted next."
+    )
+    output_predictor: str = option(
+        "history",
+        choices=tuple(OUTPUT_PREDICTORS),
+        help="How many output tokens admission keeps room for where a request does not say: what "
+        "requests for the same adapter came to, or all that they may come to.",
+    )
+    slo_ttft_s: float | None = option(
+        None,
+        above=0,
+        maximum=86400,
+        help="Time to first token that policies aim at; default: 5 times that of an idle engine.",
+    )
+    refresh_s: float = option(
+        300.0,
+        above=0,
+        maximum=86400,
+        help="How often policies with several queues cut them anew.",
+    )
+    queues: str = option(
+        "auto",
+        metavar="auto|fixed:K",
+        help="Queues of such policies, 1 to 4; auto = as many as the sizes of requests suggest.",
+        check=parse_queues,
+    )
+    prefetch_requests: int = option(
+        16,
+        minimum=0,
+        maximum=2**16,
+        help="Waiting requests whose adapters are loaded ahead.",
+    )
+    growth_headroom: float = option(
+        0.01,
+        minimum=0,
+        maximum=0.5,
+        help="Share of the KV blocks that is kept for requests that outgrow their prediction.",
     )
     lora_dir: str | None = option(
         None,

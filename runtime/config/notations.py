@@ -13,6 +13,7 @@ from ..errors import ConfigError
 _CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MAX_CPU = 2**16
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_FIXED_QUEUES = re.compile(r"fixed:([1-4])")
 _UNITS = {
     "": 1,
     "B": 1,
@@ -127,3 +128,13 @@ def parse_num_bytes(text: str, flag: str) -> int:
     if num_bytes != int(num_bytes):
         raise ConfigError(f"{flag} is {text!r}, which is no whole number of bytes")
     return int(num_bytes)
+
+
+def parse_queues(text: str, flag: str) -> int | None:
+    """Return K of ``fixed:K``, or None for ``auto``. Raises ``ConfigError`` that names ``flag``."""
+    if text == "auto":
+        return None
+    match = _FIXED_QUEUES.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{flag} is {text!r}, must be auto, or fixed:K with K from 1 to 4")
+    return int(match[1])

@@ -46,9 +46,19 @@ class AdapterCache:
     if the caller says so. The base model counts as a resident adapter of zero bytes.
     """
 
-    def __init__(self, budget: MemoryBudget, slab: AdapterSlab | None = None) -> None:
-        """``budget`` is shared with the KV pool; ``slab`` is memory that KV blocks cannot have."""
+    def __init__(
+        self, budget: MemoryBudget, slab: AdapterSlab | None = None, *, keeps_idle: bool = True
+    ) -> None:
+        """Nothing is on the device yet.
+
+        Args:
+            budget: Shared with the KV pool.
+            slab: Memory that KV blocks cannot have.
+            keeps_idle: An adapter that no request names stays until others need its room; if not,
+                it is to be evicted at once, as S-LoRA does.
+        """
         self._budget = budget
+        self.keeps_idle = keeps_idle
         self.slab = slab
         self._clock = 0
         self._entries = {BASE_ADAPTER: _DeviceCopy(0, AdapterState.RESIDENT, num_references=1)}
@@ -97,9 +107,18 @@ class AdapterCache:
         """Adapters that waiting requests name, the base model excepted."""
         return tuple(adapter_id for adapter_id in self._num_waiting if adapter_id != BASE_ADAPTER)
 
+    def unwanted_ids(self) -> tuple[AdapterId, ...]:
+        """Idle adapters that are to leave the device at once: none where they are kept."""
+        return () if self.keeps_idle else tuple(self._ranked(include_waiting=False))
+
     def is_idle(self, adapter_id: AdapterId) -> bool:
         """Whether it is resident and nothing refers to it."""
         return adapter_id in self._idle
+
+    def idle_bytes(self, adapter_id: AdapterId) -> int:
+        """What an adapter takes that nothing refers to; 0 if it is not idle."""
+        entry = self._idle.get(adapter_id)
+        return 0 if entry is None else entry.num_bytes
 
     def add_waiting(self, adapter_id: AdapterId) -> None:
         """Note that one more waiting request names this adapter."""
@@ -119,7 +138,8 @@ class AdapterCache:
         assert entry.state in _HOLDABLE and not entry.has_failed, (adapter_id, entry)
         entry.num_references += 1
         self._touch(entry)
-        self._idle.pop(adapter_id, None)
+        if self._idle.pop(adapter_id, None) is not None:
+            self._mark_evictable(-entry.num_bytes)
 
     def release(self, adapter_id: AdapterId) -> None:
         """End one hold; the last one makes the adapter the most recently used idle one."""
@@ -132,7 +152,7 @@ class AdapterCache:
         if entry.has_failed:
             self._drop(adapter_id, entry)
         elif entry.state is AdapterState.RESIDENT:
-            self._idle[adapter_id] = entry
+            self._rest(adapter_id, entry)
 
     def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
         """Take the bytes of an absent adapter if they are free; say whether they were."""
@@ -152,7 +172,7 @@ class AdapterCache:
         entry.state = AdapterState.RESIDENT
         self._touch(entry)
         if entry.num_references == 0:
-            self._idle[adapter_id] = entry
+            self._rest(adapter_id, entry)
 
     def fail_load(self, adapter_id: AdapterId) -> None:
         """The load failed; its bytes are free as soon as no step in flight refers to them."""
@@ -207,6 +227,7 @@ class AdapterCache:
         """The device copy is gone."""
         entry = self._expect(adapter_id, AdapterState.EVICTING)
         self._evicting_bytes -= entry.num_bytes
+        self._mark_evictable(-entry.num_bytes)
         self._num_evictions += 1
         self._drop(adapter_id, entry)
 
@@ -248,6 +269,15 @@ class AdapterCache:
             for adapter_id in self._idle:
                 if adapter_id in self._num_waiting:
                     yield adapter_id
+
+    def _rest(self, adapter_id: AdapterId, entry: _DeviceCopy) -> None:
+        """Nothing refers to a resident adapter any more: it can be evicted."""
+        self._idle[adapter_id] = entry
+        self._mark_evictable(entry.num_bytes)
+
+    def _mark_evictable(self, num_bytes: int) -> None:
+        if self.slab is None:  # else KV blocks cannot have them
+            self._budget.mark_evictable(num_bytes)
 
     def _touch(self, entry: _DeviceCopy) -> None:
         """Mark a use."""

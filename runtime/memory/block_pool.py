@@ -27,6 +27,7 @@ class BlockPool:
         self._num_touched = 0  # ids from here on were never handed out
         self._num_written = 0  # as ``written_bytes`` counts them
         self._allocated: set[int] = set()
+        self.num_promised_blocks = 0
 
     @property
     def num_used_blocks(self) -> int:
@@ -39,9 +40,28 @@ class BlockPool:
         return self.num_blocks - len(self._allocated)
 
     @property
+    def num_unpromised_blocks(self) -> int:
+        """Blocks that may still be promised, or handed out once what is evictable has gone."""
+        return min(
+            self.num_unused_blocks - self.num_promised_blocks,
+            self._budget.unpromised_bytes // self.block_bytes,
+        )
+
+    @property
     def num_available_blocks(self) -> int:
-        """Blocks that ``allocate`` could hand out now."""
-        return min(self.num_unused_blocks, self._budget.free_bytes // self.block_bytes)
+        """Blocks that ``allocate`` could hand out now without a promise."""
+        return min(self.num_unpromised_blocks, self._budget.free_bytes // self.block_bytes)
+
+    def promise(self, num_blocks: int) -> None:
+        """Keep blocks for growth that is expected; they must be unpromised."""
+        assert num_blocks <= self.num_unpromised_blocks, num_blocks
+        self._budget.promise(num_blocks * self.block_bytes)
+        self.num_promised_blocks += num_blocks
+
+    def withdraw(self, num_blocks: int) -> None:
+        """End a promise."""
+        self._budget.withdraw(num_blocks * self.block_bytes)
+        self.num_promised_blocks -= num_blocks
 
     @property
     def written_bytes(self) -> int:
@@ -55,13 +75,22 @@ class BlockPool:
         """The memory of the blocks that are free now goes back to the machine."""
         self._num_written = max(self._allocated, default=-1) + 1
 
-    def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
-        """Hand out ``num_blocks`` blocks, lowest ids first, or None if there are not as many."""
-        assert num_blocks >= 0, num_blocks
-        if num_blocks > self.num_unused_blocks:
+    def allocate(self, num_blocks: int, *, num_promised: int = 0) -> tuple[BlockId, ...] | None:
+        """Hand out ``num_blocks`` blocks, lowest ids first, or None if there are not as many.
+
+        ``num_promised`` of them fulfil a promise; None then means that they must be evicted first.
+        """
+        assert 0 <= num_promised <= num_blocks, (num_promised, num_blocks)
+        if num_blocks - num_promised > self.num_unused_blocks - self.num_promised_blocks:
             return None
-        if not self._budget.reserve(KV_OWNER, num_blocks * self.block_bytes):
+        has_bytes = self._budget.reserve(
+            KV_OWNER,
+            num_blocks * self.block_bytes,
+            promised_bytes=num_promised * self.block_bytes,
+        )
+        if not has_bytes:
             return None
+        self.num_promised_blocks -= num_promised
         num_recycled = min(num_blocks, len(self._returned))
         block_ids = [heapq.heappop(self._returned) for _ in range(num_recycled)]
         end = self._num_touched + num_blocks - num_recycled
@@ -88,5 +117,6 @@ class BlockPool:
         assert not returned & self._allocated, "a block is free and allocated"
         assert returned | self._allocated == set(range(self._num_touched))
         assert self._num_touched <= self.num_blocks
+        assert 0 <= self.num_promised_blocks <= self.num_unused_blocks
         held = self._budget.reserved_bytes(KV_OWNER)
         assert held == len(self._allocated) * self.block_bytes, held

@@ -5,13 +5,20 @@ Owns the account and nothing else: it knows no addresses, no devices and no vict
 
 
 class MemoryBudget:
-    """Bytes taken by named owners; their sum never exceeds the capacity."""
+    """Bytes taken by named owners; their sum never exceeds the capacity.
+
+    Bytes can be promised, too: to growth that is expected, and that must find them. A promise takes
+    nothing yet, but nobody else gets what it needs. What is evictable may back it:
+    ``promised <= free + evictable`` always holds.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         """``capacity_bytes``: what all owners together may take."""
         assert capacity_bytes >= 0, capacity_bytes
         self.capacity_bytes = capacity_bytes
         self._free_bytes = capacity_bytes
+        self._evictable_bytes = 0  # taken, and free as soon as somebody needs them
+        self._promised_bytes = 0
         self._reserved: dict[str, int] = {}
 
     @property
@@ -19,18 +26,47 @@ class MemoryBudget:
         """Bytes that nobody has taken."""
         return self._free_bytes
 
+    @property
+    def unpromised_bytes(self) -> int:
+        """Bytes, free or evictable, that nobody has been promised."""
+        return self._free_bytes + self._evictable_bytes - self._promised_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that ``reserve`` would find now."""
+        return min(self._free_bytes, self.unpromised_bytes)
+
     def reserved_bytes(self, owner: str) -> int:
         """Bytes that ``owner`` holds now."""
         return self._reserved.get(owner, 0)
 
-    def reserve(self, owner: str, num_bytes: int) -> bool:
-        """Take ``num_bytes`` for ``owner`` if they are free; say whether they were."""
-        assert num_bytes >= 0, num_bytes
-        if num_bytes > self._free_bytes:
+    def reserve(self, owner: str, num_bytes: int, *, promised_bytes: int = 0) -> bool:
+        """Take ``num_bytes`` for ``owner`` if they are free; say whether they were.
+
+        Of these ``promised_bytes`` fulfil a promise; the others must not be promised to anybody.
+        """
+        assert 0 <= promised_bytes <= min(num_bytes, self._promised_bytes), promised_bytes
+        if num_bytes > self._free_bytes or num_bytes - promised_bytes > self.unpromised_bytes:
             return False
+        self._promised_bytes -= promised_bytes
         self._free_bytes -= num_bytes
         self._reserved[owner] = self._reserved.get(owner, 0) + num_bytes
         return True
+
+    def promise(self, num_bytes: int) -> None:
+        """Keep ``num_bytes`` for growth; they must be unpromised."""
+        assert 0 <= num_bytes <= self.unpromised_bytes, (num_bytes, self.unpromised_bytes)
+        self._promised_bytes += num_bytes
+
+    def withdraw(self, num_bytes: int) -> None:
+        """End a promise of ``num_bytes``."""
+        assert 0 <= num_bytes <= self._promised_bytes, (num_bytes, self._promised_bytes)
+        self._promised_bytes -= num_bytes
+
+    def mark_evictable(self, num_bytes: int) -> None:
+        """So many bytes more (or less, if negative) can be freed whenever somebody needs them."""
+        self._evictable_bytes += num_bytes
+        assert self._evictable_bytes >= 0, self._evictable_bytes
 
     def release(self, owner: str, num_bytes: int) -> None:
         """Give back ``num_bytes`` of what ``owner`` holds."""
@@ -45,3 +81,4 @@ class MemoryBudget:
         total = self._free_bytes + sum(self._reserved.values())
         assert total == self.capacity_bytes, (total, self.capacity_bytes)
         assert self._free_bytes >= 0, self._free_bytes
+        assert 0 <= self._promised_bytes <= self._free_bytes + self._evictable_bytes

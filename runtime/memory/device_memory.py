@@ -95,7 +95,19 @@ class DeviceMemory:
         """Whether so many bytes are free where adapters are loaded."""
         if self.cache.slab is not None:
             return self.cache.slab.fits(num_bytes)
-        return self.budget.free_bytes >= num_bytes
+        return self.budget.available_bytes >= num_bytes
+
+    def has_room_for(self, adapter_id: AdapterId, num_blocks: int) -> bool:
+        """Whether a request may begin that comes to ``num_blocks`` blocks.
+
+        What is evictable counts; its adapter, if it is idle, no longer will.
+        """
+        if num_blocks > self.pool.num_unpromised_blocks:
+            return False
+        if self.cache.slab is not None:
+            return True
+        needed_bytes = num_blocks * self.pool.block_bytes + self.cache.idle_bytes(adapter_id)
+        return needed_bytes <= self.budget.unpromised_bytes
 
     def retire(self, block_ids: Iterable[BlockId]) -> None:
         """Announce that these blocks will be freed when the steps in flight have ended."""
@@ -107,20 +119,27 @@ class DeviceMemory:
         self.pool.free(block_ids)
 
     def reclaim(
-        self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
-    ) -> bool:
+        self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId,
+        num_promised: int = 0,
+    ) -> bool:  # fmt: skip
         """See to it that ``num_blocks`` blocks and ``num_bytes`` further bytes get free.
 
+        ``num_promised`` of the blocks fulfil a promise; nothing else takes what is promised.
         Evicts idle adapters (all but ``keep``) where what is free, or about to be, is too little.
         Where adapters have a slab the bytes are a range of that, and blocks need no eviction.
         Returns whether the room is there or will come by itself; False leaves all as it was.
         """
-        if num_blocks > self.pool.num_unused_blocks + self._num_draining_blocks:
+        pool, num_draining = self.pool, self._num_draining_blocks
+        num_new_blocks = num_blocks - num_promised
+        if num_new_blocks > pool.num_unused_blocks - pool.num_promised_blocks + num_draining:
             return False
         if self.cache.slab is not None:
             return self._reclaim_range(num_bytes, include_waiting=include_waiting, keep=keep)
-        block_bytes = self.pool.block_bytes
-        coming_bytes = self._num_draining_blocks * block_bytes + self.cache.evicting_bytes
+        block_bytes = pool.block_bytes
+        draining_bytes = num_draining * block_bytes
+        if num_new_blocks * block_bytes + num_bytes > self.budget.unpromised_bytes + draining_bytes:
+            return False
+        coming_bytes = draining_bytes + self.cache.evicting_bytes
         short_bytes = num_blocks * block_bytes + num_bytes - self.budget.free_bytes - coming_bytes
         if short_bytes <= 0:
             return True
@@ -233,6 +252,8 @@ class DeviceMemory:
         """Return the transfers for the next plan."""
         if self._dropped:
             self._advance_drops()
+        for adapter_id in self.cache.unwanted_ids():
+            self._evict(adapter_id)
         commands, self._commands = tuple(self._commands), []
         if any(command.kind is TransferKind.LOAD_ADAPTER for command in commands):
             self.pool.give_back()  # as the executor does before it begins a load

@@ -6,8 +6,8 @@ from ..plan import BASE_ADAPTER
 from ..request import Request
 from .cold import ColdStarts
 from .config import SchedulerConfig
-from .limits import blocks_for
-from .policy import SchedulerPolicy, Verdict
+from .limits import blocks_for, expected_blocks
+from .policy import NO_ROOM, SchedulerPolicy, Verdict
 from .running_set import RunningSet
 from .step_draft import StepDraft
 
@@ -46,7 +46,7 @@ class Admission:
             except StopIteration:
                 request = None
         candidates.close()
-        if verdict is not Verdict.NO_MEMORY:
+        if verdict not in NO_ROOM:
             self._prefetch(now_s)
 
     def _has_seat(self, draft: StepDraft) -> bool:
@@ -54,22 +54,27 @@ class Admission:
         return draft.num_free_tokens > 0 and len(self._running) < self._config.max_num_seqs
 
     def _try(self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool) -> Verdict:
-        """Admit ``request`` if its adapter is there and its known tokens fit.
+        """Admit ``request`` if its adapter is there and the tokens that it is to come to fit.
 
+        Those that it has not yet are promised to it. What must be evicted first, goes now.
         Only the first candidate may displace adapters that other waiting requests name:
         otherwise two requests could displace each other's adapter for ever.
         """
         if request.num_in_flight_steps:
-            return Verdict.NO_MEMORY  # preempted just now, and what it held is still in use
+            return Verdict.NO_KV  # preempted just now, and what it held is still in use
         verdict = self._ready_adapter(request, draft, now_s, is_first=is_first)
         if verdict is not None:
             return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
-        num_wanted = num_blocks + (self._headroom_blocks if len(self._running) else 0)
-        if self._memory.pool.num_available_blocks < num_wanted:
-            self._memory.reclaim(num_wanted, 0, include_waiting=is_first, keep=request.adapter_id)
-            return Verdict.NO_MEMORY
-        self._start(request, num_blocks, draft, now_s)
+        num_expected = expected_blocks(request, self._config.block_size)
+        num_spare = self._headroom_blocks if len(self._running) else 0
+        memory = self._memory
+        if not memory.has_room_for(request.adapter_id, num_expected + num_spare):
+            return Verdict.NO_KV
+        if memory.pool.num_available_blocks < num_blocks:
+            memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
+            return Verdict.NO_KV
+        self._start(request, num_blocks, num_expected - num_blocks, draft, now_s)
         return Verdict.ADMITTED
 
     def _ready_adapter(
@@ -80,14 +85,14 @@ class Admission:
         if state is AdapterState.RESIDENT:
             return None
         if state is AdapterState.EVICTING:
-            return Verdict.NO_MEMORY
+            return Verdict.NO_ADAPTER
         if state is AdapterState.LOADING:
             if self._memory.promote(request.adapter_id):
                 self._cold_starts.load_promoted(request.adapter_id, now_s)
         elif not self._load(request, now_s, is_demand=True):
             assert request.adapter is not None, request.request_id
             self._memory.reclaim_load(request.adapter, include_waiting=is_first)
-            return Verdict.NO_MEMORY
+            return Verdict.NO_ADAPTER
         may_start = draft.max_cold_tokens > 0 and self._cold_starts.may_start(
             request, len(self._running), draft.rows, now_s
         )
@@ -103,12 +108,14 @@ class Admission:
         self._cold_starts.load_started(request, now_s, is_demand=is_demand, is_on_host=is_on_host)
         return True
 
-    def _start(self, request: Request, num_blocks: int, draft: StepDraft, now_s: float) -> None:
+    def _start(
+        self, request: Request, num_blocks: int, num_promised: int, draft: StepDraft, now_s: float
+    ) -> None:
         """Run ``request`` from this step on."""
         block_ids = self._memory.pool.allocate(num_blocks)
         assert block_ids is not None
         self._memory.cache.remove_waiting(request.adapter_id)
-        self._running.start(request, block_ids)
+        self._running.start(request, block_ids, num_promised)
         threshold = self._config.recompute_at_tokens
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
         request.is_cold = self._memory.cache.state(request.adapter_id) is AdapterState.LOADING
@@ -124,9 +131,9 @@ class Admission:
             draft.add_cold_chunk(request, chunk)
 
     def _prefetch(self, now_s: float) -> None:
-        """Load adapters of requests that wait for a seat, leaving each running one a block."""
+        """Load adapters of requests that wait for a seat, leaving what is kept for growth."""
         memory = self._memory
-        reserve_bytes = len(self._running) * memory.pool.block_bytes
+        reserve_bytes = self._headroom_blocks * memory.pool.block_bytes
         if memory.cache.slab is not None:
             reserve_bytes = 0  # blocks are not where adapters go
         for request in self._policy.upcoming(self._config.max_prefetch_requests):

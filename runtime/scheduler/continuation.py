@@ -54,8 +54,14 @@ class Continuation:
         self._continue_running(draft, now_s)
         return has_room
 
+    def squash(self, draft: StepDraft, now_s: float) -> None:
+        """Preempt those whom the policy wants to give way although nobody grows."""
+        for request in self._policy.squash(self._running.requests, now_s):
+            self._preempt(request, draft, now_s)
+
     def _grow_running(self, draft: StepDraft, now_s: float) -> bool:
         """Give requests the blocks that their known tokens need; False if memory was short."""
+        self._running.make_room()
         short = [r for r in self._running.requests if r.num_known_tokens > r.num_allocated_tokens]
         has_room = True
         for request in short:
@@ -64,7 +70,10 @@ class Continuation:
         return has_room
 
     def _grow(self, request: Request, draft: StepDraft, now_s: float) -> bool:
-        """Grow one request, preempting as many as it takes; False if memory was short."""
+        """Grow one request, preempting as many as it takes; False if memory was short.
+
+        It is not short where what was promised has yet to be evicted: nobody else can have that.
+        """
         has_preempted = False
         while request.status is RequestStatus.RUNNING:
             first_index = len(request.block_ids)
@@ -72,7 +81,7 @@ class Continuation:
                 draft.append_blocks(request, first_index)
                 return not has_preempted
             if self._running.reclaim_for(request):
-                return False
+                return self._running.is_growth_promised(request)
             self._preempt(self._policy.victim(self._running.requests), draft, now_s)
             has_preempted = True
         return False

@@ -1,5 +1,6 @@
 """How many tokens a request will put out: what admission reserves and policies order by. Pure."""
 
+import itertools
 import random
 from bisect import bisect_left
 from collections import deque
@@ -116,7 +117,7 @@ class OraclePredictor:
 def _buckets(lengths: Sequence[int]) -> list[Sequence[int]]:
     """Cut sorted lengths into buckets of as many each; fewer than asked for if there are few."""
     edges = sorted({len(lengths) * index // _NUM_BUCKETS for index in range(_NUM_BUCKETS + 1)})
-    return [lengths[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [lengths[start:end] for start, end in itertools.pairwise(edges)]
 
 
 OUTPUT_PREDICTORS: Mapping[str, Callable[[], OutputPredictor]] = {

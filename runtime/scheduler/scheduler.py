@@ -5,6 +5,7 @@ the results of earlier steps have come back. Who is admitted and who is preempte
 ``SchedulerPolicy``'s choice; room on the device is the ``DeviceMemory``'s account.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 from ..errors import RequestError
@@ -30,10 +31,12 @@ from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .limits import max_total_tokens
 from .policy import SchedulerPolicy
+from .predictor import HistoryPredictor, OutputPredictor
 from .recovery import Recovery
 from .results import ResultReader
 from .running_set import RunningSet
 from .step_draft import InFlightStep, StepDraft
+from .step_times import StepTimes
 
 
 class Scheduler:
@@ -46,15 +49,28 @@ class Scheduler:
         memory: DeviceMemory,
         eos_token_ids: Iterable[int],
         cold_starts: ColdStarts | None = None,
+        *,
+        predictor: OutputPredictor | None = None,
+        times: StepTimes | None = None,
     ) -> None:
-        """``memory`` is changed by this scheduler alone.
+        """Put a scheduler together.
 
-        Without ``cold_starts`` every request waits for its adapter.
+        Args:
+            config: Limits.
+            policy: Orders requests.
+            memory: Is changed by this scheduler alone.
+            eos_token_ids: End a request, unless it ignores them.
+            cold_starts: Without, every request waits for its adapter.
+            predictor: Of outputs; by default their history.
+            times: Told how long steps took; what the policy was given.
         """
         self.config = config
         self.memory = memory
         self.counters = SchedulerCounters()
         self._policy = policy
+        self._predictor = HistoryPredictor() if predictor is None else predictor
+        self._times = times
+        self._last_end_s = -math.inf  # of a step
         self._running = RunningSet(memory, config.block_size)
         self._cold_starts = WarmStarts() if cold_starts is None else cold_starts
         self._continuation = Continuation(
@@ -118,6 +134,7 @@ class Scheduler:
             raise RequestError(f"request id {request_id} is in use", param="request_id")
         check_queue(self.num_waiting, self.config.max_num_waiting)
         request.max_total_tokens = max_total_tokens(request, self.config, self.memory)
+        self._predict(request)
         self._requests[request_id] = request
         self._wait(request, now_s)
 
@@ -140,12 +157,15 @@ class Scheduler:
         """
         draft = StepDraft(self.config, self._recovery)
         self._continuation.reset_outgrown()
-        if not self._cold_starts.stops_everybody() and self._continuation.go_on(draft, now_s):
-            self._admission.admit(draft, now_s)
+        if not self._cold_starts.stops_everybody():
+            self._continuation.squash(draft, now_s)
+            if self._continuation.go_on(draft, now_s):
+                self._admission.admit(draft, now_s)
         step_id = StepId(self._next_step_id)
         self._cold_starts.step_closed(step_id, draft.rows, now_s)
         step = draft.build(
             step_id,
+            now_s,
             transfers=self.memory.take_commands(),
             host_evictions=self.memory.take_host_evictions(),
             promoted_transfers=self.memory.take_promoted(),
@@ -172,6 +192,10 @@ class Scheduler:
         if step is None:
             return []  # it was given up
         self._cold_starts.step_ended(result.step_id, now_s)
+        if self._times is not None and step.plan.sub_batches:
+            began_s = max(step.scheduled_at_s, self._last_end_s)  # of two in flight one waits
+            self._times.step_ended(step.plan.num_tokens, now_s - began_s)
+        self._last_end_s = now_s
         events = self._results.read(step, result.rows, self._in_flight.values())
         events = [self._with_cold_start(event, now_s) for event in events]
         self._end_finished(events, now_s)
@@ -196,6 +220,10 @@ class Scheduler:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
         return events
 
+    def wake_at_s(self) -> float | None:
+        """When ``schedule`` may decide otherwise although nothing has happened; None = never."""
+        return self._policy.wake_at_s()
+
     def check_invariants(self) -> None:
         """Assert that all parts agree; for tests and idle moments."""
         self.memory.check_invariants()
@@ -210,6 +238,15 @@ class Scheduler:
         if not self.has_work():
             assert self.memory.pool.num_used_blocks == 0
 
+    def _predict(self, request: Request) -> None:
+        """Fix the prediction of the output, within the request's limit."""
+        if request.num_predicted_output_tokens < 1:  # else its client knows better
+            request.num_predicted_output_tokens = self._predictor.predict(request)
+        most_tokens = request.max_total_tokens - request.num_prompt_tokens
+        request.num_predicted_output_tokens = min(
+            max(1, request.num_predicted_output_tokens), most_tokens
+        )
+
     def _wait(self, request: Request, now_s: float) -> None:
         """Put a request into the policy's queue."""
         self.memory.cache.add_waiting(request.adapter_id)
@@ -219,7 +256,10 @@ class Scheduler:
         """End the requests whose events are final."""
         for event in events:
             if event.finish_reason is not None:
-                self._end(self._requests[event.request_id], now_s)
+                request = self._requests[event.request_id]
+                if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    self._predictor.ended(request)
+                self._end(request, now_s)
 
     def _end(self, request: Request, now_s: float) -> None:
         """Let go of a request in any state."""

@@ -32,6 +32,7 @@ class InFlightStep:
 
     plan: StepPlan
     rows: list[list[Request]]  # parallel to the plan's sub-batches
+    scheduled_at_s: float
     voided: set[RequestId] = field(default_factory=set)  # rows whose result must not count
 
 
@@ -111,6 +112,7 @@ class StepDraft:
     def build(
         self,
         step_id: StepId,
+        now_s: float,
         *,
         transfers: tuple[Transfer, ...],
         promoted_transfers: tuple[TransferId, ...],
@@ -140,7 +142,7 @@ class StepDraft:
             promoted_transfers,
             host_evictions,
         )
-        return InFlightStep(plan, rows)
+        return InFlightStep(plan, rows, now_s)
 
     def _lay_out(self) -> tuple[list[Request], list[_Pass]]:
         """Rows that decode in a forward of their own, and the other forwards.

@@ -27,6 +27,7 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
+from support.scheduling import policy_facts
 
 _NUM_LAYERS = 4
 _HOST_BYTES = (4096, 4096)  # of two layer groups
@@ -60,7 +61,9 @@ class _Policies:
         self.memory = DeviceMemory(
             budget, BlockPool(64, 100, budget), AdapterCache(budget), self.host
         )
-        self.scheduler = Scheduler(_CONFIG, make_policy("fcfs"), self.memory, (), cold_starts)
+        self.scheduler = Scheduler(
+            _CONFIG, make_policy("fcfs", policy_facts()), self.memory, (), cold_starts
+        )
         self.registry = AdapterRegistry(iter(map(AdapterId, range(1, 9))).__next__)
         layers = AdapterLayers(((8,),) * _NUM_LAYERS, (200, 200), (0, 0, 1, 1))
         for name in (ON_HOST, IN_FILES):

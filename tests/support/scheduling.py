@@ -16,9 +16,11 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdStarts
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.events import RequestEvent
-from corun.runtime.scheduler.policy import SchedulerPolicy
+from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
+from corun.runtime.scheduler.predictor import OutputPredictor
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
+from corun.runtime.scheduler.step_times import LearnedTimes
 from support.fake_executor import FakeExecutor
 from support.fake_host import FakeHost
 
@@ -45,12 +47,36 @@ def make_memory(
     )
 
 
+class Guess:
+    """Predicts the same for all: few tokens leave room for many, who then outgrow it."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def predict(self, request: Request) -> int:
+        return self.num_tokens
+
+    def ended(self, request: Request) -> None:
+        """Nothing is learned."""
+
+
+def policy_facts(**facts: Any) -> PolicyFacts:
+    """``facts``: fields that matter to a test."""
+    settings: dict[str, Any] = {
+        "times": LearnedTimes(16),
+        "capacity_tokens": 64 * BLOCK_SIZE,
+        "bytes_per_token": BLOCK_BYTES / BLOCK_SIZE,
+    }
+    return PolicyFacts(**settings | facts)
+
+
 def make_scheduler(
     *,
     memory: DeviceMemory | None = None,
     policy: SchedulerPolicy | None = None,
     eos_token_ids: Iterable[int] = (),
     cold_starts: ColdStarts | None = None,
+    predictor: OutputPredictor | None = None,
     **limits: Any,
 ) -> Scheduler:
     """``limits``: fields of ``SchedulerConfig``."""
@@ -63,10 +89,11 @@ def make_scheduler(
     }
     return Scheduler(
         SchedulerConfig(**settings),
-        make_policy("fcfs") if policy is None else policy,
+        make_policy("fcfs", policy_facts()) if policy is None else policy,
         memory or make_memory(),
         eos_token_ids,
         cold_starts,
+        predictor=predictor,
     )
 
 

@@ -17,6 +17,7 @@ from ....shm.stale import remove_stale_names
 from ...adapters.sources import AdapterSource, collect_sources
 from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
+from ...config.notations import parse_queues
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
 from ...memory.adapter_cache import AdapterCache
@@ -26,8 +27,11 @@ from ...memory.budget import MemoryBudget
 from ...memory.device_memory import DeviceMemory
 from ...memory.host_cache import HostCache
 from ...scheduler.config import SchedulerConfig
+from ...scheduler.policy import PolicyFacts
+from ...scheduler.predictor import make_predictor
 from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.step_times import LearnedTimes, ProfiledTimes, StepTimes
 from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
 from ..messages import CpuWorkerStats, ModelInfo, TokenizerSpec
@@ -321,6 +325,8 @@ def make_scheduler(
         # decode would wait for workers, and be computed in tiles made for prompts.
         mix_decode_with_prefill=loaded.model.device.type != "cuda",
         recompute_at_tokens=loaded.recompute_at_tokens,
+        max_prefetch_requests=config.prefetch_requests,
+        growth_headroom=config.growth_headroom,
     )
     cold_starts = None
     if coexecution is not None:
@@ -330,8 +336,26 @@ def make_scheduler(
             max_assisted_tokens_per_step=coexecution.max_tokens_per_step,
             max_assisted_rows_per_step=coexecution.max_rows_per_step,
         )
-    policy = make_policy(config.scheduling_policy)
-    return Scheduler(scheduler_config, policy, memory, eos_token_ids, cold_starts)
+    times = _step_times(config, coexecution)
+    facts = PolicyFacts(
+        times=times,
+        capacity_tokens=plan.num_blocks * config.block_size,
+        bytes_per_token=loaded.layout.block_bytes / config.block_size,
+        slo_ttft_s=config.slo_ttft_s,
+        refresh_s=config.refresh_s,
+        num_queues=parse_queues(config.queues, "--queues"),
+    )
+    return Scheduler(
+        scheduler_config, make_policy(config.scheduling_policy, facts), memory, eos_token_ids,
+        cold_starts, predictor=make_predictor(config.output_predictor), times=times,
+    )  # fmt: skip
+
+
+def _step_times(config: EngineConfig, coexecution: "Coexecution | None") -> StepTimes:
+    """What policies predict steps with: the profile, where one is loaded."""
+    if coexecution is None:
+        return LearnedTimes(config.max_num_batched_tokens)
+    return ProfiledTimes(coexecution.planner.model, config.max_num_batched_tokens)
 
 
 def _model_info(

@@ -21,6 +21,7 @@ from support.scheduling import (
     make_request,
     make_scheduler,
     outputs_of,
+    policy_facts,
     rows_of,
     run_to_end,
 )
@@ -88,7 +89,9 @@ def test_others_pass_while_an_adapter_loads_and_its_load_starts_at_once() -> Non
 
 
 def test_a_waiting_request_is_overtaken_up_to_the_bound() -> None:
-    scheduler = make_scheduler(policy=FcfsPolicy(max_overtaking_tokens=12), max_num_seqs=2)
+    scheduler = make_scheduler(
+        policy=FcfsPolicy(policy_facts(max_overtaking_tokens=12)), max_num_seqs=2
+    )
     executor = make_executor(scheduler, is_automatic=False)
     scheduler.add_request(adapter_request(1, 1), 0.0)
     for request_id in range(2, 12):
@@ -158,8 +161,10 @@ def test_requests_that_wait_for_a_seat_have_their_adapters_loaded_ahead() -> Non
 
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])
-def test_loading_ahead_leaves_each_running_request_a_block(num_spare_bytes: int) -> None:
-    capacity_bytes = 3 * BLOCK_BYTES + 400 - 1 + num_spare_bytes
+def test_loading_ahead_leaves_running_requests_what_is_promised(num_spare_bytes: int) -> None:
+    capacity_bytes = (
+        4 * BLOCK_BYTES + 400 - 1 + num_spare_bytes
+    )  # 5 + 9 tokens, the last without KV
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=16, capacity_bytes=capacity_bytes), max_num_seqs=1
     )
@@ -178,7 +183,7 @@ def test_who_is_offered_later_does_not_displace_the_adapters_of_those_in_front()
                     self.remove(request)
 
     scheduler = make_scheduler(
-        memory=make_memory(num_blocks=16, capacity_bytes=900), policy=Bypassing()
+        memory=make_memory(num_blocks=16, capacity_bytes=900), policy=Bypassing(policy_facts())
     )
     executor = make_executor(scheduler, is_automatic=False)
     scheduler.add_request(adapter_request(1, 1, num_bytes=400, max_tokens=1), 0.0)
@@ -197,7 +202,7 @@ def test_who_is_offered_later_does_not_displace_the_adapters_of_those_in_front()
 
 
 def test_loading_ahead_spares_the_adapters_of_those_in_front() -> None:
-    capacity_bytes = 2 * BLOCK_BYTES + 500
+    capacity_bytes = 4 * BLOCK_BYTES + 500
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=16, capacity_bytes=capacity_bytes), max_num_seqs=1
     )
@@ -275,7 +280,7 @@ def test_an_eviction_that_fails_is_tried_again() -> None:
 def test_a_request_that_fits_is_admitted_in_spite_of_endless_later_arrivals() -> None:
     """Small requests keep coming; the large one with a large adapter still gets in."""
     scheduler = make_scheduler(
-        memory=make_memory(num_blocks=12), policy=FcfsPolicy(max_overtaking_tokens=60)
+        memory=make_memory(num_blocks=12), policy=FcfsPolicy(policy_facts(max_overtaking_tokens=60))
     )
     executor = make_executor(scheduler)
     scheduler.add_request(make_request(1, arrival_s=0.0), 0.0)

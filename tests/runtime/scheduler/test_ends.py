@@ -18,6 +18,7 @@ from support.scheduling import (
     make_requests,
     make_scheduler,
     outputs_of,
+    policy_facts,
     run_to_end,
 )
 
@@ -146,4 +147,4 @@ class TestRefusals:
 
     def test_unknown_policies(self) -> None:
         with pytest.raises(ConfigError, match=r"--scheduling-policy is 'fifo'.*fcfs"):
-            make_policy("fifo")
+            make_policy("fifo", policy_facts())

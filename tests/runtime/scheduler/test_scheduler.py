@@ -7,6 +7,7 @@ from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import (
+    Guess,
     make_executor,
     make_memory,
     make_request,
@@ -95,7 +96,9 @@ def test_limits_of_a_step_hold() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_outputs_do_not_depend_on_batching_memory_or_depth(depth: int) -> None:
     for num_blocks in (16, 20, 128):
-        scheduler = make_scheduler(memory=make_memory(num_blocks=num_blocks), eos_token_ids=[5])
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=num_blocks), eos_token_ids=[5], predictor=Guess(1)
+        )
         requests = make_requests(12, prompt=9, max_tokens=40)
         add_all(scheduler, requests)
         outputs = outputs_of(run_to_end(scheduler, make_executor(scheduler), depth=depth))
@@ -111,7 +114,9 @@ def test_outputs_do_not_depend_on_batching_memory_or_depth(depth: int) -> None:
 
 
 def test_the_latest_arrival_is_preempted_and_goes_on_where_it_was() -> None:
-    scheduler = make_scheduler(memory=make_memory(num_blocks=6), growth_headroom=0.0)
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=6), growth_headroom=0.0, predictor=Guess(1)
+    )
     executor = make_executor(scheduler)
     older, younger = (make_request(index, prompt=8, max_tokens=14) for index in (1, 2))
     add_all(scheduler, [younger, older])
@@ -133,7 +138,9 @@ def test_the_latest_arrival_is_preempted_and_goes_on_where_it_was() -> None:
 
 def test_who_is_preempted_in_the_step_in_which_it_grew_is_told_of_no_blocks() -> None:
     """And nobody is admitted into a step that had to preempt, however much room that made."""
-    scheduler = make_scheduler(memory=make_memory(num_blocks=5), growth_headroom=0.0)
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=5), growth_headroom=0.0, predictor=Guess(1)
+    )
     executor = make_executor(scheduler)
     add_all(scheduler, [make_request(2, prompt=7, max_tokens=9)])
     turn(scheduler, executor)
@@ -154,7 +161,9 @@ def test_who_is_preempted_in_the_step_in_which_it_grew_is_told_of_no_blocks() ->
 
 
 def test_nobody_is_admitted_while_a_running_request_waits_for_memory() -> None:
-    scheduler = make_scheduler(memory=make_memory(num_blocks=4), growth_headroom=0.0)
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=4), growth_headroom=0.0, predictor=Guess(1)
+    )
     executor = make_executor(scheduler)
     add_all(scheduler, [make_request(1, prompt=7, max_tokens=9)])
     add_all(scheduler, [make_request(2, prompt=8, max_tokens=8)])

@@ -33,10 +33,12 @@ from support.fake_executor import expected_output
 from support.random_cold_starts import RandomColdStarts
 from support.scheduling import (
     BLOCK_BYTES,
+    Guess,
     make_executor,
     make_memory,
     make_request,
     make_scheduler,
+    policy_facts,
 )
 
 EOS = frozenset({3})
@@ -64,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         slab_bytes=st.none() | st.integers(200, 1200),
         host_pages=st.none() | st.integers(NUM_ADAPTERS, 3 * NUM_ADAPTERS),
         is_host_shared=st.booleans(),
+        guess_tokens=st.integers(1, 20),
     )
     def build(
         self,
@@ -81,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         slab_bytes: int | None,
         host_pages: int | None,
         is_host_shared: bool,
+        guess_tokens: int,
     ) -> None:
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), start_share=cold_start_share, blocking_share=0.1
@@ -99,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 slab_bytes=slab_bytes,
                 host=host,
             ),
-            policy=FcfsPolicy(max_overtaking_tokens),
+            policy=FcfsPolicy(policy_facts(max_overtaking_tokens=max_overtaking_tokens)),
             eos_token_ids=EOS,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -110,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_assisted_tokens_per_step=max_cold[0],
             max_assisted_rows_per_step=max_cold[1],
             cold_starts=self.cold_starts,
+            predictor=Guess(guess_tokens),
         )
         self.executor = make_executor(self.scheduler, is_automatic=False)
         self.executor.outcome_of = self.outcome_of
@@ -379,7 +384,7 @@ def test_everything_ends_with_the_right_tokens(depth: int) -> None:
 def test_long_crowded_histories(depth: int) -> None:
     """More requests than fit, in histories longer than hypothesis makes them."""
     num_preemptions = num_cold_starts = 0
-    for seed in range(40):
+    for seed in range(60):
         preemptions, cold_starts = live_through(seed, depth)
         num_preemptions += preemptions
         num_cold_starts += cold_starts
@@ -406,6 +411,7 @@ def live_through(seed: int, depth: int) -> tuple[int, int]:
         slab_bytes=rng.choice([None, None, 600, 1000]),
         host_pages=host_rng.choice([None, 4, 6, 10]),
         is_host_shared=host_rng.random() < 0.5,
+        guess_tokens=host_rng.choice([1, 1, 1, 5]),
     )
     curses = rng.choice([0, 0, 3])
     for _ in range(80):
