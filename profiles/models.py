@@ -64,7 +64,7 @@ class MachineModel:
     """Everything that the planner predicts with."""
 
     num_layers: int
-    step_s: Curve  # over tokens: one forward of the base model, all layers
+    step_s: Curve  # over tokens: one forward of the base model, all layers, without attention
     groups: tuple[GroupModel, ...]  # by the number of the input group in a layer
     # Per input group beside the arithmetic: copy out, signal, wait, add. 0 without workers.
     invocation_s: float
@@ -73,6 +73,15 @@ class MachineModel:
     num_workers: int
     tokens_per_worker: int  # the per-core token budget c
     invocation_s_per_token: float = 0.0  # x and y are copied, so more tokens cost more
+    # What ``step_time.forward_s`` adds to the curve ``step_s``, which is without attention.
+    host_step_s: float = 0.0
+    host_row_s: float = 0.0  # of each row, whatever it computes
+    prefill_s_per_token_key: float = 0.0  # a token of a prefill row and a key it looks at
+    decode_s_per_key: float = 0.0
+    # To read the base weights, under which the arithmetic of prefill hides; 0 where the curve,
+    # which is then flat at first, has it.
+    read_s: float = 0.0
+    decode_token_share: float = 1.0  # as how many tokens of the curve a decode row counts
 
     def invoke_s(self, num_tokens: int) -> float:
         """One input group's invocation, beside the arithmetic."""
