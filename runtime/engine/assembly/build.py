@@ -355,7 +355,7 @@ def _step_times(config: EngineConfig, coexecution: "Coexecution | None") -> Step
     """What policies predict steps with: the profile, where one is loaded."""
     if coexecution is None:
         return LearnedTimes(config.max_num_batched_tokens)
-    return ProfiledTimes(coexecution.planner.model, config.max_num_batched_tokens)
+    return ProfiledTimes(coexecution.profile.model, config.max_num_batched_tokens)
 
 
 def _model_info(
