@@ -31,6 +31,7 @@ _ALLOWED_IMPORTS = {
         "profiles.derive",
         "profiles.find",
         "profiles.fit",
+        "profiles.link",
         "profiles.meter",
         "profiles.models",
         "profiles.picture",
@@ -50,6 +51,8 @@ _ALLOWED_IMPORTS = {
         "cpu_workers.slices",
         # How a thread is pinned is the same on both sides.
         "cpu_workers.affinity",
+        # How transfers share a link: simulations share it the same way. Pure.
+        "profiles.link",
         "runtime.plan",
         "runtime.sampling",
         "runtime.errors",
