@@ -94,6 +94,7 @@ _POLICY_PACKAGES = (
     "runtime/machine",
     "runtime/memory",
     "runtime/config",
+    "runtime/sim",
     "runtime/cli",
 )
 _HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")
