@@ -24,7 +24,7 @@ from ..scheduler.registry import make_policy
 from ..scheduler.scheduler import Scheduler
 from .clock import VirtualClock
 from .executor import END_TOKEN, LatencyExecutor
-from .machines import AS_MODELLED, SimulatedMachine, slowed
+from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed
 from .workloads import Workload
 
 
