@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...profiles.link import Direction
 from ...shm.atomics import store_release
 from ...shm.words import wrap
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
@@ -20,7 +21,7 @@ from .cpu_events import EventTable
 from .cpu_stream import StreamThread, raise_first
 from .cpu_waits import WordWaits
 from .host_memory import WORD_BYTES, DeviceChoices, HostMemory, check_copy
-from .link import Direction, PacedLink
+from .link import PacedLink
 
 _LOG = logging.getLogger(__name__)
 

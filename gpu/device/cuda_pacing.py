@@ -10,11 +10,12 @@ where that one ended, so that lateness does not add up from chunk to chunk. Wher
 words, the calling thread is held until the copy's end.
 """
 
+from ...profiles.link import Direction
 from . import cuda_words
 from .base import Word
 from .cuda_gates import Gates
 from .cuda_streams import HostWork, StreamState
-from .link import Direction, LinkTransfer, PacedLink
+from .link import LinkTransfer, PacedLink
 
 
 class _PacedCopy:

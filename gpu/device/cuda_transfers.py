@@ -2,13 +2,14 @@
 
 import torch
 
+from ...profiles.link import Direction
 from .base import DeviceError
 from .cuda_copies import Copies
 from .cuda_memory import Registrations
 from .cuda_pacing import Pacing
 from .cuda_runtime import Runtime
 from .cuda_streams import StreamState
-from .link import Direction, PacedLink
+from .link import PacedLink
 
 
 class Transfers:

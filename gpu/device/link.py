@@ -1,39 +1,17 @@
 """A link of given bandwidth and latency between host and device, shared by concurrent transfers.
 
-Both directions are independent (full duplex). Within one, all transfers under way get the same
-share of the bandwidth at every moment: generalised processor sharing, computed by its virtual
-clock, which shows the bytes that each transfer has got. Everything is computed on absolute time,
-so a sleep that ends late delays one transfer and none that follows. Knows nothing of memory or
-streams.
-
-Source: Parekh and Gallager, A generalized processor sharing approach to flow control, section III.
+Everything is computed on absolute time, so a sleep that ends late delays one transfer and none that
+follows. Knows nothing of memory or streams.
 """
 
-import copy
-import enum
-import heapq
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...profiles.link import Direction, LinkStats, SharedLane
+
 _GIB = 2**30
-
-
-class Direction(enum.Enum):
-    """Which way a transfer goes."""
-
-    TO_DEVICE = "to_device"
-    TO_HOST = "to_host"
-
-
-@dataclass(frozen=True, slots=True)
-class LinkStats:
-    """One direction of a link, since it was made."""
-
-    num_bytes: int  # of all transfers that were begun
-    busy_s: float  # with at least one transfer under way
-    num_transfers: int  # under way now
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,71 +23,6 @@ class LinkTransfer:
     start_s: float
 
 
-class _SharedLane:
-    """One direction with a bandwidth. What is computed up to ``_now_s`` does not change any more.
-
-    Time advances only when a transfer starts, never when somebody looks: so a transfer may start
-    a little in the past, where the one before it on its stream ended.
-    """
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._busy_s = 0.0
-        self._now_s = 0.0
-        self._each_bytes = 0.0  # the virtual clock
-        self._active: list[tuple[float, int]] = []  # heap: (finish on the virtual clock, index)
-        self._awaited: set[int] = set()  # whose finish somebody will ask for
-        self._finished_s: dict[int, float] = {}
-
-    def start(self, index: int, num_bytes: int, start_s: float) -> float:
-        self._advance(start_s)
-        if not self._active:
-            self._each_bytes = 0.0  # keeps it exact for ever
-        heapq.heappush(self._active, (self._each_bytes + num_bytes, index))
-        self._awaited.add(index)
-        return self._now_s
-
-    def finish_s(self, index: int) -> float:
-        """When it ends if nothing else starts; more transfers can only make it later."""
-        if index in self._finished_s:
-            return self._finished_s[index]
-        time_s, each_bytes, num_left = self._now_s, self._each_bytes, len(self._active)
-        for finish_bytes, other in sorted(self._active):
-            time_s += (finish_bytes - each_bytes) * num_left / self._bytes_per_s
-            each_bytes, num_left = finish_bytes, num_left - 1
-            if other == index:
-                return time_s
-        raise AssertionError(f"transfer {index} was not started")
-
-    def forget(self, index: int, _now_s: float) -> None:
-        self._awaited.discard(index)
-        self._finished_s.pop(index, None)
-
-    def at(self, now_s: float) -> tuple[float, int]:
-        """Busy seconds and transfers under way, as they will have been at ``now_s``."""
-        future = copy.copy(self)
-        future._active, future._finished_s = self._active.copy(), {}
-        future._advance(now_s)
-        return future._busy_s, len(future._active)
-
-    def _advance(self, to_s: float) -> None:
-        while self._active and self._now_s < to_s:
-            finish_bytes, index = self._active[0]
-            rate = self._bytes_per_s / len(self._active)
-            end_s = self._now_s + (finish_bytes - self._each_bytes) / rate
-            if end_s > to_s:
-                self._each_bytes += (to_s - self._now_s) * rate
-                end_s = to_s
-            else:
-                self._each_bytes = finish_bytes
-                heapq.heappop(self._active)
-                if index in self._awaited:
-                    self._finished_s[index] = end_s
-            self._busy_s += end_s - self._now_s
-            self._now_s = end_s
-        self._now_s = max(self._now_s, to_s)
-
-
 class _FreeLane:
     """One direction as fast as the memory: only counts, by what transfers really took."""
 
@@ -118,14 +31,14 @@ class _FreeLane:
         self._active: dict[int, float] = {}
         self._busy_since_s = 0.0
 
-    def start(self, index: int, num_bytes: int, start_s: float) -> float:
+    def start(self, index: int, part_bytes: Sequence[float], start_s: float) -> float:
         if not self._active:
             self._busy_since_s = max(start_s, self._busy_since_s)
         self._active[index] = start_s
         return start_s
 
-    def finish_s(self, index: int) -> float:
-        return self._active[index]
+    def ends_s(self, index: int) -> Sequence[float]:
+        return (self._active[index],)
 
     def forget(self, index: int, now_s: float) -> None:
         del self._active[index]
@@ -138,9 +51,9 @@ class _FreeLane:
         return self._busy_s + under_way_s, len(self._active)
 
 
-def _lanes(gib_per_s: float | None) -> "dict[Direction, _SharedLane | _FreeLane]":
+def _lanes(gib_per_s: float | None) -> "dict[Direction, SharedLane | _FreeLane]":
     return {
-        direction: _FreeLane() if gib_per_s is None else _SharedLane(gib_per_s * _GIB)
+        direction: _FreeLane() if gib_per_s is None else SharedLane(gib_per_s * _GIB)
         for direction in Direction
     }
 
@@ -170,7 +83,7 @@ class PacedLink:
         self._lock = threading.Lock()
         self._num_started = 0
         self._num_bytes = dict.fromkeys(Direction, 0)
-        self._lanes: dict[Direction, _SharedLane | _FreeLane] = _lanes(gib_per_s)
+        self._lanes: dict[Direction, SharedLane | _FreeLane] = _lanes(gib_per_s)
 
     def change_bandwidth(self, gib_per_s: float) -> None:
         """Be another link from now on; no transfer may be under way, and it must be paced."""
@@ -207,13 +120,13 @@ class PacedLink:
             index = self._num_started
             self._num_started += 1
             self._num_bytes[direction] += num_bytes
-            start_s = self._lanes[direction].start(index, num_bytes, start_s)
+            start_s = self._lanes[direction].start(index, (num_bytes,), start_s)
         return LinkTransfer(direction, index, start_s)
 
     def expected_s(self, transfer: LinkTransfer) -> float:
         """When it ends on the clock, if no other starts meanwhile; others only make it later."""
         with self._lock:
-            return self._lanes[transfer.direction].finish_s(transfer.index) + self.latency_us / 1e6
+            return self._lanes[transfer.direction].ends_s(transfer.index)[0] + self.latency_us / 1e6
 
     def finish(self, transfer: LinkTransfer) -> float:
         """Wait until its bytes are there, once; return when that was on the clock.

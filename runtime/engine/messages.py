@@ -131,6 +131,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token_id: int | None = None  # the token that ended it, if one did
     error_kind: str | None = None  # a class in errors, for "error"
     error: str | None = None
+    num_preemptions: int = 0  # of a request that has ended
     cold_start: "ColdStartInfo | None" = None  # with the first token, of one that came cold
 
 

@@ -34,6 +34,7 @@ class RequestEvent(NamedTuple):
     stop_token_id: int | None = None  # the token that ended it, if one did
     error_kind: str | None = None  # a class in errors, for ERROR
     error: str | None = None
+    num_preemptions: int = 0  # of a request that has ended by itself
     cold_start: ColdStart | None = None  # with the first token, of a request that came cold
 
 

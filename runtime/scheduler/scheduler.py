@@ -197,7 +197,7 @@ class Scheduler:
             self._times.step_ended(step.plan.num_tokens, now_s - began_s)
         self._last_end_s = now_s
         events = self._results.read(step, result.rows, self._in_flight.values())
-        events = [self._with_cold_start(event, now_s) for event in events]
+        events = [self._completed(event, now_s) for event in events]
         self._end_finished(events, now_s)
         return events
 
@@ -276,9 +276,12 @@ class Scheduler:
         if request.is_announced:
             self._forget.append(request.request_id)
 
-    def _with_cold_start(self, event: RequestEvent, now_s: float) -> RequestEvent:
-        """Add to a first token how its request was started."""
-        if not event.token_ids or self._requests[event.request_id].num_output_tokens != 1:
+    def _completed(self, event: RequestEvent, now_s: float) -> RequestEvent:
+        """Add to a first token how its request was started, to the last how it has fared."""
+        request = self._requests[event.request_id]
+        if event.finish_reason is not None:
+            event = event._replace(num_preemptions=request.num_preemptions)
+        if not event.token_ids or request.num_output_tokens != 1:
             return event
         return event._replace(cold_start=self._cold_starts.first_token(event.request_id, now_s))
 

@@ -31,11 +31,13 @@ _ALLOWED_IMPORTS = {
         "profiles.derive",
         "profiles.find",
         "profiles.fit",
+        "profiles.link",
         "profiles.meter",
         "profiles.models",
         "profiles.picture",
         "profiles.profile",
         "profiles.report",
+        "profiles.step_time",
     ),
     # Composition: only this puts policy and mechanism together.
     "runtime/engine/assembly": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
@@ -49,6 +51,8 @@ _ALLOWED_IMPORTS = {
         "cpu_workers.slices",
         # How a thread is pinned is the same on both sides.
         "cpu_workers.affinity",
+        # How transfers share a link: simulations share it the same way. Pure.
+        "profiles.link",
         "runtime.plan",
         "runtime.sampling",
         "runtime.errors",
@@ -90,6 +94,7 @@ _POLICY_PACKAGES = (
     "runtime/machine",
     "runtime/memory",
     "runtime/config",
+    "runtime/sim",
     "runtime/cli",
 )
 _HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from corun.profiles.curve import Curve
 from corun.profiles.models import LoraModel, MachineModel
-from corun.profiles.step_time import RowCosts, forward_s, num_keys, pass_s, row_costs
+from corun.profiles.step_time import forward_s, num_keys, pass_s, row_costs
 from support.profiles import PROFILE
 
 _BYTES_PER_RANK = 96 * 2**20 // 64
@@ -94,7 +94,9 @@ def test_without_the_new_terms_a_step_is_the_curve_and_the_adapters() -> None:
 def test_a_step_is_one_step_of_the_host_and_a_pass() -> None:
     rows = [40, 1], [8, 3], [0, 0]
     costs = row_costs(_HAND_SET, *rows)
-    assert costs == RowCosts(40.0, pytest.approx(7e-9 * num_keys(40, 8)), pytest.approx(1.04e-4))
+    assert costs.curve_tokens == 40.0
+    assert costs.prefill_s == pytest.approx(7e-9 * num_keys(40, 8))
+    assert costs.other_s == pytest.approx(2 * 5e-5 + 4e-6)
     assert forward_s(_HAND_SET, *rows) == pytest.approx(0.012 + pass_s(_HAND_SET, costs))
 
 

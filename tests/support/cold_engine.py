@@ -23,7 +23,7 @@ from corun.cpu_workers.pool import PoolConfig, WorkerPool
 from corun.cpu_workers.slices import max_tokens
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.invocation import Invocation
-from corun.gpu.device.link import Direction
+from corun.profiles.link import Direction
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig

@@ -23,7 +23,7 @@ from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
-from corun.gpu.device.link import Direction, LinkTransfer, PacedLink
+from corun.gpu.device.link import LinkTransfer, PacedLink
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.execution.sampler import SampledRow
 from corun.gpu.forward.batch import DeltaPass
@@ -34,6 +34,7 @@ from corun.gpu.lora.matrix_layout import PACKED
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
+from corun.profiles.link import Direction
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.engine.assembly.resources import MemoryPlan

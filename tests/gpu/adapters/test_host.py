@@ -13,8 +13,9 @@ from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.copier import AdapterCopier, SlabSize
 from corun.gpu.adapters.host import RegisteredAdapter
 from corun.gpu.device.cpu import CpuDevice
-from corun.gpu.device.link import Direction, PacedLink
+from corun.gpu.device.link import PacedLink
 from corun.gpu.lora.table import DeviceAdapter
+from corun.profiles.link import Direction
 from corun.runtime.errors import AdapterError, CorunError, ResourceError
 from corun.shm.arena_pages import ArenaPages
 from support.host_adapters import Host, copied, shared

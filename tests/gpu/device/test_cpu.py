@@ -12,7 +12,8 @@ import torch
 from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Stream
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.host_memory import DeviceChoices
-from corun.gpu.device.link import Direction, PacedLink
+from corun.gpu.device.link import PacedLink
+from corun.profiles.link import Direction
 from support.device_life_contract import DeviceLifeContract
 from support.fake_clock import FakeClock
 

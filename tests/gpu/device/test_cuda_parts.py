@@ -10,7 +10,8 @@ import torch
 from corun.gpu.device.base import DeviceError
 from corun.gpu.device.cuda_agent import HostAgent, Item
 from corun.gpu.device.cuda_memory import Piece, Registrations
-from corun.gpu.device.link import Direction, LinkTransfer, PacedLink
+from corun.gpu.device.link import LinkTransfer, PacedLink
+from corun.profiles.link import Direction
 from support.cuda.fake_cuda import FakeEvent, FakeGpu, FakeRuntime, fake_device
 
 PAGE = mmap.PAGESIZE

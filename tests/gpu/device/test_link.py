@@ -3,7 +3,8 @@
 from fractions import Fraction
 
 import pytest
-from corun.gpu.device.link import Direction, LinkStats, LinkTransfer, PacedLink
+from corun.gpu.device.link import LinkTransfer, PacedLink
+from corun.profiles.link import Direction, LinkStats
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_clock import FakeClock

@@ -8,8 +8,8 @@ import torch
 from corun.gpu.device import cuda
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.host_memory import DeviceChoices
-from corun.gpu.device.link import Direction
 from corun.gpu.device.select import DeviceOptions, make_device
+from corun.profiles.link import Direction
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ConfigError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from corun.gpu.device.link import Direction
 from corun.gpu.device.select import DeviceOptions, make_device
+from corun.profiles.link import Direction
 from corun.profiles.measure import link
 from corun.profiles.measure.link import LinkBench, LinkTimes
 from corun.profiles.rounds import Repeats

@@ -1,0 +1,154 @@
+"""Fair sharing of a link between host and device. Pure.
+
+Both directions are independent (full duplex). Within one, all transfers under way get the same
+share of the bandwidth at every moment: generalised processor sharing, computed by its virtual
+clock, which shows the bytes that each transfer has got. Transfers that nobody waits for move only
+while no other does. Everything is computed on absolute time.
+
+Source: Parekh and Gallager, A generalized processor sharing approach to flow control, section III.
+"""
+
+import copy
+import enum
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class Direction(enum.Enum):
+    """Which way a transfer goes."""
+
+    TO_DEVICE = "to_device"
+    TO_HOST = "to_host"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """One direction of a link, since it was made."""
+
+    num_bytes: int  # of all transfers that were begun
+    busy_s: float  # with at least one transfer under way
+    num_transfers: int  # under way now
+
+
+@dataclass(slots=True)
+class _Share:
+    """Transfers that share evenly."""
+
+    each_bytes: float = 0.0  # the virtual clock
+    # Heap of the parts to come: end on the virtual clock, transfer, number of the part.
+    parts: list[tuple[float, int, int]] = field(default_factory=list)
+    num_left: dict[int, int] = field(default_factory=dict)  # parts of each transfer under way
+
+    def copy(self) -> "_Share":
+        return _Share(self.each_bytes, self.parts.copy(), self.num_left.copy())
+
+    def push(self, end_bytes: float, index: int, part: int) -> None:
+        heapq.heappush(self.parts, (end_bytes, index, part))
+        self.num_left[index] = self.num_left.get(index, 0) + 1
+
+    def pop(self) -> tuple[int, int]:
+        """Let the next part end; which of which transfer it was."""
+        self.each_bytes, index, part = heapq.heappop(self.parts)
+        self.num_left[index] -= 1
+        if not self.num_left[index]:
+            del self.num_left[index]
+        return index, part
+
+
+class SharedLane:
+    """One direction with a bandwidth. What is computed up to ``_now_s`` does not change any more.
+
+    Time advances only when a transfer starts or becomes urgent, never when somebody looks: so a
+    transfer may start a little in the past, where the one before it on its stream ended.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._busy_s = 0.0
+        self._now_s = 0.0
+        self._demand = _Share()
+        self._prefetch = _Share()  # has the lane while nothing else does
+        self._ends_s: dict[int, list[float]] = {}  # of parts that have ended, until forgotten
+
+    def start(
+        self, index: int, part_bytes: Sequence[float], start_s: float, *, is_demand: bool = True
+    ) -> float:
+        """Move parts one behind the other, and behind those that the transfer has already.
+
+        Returns when that was: no sooner than the newest start before.
+        """
+        self._advance(start_s)
+        share = self._demand if is_demand else self._prefetch
+        if not share.parts:
+            share.each_bytes = 0.0  # keeps it exact for ever
+        ends_s = self._ends_s.setdefault(index, [])
+        pending = [end for end, other, _ in share.parts if other == index]
+        end_bytes, part = max(pending, default=share.each_bytes), len(ends_s) + len(pending)
+        for num_bytes in part_bytes:
+            end_bytes += num_bytes
+            share.push(end_bytes, index, part)
+            part += 1
+        return self._now_s
+
+    def promote(self, index: int, now_s: float) -> None:
+        """Somebody waits for what has been started without demand."""
+        self._advance(now_s)
+        moved = sorted(one for one in self._prefetch.parts if one[1] == index)
+        if not moved:
+            return
+        self._prefetch.parts = [one for one in self._prefetch.parts if one[1] != index]
+        heapq.heapify(self._prefetch.parts)
+        del self._prefetch.num_left[index]
+        if not self._demand.parts:
+            self._demand.each_bytes = 0.0
+        for end_bytes, _, part in moved:
+            ahead_bytes = end_bytes - self._prefetch.each_bytes
+            self._demand.push(self._demand.each_bytes + ahead_bytes, index, part)
+
+    def ends_s(self, index: int) -> Sequence[float]:
+        """When each part ends if nothing else starts; more transfers can only make it later."""
+        ended = self._ends_s[index]
+        if index not in self._demand.num_left and index not in self._prefetch.num_left:
+            return ended
+        future = self._copy()
+        future._ends_s = {index: ended.copy()}
+        future._advance(float("inf"), until=index)
+        return future._ends_s[index]
+
+    def forget(self, index: int, _now_s: float) -> None:
+        """Nobody asks for its end any more."""
+        del self._ends_s[index]
+
+    def at(self, now_s: float) -> tuple[float, int]:
+        """Busy seconds and transfers under way, as they will have been at ``now_s``."""
+        future = self._copy()
+        future._advance(now_s)
+        return future._busy_s, len(future._demand.num_left) + len(future._prefetch.num_left)
+
+    def _copy(self) -> "SharedLane":
+        future = copy.copy(self)
+        future._demand, future._prefetch = self._demand.copy(), self._prefetch.copy()
+        future._ends_s = {}
+        return future
+
+    def _advance(self, to_s: float, *, until: int | None = None) -> None:
+        """Let parts end up to ``to_s``, or until a transfer has no part left."""
+        while self._now_s < to_s:
+            share = self._demand if self._demand.parts else self._prefetch
+            if not share.parts:
+                break
+            rate = self._bytes_per_s / len(share.num_left)
+            end_s = self._now_s + (share.parts[0][0] - share.each_bytes) / rate
+            if end_s > to_s:
+                share.each_bytes += (to_s - self._now_s) * rate
+                end_s = to_s
+            else:
+                index, _ = share.pop()
+                if index in self._ends_s:
+                    self._ends_s[index].append(end_s)
+                if index == until and index not in share.num_left:
+                    to_s = end_s
+            self._busy_s += end_s - self._now_s
+            self._now_s = end_s
+        self._now_s = max(self._now_s, to_s)

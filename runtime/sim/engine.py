@@ -1,0 +1,170 @@
+"""An engine as it is, over a simulated machine: all that decides is the code that serves."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...profiles.models import MachineModel
+from ...profiles.step_time import forward_s
+from ..adapters.registry import AdapterRegistry
+from ..coldstart.cold_start import PlannedColdStarts
+from ..coldstart.planner import Planner
+from ..engine.core import CoreConfig, EngineCore
+from ..engine.messages import AddRequest
+from ..memory.adapter_cache import AdapterCache
+from ..memory.block_pool import BlockPool
+from ..memory.budget import MemoryBudget
+from ..memory.device_memory import DeviceMemory
+from ..memory.host_cache import HostCache
+from ..plan import AdapterId, RequestId
+from ..sampling import SamplingParams
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.policy import SchedulerPolicy
+from ..scheduler.registry import make_policy
+from ..scheduler.scheduler import Scheduler
+from .clock import VirtualClock
+from .executor import END_TOKEN, LatencyExecutor
+from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed
+from .workloads import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """What may differ between two engines on the same requests."""
+
+    scheduling_policy: str | SchedulerPolicy = "fcfs"
+    growth_headroom: float = 0.01
+    max_steps_in_flight: int = 1
+    make_adapter_cache: Callable[[MemoryBudget], AdapterCache] = AdapterCache
+    host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
+    factors: Factors = AS_MODELLED  # which nobody who decides is told of
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """A core, what it runs on, and its time."""
+
+    core: EngineCore
+    executor: LatencyExecutor
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def build_simulated_engine(
+    machine: SimulatedMachine, workload: Workload, options: SimulationOptions
+) -> SimulatedEngine:
+    """Put a core together for ``workload``, whose adapters it knows. Time is virtual.
+
+    Raises ``ConfigError`` if there is no such policy.
+    """
+    clock = VirtualClock()
+    registry = _registry(machine, workload.ranks)
+    executor = LatencyExecutor(
+        replace(machine, model=slowed(machine.model, options.factors)),
+        _output_tokens(workload),
+        lambda adapter_id: registry.version(adapter_id).facts,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    core = EngineCore(
+        _make_scheduler(machine, options),
+        executor,
+        registry,
+        CoreConfig(
+            base_fingerprint=machine.name,
+            dtype="simulated",
+            max_steps_in_flight=options.max_steps_in_flight,
+        ),
+        clock=clock,
+    )
+    if options.host_adapter_bytes is not None:
+        _fill_host(core, machine, workload.ranks)
+    return SimulatedEngine(core, executor, clock, clock.sleep)
+
+
+def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:
+    """The requests as a front end sends them, and when; ids count from 1."""
+    sampling = SamplingParams(max_tokens=workload.max_tokens)
+    return [
+        (
+            one.arrival_s,
+            AddRequest(
+                request_id=index,
+                prompt_token_ids=(END_TOKEN,) * one.prompt_tokens,
+                sampling=sampling,
+                adapter_name=_adapter_name(one.adapter),
+            ),
+        )
+        for index, one in enumerate(workload.requests, start=1)
+    ]
+
+
+def _output_tokens(workload: Workload) -> Mapping[RequestId, int]:
+    return {
+        RequestId(index): one.output_tokens for index, one in enumerate(workload.requests, start=1)
+    }
+
+
+def _adapter_name(adapter: int) -> str:
+    return f"adapter-{adapter:04d}"
+
+
+def _registry(machine: SimulatedMachine, ranks: Sequence[int]) -> AdapterRegistry:
+    """All adapters of a workload, ready."""
+    ids = itertools.count(1)
+    registry = AdapterRegistry(lambda: AdapterId(next(ids)))
+    for adapter, rank in enumerate(ranks):
+        name = _adapter_name(adapter)
+        load_id = registry.begin_loading(name, name)
+        registry.ready(name, name, load_id, machine.adapter_facts(name, rank))
+    return registry
+
+
+def _fill_host(core: EngineCore, machine: SimulatedMachine, ranks: Sequence[int]) -> None:
+    """Register the adapters as the manager does: they are kept as long as there is room."""
+    for adapter, rank in enumerate(ranks):
+        facts = machine.adapter_facts(_adapter_name(adapter), rank)
+        place = core.place_registration(facts.host_bytes).place
+        if place is not None:
+            core.end_registration(place.place_id, facts.digest)
+
+
+def _make_scheduler(machine: SimulatedMachine, options: SimulationOptions) -> Scheduler:
+    budget = MemoryBudget(machine.memory_bytes)
+    host_bytes = options.host_adapter_bytes
+    memory = DeviceMemory(
+        budget,
+        BlockPool(machine.num_blocks, machine.block_bytes, budget),
+        options.make_adapter_cache(budget),
+        None if host_bytes is None else HostCache(host_bytes),
+    )
+    config = SchedulerConfig(
+        max_num_batched_tokens=machine.max_num_batched_tokens,
+        max_num_seqs=machine.max_num_seqs,
+        max_model_len=machine.num_blocks * machine.block_size,  # memory alone is the limit
+        block_size=machine.block_size,
+        growth_headroom=options.growth_headroom,
+    )
+    model = machine.model
+    cold_starts = PlannedColdStarts(
+        Planner(model), _worker_tokens(model), lambda num_rows: _decode_step_s(model, num_rows)
+    )
+    return Scheduler(config, _policy(options), memory, (END_TOKEN,), cold_starts)
+
+
+def _policy(options: SimulationOptions) -> SchedulerPolicy:
+    policy = options.scheduling_policy
+    return make_policy(policy) if isinstance(policy, str) else policy
+
+
+def _decode_step_s(model: MachineModel, num_rows: int) -> float:
+    """One forward of so many rows that decode, without adapters or many keys."""
+    return forward_s(model, (1,) * num_rows, (0,) * num_rows, (0,) * num_rows)
+
+
+def _worker_tokens(model: MachineModel) -> tuple[int, ...]:
+    """By the number of ready workers: tokens of a step that they take, one slice each."""
+    return tuple(number * model.tokens_per_worker for number in range(model.num_workers + 1))

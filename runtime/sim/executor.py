@@ -1,0 +1,253 @@
+"""An executor that computes nothing and takes as long as a model of the machine says.
+
+It stands for ``gpu.execution.executor.DeviceExecutor`` and for nothing else: whoever decides is the
+code that serves.
+"""
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...profiles.link import Direction, LinkStats
+from ..adapter import AdapterFacts
+from ..plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    NewRequest,
+    Outcome,
+    RequestId,
+    Result,
+    RowResult,
+    StepId,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    SubBatchKind,
+    Transfer,
+    TransferKind,
+    TransferRead,
+    TransferResult,
+    WorkersChanged,
+)
+from .loads import SimulatedLoads
+from .machines import SimulatedMachine
+from .step_duration import ColdRow, batch_s
+
+END_TOKEN = 0
+ORDINARY_TOKEN = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is kept of a request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int  # how many it generates
+    adapter_id: AdapterId
+    adapter_bytes: int
+    token: RowResult  # the result of a row that goes on
+    end: RowResult
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    plan: StepPlan
+    end_s: float = math.inf  # inf while steps before it run
+    start_s: float = math.inf
+    adapters: set[AdapterId] = field(default_factory=set)
+
+
+class LatencyExecutor:
+    """See the module; implements ``plan.Executor``. Works on virtual and on real time."""
+
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        output_tokens: Mapping[RequestId, int],
+        facts_of: Callable[[AdapterId], AdapterFacts],
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        """Make a machine that is idle.
+
+        Args:
+            machine: How long things take on it.
+            output_tokens: After how many tokens each request ends by itself, the end token
+                included. Nobody else is told.
+            facts_of: Of adapters that are loaded.
+            clock: Seconds.
+            sleep: Waits on that clock.
+        """
+        self._model = machine.model
+        self._output_tokens = output_tokens
+        self._facts_of = facts_of
+        self._clock = clock
+        self._sleep = sleep
+        self._loads = SimulatedLoads(machine.model.link, machine.file_bytes_per_s)
+        self._known: dict[RequestId, _Known] = {}
+        self._loading: dict[AdapterId, AdapterFacts] = {}
+        self._resident: set[AdapterId] = {BASE_ADAPTER}
+        self._adapter_of_load: dict[int, AdapterId] = {}
+        self._steps: deque[_Step] = deque()  # the first one runs
+        self._last_step_id = StepId(0)
+        self._results: list[Result] = []
+        if machine.model.num_workers:
+            self._results.append(WorkersChanged(machine.model.num_workers))
+        self._event_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def submit(self, plan: StepPlan) -> None:
+        now_s = self._clock()
+        self._settle(now_s)
+        assert plan.step_id > self._last_step_id, "steps are submitted in order"
+        self._last_step_id = plan.step_id
+        for request_id in plan.forget_requests:
+            self._known.pop(request_id, None)
+        for new in plan.new_requests:
+            self._announce(new)
+        for transfer in plan.transfers:
+            self._begin_transfer(transfer, now_s)
+        for transfer_id in plan.promoted_transfers:
+            self._loads.promote(transfer_id, now_s)
+        step = _Step(plan, adapters=self._check_rows(plan))
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._begin_step(now_s)
+        elif plan.transfers or plan.promoted_transfers:
+            self._expect_end()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Result]:
+        deadline_s = self._clock() + timeout_s
+        self._settle(self._clock())
+        while not self._results and (now_s := self._clock()) < deadline_s:
+            self._sleep(max(0.0, min(self._next_s(), deadline_s) - now_s))
+            self._settle(self._clock())
+        results, self._results = self._results, []
+        return results
+
+    def fileno(self) -> int:
+        """A descriptor that is never readable: only ``poll`` knows the time."""
+        assert self._event_fd is not None
+        return self._event_fd
+
+    def close(self) -> None:
+        if self._event_fd is not None:
+            os.close(self._event_fd)
+            self._event_fd = None
+
+    def link_stats(self, direction: Direction) -> LinkStats:
+        """What the link has carried so far."""
+        return self._loads.stats(direction, self._clock())
+
+    def _next_s(self) -> float:
+        step_s = self._steps[0].end_s if self._steps else math.inf
+        return min(step_s, self._loads.next_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Let everything happen, in order, that happens until ``now_s``."""
+        while (next_s := self._next_s()) <= now_s:
+            if self._steps and self._steps[0].end_s <= next_s:
+                self._end_step(next_s)
+                continue
+            result = self._loads.settle()
+            if isinstance(result, TransferResult):
+                adapter_id = self._adapter_of_load.pop(result.transfer_id)
+                del self._loading[adapter_id]
+                self._resident.add(adapter_id)
+            elif isinstance(result, TransferRead):
+                self._expect_end()
+            self._results.append(result)
+
+    def _announce(self, new: NewRequest) -> None:
+        request_id = new.request_id
+        assert request_id not in self._known, f"request {request_id} is announced twice"
+        is_base = new.adapter_id == BASE_ADAPTER
+        self._known[request_id] = _Known(
+            len(new.prompt_token_ids),
+            self._output_tokens[request_id],
+            new.adapter_id,
+            0 if is_base else self._facts_of(new.adapter_id).num_bytes,
+            RowResult(request_id, Outcome.TOKENS, (ORDINARY_TOKEN,)),
+            RowResult(request_id, Outcome.TOKENS, (END_TOKEN,)),
+        )
+
+    def _begin_transfer(self, transfer: Transfer, now_s: float) -> None:
+        adapter_id = transfer.adapter_id
+        if transfer.kind is TransferKind.EVICT_ADAPTER:
+            assert adapter_id in self._resident, f"adapter {adapter_id} is evicted but not there"
+            in_use = any(adapter_id in step.adapters for step in self._steps)
+            assert not in_use, f"adapter {adapter_id} is evicted while a step uses it"
+            self._resident.remove(adapter_id)
+            self._results.append(TransferResult(transfer.transfer_id))
+            return
+        is_absent = adapter_id not in self._resident and adapter_id not in self._loading
+        assert is_absent, f"adapter {adapter_id} is loaded twice"
+        facts = self._facts_of(adapter_id)
+        assert facts.layers is not None, adapter_id
+        self._loading[adapter_id] = facts
+        self._adapter_of_load[transfer.transfer_id] = adapter_id
+        self._loads.start(transfer, facts.layers.group_bytes, now_s)
+
+    def _check_rows(self, plan: StepPlan) -> set[AdapterId]:
+        """Refuse rows that cannot be computed; return the adapters of the others."""
+        used = set()
+        for batch in plan.sub_batches:
+            adapters = {self._known[request_id].adapter_id for request_id in batch.request_ids}
+            absent = adapters - self._resident
+            if batch.kind is SubBatchKind.ASSISTED:
+                absent -= self._loading.keys()
+            assert not absent, f"step {plan.step_id} uses adapters that are not there: {absent}"
+            used |= adapters
+        return used
+
+    def _begin_step(self, now_s: float) -> None:
+        self._steps[0].start_s = now_s
+        self._expect_end()
+
+    def _expect_end(self) -> None:
+        """Say (again) when the running step ends: loads that it waits for may be later."""
+        if self._steps:
+            step = self._steps[0]
+            step.end_s = step.start_s + self._step_s(step)
+
+    def _step_s(self, step: _Step) -> float:
+        """How long the step takes that begins at ``step.start_s``, as far as it is known now."""
+        if not step.plan.sub_batches:
+            return 0.0
+        duration_s = self._model.host_step_s
+        for batch in step.plan.sub_batches:
+            adapter_bytes = [self._known[key].adapter_bytes for key in batch.request_ids]
+            cold = self._cold_rows(batch, step.start_s + duration_s)
+            duration_s += batch_s(self._model, batch, adapter_bytes, cold)
+        return duration_s
+
+    def _cold_rows(self, batch: SubBatch, start_s: float) -> list[ColdRow]:
+        """Rows that workers help, or that wait for layer groups."""
+        rows = []
+        for row, split_layer in enumerate(batch.split_layers):
+            adapter_id = self._known[batch.request_ids[row]].adapter_id
+            if adapter_id in self._loading or split_layer:
+                facts = self._facts_of(adapter_id)
+                arrival_s = self._loads.arrival_s(adapter_id)
+                rows.append(ColdRow(row, split_layer, facts, arrival_s, start_s))
+        return rows
+
+    def _end_step(self, now_s: float) -> None:
+        plan = self._steps.popleft().plan
+        rows: list[RowResult] = []
+        for batch in plan.sub_batches:
+            for request_id, start, number, has_sample in zip(
+                batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples,
+                strict=True,
+            ):  # fmt: skip
+                known = self._known.get(request_id)  # None: it has ended while it was in flight
+                if has_sample and known is not None:
+                    # So a request that was preempted ends no later for being computed again.
+                    num_sampled = start + number - known.num_prompt_tokens + 1
+                    is_end = num_sampled >= known.num_output_tokens
+                    rows.append(known.end if is_end else known.token)
+        self._results.append(StepResult(plan.step_id, tuple(rows)))
+        if self._steps:
+            self._begin_step(now_s)

@@ -1,0 +1,170 @@
+"""Adapters on their way to a simulated device: files are read one by one, the link is shared.
+
+Files are read as ``coldstart.files`` expects it: one adapter after the other, each in the order of
+its layers, those that requests wait for before prefetches, which give way between layer groups.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ...profiles.link import Direction, LinkStats, SharedLane
+from ...profiles.models import LinkModel
+from ..plan import (
+    AdapterId,
+    Result,
+    Transfer,
+    TransferId,
+    TransferProgress,
+    TransferRead,
+    TransferResult,
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    transfer: Transfer
+    group_bytes: tuple[int, ...]
+    is_demand: bool
+    num_arrived: int = 0  # groups on the device
+    num_on_host: int = 0  # groups
+    read_s: float = 0.0  # spent on reading these
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    load: _Load
+    begin_s: float
+    end_s: float
+
+
+class SimulatedLoads:
+    """Loads under way, and when each of their layer groups is there. Time never goes back."""
+
+    def __init__(self, link: LinkModel, file_bytes_per_s: float) -> None:
+        self._link = link
+        self._file_bytes_per_s = file_bytes_per_s
+        # Nothing goes to the host yet: adapters are never written, and KV stays where it is.
+        self._lanes = {direction: SharedLane(link.bytes_per_s) for direction in Direction}
+        self._num_bytes = dict.fromkeys(Direction, 0)
+        self._loads: dict[TransferId, _Load] = {}
+        self._reading: _Reading | None = None
+        # (time, transfer, group) of what is on the link, the next one last.
+        self._arrivals: list[tuple[float, TransferId, int]] = []
+
+    def start(self, transfer: Transfer, group_bytes: tuple[int, ...], now_s: float) -> None:
+        """Begin a load of these layer groups."""
+        load = _Load(transfer, group_bytes, transfer.is_demand)
+        self._loads[transfer.transfer_id] = load
+        self._num_bytes[Direction.TO_DEVICE] += sum(group_bytes)
+        if transfer.host is None or transfer.host.is_filled:
+            load.num_on_host = len(group_bytes)
+            self._copy(load, group_bytes, now_s)
+        elif self._reading is None:
+            self._read_next(now_s)
+
+    def promote(self, transfer_id: TransferId, now_s: float) -> None:
+        """A request waits for what was a prefetch; unknown loads have ended."""
+        load = self._loads.get(transfer_id)
+        if load is None:
+            return
+        assert not load.is_demand, f"nobody prefetched what transfer {transfer_id} loads"
+        load.is_demand = True
+        if load.num_on_host:
+            self._lanes[Direction.TO_DEVICE].promote(transfer_id, now_s)
+            self._expect()
+
+    @property
+    def next_s(self) -> float:
+        """When something will have happened."""
+        arrival_s = self._arrivals[-1][0] if self._arrivals else math.inf
+        return min(arrival_s, math.inf if self._reading is None else self._reading.end_s)
+
+    def settle(self) -> Result:
+        """Let happen what happens next."""
+        if self._reading is not None and self._reading.end_s <= self.next_s:
+            return self._end_reading(self._reading)
+        now_s, transfer_id, group = self._arrivals.pop()
+        load = self._loads[transfer_id]
+        load.num_arrived = group + 1
+        if load.num_arrived < len(load.group_bytes):
+            return TransferProgress(transfer_id, load.num_arrived)
+        self._lanes[Direction.TO_DEVICE].forget(transfer_id, now_s)
+        del self._loads[transfer_id]
+        return TransferResult(transfer_id)
+
+    def arrival_s(self, adapter_id: AdapterId) -> tuple[float, ...] | None:
+        """By layer group: when it is, or was, on the device; None if no load is under way.
+
+        As far as it is known: whatever begins later may make it later.
+        """
+        for transfer_id, load in self._loads.items():
+            if load.transfer.adapter_id == adapter_id:
+                lane = self._lanes[Direction.TO_DEVICE]
+                ends_s = list(lane.ends_s(transfer_id)) if load.num_on_host else []
+                read_s = self._read_ends_s(load)
+                for num_bytes, end_s in zip(load.group_bytes[len(ends_s) :], read_s, strict=True):
+                    ends_s.append(max([end_s, *ends_s[-1:]]) + num_bytes / self._link.bytes_per_s)
+                return tuple(end_s + self._link.latency_s for end_s in ends_s)
+        return None
+
+    def stats(self, direction: Direction, now_s: float) -> LinkStats:
+        """What one direction has carried, and how much is under way."""
+        busy_s, num_transfers = self._lanes[direction].at(now_s)
+        return LinkStats(self._num_bytes[direction], busy_s, num_transfers)
+
+    def _copy(self, load: _Load, group_bytes: tuple[int, ...], now_s: float) -> None:
+        """Let layer groups have the link, behind those of this load that have it."""
+        self._lanes[Direction.TO_DEVICE].start(
+            load.transfer.transfer_id, group_bytes, now_s, is_demand=load.is_demand
+        )
+        self._expect()
+
+    def _expect(self) -> None:
+        """Say again when everything arrives: what shares the link has changed."""
+        lane, latency_s = self._lanes[Direction.TO_DEVICE], self._link.latency_s
+        self._arrivals = [
+            (end_s + latency_s, transfer_id, group)
+            for transfer_id, load in self._loads.items()
+            if load.num_on_host
+            for group, end_s in enumerate(lane.ends_s(transfer_id))
+            if group >= load.num_arrived
+        ]
+        self._arrivals.sort(reverse=True)
+
+    def _read_next(self, now_s: float) -> None:
+        """Read one more layer group, of whoever is first."""
+        self._reading = None
+        for load in self._unread():
+            duration_s = load.group_bytes[load.num_on_host] / self._file_bytes_per_s
+            self._reading = _Reading(load, now_s, now_s + duration_s)
+            return
+
+    def _unread(self) -> list[_Load]:
+        """Loads with files to read, in the order in which they have their turns."""
+        unread = [load for load in self._loads.values() if load.num_on_host < len(load.group_bytes)]
+        return sorted(unread, key=lambda load: not load.is_demand)
+
+    def _read_ends_s(self, load: _Load) -> list[float]:
+        """When the layer groups of ``load`` that are not on the host will be."""
+        reading = self._reading
+        if reading is None:
+            return []
+        now_s = reading.end_s
+        for other in sorted(self._unread(), key=lambda one: one is not reading.load):
+            ends_s: list[float] = []
+            for num_bytes in other.group_bytes[other.num_on_host :]:
+                if ends_s or other is not reading.load:
+                    now_s += num_bytes / self._file_bytes_per_s
+                ends_s.append(now_s)
+            if other is load:
+                return ends_s
+        return []
+
+    def _end_reading(self, reading: _Reading) -> TransferRead:
+        load, now_s = reading.load, reading.end_s
+        group = load.num_on_host
+        load.num_on_host += 1
+        load.read_s += now_s - reading.begin_s
+        self._copy(load, (load.group_bytes[group],), now_s)
+        self._read_next(now_s)
+        return TransferRead(load.transfer.transfer_id, load.num_on_host, load.read_s)

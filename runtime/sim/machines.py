@@ -1,0 +1,170 @@
+"""Machines to simulate, as data: every figure has its source or was set by hand."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from ...profiles.curve import Curve, CurveFamily
+from ...profiles.derive import min_group_bytes
+from ...profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from ..adapter import AdapterFacts, AdapterLayers
+from ..coldstart.link import group_of_layers
+
+_GIB = 2**30
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMachine:
+    """An accelerator with a base model on it, and how adapters come to it."""
+
+    name: str
+    model: MachineModel
+    memory_bytes: int  # for KV and adapters together
+    kv_bytes_per_token: int
+    adapter_bytes_per_rank: int  # over all layers
+    # Targets of an adapter that share an input: what their ranks add up to is what workers compute.
+    group_targets: tuple[int, ...]
+    file_bytes_per_s: float  # of reading adapters that are not in the host's memory
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 256
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks, if there are no adapters."""
+        return self.memory_bytes // self.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one KV block over all layers."""
+        return self.block_size * self.kv_bytes_per_token
+
+    def adapter_facts(self, name: str, rank: int) -> AdapterFacts:
+        """An adapter of this rank for all its targets."""
+        num_layers = self.model.num_layers
+        num_bytes = rank * self.adapter_bytes_per_rank
+        ends = [num_bytes * layer // num_layers for layer in range(num_layers + 1)]
+        layer_bytes = [end - start for start, end in itertools.pairwise(ends)]
+        group_of_layer = group_of_layers(layer_bytes, min_group_bytes(self.model.link))
+        group_bytes = [0] * (group_of_layer[-1] + 1)
+        for group, size in zip(group_of_layer, layer_bytes, strict=True):
+            group_bytes[group] += size
+        rank_sums = tuple(number * rank for number in self.group_targets)
+        return AdapterFacts(
+            digest=name,
+            rank=rank,
+            num_bytes=num_bytes,
+            host_bytes=tuple(-(-size // _PAGE_BYTES) * _PAGE_BYTES for size in layer_bytes),
+            layers=AdapterLayers((rank_sums,) * num_layers, tuple(group_bytes), group_of_layer),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """By how much a machine is slower than its model says; > 1 = slower."""
+
+    step: float = 1.0  # what the device and the engine's own core do
+    link: float = 1.0
+    workers: float = 1.0
+
+
+AS_MODELLED = Factors()
+
+
+def slowed(model: MachineModel, factors: Factors) -> MachineModel:
+    """A machine that takes so many times as long as ``model``, and has as many tokens a worker."""
+    step = factors.step
+    lora = model.lora
+    return replace(
+        model,
+        step_s=_scaled(model.step_s, step),
+        groups=tuple(
+            GroupModel(
+                group.name,
+                _scaled(group.base_s, step),
+                CurveFamily(
+                    group.delta_s.keys,
+                    tuple(_scaled(curve, factors.workers) for curve in group.delta_s.curves),
+                ),
+            )
+            for group in model.groups
+        ),
+        invocation_s=model.invocation_s * factors.workers,
+        invocation_s_per_token=model.invocation_s_per_token * factors.workers,
+        lora=LoraModel(*(getattr(lora, field.name) * step for field in fields(lora))),
+        link=LinkModel(model.link.bytes_per_s / factors.link, model.link.latency_s * factors.link),
+        host_step_s=model.host_step_s * step,
+        host_row_s=model.host_row_s * step,
+        prefill_s_per_token_key=model.prefill_s_per_token_key * step,
+        decode_s_per_key=model.decode_s_per_key * step,
+        read_s=model.read_s * step,
+    )
+
+
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return Curve(curve.x, tuple(y * factor for y in curve.y))
+
+
+def _a40(
+    name: str, *, kv_bytes_per_token: int, adapter_bytes_per_rank: int,
+    group_targets: tuple[int, ...],
+) -> SimulatedMachine:  # fmt: skip
+    """A server with one A40 as in Chameleon, section 5.1, and no CPU workers.
+
+    All times are set by hand, in the range of that paper's section 3; none was measured here.
+    """
+    per_rank_s = 1.0 / adapter_bytes_per_rank
+    model = MachineModel(
+        num_layers=32,  # Llama 7B and 8B: config.json
+        step_s=Curve((0.0, 512.0), (0.0, 512 * 0.20e-3)),  # by hand: 0.20 ms per prefill token
+        groups=(),
+        invocation_s=0.0,
+        lora=LoraModel(
+            decode_s_per_byte=4e-6 * per_rank_s,  # by hand: 4 us per rank of decode rows
+            decode_fixed_s=0.0,
+            prefill_s_per_token_byte=1.2e-6 * per_rank_s,  # by hand: 1.2 us per token and rank
+            prefill_fixed_s=0.0,
+        ),
+        link=LinkModel(bytes_per_s=12e9, latency_s=1e-3),  # by hand: PCIe 3 x16 as it is reached
+        num_workers=0,
+        tokens_per_worker=512,
+        host_step_s=12e-3,  # by hand, as all that follow
+        host_row_s=0.05e-3,
+        prefill_s_per_token_key=7e-9,
+        decode_s_per_key=1e-6,
+        read_s=23e-3,
+        decode_token_share=0.0,
+    )
+    return SimulatedMachine(
+        name=name,
+        model=model,
+        memory_bytes=28 * _GIB,  # by hand: 48 GB without the weights and what a forward needs
+        kv_bytes_per_token=kv_bytes_per_token,
+        adapter_bytes_per_rank=adapter_bytes_per_rank,
+        group_targets=group_targets,
+        file_bytes_per_s=2e9,  # by hand: an NVMe disk
+    )
+
+
+MACHINES: Mapping[str, SimulatedMachine] = {
+    machine.name: machine
+    for machine in (
+        # 32 layers, 32 heads of 128, keys and values in 2 bytes. An adapter of rank 64 on q, k and
+        # v is 96 MiB: rank x (4096 + 4096) x 3 targets x 32 layers x 2 bytes.
+        _a40(
+            "a40-llama7b",
+            kv_bytes_per_token=2**19,
+            adapter_bytes_per_rank=3 * 2**19,
+            group_targets=(3,),
+        ),
+        # 32 layers, 8 key and value heads of 128. Adapters on all linears: by hand, about what
+        # their shapes (4096, 1024, 14336) give.
+        _a40(
+            "a40-llama8b",
+            kv_bytes_per_token=128 * 2**10,
+            adapter_bytes_per_rank=5_100_000,
+            group_targets=(3, 1, 2, 1),
+        ),
+    )
+}

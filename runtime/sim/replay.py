@@ -1,0 +1,139 @@
+"""Sends requests to an engine's core when they are due, and notes what came of them.
+
+It drives ``EngineCore.step`` and decides nothing. Time is what the caller says: virtual over a
+simulated machine, or real over any device.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..engine.core import EngineCore
+from ..engine.messages import AddRequest, EngineStats, RequestUpdate
+from ..errors import EngineDeadError, RequestError
+
+# Far more than any step or load takes: an engine that says nothing for so long is stuck.
+_SILENCE_LIMIT_S = 600.0
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request. Times are seconds from the start of the replay."""
+
+    request_id: int
+    arrival_s: float  # when it was due, however late it was sent
+    first_token_s: float | None = None
+    end_s: float | None = None
+    num_output_tokens: int = 0
+    finish_reason: str | None = None  # as in ``RequestUpdate``
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A replay from its first arrival to its last token."""
+
+    records: tuple[RequestRecord, ...]  # of requests that were taken, by arrival
+    refused: dict[str, int]  # by reason: they could never fit
+    stats: EngineStats  # at the end
+    duration_s: float
+
+
+def replay(
+    core: EngineCore,
+    arrivals: Sequence[tuple[float, AddRequest]],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> Replayed:
+    """Let requests arrive and run until all have ended.
+
+    Args:
+        core: Without requests.
+        arrivals: Seconds from now, never falling, and what arrives then.
+        clock: The core's clock: seconds.
+        sleep: Waits on that clock.
+
+    Raises:
+        EngineDeadError: No request gets on any more.
+    """
+    run = _Run(core, arrivals, clock, sleep)
+    while run.turn():
+        pass
+    return run.result()
+
+
+class _Run:
+    """A replay under way."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        arrivals: Sequence[tuple[float, AddRequest]],
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._core = core
+        self._arrivals = arrivals
+        self._clock = clock
+        self._sleep = sleep
+        self._start_s = self._heard_s = clock()
+        self._num_sent = 0
+        self._records: dict[int, RequestRecord] = {}
+        self._refused: Counter[str] = Counter()
+
+    def turn(self) -> bool:
+        """Send what is due, let the core take a step; False at the end."""
+        self._send_due()
+        if not self._core.has_work:
+            if self._num_sent == len(self._arrivals):
+                return False
+            self._sleep(max(0.0, self._next_arrival_s() - self._clock()))
+            self._heard_s = self._clock()
+            return True
+        deadline_s = min(self._next_arrival_s(), self._heard_s + _SILENCE_LIMIT_S)
+        updates = self._core.step(max(0.0, deadline_s - self._clock()))
+        now_s = self._clock()
+        for update in updates:
+            self._note(update, now_s - self._start_s)
+        if updates:
+            self._heard_s = now_s
+        elif now_s - self._heard_s >= _SILENCE_LIMIT_S:
+            raise EngineDeadError(f"the engine has said nothing for {_SILENCE_LIMIT_S:g} s")
+        return True
+
+    def result(self) -> Replayed:
+        return Replayed(
+            tuple(self._records.values()),
+            dict(sorted(self._refused.items())),
+            self._core.stats(),
+            self._clock() - self._start_s,
+        )
+
+    def _next_arrival_s(self) -> float:
+        if self._num_sent == len(self._arrivals):
+            return math.inf
+        return self._start_s + self._arrivals[self._num_sent][0]
+
+    def _send_due(self) -> None:
+        now_s = self._clock()
+        while self._next_arrival_s() <= now_s:
+            arrival_s, request = self._arrivals[self._num_sent]
+            self._num_sent += 1
+            try:
+                self._core.add_request(request)
+            except RequestError as error:
+                self._refused[f"{type(error).__name__}: {error.param}"] += 1
+                continue
+            self._records[request.request_id] = RequestRecord(request.request_id, arrival_s)
+
+    def _note(self, update: RequestUpdate, at_s: float) -> None:
+        record = self._records[update.request_id]
+        if update.token_ids:
+            record.num_output_tokens += len(update.token_ids)
+            if record.first_token_s is None:
+                record.first_token_s = at_s
+        if update.finish_reason is not None:
+            record.end_s = at_s
+            record.finish_reason = update.finish_reason
+            record.num_preemptions = update.num_preemptions
