@@ -6,10 +6,11 @@ candidates it offers.
 """
 
 import enum
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..errors import ConfigError
 from ..request import Request
 from .config import DEFAULT_MAX_OVERTAKING_TOKENS
 from .step_times import StepTimes
@@ -26,10 +27,12 @@ class Verdict(enum.Enum):
 
 NO_ROOM = frozenset({Verdict.NO_KV, Verdict.NO_ADAPTER})
 
+MAX_QUEUES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """What a policy is told once."""
+    """What a policy is told once. Raises ``ConfigError`` that names the flag."""
 
     times: StepTimes
     capacity_tokens: int  # KV that the device holds without adapters
@@ -38,6 +41,14 @@ class PolicyFacts:
     refresh_s: float = 300.0  # how often lanes are cut anew, by policies that have them
     num_queues: int | None = None  # lanes; None = as many as the sizes of requests suggest
     max_overtaking_tokens: int = DEFAULT_MAX_OVERTAKING_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.num_queues is not None and not 1 <= self.num_queues <= MAX_QUEUES:
+            raise ConfigError(f"--queues is {self.num_queues}, must be from 1 to {MAX_QUEUES}")
+        if not self.refresh_s > 0:
+            raise ConfigError(f"--refresh-s is {self.refresh_s:g}, must be above 0")
+        if self.slo_ttft_s is not None and not self.slo_ttft_s > 0:
+            raise ConfigError(f"--slo-ttft-s is {self.slo_ttft_s:g}, must be above 0")
 
 
 class SchedulerPolicy(Protocol):
@@ -96,4 +107,8 @@ class SchedulerPolicy(Protocol):
         For progress, repeated choices must never come upon the same request as long as there
         are others: one request has to be the last for every policy.
         """
+        ...
+
+    def counts(self) -> Mapping[str, float]:
+        """What the policy shows of itself: gauges by name."""
         ...

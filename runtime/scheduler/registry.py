@@ -3,16 +3,23 @@
 from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError
+from .corun import CorunPolicy
 from .fcfs import FcfsPolicy
 from .policy import PolicyFacts, SchedulerPolicy
+from .sjf import SjfPolicy
 
-SCHEDULER_POLICIES: Mapping[str, Callable[[PolicyFacts], SchedulerPolicy]] = {"fcfs": FcfsPolicy}
+SCHEDULER_POLICIES: Mapping[str, Callable[[PolicyFacts], SchedulerPolicy]] = {
+    "fcfs": FcfsPolicy,
+    "sjf": SjfPolicy,
+    "corun": CorunPolicy,
+}
 
 
 def make_policy(name: str, facts: PolicyFacts) -> SchedulerPolicy:
     """Return a new policy. Raises ``ConfigError`` if there is none of this name."""
     try:
-        return SCHEDULER_POLICIES[name](facts)
+        make = SCHEDULER_POLICIES[name]
     except KeyError:
-        known = ", ".join(sorted(SCHEDULER_POLICIES))
+        known = ", ".join(SCHEDULER_POLICIES)
         raise ConfigError(f"--scheduling-policy is {name!r}, must be one of: {known}") from None
+    return make(facts)

@@ -1,0 +1,92 @@
+"""Order by a key that a request gets when it arrives: what such policies have in common. Pure.
+
+How far a request can be overtaken is the same for all, but for its head start:
+
+- Nothing with a larger key passes a request that finds no memory.
+- One whose adapter is being loaded is passed by requests that can run meanwhile, 64 in a step at
+  most, until ``max_overtaking_tokens`` tokens (prompt and recomputed output) have been admitted
+  before it, over all its loads; from then on nobody with a larger key passes it. The bound is
+  exceeded by at most one request.
+- A key is never less than the arrival, in seconds. So who arrives later than a request's key, that
+  is more than key − arrival after it, has a larger key. What arrives in between may go before it,
+  however much that is.
+
+A key is kept when its request is preempted.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Generator, Mapping, Sequence
+from itertools import islice
+
+from ..plan import RequestId
+from ..request import Request
+from .overtaking import MAX_PASSED_REQUESTS, Overtaking
+from .policy import NO_ROOM, PolicyFacts, Verdict
+from .waiting_queue import WaitingQueue
+
+
+class KeyedPolicy(ABC):
+    """Admits the smallest key first; preempts the latest admitted."""
+
+    def __init__(self, facts: PolicyFacts) -> None:
+        self._waiting = WaitingQueue()
+        self._keys: dict[RequestId, float] = {}  # of requests that have not ended
+        self._overtaking = Overtaking(facts.max_overtaking_tokens)
+
+    @abstractmethod
+    def _key_s(self, request: Request) -> float:
+        """Return the key of a request that arrives: its arrival or later."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request, now_s: float) -> None:
+        key_s = self._keys.get(request.request_id)
+        if key_s is None:
+            key_s = self._keys[request.request_id] = self._key_s(request)
+        self._waiting.add(request, key_s)
+
+    def remove(self, request: Request) -> None:
+        self._waiting.remove(request)
+
+    def ended(self, request: Request, now_s: float) -> None:
+        del self._keys[request.request_id]
+        self._overtaking.forget(request.request_id)
+
+    def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
+        """Offer requests by key; one without memory blocks those behind."""
+        passed: list[Request] = []
+        for request in self._waiting:
+            verdict = yield request
+            if verdict in NO_ROOM:
+                return
+            if verdict is Verdict.LOADING:
+                passed.append(request)
+                is_blocked = self._overtaking.is_at_bound(request)
+            else:
+                self.remove(request)
+                self._overtaking.count(passed, request.num_known_tokens)
+                is_blocked = any(map(self._overtaking.is_at_bound, passed))
+            if is_blocked or len(passed) == MAX_PASSED_REQUESTS:
+                return
+
+    def upcoming(self, max_requests: int) -> Sequence[Request]:
+        return list(islice(self._waiting, max_requests))
+
+    def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
+        """Keep the order of admission."""
+        return requests
+
+    def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
+        return ()
+
+    def wake_at_s(self) -> float | None:
+        return None
+
+    def victim(self, running: Collection[Request]) -> Request:
+        """Choose the latest admitted."""
+        return deque(running, maxlen=1).pop()
+
+    def counts(self) -> Mapping[str, float]:
+        return {}

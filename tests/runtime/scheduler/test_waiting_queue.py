@@ -1,0 +1,96 @@
+"""Order among waiting requests, and that a look at the first ones does not see all."""
+
+import sys
+from itertools import islice
+
+import hypothesis.strategies as st
+from corun.runtime.request import Request
+from corun.runtime.scheduler.waiting_queue import WaitingQueue
+from hypothesis import given
+from support.scheduling import make_request
+
+
+def ids_of(queue: WaitingQueue, max_requests: int | None = None) -> list[int]:
+    return [request.request_id for request in islice(queue, max_requests)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "add", "remove", "look", "take", "first"]),
+            st.integers(0, 20),
+            st.integers(0, 5),
+        ),
+        max_size=60,
+    )
+)
+def test_it_is_a_sorted_list(acts: list[tuple[str, int, int]]) -> None:
+    queue, model = WaitingQueue(), dict[int, float]()
+    requests = [make_request(request_id) for request_id in range(21)]
+    for act, request_id, number in acts:
+        expected = sorted(model, key=lambda one: (model[one], one))
+        if act == "add" and request_id not in model:
+            queue.add(requests[request_id], float(number))
+            model[request_id] = float(number)
+        elif act == "remove" and request_id in model:
+            queue.remove(requests[request_id])
+            del model[request_id]
+        elif act == "look":
+            assert ids_of(queue, number) == expected[:number]
+        elif act == "first":
+            first = queue.first()
+            assert [first and first.request_id] == (expected[:1] or [None])
+        elif act == "take":  # while looking at them
+            for request in islice(queue, number):
+                queue.remove(request)
+                del model[request.request_id]
+        assert len(queue) == len(model)
+    assert ids_of(queue) == sorted(model, key=lambda one: (model[one], one))
+
+
+def test_many_that_were_removed_are_forgotten_and_many_early_ones_keep_their_order() -> None:
+    queue = WaitingQueue()
+    last = make_request(5000)
+    queue.add(last, 5000.0)
+    assert ids_of(queue) == [5000]
+    requests = {request_id: make_request(request_id) for request_id in range(2000)}
+    for request_id in reversed(requests):  # all of them come before the one that was seen
+        queue.add(requests[request_id], float(request_id))
+    for request_id in range(3, 1990):
+        queue.remove(requests[request_id])
+    assert ids_of(queue) == [0, 1, 2, *range(1990, 2000), 5000]
+
+
+def num_calls_of_a_look(queue: WaitingQueue, request: Request) -> int:
+    """Functions that are called where the first is admitted and the next are looked at."""
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for index, waiting in enumerate(queue):
+            if index == 0:
+                queue.remove(waiting)
+            if index == 16:
+                break
+        queue.add(request, request.arrival_s)
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_what_a_look_costs_does_not_depend_on_how_many_wait() -> None:
+    costs = []
+    for num_waiting in (100, 10_000):
+        queue = WaitingQueue()
+        for request_id in range(num_waiting):
+            queue.add(make_request(request_id, prompt=1), float(request_id))
+        num_calls = [
+            num_calls_of_a_look(queue, make_request(num_waiting + index, prompt=1))
+            for index in range(5)
+        ]
+        costs.append(num_calls[1:])  # the first look has to find them
+    assert costs[0] == costs[1]
