@@ -19,9 +19,11 @@ from ..memory.host_cache import HostCache
 from ..plan import AdapterId, RequestId
 from ..sampling import SamplingParams
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.policy import SchedulerPolicy
+from ..scheduler.policy import PolicyFacts, SchedulerPolicy
+from ..scheduler.predictor import HistoryPredictor, OutputPredictor
 from ..scheduler.registry import make_policy
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_times import ProfiledTimes, StepTimes
 from .clock import VirtualClock
 from .executor import END_TOKEN, LatencyExecutor
 from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed
@@ -32,7 +34,14 @@ from .workloads import Workload
 class SimulationOptions:
     """What may differ between two engines on the same requests."""
 
-    scheduling_policy: str | SchedulerPolicy = "fcfs"
+    scheduling_policy: str | Callable[[PolicyFacts], SchedulerPolicy] = "fcfs"
+    # Made from what requests truly generate, which only an oracle looks at.
+    make_predictor: Callable[[Mapping[RequestId, int]], OutputPredictor] = lambda _: (
+        HistoryPredictor()
+    )
+    slo_ttft_s: float | None = None
+    refresh_s: float = 300.0
+    num_queues: int | None = None
     growth_headroom: float = 0.01
     max_steps_in_flight: int = 1
     make_adapter_cache: Callable[[MemoryBudget], AdapterCache] = AdapterCache
@@ -70,7 +79,7 @@ def build_simulated_engine(
         sleep=clock.sleep,
     )
     core = EngineCore(
-        _make_scheduler(machine, options),
+        _make_scheduler(machine, options, _output_tokens(workload)),
         executor,
         registry,
         CoreConfig(
@@ -132,7 +141,9 @@ def _fill_host(core: EngineCore, machine: SimulatedMachine, ranks: Sequence[int]
             core.end_registration(place.place_id, facts.digest)
 
 
-def _make_scheduler(machine: SimulatedMachine, options: SimulationOptions) -> Scheduler:
+def _make_scheduler(
+    machine: SimulatedMachine, options: SimulationOptions, output_tokens: Mapping[RequestId, int]
+) -> Scheduler:
     budget = MemoryBudget(machine.memory_bytes)
     host_bytes = options.host_adapter_bytes
     memory = DeviceMemory(
@@ -152,12 +163,26 @@ def _make_scheduler(machine: SimulatedMachine, options: SimulationOptions) -> Sc
     cold_starts = PlannedColdStarts(
         Planner(model), _worker_tokens(model), lambda num_rows: _decode_step_s(model, num_rows)
     )
-    return Scheduler(config, _policy(options), memory, (END_TOKEN,), cold_starts)
+    times = ProfiledTimes(model, config.max_num_batched_tokens)
+    return Scheduler(
+        config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,
+        predictor=options.make_predictor(output_tokens), times=times,
+    )  # fmt: skip
 
 
-def _policy(options: SimulationOptions) -> SchedulerPolicy:
+def _policy(
+    machine: SimulatedMachine, options: SimulationOptions, times: StepTimes
+) -> SchedulerPolicy:
+    facts = PolicyFacts(
+        times=times,
+        capacity_tokens=machine.num_blocks * machine.block_size,
+        bytes_per_token=machine.kv_bytes_per_token,
+        slo_ttft_s=options.slo_ttft_s,
+        refresh_s=options.refresh_s,
+        num_queues=options.num_queues,
+    )
     policy = options.scheduling_policy
-    return make_policy(policy) if isinstance(policy, str) else policy
+    return make_policy(policy, facts) if isinstance(policy, str) else policy(facts)
 
 
 def _decode_step_s(model: MachineModel, num_rows: int) -> float:
