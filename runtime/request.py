@@ -40,7 +40,6 @@ class Request:
     max_total_tokens: int = 0  # prompt and output; set when the scheduler accepts the request
     # Fixed when the scheduler accepts the request; what comes true may be more, or less.
     num_predicted_output_tokens: int = 0
-    num_promised_blocks: int = 0  # that it has not been given yet, of what admission reserved
     num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # as scheduled
     num_allocated_tokens: int = 0  # room in block_ids
@@ -72,6 +71,15 @@ class Request:
     def num_output_tokens(self) -> int:
         """Sampled tokens whose values have come back."""
         return len(self.output_token_ids)
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """Tokens whose KV is predicted to come, beyond the known ones; none once it has outgrown.
+
+        The last token of a request needs no KV.
+        """
+        num_tokens = self.num_prompt_tokens + self.num_predicted_output_tokens
+        return max(0, min(num_tokens, self.max_total_tokens) - 1 - self.num_known_tokens)
 
     @property
     def num_pending_tokens(self) -> int:
