@@ -86,6 +86,7 @@ _POLICY = (
 )
 _POLICY_PACKAGES = (
     "runtime/scheduler",
+    "runtime/scheduler/lanes",
     "runtime/coldstart",
     "runtime/machine",
     "runtime/memory",

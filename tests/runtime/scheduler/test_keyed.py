@@ -109,5 +109,5 @@ def test_bad_facts_name_their_flags() -> None:
 
 
 def test_unknown_names_are_told_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'lifo', must be one of: fcfs, sjf, corun"):
+    with pytest.raises(ConfigError, match=r"'lifo', must be one of: fcfs, sjf, corun, chameleon, "):
         make_policy("lifo", facts_for())
