@@ -55,11 +55,8 @@ class Bypass:
         return end_s
 
     def start_s(self, head: Request, holdings: Holdings, now_s: float) -> float:
-        """When ``head`` can start at the earliest: enough will have ended then.
-
-        Where there seems to be room (memory is in pieces, or on its way out), the next end counts.
-        """
-        lacking = max(1, _lacking_tokens(head, holdings))
+        """When ``head`` can start at the earliest: enough will have ended then."""
+        lacking = _lacking_tokens(head, holdings, 1)
         num_rows = len(holdings)
         start_s = now_s
         by_end = [(self.end_s(one, num_rows, now_s), one) for one in holdings.requests]
@@ -114,7 +111,8 @@ class Bypass:
         requests = [passing.request for passing in passings]
         if self._is_as_printed:
             return requests
-        lacking = _lacking_tokens(passings[0].head, holdings)
+        head = passings[0].head
+        lacking = _lacking_tokens(head, holdings, max(1, holdings.adapter_tokens(head)))
         chosen = []
         for request in requests:
             if lacking <= 0:
@@ -124,6 +122,10 @@ class Bypass:
         return chosen if lacking <= 0 else []
 
 
-def _lacking_tokens(head: Request, holdings: Holdings) -> int:
-    """What there is too little of for ``head`` to run."""
-    return holdings.need_tokens(head) - holdings.ledger.free_tokens
+def _lacking_tokens(head: Request, holdings: Holdings, num_unseen: int) -> int:
+    """What ``head`` lacks to run; ``num_unseen`` where the account has room for it.
+
+    It was refused none the less: memory is in pieces, or taken by adapters that nobody runs with.
+    """
+    lacking = holdings.need_tokens(head) - holdings.ledger.free_tokens
+    return lacking if lacking > 0 else num_unseen

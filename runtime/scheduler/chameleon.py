@@ -85,6 +85,7 @@ class ChameleonPolicy:
         self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token)
         self._recent = RecentRequests()
         self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
+        self._has_freed = False  # somebody has ended since
         self._overtaking = Overtaking(facts.max_overtaking_tokens)
         self._bypass = Bypass(facts.times, is_as_printed=is_as_printed)
         self._prefill_order = ShortPrefillFirst(facts.times)
@@ -119,6 +120,7 @@ class ChameleonPolicy:
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
         """Walk the lanes twice, those of short requests first: with their quotas, with loans."""
+        self._has_freed = False
         self._refresh(now_s)
         self._queues.move(self._lanes.lane_of)
         step = _Step(now_s)
@@ -150,7 +152,8 @@ class ChameleonPolicy:
     def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
         """Choose those that were to end before somebody whom they passed, and have not."""
         self._holdings.grow()
-        return self._bypass.squash(self._holdings, self._refused, now_s)
+        refused = {} if self._has_freed else self._refused  # they may get in without that
+        return self._bypass.squash(self._holdings, refused, now_s)
 
     def wake_at_s(self) -> float | None:
         return self._bypass.wake_at_s()
@@ -267,5 +270,6 @@ class ChameleonPolicy:
 
     def _stop(self, request: Request) -> float:
         """A request no longer runs; return when it was admitted."""
+        self._has_freed = True
         self._bypass.stopped(request.request_id)
         return self._holdings.stop(request).admitted_s

@@ -49,18 +49,22 @@ class Holdings:
 
     def size_tokens(self, request: Request) -> int:
         """What a request needs, with its adapter."""
-        return _kv_tokens(request) + self._adapter_tokens(request)
+        return _kv_tokens(request) + self.adapter_tokens(request)
 
     def need_tokens(self, request: Request) -> int:
         """What a waiting request would be charged now."""
         is_charged = request.adapter_id in self._users
-        return _kv_tokens(request) + (0 if is_charged else self._adapter_tokens(request))
+        return _kv_tokens(request) + (0 if is_charged else self.adapter_tokens(request))
+
+    def adapter_tokens(self, request: Request) -> int:
+        """Tokens of KV that fit where the adapter of a request is."""
+        return math.ceil(request.adapter_bytes / self._bytes_per_token)
 
     def freed_tokens(self, request: Request) -> int:
         """What the device has again when a running request has ended."""
         is_last = len(self._users[request.adapter_id]) == 1
         num_tokens = self._holdings[request.request_id].num_tokens
-        return num_tokens + (self._adapter_tokens(request) if is_last else 0)
+        return num_tokens + (self.adapter_tokens(request) if is_last else 0)
 
     def start(
         self, request: Request, lane: int, lenders: Sequence[int], now_s: float, *,
@@ -83,7 +87,7 @@ class Holdings:
             del self._users[request.adapter_id]
         elif was_charged:
             heir = self._holdings[next(iter(users))]
-            self._charge(heir, self._adapter_tokens(request))
+            self._charge(heir, self.adapter_tokens(request))
         return holding
 
     def grow(self) -> None:
@@ -101,23 +105,19 @@ class Holdings:
             request = holding.request
             holding.lane = lane_of(request)
             is_charged = next(iter(self._users[request.adapter_id])) == request.request_id
-            adapter_tokens = self._adapter_tokens(request) if is_charged else 0
+            adapter_tokens = self.adapter_tokens(request) if is_charged else 0
             self._charge(holding, holding.num_tokens + adapter_tokens)
 
     def check_invariants(self) -> None:
         """Assert that all that is held is charged, once."""
         self.ledger.check_invariants()
-        adapters = {one.adapter_id: self._adapter_tokens(one) for one in self.requests}
+        adapters = {one.adapter_id: self.adapter_tokens(one) for one in self.requests}
         held = sum(one.num_tokens for one in self._holdings.values()) + sum(adapters.values())
         assert held + self.ledger.free_tokens == sum(self.ledger.quotas)
 
     def _charge(self, holding: Holding, num_tokens: int) -> None:
         """Charge more to a request's own lane."""
         self.ledger.take(holding.request.request_id, holding.lane, num_tokens)
-
-    def _adapter_tokens(self, request: Request) -> int:
-        """Tokens of KV that fit where its adapter is."""
-        return math.ceil(request.adapter_bytes / self._bytes_per_token)
 
 
 def _kv_tokens(request: Request) -> int:

@@ -1,7 +1,10 @@
 """What every scheduling policy keeps to, alone: progress, bounds, and the same again."""
 
+import contextlib
 import itertools
 import random
+import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.chameleon import ChameleonPolicy
+from corun.runtime.scheduler.policy import Verdict
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from hypothesis import given, settings
 from support.policy_room import PolicyRoom, facts_for
@@ -167,7 +171,7 @@ def test_a_large_request_is_passed_by_no_more_than_the_bound(name: str, adapter:
 def test_a_large_request_can_starve_until_the_others_stop(name: str) -> None:
     room, source, large = with_a_large_one(name, adapter=9)
     let_small_ones_come(room, source, large)
-    assert not large.num_output_tokens
+    assert large.request_id in room.waiting
     while room.running or room.waiting:
         room.turn()
     assert large.num_output_tokens == 20
@@ -184,3 +188,46 @@ def test_victims_make_progress(name: str) -> None:
         room.turn()
     assert room.num_preempted > 5
     assert not (room.running or room.waiting)
+
+
+def num_calls_of_a_turn(room: PolicyRoom, *, admits: bool) -> int:
+    """Functions that a policy calls where somebody is admitted, or nobody, and arrives."""
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    policy = room.policy
+    sys.setprofile(count)
+    try:
+        policy.squash((), room.now_s)
+        candidates = policy.candidates(room.now_s)
+        request = next(candidates)
+        with contextlib.suppress(StopIteration):
+            candidates.send(Verdict.ADMITTED if admits else Verdict.NO_KV)
+        candidates.close()
+        policy.upcoming(16)
+        policy.wake_at_s()
+        if admits:
+            policy.ended(request, room.now_s)
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+@every_policy
+def test_what_a_step_costs_does_not_depend_on_how_many_wait(name: str) -> None:
+    costs = []
+    for num_waiting in (300, 6000):
+        room = make_room(name, refresh_s=10_000.0)
+        policy = room.policy
+        for index in range(num_waiting):
+            request = make_request(index, prompt=2 + index % 3, arrival_s=index / 1000)
+            request.num_predicted_output_tokens = 1
+            policy.add(request, 0.0)
+        for _ in range(30):  # those who waited before the first refresh move to their lanes
+            num_calls_of_a_turn(room, admits=False)
+        turns = [num_calls_of_a_turn(room, admits=index % 2 == 0) for index in range(20)]
+        costs.append(statistics.median(turns))
+    assert costs[1] <= 1.5 * costs[0]
