@@ -90,6 +90,7 @@ _POLICY = (
 )
 _POLICY_PACKAGES = (
     "runtime/scheduler",
+    "runtime/scheduler/lanes",
     "runtime/coldstart",
     "runtime/machine",
     "runtime/memory",
