@@ -134,19 +134,23 @@ class SharedLane:
         return future
 
     def _advance(self, to_s: float) -> None:
-        while self._now_s < to_s:
-            share = self._demand if self._demand.parts else self._prefetch
-            if not share.parts:
-                break
+        while share := self._moving():
             rate = self._bytes_per_s / len(share.num_left)
             end_s = self._now_s + (share.parts[0][0] - share.each_bytes) / rate
             if end_s > to_s:
-                share.each_bytes += (to_s - self._now_s) * rate
-                end_s = to_s
-            else:
-                index = share.pop()
-                if index in self._ends_s:
-                    self._ends_s[index].append(end_s)
+                if to_s > self._now_s:
+                    share.each_bytes += (to_s - self._now_s) * rate
+                    self._busy_s += to_s - self._now_s
+                break
+            index = share.pop()
+            if index in self._ends_s:
+                self._ends_s[index].append(end_s)
             self._busy_s += end_s - self._now_s
             self._now_s = end_s
         self._now_s = max(self._now_s, to_s)
+
+    def _moving(self) -> _Share | None:
+        """Whoever has the lane now."""
+        if self._demand.parts:
+            return self._demand
+        return self._prefetch if self._prefetch.parts else None
