@@ -191,7 +191,7 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
     loaded.hook.attach(loaded.attention_backend, pool)
     return ModelRunner(
-        loaded.model, loaded.context, loaded.hook, pool, loaded.lora_backend,
+        loaded.model, loaded.context, pool, loaded.lora_backend,
         with_graphs=loaded.decode_graphs != OFF,
     )  # fmt: skip
 
