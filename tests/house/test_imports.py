@@ -72,6 +72,9 @@ _ALLOWED_IMPORTS = {
         "cpu_workers",
         "shm",
         "runtime.adapters.target_map",
+        # Whole steps are those of an engine's executor.
+        "runtime.plan",
+        "runtime.sampling",
     ),
 }
 
