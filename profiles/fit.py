@@ -65,30 +65,36 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     return Line(sum(w * a * b for w, a, b in zip(weights, x, y, strict=True)) / squares, 0.0)
 
 
-def fit_plane(points: Sequence[Sequence[float]], y: Sequence[float]) -> Plane:
+def fit_plane(
+    points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0
+) -> Plane:
     """``fit_line`` for several terms: ``points`` [points][terms].
 
-    Of all choices of terms the one with the least error whose factors are not negative; the others
-    are 0. Raises ``ValueError`` without positive y, or fewer points than two more than terms.
+    The first ``num_known`` terms are seconds that y has in it for certain: their factors are 1. Of
+    all choices of the others the one with the least error whose factors are not negative; those
+    that are left are 0. Raises ``ValueError`` without positive y, or fewer points than two more
+    than terms to fit.
     """
-    num_terms = len(points[0])
+    terms, times = np.asarray(points, float), np.asarray(y, float)
+    num_terms = terms.shape[1] - num_known
     if len(points) < num_terms + 2 or min(y) <= 0:
         raise ValueError(f"{len(points)} points are too few for {num_terms} terms")
-    columns = np.column_stack([np.ones(len(points)), np.asarray(points, float)])
-    weights = 1.0 / np.asarray(y, float)
+    columns = np.column_stack([np.ones(len(points)), terms[:, num_known:]])
     scale = np.abs(columns).max(axis=0)
-    weighted = columns / scale * weights[:, None]
+    scale[scale == 0.0] = 1.0  # of a term that no point has
+    weighted = columns / scale / times[:, None]
+    wanted = 1.0 - terms[:, :num_known].sum(axis=1) / times
     best, least = np.zeros(num_terms + 1), math.inf
     for size in range(1, num_terms + 2):
         for chosen in itertools.combinations(range(num_terms + 1), size):
             part = weighted[:, chosen]
-            factors = np.linalg.lstsq(part, np.ones(len(y)), rcond=None)[0]
-            error = float(((part @ factors - 1.0) ** 2).sum())
+            factors = np.linalg.lstsq(part, wanted, rcond=None)[0]
+            error = float(((part @ factors - wanted) ** 2).sum())
             if error < least and (factors >= 0).all():
                 best, least = np.zeros(num_terms + 1), error
                 best[list(chosen)] = factors
     intercept, *slopes = (best / scale).tolist()
-    return Plane(tuple(slopes), intercept)
+    return Plane((1.0,) * num_known + tuple(slopes), intercept)
 
 
 def r_squared(predicted: Sequence[float], y: Sequence[float]) -> float:
@@ -105,8 +111,9 @@ def r_squared(predicted: Sequence[float], y: Sequence[float]) -> float:
 
 
 def fit_with_held_out(
-    points: Sequence[Sequence[float]], y: Sequence[float], *, max_parts: int = 10
-) -> Fit:
+    points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0,
+    max_parts: int = 10,
+) -> Fit:  # fmt: skip
     """Fit all points, and judge by predictions of each from a plane through others.
 
     In the order of their terms every ``max_parts``-th, or each if there are fewer, is held out at
@@ -122,7 +129,8 @@ def fit_with_held_out(
             order[part::num_parts],
             [i for p, i in enumerate(order) if p % num_parts != part],
         )
-        plane = fit_plane([points[i] for i in seen], [y[i] for i in seen])
+        plane = fit_plane([points[i] for i in seen], [y[i] for i in seen], num_known=num_known)
         for index in held:
             predicted[index] = plane.at(points[index])
-    return Fit(fit_plane(points, y), r_squared(predicted, y), len(points), len(points))
+    plane = fit_plane(points, y, num_known=num_known)
+    return Fit(plane, r_squared(predicted, y), len(points), len(points))

@@ -11,7 +11,8 @@ Source: Parekh and Gallager, A generalized processor sharing approach to flow co
 import copy
 import enum
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -47,13 +48,13 @@ class _Share:
         heapq.heappush(self.parts, (end_bytes, index, part))
         self.num_left[index] = self.num_left.get(index, 0) + 1
 
-    def pop(self) -> tuple[int, int]:
-        """Let the next part end; which of which transfer it was."""
-        self.each_bytes, index, part = heapq.heappop(self.parts)
+    def pop(self) -> int:
+        """Let the next part end; of which transfer it was."""
+        self.each_bytes, index, _ = heapq.heappop(self.parts)
         self.num_left[index] -= 1
         if not self.num_left[index]:
             del self.num_left[index]
-        return index, part
+        return index
 
 
 class SharedLane:
@@ -106,15 +107,15 @@ class SharedLane:
             ahead_bytes = end_bytes - self._prefetch.each_bytes
             self._demand.push(self._demand.each_bytes + ahead_bytes, index, part)
 
-    def ends_s(self, index: int) -> Sequence[float]:
-        """When each part ends if nothing else starts; more transfers can only make it later."""
-        ended = self._ends_s[index]
-        if index not in self._demand.num_left and index not in self._prefetch.num_left:
-            return ended
+    def ends_s(self) -> Mapping[int, Sequence[float]]:
+        """When each part ends, or has ended, of all transfers that nobody has forgotten.
+
+        That is if nothing else starts: more transfers can only make it later.
+        """
         future = self._copy()
-        future._ends_s = {index: ended.copy()}
-        future._advance(float("inf"), until=index)
-        return future._ends_s[index]
+        future._ends_s = {index: ends_s.copy() for index, ends_s in self._ends_s.items()}
+        future._advance(math.inf)
+        return future._ends_s
 
     def forget(self, index: int, _now_s: float) -> None:
         """Nobody asks for its end any more."""
@@ -132,23 +133,24 @@ class SharedLane:
         future._ends_s = {}
         return future
 
-    def _advance(self, to_s: float, *, until: int | None = None) -> None:
-        """Let parts end up to ``to_s``, or until a transfer has no part left."""
-        while self._now_s < to_s:
-            share = self._demand if self._demand.parts else self._prefetch
-            if not share.parts:
-                break
+    def _advance(self, to_s: float) -> None:
+        while share := self._moving():
             rate = self._bytes_per_s / len(share.num_left)
             end_s = self._now_s + (share.parts[0][0] - share.each_bytes) / rate
             if end_s > to_s:
-                share.each_bytes += (to_s - self._now_s) * rate
-                end_s = to_s
-            else:
-                index, _ = share.pop()
-                if index in self._ends_s:
-                    self._ends_s[index].append(end_s)
-                if index == until and index not in share.num_left:
-                    to_s = end_s
+                if to_s > self._now_s:
+                    share.each_bytes += (to_s - self._now_s) * rate
+                    self._busy_s += to_s - self._now_s
+                break
+            index = share.pop()
+            if index in self._ends_s:
+                self._ends_s[index].append(end_s)
             self._busy_s += end_s - self._now_s
             self._now_s = end_s
         self._now_s = max(self._now_s, to_s)
+
+    def _moving(self) -> _Share | None:
+        """Whoever has the lane now."""
+        if self._demand.parts:
+            return self._demand
+        return self._prefetch if self._prefetch.parts else None

@@ -75,6 +75,8 @@ class MachineModel:
     invocation_s_per_token: float = 0.0  # x and y are copied, so more tokens cost more
     # What ``step_time.forward_s`` adds to the curve ``step_s``, which is without attention.
     host_step_s: float = 0.0
+    # Over rows, of a pass in which all decode, which can be captured; None = as ``step_s``.
+    decode_step_s: Curve | None = None
     host_row_s: float = 0.0  # of each row, whatever it computes
     prefill_s_per_token_key: float = 0.0  # a token of a prefill row and a key it looks at
     decode_s_per_key: float = 0.0
@@ -86,7 +88,3 @@ class MachineModel:
     def invoke_s(self, num_tokens: int) -> float:
         """One input group's invocation, beside the arithmetic."""
         return self.invocation_s + self.invocation_s_per_token * num_tokens
-
-    def layer_s(self, num_tokens: int) -> float:
-        """One layer of the base model."""
-        return self.step_s.at(num_tokens) / self.num_layers

@@ -29,7 +29,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    num_panels = len(profile.model.groups) + 5
+    num_panels = len(profile.model.groups) + 6
     num_rows = -(-num_panels // _NUM_COLUMNS)
     figure = Figure(figsize=(5.0 * _NUM_COLUMNS, 3.9 * num_rows), layout="constrained")
     panels = figure.subplots(num_rows, _NUM_COLUMNS, squeeze=False).flat
@@ -37,8 +37,9 @@ def draw_profile(profile: Profile, path: Path) -> None:
         _draw_group(next(panels), profile, index)
     _draw_backends(next(panels), profile)
     _draw_steps(next(panels), profile)
+    _draw_prediction(next(panels), profile.step_fit, "Whole steps of the base model")
     _draw_decode_fit(next(panels), profile.decode_fit)
-    _draw_prefill_fit(next(panels), profile.prefill_fit)
+    _draw_prediction(next(panels), profile.prefill_fit, "Adapters on the device, prefill")
     _draw_link(next(panels), profile)
     for unused in panels:
         unused.set_axis_off()
@@ -87,8 +88,10 @@ def _draw_backends(axes: Any, profile: Profile) -> None:
 
 def _draw_steps(axes: Any, profile: Profile) -> None:
     _line(axes, profile.model.step_s, 1e-3, marker="o", markersize=3, label="prefill, one row")
-    _line(axes, profile.decode_step_s, 1e-3, marker="s", markersize=3, label="decode rows")
-    _finish(axes, "Base model, all layers", "tokens", "milliseconds")
+    decode_s = profile.model.decode_step_s
+    assert decode_s is not None, "it is measured"
+    _line(axes, decode_s, 1e-3, marker="s", markersize=3, label="decode rows")
+    _finish(axes, "Base model, all layers, without attention", "tokens", "milliseconds")
     axes.legend(fontsize=7)
 
 
@@ -104,14 +107,14 @@ def _draw_decode_fit(axes: Any, record: FitRecord) -> None:
     _finish_fit(axes)
 
 
-def _draw_prefill_fit(axes: Any, record: FitRecord) -> None:
-    """Three terms have no line: what is predicted against what was measured."""
+def _draw_prediction(axes: Any, record: FitRecord, title: str) -> None:
+    """Several terms have no line: what is predicted against what was measured."""
     predicted_ms = [record.fit.plane.at(point) * 1e3 for point in record.points]
     axes.plot(predicted_ms, [y * 1e3 for y in record.y], "o", label="measured")
     end = max(predicted_ms)
     axes.plot([0.0, end], [0.0, end], color="black", linewidth=1, label=_fit(record))
-    axes.set_title("Adapters on the device, prefill", fontsize=10)
-    axes.set(xlabel="milliseconds by tokens and bytes", ylabel="milliseconds, all layers")
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="predicted milliseconds", ylabel="milliseconds, all layers")
     _finish_fit(axes)
 
 

@@ -12,7 +12,7 @@ from .curve import Curve
 from .fit import Fit
 from .models import MachineModel
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class FitRecord:
     """Times that a plane was fitted to."""
 
     fit: Fit
-    # Decode: bytes of the batch's adapters; prefill: tokens times bytes, and tokens.
+    # Steps: see ``measure.step_shapes.step_point``. Adapters in decode: bytes of the batch's; in
+    # prefill: tokens times bytes, tokens, and bytes.
     points: tuple[tuple[float, ...], ...]
     y: tuple[float, ...]  # seconds over all layers
 
@@ -126,13 +127,13 @@ class Profile:
     created_at: str  # ISO 8601, UTC
     is_thorough: bool
     model: MachineModel
-    decode_step_s: Curve  # over rows of one token: one forward of the base model, all layers
     min_group_bytes: int  # of a layer group
     coexecution_off: str  # why no worker was measured; "" = they were
     reference_rank: int  # that tokens_per_worker and the deltas are of
     budgets: tuple[RankBudget, ...]
     deltas: tuple[DeltaCurves, ...]  # by input group
     delta_points: tuple[DeltaPoint, ...]  # of all back ends that are worth loading
+    step_fit: FitRecord
     decode_fit: FitRecord
     prefill_fit: FitRecord
     link_points: tuple[LinkPoint, ...]

@@ -20,7 +20,9 @@ def report_lines(profile: Profile) -> Iterator[str]:
         f"({machine.cpu_model}, {machine.num_cpus} CPUs), measured in {profile.measured_s:.0f} s"
     )
     yield f"  prefill      {_points(model.step_s, 'tokens')}"
-    yield f"  decode       {_points(profile.decode_step_s, 'rows')}"
+    assert model.decode_step_s is not None, "it is measured"
+    yield f"  decode       {_points(model.decode_step_s, 'rows')}"
+    yield f"  steps        {_steps(profile)}"
     link = f"{model.link.bytes_per_s / 2**30:.3g} GiB/s + {_time(model.link.latency_s)}"
     yield f"  link         {link}; layer groups from {_bytes(profile.min_group_bytes)} on"
     yield f"  workers      {_workers(profile)}"
@@ -47,17 +49,30 @@ def warning_lines(profile: Profile) -> Iterator[str]:
         yield (
             f"the machine was busy, so the figures will be off: {'; '.join(quality.busy_reasons)}"
         )
-    for name, record in (("decode", profile.decode_fit), ("prefill", profile.prefill_fit)):
+    for name, record in (
+        ("whole steps", profile.step_fit),
+        ("adapters in decode", profile.decode_fit),
+        ("adapters in prefill", profile.prefill_fit),
+    ):
         if record.fit.r_squared < MIN_R_SQUARED:
             yield (
-                f"the linear model of adapters in {name} explains {record.fit.r_squared:.2f} of "
-                f"the variance (R^2) of held-out batches, less than {MIN_R_SQUARED}"
+                f"the linear model of {name} explains {record.fit.r_squared:.2f} of the variance "
+                f"(R^2) of held-out batches, less than {MIN_R_SQUARED}"
             )
     if quality.left_out:
         yield (
             f"the time was too short for {len(quality.left_out)} measurements, from "
             f"{quality.left_out[0]} on (--thorough and --budget-s give more)"
         )
+
+
+def _steps(profile: Profile) -> str:
+    model = profile.model
+    return (
+        f"beside that {_time(model.host_step_s)} + {_time(model.host_row_s)} per row, "
+        f"{_time(model.prefill_s_per_token_key)} per prefill token and key, "
+        f"{_time(model.decode_s_per_key)} per key in decode, {_fit(profile.step_fit)}"
+    )
 
 
 def _workers(profile: Profile) -> str:

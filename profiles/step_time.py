@@ -11,11 +11,27 @@ from .models import MachineModel
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """What rows add to a forward pass, apart from each other."""
+    """What rows bring to a forward pass; of several rows the sums."""
 
-    curve_tokens: float = 0.0  # of the base model's curve
+    num_prefill_tokens: int = 0
+    num_decodes: int = 0
+    decode_bytes: int = 0  # of the decode rows' adapters
     prefill_s: float = 0.0  # adapters and attention of prefill rows
-    other_s: float = 0.0  # decode rows' adapters and keys, and the host's work on every row
+    other_s: float = 0.0  # attention of decode rows, and the host's work on every row
+
+    def plus(self, *others: "RowCosts") -> "RowCosts":
+        """All of them in one pass."""
+        all_costs = (self, *others)
+        return RowCosts(
+            sum([costs.num_prefill_tokens for costs in all_costs]),
+            sum([costs.num_decodes for costs in all_costs]),
+            sum([costs.decode_bytes for costs in all_costs]),
+            sum([costs.prefill_s for costs in all_costs]),
+            sum([costs.other_s for costs in all_costs]),
+        )
+
+
+NO_ROWS = RowCosts()
 
 
 def forward_s(
@@ -38,15 +54,19 @@ def forward_s(
     """
     if not num_tokens:
         return 0.0
-    return model.host_step_s + pass_s(
-        model, row_costs(model, num_tokens, start_positions, adapter_bytes)
-    )
+    costs = row_costs(model, num_tokens, start_positions, adapter_bytes)
+    return model.host_step_s + pass_s(model, costs)
 
 
 def pass_s(model: MachineModel, costs: RowCosts) -> float:
     """The forward pass of such rows, without ``host_step_s``, which a step has but once."""
-    arithmetic_s = model.step_s.at(costs.curve_tokens) + costs.prefill_s
-    return max(model.read_s, arithmetic_s) + costs.other_s
+    if costs.num_prefill_tokens or model.decode_step_s is None:
+        num_decode_tokens = model.decode_token_share * costs.num_decodes
+        products_s = model.step_s.at(costs.num_prefill_tokens + num_decode_tokens)
+    else:
+        products_s = model.decode_step_s.at(costs.num_decodes)
+    lora_s = model.lora.decode_s((costs.decode_bytes,))
+    return max(model.read_s, products_s + costs.prefill_s) + lora_s + costs.other_s
 
 
 def row_costs(
@@ -60,26 +80,21 @@ def row_costs(
     host_s = model.host_row_s * num_rows
     if sum(num_tokens) == num_rows:
         keys_s = model.decode_s_per_key * (sum(start_positions) + num_rows)
-        lora_s = model.lora.decode_s(adapter_bytes)
-        return RowCosts(model.decode_token_share * num_rows, 0.0, host_s + keys_s + lora_s)
-    lora = model.lora
-    decode_bytes = []
-    decode_keys = prefill_keys = prefill_tokens = 0
+        return RowCosts(0, num_rows, sum(adapter_bytes), 0.0, host_s + keys_s)
+    prefill_tokens = prefill_keys = decodes = decode_keys = decode_bytes = 0
     prefill_s = 0.0
     for tokens, start, num_bytes in zip(num_tokens, start_positions, adapter_bytes, strict=True):
         if tokens == 1:
+            decodes += 1
             decode_keys += start + 1
-            decode_bytes.append(num_bytes)
+            decode_bytes += num_bytes
             continue
         prefill_tokens += tokens
         prefill_keys += num_keys(tokens, start)
-        if num_bytes:
-            prefill_s += lora.prefill_s(tokens, num_bytes)
-    return RowCosts(
-        prefill_tokens + model.decode_token_share * len(decode_bytes),
-        prefill_s + model.prefill_s_per_token_key * prefill_keys,
-        host_s + model.decode_s_per_key * decode_keys + lora.decode_s(decode_bytes),
-    )
+        prefill_s += model.lora.prefill_s(tokens, num_bytes)
+    prefill_s += model.prefill_s_per_token_key * prefill_keys
+    other_s = host_s + model.decode_s_per_key * decode_keys
+    return RowCosts(prefill_tokens, decodes, decode_bytes, prefill_s, other_s)
 
 
 def num_keys(num_tokens: int, start_position: int) -> int:

@@ -6,7 +6,7 @@ follows. Knows nothing of memory or streams.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...profiles.link import Direction, LinkStats, SharedLane
@@ -37,8 +37,8 @@ class _FreeLane:
         self._active[index] = start_s
         return start_s
 
-    def ends_s(self, index: int) -> Sequence[float]:
-        return (self._active[index],)
+    def ends_s(self) -> Mapping[int, Sequence[float]]:
+        return {index: (start_s,) for index, start_s in self._active.items()}
 
     def forget(self, index: int, now_s: float) -> None:
         del self._active[index]
@@ -126,7 +126,9 @@ class PacedLink:
     def expected_s(self, transfer: LinkTransfer) -> float:
         """When it ends on the clock, if no other starts meanwhile; others only make it later."""
         with self._lock:
-            return self._lanes[transfer.direction].ends_s(transfer.index)[0] + self.latency_us / 1e6
+            return (
+                self._lanes[transfer.direction].ends_s()[transfer.index][0] + self.latency_us / 1e6
+            )
 
     def finish(self, transfer: LinkTransfer) -> float:
         """Wait until its bytes are there, once; return when that was on the clock.

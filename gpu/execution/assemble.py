@@ -191,7 +191,7 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
     loaded.hook.attach(loaded.attention_backend, pool)
     return ModelRunner(
-        loaded.model, loaded.context, loaded.hook, pool, loaded.lora_backend,
+        loaded.model, loaded.context, pool, loaded.lora_backend,
         with_graphs=loaded.decode_graphs != OFF,
     )  # fmt: skip
 
@@ -249,7 +249,7 @@ def make_executor(
     loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch,
     *, eos_token_ids: tuple[int, ...], max_model_len: int, assistant: Assistant | None = None,
 ) -> DeviceExecutor:  # fmt: skip
-    """Make the executor of the engine; it owns the runner from now on."""
+    """Make an executor; it owns the runner from now on, whose model stays the caller's."""
     return DeviceExecutor(
         runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
         max_model_len=max_model_len, assistant=assistant,

@@ -10,7 +10,6 @@ from ..forward.batch import DeltaPass, PassMetadata, StepContext
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
-from ..model.attention_hook import PagedAttentionHook
 from ..model.kv_pool import KvPool
 from ..model.probe import ProbeRow
 from ..replay.decode_graphs import DecodeGraphs, RunPass
@@ -23,7 +22,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook, pool: KvPool,
+        self, model: PreTrainedModel, context: StepContext, pool: KvPool,
         lora_backend: LoraBackend | None = None, *, with_graphs: bool = False,
     ) -> None:  # fmt: skip
         """``with_graphs``: Replay decode passes; the backends must be able to."""
@@ -32,7 +31,6 @@ class ModelRunner:
         self.device = model.device
         self.block_size = pool.layout.block_size
         self._context = context
-        self._hook = hook
         self._lora_backend = lora_backend
         self.graphs = DecodeGraphs(self._run_modules) if with_graphs else None
 
@@ -102,7 +100,6 @@ class ModelRunner:
         return self.forward(inputs, inputs.last_indices)
 
     def close(self) -> None:
-        """Take the attention function out of transformers' table and free the pool."""
-        self._hook.close()
+        """Free the pool."""
         self.pool.close()
         self.graphs = None  # it refers to this object

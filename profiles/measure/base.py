@@ -61,7 +61,7 @@ def measure_decode(
     passes: Passes, num_rows: Sequence[int], repeats: Repeats, on_progress: Progress
 ) -> DecodeTimes:
     """So many rows of one token each."""
-    cases = [Case(str(n), partial(passes.step_s, passes.decode_rows(n))) for n in num_rows]
+    cases = [Case(str(n), partial(passes.forward_s, passes.decode_rows(n))) for n in num_rows]
     measured = measure_rounds(
         cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress
     )

@@ -13,6 +13,8 @@ from .effort import REFERENCE_RANK, Effort
 from .invocation import InvocationTimes
 from .link import LinkTimes
 from .lora import LoraTimes
+from .step_shapes import with_steps
+from .steps import StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Parts:
     max_tokens: int  # of a step
     base: BaseTimes
     decode: DecodeTimes
+    steps: StepTimes
     link: LinkTimes
     deltas: DeltaTimes
     invocation: InvocationTimes | None
@@ -35,7 +38,8 @@ class Parts:
     def quality(self, use: CpuUse) -> Quality:
         """From how all parts went."""
         measured = (
-            self.base, self.decode, self.link, self.deltas, self.lora_decode, self.lora_prefill,
+            self.base, self.decode, self.steps, self.link, self.deltas,
+            self.lora_decode, self.lora_prefill,
             *(() if self.invocation is None else (self.invocation,)),
         )  # fmt: skip
         spreads = [spread for part in measured for spread in part.spreads]
@@ -69,7 +73,6 @@ def compose(
         created_at=created_at,
         is_thorough=effort.name == "thorough",
         model=_model(subject, parts, groups, budgets),
-        decode_step_s=parts.decode.step_s,
         min_group_bytes=min_group_bytes(parts.link.model),
         coexecution_off=parts.off,
         reference_rank=REFERENCE_RANK,
@@ -85,6 +88,7 @@ def compose(
             )
             for point in parts.deltas.table().points
         ),
+        step_fit=parts.steps.record,
         decode_fit=parts.lora_decode.record,
         prefill_fit=parts.lora_prefill.record,
         link_points=parts.link.points,
@@ -98,7 +102,7 @@ def _model(
 ) -> MachineModel:
     decode, prefill = parts.lora_decode.record.fit.plane, parts.lora_prefill.record.fit.plane
     invocation = parts.invocation
-    return MachineModel(
+    model = MachineModel(
         num_layers=subject.shape.num_layers,
         step_s=parts.base.step_s,
         groups=groups,
@@ -116,3 +120,4 @@ def _model(
         tokens_per_worker=next(b.tokens_per_worker for b in budgets if b.rank == REFERENCE_RANK),
         invocation_s_per_token=0.0 if invocation is None else invocation.s_per_token,
     )
+    return with_steps(model, parts.steps.record.fit.plane, parts.base.step_s, parts.decode.step_s)

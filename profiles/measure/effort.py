@@ -1,6 +1,6 @@
 """How much is measured: the sizes and the seconds of a quick and of a thorough profile."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..rounds import Repeats
@@ -17,6 +17,10 @@ class Effort:
     name: str
     step_tokens: tuple[int, ...]  # of prefill rows, and of base products
     decode_rows: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]  # of the prefill rows of whole steps
+    context_tokens: tuple[int, ...]  # of rows of whole steps, their own tokens included
+    max_kv_tokens: int  # of all rows of a step, unless one row needs more
+    max_kv_bytes: int  # likewise
     delta_tokens: tuple[int, ...]
     delta_ranks: tuple[int, ...]
     invocation_tokens: tuple[int, ...]
@@ -28,14 +32,15 @@ class Effort:
     max_adapters_bytes: int  # that adapters of a batch take on the device
     base: Repeats
     decode: Repeats
+    steps: Repeats
     deltas: Repeats
     invocation: Repeats
     link: Repeats
     lora_decode: Repeats
     lora_prefill: Repeats
-    parts: tuple[str, ...] = field(
-        default=("base", "decode", "link", "deltas", "invocation", "lora_decode", "lora_prefill")
-    )
+    parts: tuple[str, ...] = (
+        "base", "decode", "steps", "link", "deltas", "invocation", "lora_decode", "lora_prefill",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         assert self.delta_ranks == tuple(sorted(self.delta_ranks)), self.delta_ranks
@@ -68,6 +73,10 @@ QUICK = Effort(
     name="quick",
     step_tokens=(1, 4, 16, 64, 128, 256, 512),
     decode_rows=(1, 4, 8, 16, 32),
+    chunk_tokens=(16, 64, 256),
+    context_tokens=(256, 2048),
+    max_kv_tokens=8192,
+    max_kv_bytes=1024 * _MIB,
     delta_tokens=(1, 8, 32, 128, 256),
     delta_ranks=(8, 64, 128),
     invocation_tokens=(8, 64, 128),
@@ -78,7 +87,8 @@ QUICK = Effort(
     concurrency=(1, 2),
     max_adapters_bytes=256 * _MIB,
     base=Repeats(7.0, 3, 7),
-    decode=Repeats(2.0, 3, 7),
+    decode=Repeats(1.5, 3, 7),
+    steps=Repeats(4.0, 2, 5),
     deltas=Repeats(4.5, 3, 7),
     invocation=Repeats(2.0, 3, 15),
     link=Repeats(1.5, 3, 15),
@@ -90,6 +100,10 @@ THOROUGH = Effort(
     name="thorough",
     step_tokens=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096),
     decode_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64),
+    chunk_tokens=(16, 32, 64, 128, 256, 512, 1024),
+    context_tokens=(64, 128, 256, 512, 1024, 2048),
+    max_kv_tokens=16384,
+    max_kv_bytes=4096 * _MIB,
     delta_tokens=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512),
     delta_ranks=(8, 16, 32, 64, 128, 256),
     invocation_tokens=(1, 8, 16, 32, 64, 128, 256),
@@ -101,6 +115,7 @@ THOROUGH = Effort(
     max_adapters_bytes=1024 * _MIB,
     base=Repeats(60.0, 5, 15),
     decode=Repeats(20.0, 5, 15),
+    steps=Repeats(60.0, 5, 15),
     deltas=Repeats(45.0, 5, 15),
     invocation=Repeats(15.0, 7, 31),
     link=Repeats(10.0, 7, 31),

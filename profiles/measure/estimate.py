@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ..rounds import Repeats
 from .effort import BATCH_SIZES, Effort
+from .step_shapes import StepShape, num_needed
 
 _START_S = 2.0  # of a process with its libraries
 
@@ -14,12 +15,14 @@ def cut(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def expected_s(
-    effort: Effort, step_s: Callable[[int], float], max_tokens: int, *, has_workers: bool
-) -> dict[str, float]:
+    effort: Effort, step_s: Callable[[int], float], max_tokens: int, shapes: Sequence[StepShape],
+    *, has_workers: bool,
+) -> dict[str, float]:  # fmt: skip
     """Seconds of each part, in their order.
 
-    ``step_s``: one forward of so many tokens. A part ends after its last round or with its budget,
-    whichever is sooner, but not before its least number of rounds over the sizes that it needs.
+    ``step_s``: one forward of so many tokens; ``shapes``: of the whole steps. A part ends after
+    its last round or with its budget, whichever is sooner, but not before its least number of
+    rounds over the sizes that it needs.
     """
     prefill = [
         step_s(min(n, max_tokens)) for n in effort.prefill_tokens for _ in effort.prefill_ranks
@@ -28,15 +31,17 @@ def expected_s(
     costs = {
         "base": [step_s(n) for n in cut(effort.step_tokens, max_tokens)],
         "decode": [step_s(n) for n in effort.decode_rows],
+        "steps": [step_s(shape.total_tokens) for shape in shapes],
         "lora_decode": batches,
         "lora_prefill": prefill,
     }
+    needed = {"steps": num_needed(shapes)}
     result = {}
     for part in effort.parts:
         repeats = effort.repeats(part)
         seconds = repeats.budget_s
         if part in costs:
-            seconds = _bounded_s(repeats, costs[part])
+            seconds = _bounded_s(repeats, costs[part], needed.get(part, 2))
         elif part == "deltas":
             seconds += _START_S
         elif part == "invocation":
@@ -45,6 +50,6 @@ def expected_s(
     return result
 
 
-def _bounded_s(repeats: Repeats, costs_s: Sequence[float]) -> float:
-    least_s = (repeats.min_rounds + 1) * sum(costs_s[:2])
+def _bounded_s(repeats: Repeats, costs_s: Sequence[float], num_sizes: int) -> float:
+    least_s = (repeats.min_rounds + 1) * sum(costs_s[:num_sizes])
     return max(least_s, min(repeats.budget_s, (repeats.max_rounds + 1) * sum(costs_s)))

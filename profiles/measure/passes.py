@@ -9,12 +9,12 @@ import torch
 
 from ...gpu.execution.runner import ModelRunner
 from ...gpu.forward.batch import DeltaPass
-from ...gpu.forward.lower import PackedRows, lower
+from ...gpu.forward.lower import ForwardInputs, PackedRows, lower
 from ...gpu.lora.base import LoraBackend
 from ...gpu.lora.deltas import ResidentDeltas
+from .step_shapes import DECODE_CONTEXT_TOKENS
 from .stopwatch import GroupSpan, GroupTimer, Stopwatch
 
-CONTEXT_TOKENS = 32  # of decode rows; attention over long contexts is no matter of adapters
 # Up to so many tokens, marks in the middle of a pass would lengthen it noticeably.
 _MAX_SHORT_TOKENS = 48
 
@@ -45,7 +45,7 @@ class Passes:
     @staticmethod
     def num_blocks(max_tokens: int, max_rows: int, block_size: int) -> int:
         """Blocks of KV that passes of these sizes need."""
-        per_row = -(-(CONTEXT_TOKENS + 1) // block_size)
+        per_row = -(-(DECODE_CONTEXT_TOKENS + 1) // block_size)
         return max(-(-max_tokens // block_size), max_rows * per_row)
 
     def prefill_rows(self, num_tokens: int, table_row: int = -1, rank: int = 0) -> PackedRows:
@@ -57,31 +57,34 @@ class Passes:
         self, num_rows: int, table_rows: Sequence[int] = (), ranks: Sequence[int] = ()
     ) -> PackedRows:
         """Rows of one token with a short context; without ``table_rows`` of the base model."""
-        num_blocks = -(-(CONTEXT_TOKENS + 1) // self._runner.block_size)
+        num_blocks = -(-(DECODE_CONTEXT_TOKENS + 1) // self._runner.block_size)
         return self._rows(
-            [CONTEXT_TOKENS] * num_rows,
+            [DECODE_CONTEXT_TOKENS] * num_rows,
             [1] * num_rows,
             num_blocks,
             list(table_rows) or [-1] * num_rows,
             list(ranks) or [0] * num_rows,
         )
 
-    def step_s(self, rows: PackedRows) -> float:
-        """One forward of the base model from its plan on, without sampling."""
+    def forward_s(self, rows: PackedRows, deltas: DeltaPass | None = None) -> float:
+        """One forward of the base model, from its inputs to its logits."""
+        inputs = self._lower(rows)
+        self.stopwatch.settle()
         start_s = time.perf_counter()
-        self.forward(rows, None)
+        self._runner.forward(inputs, inputs.last_indices, deltas)
         self.stopwatch.settle()
         return time.perf_counter() - start_s
 
     def sample(self, rows: PackedRows) -> StepSample:
         """One forward, and its base products."""
         num_tokens = int(rows.num_tokens.sum())
-        step_s = self.step_s(rows) if num_tokens <= _MAX_SHORT_TOKENS else None
+        step_s = None
+        if num_tokens <= _MAX_SHORT_TOKENS:
+            # A row of one token must not be replayed: beside other rows it is not either.
+            step_s = self.forward_s(rows, NO_DELTAS if num_tokens == 1 else None)
         timer = GroupTimer(self.stopwatch, None)
-        start_s = time.perf_counter()
-        self.forward(rows, lambda _: timer)
+        timed_s = self.forward_s(rows, timer)
         spans = timer.spans()
-        timed_s = time.perf_counter() - start_s
         by_group: list[list[float]] = [[] for _ in range(self._num_groups)]
         for span in spans:
             by_group[span.group].append(span.base_s)
@@ -105,12 +108,15 @@ class Passes:
 
     def forward(self, rows: PackedRows, wrap: Callable[[DeltaPass], DeltaPass] | None) -> None:
         """Lower and run ``rows``; ``wrap`` makes the pass of the deltas from the usual one."""
-        inputs = lower(rows, self._runner.block_size, self._runner.device)
+        inputs = self._lower(rows)
         deltas: DeltaPass | None = None
         if wrap is not None:
             usual = NO_DELTAS if inputs.lora is None else ResidentDeltas(self.backend, inputs.lora)
             deltas = wrap(usual)
         self._runner.forward(inputs, inputs.last_indices, deltas)
+
+    def _lower(self, rows: PackedRows) -> ForwardInputs:
+        return lower(rows, self._runner.block_size, self._runner.device)
 
     def _rows(
         self, starts: Sequence[int], num_tokens: Sequence[int], num_blocks: int,

@@ -29,6 +29,8 @@ from .link import LinkBench, LinkTimes
 from .lora import LoraBench, LoraTimes
 from .passes import Passes
 from .shape import model_groups
+from .step_shapes import StepShape, StepSizes, step_shapes
+from .steps import StepBench, StepTimes, make_step_executor
 from .stopwatch import stopwatch_of
 
 _LOG = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Bench:
     subject: Subject
     effort: Effort
     max_tokens: int  # of a step
+    max_context: int  # of a row
     worker_cpus: tuple[int, ...]  # () = co-execution is off
     supervisor_cpus: tuple[int, ...]
     delta_cpu: int  # where a worker runs, or would
@@ -95,17 +98,19 @@ class _Profiler(contextlib.ExitStack):
         self._link = LinkBench(bench.device, self._where, bench.effort.concurrency)
         self._exchange = self._make_exchange()
         self._groups = model_groups(bench.loaded)
-        self._passes = self._make_passes()
+        self._shapes = self._step_shapes()
+        self._passes, self._steps = self._make_passes()
 
     def measure(self) -> Parts:
         """All of them; the adapters last, for they take memory."""
         expected = expected_s(
-            self._effort, self._trial(), self._bench.max_tokens,
+            self._effort, self._trial(), self._bench.max_tokens, self._shapes,
             has_workers=bool(self._bench.worker_cpus),
         )  # fmt: skip
         self._listener.on_estimate(sum(expected.values()))
         meter = Meter(expected, self._listener.on_report, time.monotonic)
         base, decode = self._base(meter)
+        steps = self._step_times(base, decode, meter)
         link = self._link_times(meter)
         deltas = self._deltas(meter)
         invocation, off = self._invocation(deltas, meter)
@@ -114,7 +119,8 @@ class _Profiler(contextlib.ExitStack):
             groups=self._groups.shapes,
             num_workers=0 if invocation is None else len(self._bench.worker_cpus),
             max_tokens=self._bench.max_tokens,
-            base=base, decode=decode, link=link, deltas=deltas, invocation=invocation, off=off,
+            base=base, decode=decode, steps=steps, link=link, deltas=deltas,
+            invocation=invocation, off=off,
             lora_decode=lora_decode, lora_prefill=lora_prefill, bytes_per_rank=bytes_per_rank,
         )  # fmt: skip
 
@@ -129,17 +135,39 @@ class _Profiler(contextlib.ExitStack):
         device.adopt(compute)
         return Exchange(device, compute, transfer)
 
-    def _make_passes(self) -> Passes:
+    def _step_shapes(self) -> list[StepShape]:
+        bench, effort, layout = self._bench, self._effort, self._bench.loaded.layout
+        kv_tokens = effort.max_kv_bytes * layout.block_size // layout.block_bytes
+        max_chunk = min(max(effort.chunk_tokens), bench.max_tokens)
+        max_context = min(max(effort.context_tokens), bench.max_context)
+        sizes = StepSizes(
+            decode_rows=effort.decode_rows,
+            chunk_tokens=cut(effort.chunk_tokens, max_chunk),
+            context_tokens=cut(effort.context_tokens, max_context),
+            max_kv_tokens=min(effort.max_kv_tokens, kv_tokens),
+        )
+        return step_shapes(sizes)
+
+    def _make_passes(self) -> tuple[Passes, StepBench]:
+        """What runs forwards, and what runs whole steps, with one pool."""
         loaded, effort = self._bench.loaded, self._effort
         num_rows = max(*effort.decode_rows, *BATCH_SIZES)
-        num_blocks = Passes.num_blocks(self._bench.max_tokens, num_rows, loaded.layout.block_size)
+        block_size, vocab_size = loaded.layout.block_size, int(loaded.config.vocab_size)
+        num_blocks = max(
+            Passes.num_blocks(self._bench.max_tokens, num_rows, block_size),
+            StepBench.num_blocks(self._shapes, block_size),
+        )
         runner = make_runner(loaded, num_blocks)
-        self.callback(runner.pool.close)
-        return Passes(
+        for layer in range(len(loaded.layout.layers)):
+            for part in runner.pool.layer(layer):
+                part.zero_()  # memory that nobody has written is read faster
+        executor = make_step_executor(loaded, runner, self._bench.max_context)
+        self.callback(executor.close)
+        passes = Passes(
             runner, loaded.lora_backend, stopwatch_of(self._where),
-            vocab_size=int(loaded.config.vocab_size),
-            num_groups=len(self._groups.shapes),
+            vocab_size=vocab_size, num_groups=len(self._groups.shapes),
         )  # fmt: skip
+        return passes, StepBench(executor, block_size, vocab_size)
 
     def _trial(self) -> Callable[[int], float]:
         """Seconds of a forward of any number of tokens, roughly: the line through two."""
@@ -147,8 +175,8 @@ class _Profiler(contextlib.ExitStack):
         times_s = []
         for num_tokens in (few, many):
             rows = self._passes.prefill_rows(num_tokens)
-            self._passes.step_s(rows)
-            times_s.append(self._passes.step_s(rows))
+            self._passes.forward_s(rows)
+            times_s.append(self._passes.forward_s(rows))
         slope = max(0.0, times_s[1] - times_s[0]) / max(1, many - few)
         return lambda num_tokens: times_s[0] + slope * max(0, num_tokens - few)
 
@@ -164,6 +192,11 @@ class _Profiler(contextlib.ExitStack):
                 meter.begin("decode", "base model, decode"),
             ),
         )  # fmt: skip
+
+    def _step_times(self, base: BaseTimes, decode: DecodeTimes, meter: Meter) -> StepTimes:
+        on_progress = meter.begin("steps", "whole steps")
+        curves = base.step_s, decode.step_s
+        return self._steps.measure(self._shapes, curves, self._effort.steps, on_progress)
 
     def _link_times(self, meter: Meter) -> LinkTimes:
         on_progress = meter.begin("link", "link to the device")

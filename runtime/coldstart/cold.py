@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
+from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from .split import LayerTimes
 
 
@@ -27,21 +28,22 @@ class ColdPart:
     adapter: AdapterShape
     split_layer: int
     ready_s: tuple[float, ...]  # by layer, as in ``ColdRequest``
+    start_position: int = 0  # of its first token
 
 
 @dataclass(frozen=True, slots=True)
 class Company:
     """What a chunk shares its step with."""
 
-    num_tokens: int = 0  # of warm rows in the same forward
-    warm_s: float = 0.0  # what these rows take beyond the base products of so many tokens
+    warm: RowCosts = NO_ROWS  # rows in the same forward
     apart_s: float = 0.0  # rows that decode in a forward of their own, before
     cold: tuple[ColdPart, ...] = ()
 
     @property
     def num_forward_tokens(self) -> int:
         """Tokens of that forward."""
-        return self.num_tokens + sum(part.num_tokens for part in self.cold)
+        num_warm_tokens = self.warm.num_prefill_tokens + self.warm.num_decodes
+        return num_warm_tokens + sum(part.num_tokens for part in self.cold)
 
     def joined_by(self, part: ColdPart) -> "Company":
         """With one more cold row."""
@@ -59,6 +61,7 @@ class ColdRequest:
     adapter: AdapterShape
     ready_s: tuple[float, ...]  # by layer: when its layer group is there, from now; 0 = is
     max_chunk_tokens: int  # that one step may compute of it
+    start_position: int = 0  # of the first of these tokens
     max_assisted_tokens: int = 0  # that the workers hold of one step; 0 = there are none
     num_workers: int = 0  # alive
     num_running: int = 0  # other requests, which wait while it holds a step
@@ -91,9 +94,8 @@ def layer_times(
     Without workers the assisted times are infinite.
     """
     all_tokens = num_tokens + company.num_forward_tokens
-    fixed_s = model.layer_s(all_tokens) + company.warm_s / model.num_layers
-    own_s = _lora_layer_s(model, request.adapter, num_tokens)
-    others_s = [_lora_layer_s(model, part.adapter, part.num_tokens) for part in company.cold]
+    own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)
+    own_on_device, own_assisted = _costs(model, own), _costs(model, own, is_assisted=True)
     # Layers are alike but for a few, and a decision asks several times.
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
     assisted, device = [], []
@@ -103,21 +105,24 @@ def layer_times(
         )
         key = with_workers, request.adapter.rank_sums[layer]
         if key not in known:
+            others = [
+                _costs(model, part, is_assisted=index in with_workers)
+                for index, part in enumerate(company.cold)
+            ]
             helped = [
                 (company.cold[index].num_tokens, company.cold[index].adapter.rank_sums[layer])
                 for index in with_workers
             ]
-            own = (num_tokens, request.adapter.rank_sums[layer])
+            own_helped = (num_tokens, request.adapter.rank_sums[layer])
             known[key] = (
-                _exposed_s(model, [*helped, own], all_tokens, request.num_workers),
-                _exposed_s(model, helped, all_tokens, request.num_workers),
+                _layer_s(model, company.warm.plus(*others, own_assisted))
+                + _exposed_s(model, [*helped, own_helped], all_tokens, request.num_workers),
+                _layer_s(model, company.warm.plus(*others, own_on_device))
+                + _exposed_s(model, helped, all_tokens, request.num_workers),
             )
-        layer_s = fixed_s + sum(
-            seconds for index, seconds in enumerate(others_s) if index not in with_workers
-        )
-        exposed_s, exposed_without_s = known[key]
-        assisted.append(layer_s + exposed_s)
-        device.append(layer_s + exposed_without_s + own_s)
+        assisted_s, device_s = known[key]
+        assisted.append(assisted_s)
+        device.append(device_s)
     held_s = [
         max((p.ready_s[layer] for p in company.cold if p.split_layer <= layer), default=0.0)
         for layer in range(model.num_layers)
@@ -132,15 +137,19 @@ def layer_times(
 
 def warm_step_s(model: MachineModel, company: Company) -> float:
     """A step of ``company`` alone, with all adapters on the device."""
-    lora_s = sum(
-        model.lora.prefill_s(part.num_tokens, part.adapter.num_bytes) for part in company.cold
-    )
-    base_s = model.step_s.at(company.num_forward_tokens)
-    return company.apart_s + company.warm_s + base_s + lora_s
+    rows = company.warm.plus(*[_costs(model, part) for part in company.cold])
+    return model.host_step_s + company.apart_s + pass_s(model, rows)
 
 
-def _lora_layer_s(model: MachineModel, adapter: AdapterShape, num_tokens: int) -> float:
-    return model.lora.prefill_s(num_tokens, adapter.num_bytes) / model.num_layers
+def _layer_s(model: MachineModel, rows: RowCosts) -> float:
+    """A layer's share of a step with these rows."""
+    return (model.host_step_s + pass_s(model, rows)) / model.num_layers
+
+
+def _costs(model: MachineModel, part: ColdPart, *, is_assisted: bool = False) -> RowCosts:
+    """What a cold row brings to the device, which computes its deltas unless the workers do."""
+    num_bytes = 0 if is_assisted else part.adapter.num_bytes
+    return row_costs(model, (part.num_tokens,), (part.start_position,), (num_bytes,))
 
 
 def _from(start_s: float, times_s: Iterable[float]) -> tuple[float, ...]:

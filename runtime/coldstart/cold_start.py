@@ -5,7 +5,7 @@ Pure: times come in as arguments.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..adapter import AdapterLayers
@@ -15,7 +15,7 @@ from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
 from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
-from .company import CompanyModel
+from .company import company_of_decodes, company_of_step
 from .files import FileLedger, ready_s
 from .first_tokens import FirstTokens
 from .link import LinkLedger, by_layer
@@ -42,7 +42,6 @@ class PlannedColdStarts:
         self,
         planner: Planner,
         worker_tokens: Sequence[int],
-        decode_step_s: Callable[[int], float],
     ) -> None:
         """Make plans without any load under way.
 
@@ -50,15 +49,12 @@ class PlannedColdStarts:
             planner: Chooses strategies; its model is what chunks are predicted with.
             worker_tokens: By the number of ready workers, from 0 on: tokens of one step that their
                 rings hold.
-            decode_step_s: One forward of so many rows that decode, without adapters.
         """
         self._planner = planner
         self._worker_tokens = worker_tokens
         self._num_workers = 0
-        self._decode_step_s = decode_step_s
         self._ledger = LinkLedger(planner.model.link)
         self._files = FileLedger()
-        self._companies = CompanyModel(planner.model, decode_step_s)
         self._first_tokens = FirstTokens()
         self._stalls = Stalls()
         self._loading: dict[AdapterId, _Loading] = {}
@@ -71,7 +67,6 @@ class PlannedColdStarts:
         assert not self._loading, "the link's ledger is of the planner before"
         self._planner = planner
         self._ledger = LinkLedger(planner.model.link)
-        self._companies = CompanyModel(planner.model, self._decode_step_s)
 
     def workers_changed(self, num_ready: int) -> None:
         """So many take jobs from now on."""
@@ -152,7 +147,9 @@ class PlannedColdStarts:
         company = cold.company
         if self._first_tokens.has_begun(request.request_id):
             company = cold.later_company  # that was reckoned with
-        part = ColdPart(chunk.num_tokens, loading.shape, chunk.split_layer, cold.ready_s)
+        part = ColdPart(
+            chunk.num_tokens, loading.shape, chunk.split_layer, cold.ready_s, cold.start_position
+        )
         self._first_tokens.planned(
             request.request_id,
             warm_step_s(self._planner.model, company.joined_by(part)),
@@ -263,16 +260,18 @@ class PlannedColdStarts:
             ready_s=self._ready_s(request.adapter_id, now_s),
             read_s=self._read_s(request.adapter_id, now_s),
             max_chunk_tokens=rows.max_cold_tokens,
+            start_position=request.num_computed_tokens,
             max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
             num_workers=num_workers,
             num_running=num_others,
             company=company,
-            later_company=self._companies.of_decodes(rows),
+            later_company=company_of_decodes(self._planner.model, rows),
         )
 
     def _company(self, rows: StepRows, now_s: float | None) -> Company:
         """All rows so far; ``now_s`` None = when layers are there does not matter."""
-        return self._companies.of_step(
+        return company_of_step(
+            self._planner.model,
             rows,
             [
                 ColdPart(
@@ -280,6 +279,7 @@ class PlannedColdStarts:
                     self._loading[request.adapter_id].shape,
                     chunk.split_layer,
                     () if now_s is None else self._ready_s(request.adapter_id, now_s),
+                    request.num_computed_tokens,
                 )
                 for request, chunk in rows.cold_chunks
             ],

@@ -10,6 +10,7 @@ computed for the full rate would be too early.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ...profiles.link import SharedLane
 from ...profiles.models import LinkModel
 from ..plan import AdapterId
 
@@ -70,35 +71,14 @@ class LinkLedger:
 
     def _predict(self, now_s: float) -> None:
         """Let the loads run in thought, from what has been reported."""
-        for load in self._loads.values():
-            load.ready_at_s = [now_s] * load.num_ready
-        at_s = now_s
-        for is_demand in (True, False):
-            moving = [load for load in self._loads.values() if load.is_demand is is_demand]
-            at_s = self._drain(moving, at_s)
-
-    def _drain(self, loads: list[_LinkLoad], at_s: float) -> float:
-        """Move all remaining groups of ``loads`` in fair shares from ``at_s`` on."""
-        left = {id(load): _remaining(load) for load in loads}
-        moving = [load for load in loads if load.num_ready < len(load.group_bytes)]
-        while moving:
-            rate = self._link.bytes_per_s / len(moving)
-            first = min(moving, key=lambda load: left[id(load)])
-            step_bytes = left[id(first)]
-            at_s += step_bytes / rate
-            for load in moving:
-                left[id(load)] -= step_bytes
-            for load in [load for load in moving if left[id(load)] <= 0]:
-                load.ready_at_s.append(at_s + self._link.latency_s)
-                left[id(load)] = _remaining(load)
-            moving = [load for load in moving if len(load.ready_at_s) < len(load.group_bytes)]
-        return at_s
-
-
-def _remaining(load: _LinkLoad) -> float:
-    """Bytes of the group that moves next."""
-    groups = load.group_bytes
-    return float(groups[len(load.ready_at_s)]) if len(load.ready_at_s) < len(groups) else 0.0
+        lane = SharedLane(self._link.bytes_per_s)
+        for index, load in enumerate(self._loads.values()):
+            left_bytes = load.group_bytes[load.num_ready :]
+            lane.start(index, left_bytes, now_s, is_demand=load.is_demand)
+        ends_s = lane.ends_s()
+        for index, load in enumerate(self._loads.values()):
+            left_s = [end_s + self._link.latency_s for end_s in ends_s[index]]
+            load.ready_at_s = [now_s] * load.num_ready + left_s
 
 
 def by_layer(group_of_layer: Sequence[int], by_group: Sequence[float]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """Predicts what each strategy comes to, by running the chunks of one request in thought. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
 from .cold import ColdPart, ColdRequest, Company, layer_times, warm_step_s
@@ -56,7 +56,9 @@ def plan_step(
         split = choose_split(times, request.num_layers_on_host)
     else:
         split = Split(0, end_of(times, 0))
-    part = ColdPart(num_tokens, request.adapter, split.layer, request.ready_s)
+    part = ColdPart(
+        num_tokens, request.adapter, split.layer, request.ready_s, request.start_position
+    )
     warm_s = warm_step_s(model, company.joined_by(part))
     return PlannedStep(split.layer, company.apart_s + split.end_s, warm_s)
 
@@ -100,6 +102,8 @@ class _Run:
             self.first_split_layer = step.split_layer
         self.now_s += step.end_s
         self.stall_s += step.wait_s
+        start_position = self.request.start_position + num_tokens
+        self.request = replace(self.request, start_position=start_position)
 
     def _delay_s(self, num_tokens: int, company: Company) -> float:
         """How much later a chunk begins that waits for files; see ``gains_by_waiting``.

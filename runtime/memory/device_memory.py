@@ -126,7 +126,8 @@ class DeviceMemory:
 
         The blocks may be promised ones, the bytes may not. Evicts idle adapters (all but ``keep``)
         where what is free, or about to be, is too little. Where adapters have a slab the bytes are
-        a range of that, and blocks need no eviction. Returns whether the room is there or will come by itself; False leaves all as it was.
+        a range of that, and blocks need no eviction. Returns whether the room is there or will come
+        by itself; False leaves all as it was.
         """
         pool, num_draining = self.pool, self._num_draining_blocks
         num_new_blocks = max(0, num_blocks - pool.num_promised_blocks)

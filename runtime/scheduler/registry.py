@@ -1,10 +1,13 @@
 """Scheduling policies by name."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ..errors import ConfigError
+from .chameleon import ChameleonPolicy
 from .corun import CorunPolicy
 from .fcfs import FcfsPolicy
+from .lanes.cuts import OUTPUT_ONLY_WEIGHTS
 from .policy import PolicyFacts, SchedulerPolicy
 from .sjf import SjfPolicy
 
@@ -12,6 +15,9 @@ SCHEDULER_POLICIES: Mapping[str, Callable[[PolicyFacts], SchedulerPolicy]] = {
     "fcfs": FcfsPolicy,
     "sjf": SjfPolicy,
     "corun": CorunPolicy,
+    "chameleon": ChameleonPolicy,
+    "chameleon-paper": partial(ChameleonPolicy, is_as_printed=True),
+    "output-only": partial(ChameleonPolicy, weights=OUTPUT_ONLY_WEIGHTS),
 }
 
 

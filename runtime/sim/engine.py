@@ -27,6 +27,7 @@ from ..scheduler.step_times import ProfiledTimes, StepTimes
 from .clock import VirtualClock
 from .executor import END_TOKEN, LatencyExecutor
 from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed
+from .replay import Replayed, replay
 from .workloads import Workload
 
 
@@ -49,34 +50,36 @@ class SimulationOptions:
     factors: Factors = AS_MODELLED  # which nobody who decides is told of
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedEngine:
-    """A core, what it runs on, and its time."""
-
-    core: EngineCore
-    executor: LatencyExecutor
-    clock: Callable[[], float]
-    sleep: Callable[[float], None]
-
-    def close(self) -> None:
-        self.executor.close()
-
-
-def build_simulated_engine(
-    machine: SimulatedMachine, workload: Workload, options: SimulationOptions
-) -> SimulatedEngine:
-    """Put a core together for ``workload``, whose adapters it knows. Time is virtual.
+def simulate(machine: SimulatedMachine, workload: Workload, options: SimulationOptions) -> Replayed:
+    """Let an engine on ``machine`` serve ``workload``, on virtual time.
 
     Raises ``ConfigError`` if there is no such policy.
     """
     clock = VirtualClock()
+    core, executor = build_simulated_engine(
+        machine, workload, options, clock=clock, sleep=clock.sleep
+    )
+    try:
+        return replay(core, requests_of(workload), clock, clock.sleep, executor.link_stats)
+    finally:
+        executor.close()
+
+
+def build_simulated_engine(
+    machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
+    *, clock: Callable[[], float], sleep: Callable[[float], None],
+) -> tuple[EngineCore, LatencyExecutor]:  # fmt: skip
+    """Put a core together that knows the adapters of ``workload``.
+
+    Raises ``ConfigError`` if there is no such policy.
+    """
     registry = _registry(machine, workload.ranks)
     executor = LatencyExecutor(
         replace(machine, model=slowed(machine.model, options.factors)),
         _output_tokens(workload),
         lambda adapter_id: registry.version(adapter_id).facts,
         clock=clock,
-        sleep=clock.sleep,
+        sleep=sleep,
     )
     core = EngineCore(
         _make_scheduler(machine, options, _output_tokens(workload)),
@@ -91,7 +94,7 @@ def build_simulated_engine(
     )
     if options.host_adapter_bytes is not None:
         _fill_host(core, machine, workload.ranks)
-    return SimulatedEngine(core, executor, clock, clock.sleep)
+    return core, executor
 
 
 def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:

@@ -33,7 +33,7 @@ from ..plan import (
 )
 from .loads import SimulatedLoads
 from .machines import SimulatedMachine
-from .step_duration import ColdRow, batch_s
+from .step_duration import WaitingRow, batch_s
 
 END_TOKEN = 0
 ORDINARY_TOKEN = 1
@@ -223,7 +223,7 @@ class LatencyExecutor:
             duration_s += batch_s(self._model, batch, adapter_bytes, cold)
         return duration_s
 
-    def _cold_rows(self, batch: SubBatch, start_s: float) -> list[ColdRow]:
+    def _cold_rows(self, batch: SubBatch, start_s: float) -> list[WaitingRow]:
         """Rows that workers help, or that wait for layer groups."""
         rows = []
         for row, split_layer in enumerate(batch.split_layers):
@@ -231,7 +231,7 @@ class LatencyExecutor:
             if adapter_id in self._loading or split_layer:
                 facts = self._facts_of(adapter_id)
                 arrival_s = self._loads.arrival_s(adapter_id)
-                rows.append(ColdRow(row, split_layer, facts, arrival_s, start_s))
+                rows.append(WaitingRow(row, split_layer, facts, arrival_s, start_s))
         return rows
 
     def _end_step(self, now_s: float) -> None:

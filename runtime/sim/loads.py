@@ -100,7 +100,7 @@ class SimulatedLoads:
         for transfer_id, load in self._loads.items():
             if load.transfer.adapter_id == adapter_id:
                 lane = self._lanes[Direction.TO_DEVICE]
-                ends_s = list(lane.ends_s(transfer_id)) if load.num_on_host else []
+                ends_s = list(lane.ends_s()[transfer_id]) if load.num_on_host else []
                 read_s = self._read_ends_s(load)
                 for num_bytes, end_s in zip(load.group_bytes[len(ends_s) :], read_s, strict=True):
                     ends_s.append(max([end_s, *ends_s[-1:]]) + num_bytes / self._link.bytes_per_s)
@@ -121,13 +121,11 @@ class SimulatedLoads:
 
     def _expect(self) -> None:
         """Say again when everything arrives: what shares the link has changed."""
-        lane, latency_s = self._lanes[Direction.TO_DEVICE], self._link.latency_s
         self._arrivals = [
-            (end_s + latency_s, transfer_id, group)
-            for transfer_id, load in self._loads.items()
-            if load.num_on_host
-            for group, end_s in enumerate(lane.ends_s(transfer_id))
-            if group >= load.num_arrived
+            (end_s + self._link.latency_s, TransferId(index), group)
+            for index, ends_s in self._lanes[Direction.TO_DEVICE].ends_s().items()
+            for group, end_s in enumerate(ends_s)
+            if group >= self._loads[TransferId(index)].num_arrived
         ]
         self._arrivals.sort(reverse=True)
 

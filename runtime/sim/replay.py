@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...profiles.link import Direction, LinkStats
 from ..engine.core import EngineCore
 from ..engine.messages import AddRequest, EngineStats, RequestUpdate
 from ..errors import EngineDeadError, RequestError
@@ -35,8 +36,9 @@ class Replayed:
     """A replay from its first arrival to its last token."""
 
     records: tuple[RequestRecord, ...]  # of requests that were taken, by arrival
-    refused: dict[str, int]  # by reason: they could never fit
+    refused: dict[str, int]  # requests that could never fit, by what of them is too large
     stats: EngineStats  # at the end
+    link: dict[str, LinkStats]  # by direction, at the end
     duration_s: float
 
 
@@ -45,6 +47,7 @@ def replay(
     arrivals: Sequence[tuple[float, AddRequest]],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
+    link_stats: Callable[[Direction], LinkStats],
 ) -> Replayed:
     """Let requests arrive and run until all have ended.
 
@@ -53,6 +56,7 @@ def replay(
         arrivals: Seconds from now, never falling, and what arrives then.
         clock: The core's clock: seconds.
         sleep: Waits on that clock.
+        link_stats: What the core's link has carried since it was made.
 
     Raises:
         EngineDeadError: No request gets on any more.
@@ -60,7 +64,8 @@ def replay(
     run = _Run(core, arrivals, clock, sleep)
     while run.turn():
         pass
-    return run.result()
+    link = {direction.value: link_stats(direction) for direction in Direction}
+    return run.result(link)
 
 
 class _Run:
@@ -91,8 +96,7 @@ class _Run:
             self._sleep(max(0.0, self._next_arrival_s() - self._clock()))
             self._heard_s = self._clock()
             return True
-        deadline_s = min(self._next_arrival_s(), self._heard_s + _SILENCE_LIMIT_S)
-        updates = self._core.step(max(0.0, deadline_s - self._clock()))
+        updates = self._core.step(max(0.0, self._deadline_s() - self._clock()))
         now_s = self._clock()
         for update in updates:
             self._note(update, now_s - self._start_s)
@@ -102,13 +106,18 @@ class _Run:
             raise EngineDeadError(f"the engine has said nothing for {_SILENCE_LIMIT_S:g} s")
         return True
 
-    def result(self) -> Replayed:
+    def result(self, link: dict[str, LinkStats]) -> Replayed:
         return Replayed(
             tuple(self._records.values()),
             dict(sorted(self._refused.items())),
             self._core.stats(),
+            link,
             self._clock() - self._start_s,
         )
+
+    def _deadline_s(self) -> float:
+        """When the core must be asked again, if it has nothing to say before."""
+        return min(self._next_arrival_s(), self._heard_s + _SILENCE_LIMIT_S)
 
     def _next_arrival_s(self) -> float:
         if self._num_sent == len(self._arrivals):
@@ -123,7 +132,7 @@ class _Run:
             try:
                 self._core.add_request(request)
             except RequestError as error:
-                self._refused[f"{type(error).__name__}: {error.param}"] += 1
+                self._refused[error.param or type(error).__name__] += 1
                 continue
             self._records[request.request_id] = RequestRecord(request.request_id, arrival_s)
 

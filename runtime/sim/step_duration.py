@@ -20,7 +20,7 @@ from ..plan import SubBatch
 
 
 @dataclass(frozen=True, slots=True)
-class ColdRow:
+class WaitingRow:
     """A row whose deltas partly come from workers, or whose adapter is on its way."""
 
     row: int  # in its sub-batch
@@ -43,7 +43,7 @@ class ColdRow:
 
 
 def batch_s(
-    model: MachineModel, batch: SubBatch, adapter_bytes: Sequence[int], cold: Sequence[ColdRow]
+    model: MachineModel, batch: SubBatch, adapter_bytes: Sequence[int], cold: Sequence[WaitingRow]
 ) -> float:
     """One forward pass over the rows of ``batch``.
 

@@ -5,10 +5,11 @@ it is read, so that a cut or damaged one is an error and never a shorter workloa
 """
 
 import csv
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,10 @@ class RequestTrace:
     arrival_s: NDArray[np.float64]  # from the first one, never falling
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
+    session: NDArray[np.int64]  # the conversation that it belongs to; empty = not known
 
     def __len__(self) -> int:
         return len(self.arrival_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a trace comes from: what its files may be called, and what people call it."""
-
-    title: str
-    parquet: str
-    original: str  # the name of the public file
-
-
-_AZURE = {
-    kind: _Source(
-        f"the Azure LLM inference trace 2023 ({kind})",
-        f"azure2023_{kind}.parquet",
-        f"AzureLLMInferenceTrace_{kind}.csv",
-    )
-    for kind in ("conv", "code")
-}
-_GENTD26 = _Source("the GenTD26 trace of LoRA ids", "gentd26_lora.parquet", "gentd26_lora.csv")
 
 
 def trace_directory(option: str | None = None) -> Path | None:
@@ -65,17 +47,36 @@ def trace_directory(option: str | None = None) -> Path | None:
 def read_azure(directory: Path | None, kind: str) -> RequestTrace:
     """Read the conversation ("conv") or the code ("code") trace of Azure, 2023.
 
-    Raises ``TraceError``.
+    Original: AzureLLMInferenceTrace_*.csv. Raises ``TraceError``.
     """
-    path = _find(directory, _AZURE[kind])
+    names = (f"AzureLLMInferenceTrace_{kind}.csv", f"azure2023_{kind}.parquet")
+    path = find_trace(directory, f"the Azure LLM inference trace 2023 ({kind})", names)
     if path.suffix == ".parquet":
-        names = ("arrival_s", "prompt_tokens", "output_tokens")
-        columns = _read_parquet(path, names)
-        arrival_s, prompt, output = (columns[name] for name in names)
-    else:
-        stamps, prompt, output = _read_csv(path, _AZURE_COLUMNS)
-        arrival_s = [stamp - stamps[0] for stamp in stamps]
-    return _checked(path, arrival_s, prompt, output)
+        return _checked(path, *read_parquet(path, _REQUEST_COLUMNS))
+    stamps, prompt, output = _read_csv(path, _AZURE_COLUMNS)
+    return _checked(path, [(stamp - stamps[0]).total_seconds() for stamp in stamps], prompt, output)
+
+
+def read_mooncake(directory: Path | None) -> RequestTrace:
+    """Read Mooncake's conversations with their sessions. Raises ``TraceError``.
+
+    Original: conversation_trace.jsonl. Its requests carry hashes of their blocks of 512 tokens;
+    the first block is the same for all, the second one's hash is the session's.
+    """
+    names = ("conversation_trace.jsonl", "mooncake_conversation.parquet")
+    path = find_trace(directory, "Mooncake's trace of conversations", names)
+    if path.suffix == ".parquet":
+        arrival_s, prompt, output, session = read_parquet(path, (*_REQUEST_COLUMNS, "session_id"))
+        return _checked(path, arrival_s, prompt, output, session)
+    stamps_ms, prompt, output, hashes = _read_jsonl(path, _MOONCAKE_FIELDS)
+    first_ms = stamps_ms[0]
+    return _checked(
+        path,
+        [(stamp - first_ms) / 1e3 for stamp in stamps_ms],
+        prompt,
+        output,
+        [each[min(1, len(each) - 1)] if each else -1 for each in hashes],
+    )
 
 
 def read_gentd26_ids(directory: Path | None) -> NDArray[np.int64]:
@@ -84,12 +85,9 @@ def read_gentd26_ids(directory: Path | None) -> NDArray[np.int64]:
     Requests without one are left out; of one that names several the first counts. Raises
     ``TraceError``.
     """
-    path = _find(directory, _GENTD26)
-    if path.suffix == ".parquet":
-        named = _read_parquet(path, ("lora_ids",))["lora_ids"]
-    else:
-        (named,) = _read_csv(path, {"lora_ids": _ids})
-    ids = np.array([each[0] for each in named if len(each)], dtype=np.int64)
+    path = find_trace(directory, "the GenTD26 trace of LoRA ids", ("gentd26_lora.parquet",))
+    (named,) = read_parquet(path, ("lora_ids",))
+    ids = np.array([each[0] for each in named if each], dtype=np.int64)
     if not len(ids):
         raise TraceError(f"{path} names no LoRA")
     if (ids < 0).any():
@@ -97,48 +95,65 @@ def read_gentd26_ids(directory: Path | None) -> NDArray[np.int64]:
     return ids
 
 
-def _find(directory: Path | None, source: _Source) -> Path:
+def find_trace(directory: Path | None, title: str, names: Sequence[str]) -> Path:
+    """Return the first of ``names`` that is there. Raises ``TraceError``."""
+    wanted = " or ".join(names)
     if directory is None:
         raise TraceError(
-            f"this workload needs {source.title}: name the directory with {source.original} or "
-            f"{source.parquet} by --traces or {DIRECTORY_VARIABLE}"
+            f"this workload needs {title}: name the directory of {wanted} by --traces or "
+            f"{DIRECTORY_VARIABLE}"
         )
-    for name in (source.parquet, source.original):
-        if (directory / name).is_file():
+    for name in names:
+        if any(directory.glob(name)):
             return directory / name
-    raise TraceError(f"{directory} holds neither {source.original} nor {source.parquet}")
+    raise TraceError(f"{directory} does not hold {title} ({wanted})")
 
 
-def _read_parquet(path: Path, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+def read_parquet(path: Path, names: Sequence[str]) -> list[list[Any]]:
+    """Read columns, in the order of ``names``. Raises ``TraceError``."""
     try:
         from pyarrow import parquet
     except ImportError as error:
         raise TraceError(f"{path} needs pyarrow: pip install 'corun[dev]'") from error
     try:
         table = parquet.read_table(path)
-    # A truncated file fails in the footer, a damaged one in a page: all mean this.
+    # A truncated file fails in the footer, a damaged one in a page, each in its own way.
     except Exception as error:
-        raise TraceError(f"{path} cannot be read: {error}") from error
+        raise TraceError(f"{path} cannot be read: {_one_line(error)}") from error
     missing = [name for name in names if name not in table.column_names]
     if missing:
         raise TraceError(f"{path} has no column {missing[0]} (it has {table.column_names})")
-    return {name: table[name].to_pylist() for name in names}
+    if not table.num_rows:
+        raise TraceError(f"{path} holds no request")
+    return [table[name].to_pylist() for name in names]
 
 
-def _seconds(text: str) -> float:
-    """Seconds of a time stamp like "2023-11-16 18:15:46.6805900"."""
-    return datetime.fromisoformat(text[:26]).timestamp()
+def checked_numbers(path: Path, name: str, values: Sequence[float | None]) -> NDArray[np.float64]:
+    """As an array. Raises ``TraceError`` if one is missing, not finite or negative."""
+    numbers = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    wrong = np.flatnonzero(~np.isfinite(numbers) | (numbers < 0))
+    if len(wrong):
+        row = int(wrong[0])
+        raise TraceError(f"{path}: the {name} of row {row} is {numbers[row]}")
+    return numbers
 
 
-def _ids(text: str) -> list[int]:
-    return [int(part) for part in text.strip("[]").split(",") if part.strip()]
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
+def _time(text: str) -> datetime:
+    """A time stamp like "2023-11-16 18:15:46.6805900": one digit more than Python reads."""
+    return datetime.fromisoformat(text[:26]).replace(tzinfo=UTC)
+
+
+_REQUEST_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 _AZURE_COLUMNS: Mapping[str, Callable[[str], Any]] = {
-    "TIMESTAMP": _seconds,
+    "TIMESTAMP": _time,
     "ContextTokens": int,
     "GeneratedTokens": int,
 }
+_MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def _read_csv(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[list[Any]]:
@@ -161,21 +176,36 @@ def _read_csv(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[l
     return values
 
 
-def _checked(
-    path: Path, arrival_s: Sequence[float], prompt: Sequence[int], output: Sequence[int]
-) -> RequestTrace:
-    if not len(arrival_s):
+def _read_jsonl(path: Path, names: Sequence[str]) -> list[list[Any]]:
+    """Fields of a file with one object per line, in the order of ``names``."""
+    values: list[list[Any]] = [[] for _ in names]
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                for into, name in zip(values, names, strict=True):
+                    into.append(row[name])
+            except KeyError as error:
+                raise TraceError(f"{path}, line {number}: there is no {error}") from error
+            except (ValueError, TypeError) as error:
+                raise TraceError(f"{path}, line {number}: {_one_line(error)}") from error
+    if not values[0]:
         raise TraceError(f"{path} holds no request")
-    times, prompts, outputs = (
-        np.array([np.nan if value is None else value for value in column], dtype=np.float64)
-        for column in (arrival_s, prompt, output)
-    )
-    for name, values in (("arrival", times), ("prompt", prompts), ("output", outputs)):
-        wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
-        if len(wrong):
-            row = int(wrong[0])
-            raise TraceError(f"{path}: the {name} of request {row} is {values[row]}")
+    return values
+
+
+def _checked(
+    path: Path, arrival_s: Sequence[float], prompt: Sequence[int], output: Sequence[int],
+    session: Sequence[int] = (),
+) -> RequestTrace:  # fmt: skip
+    # Python's lists, so that a bool or a text in a JSON file does not pass for a number.
+    times = checked_numbers(path, "arrival", arrival_s)
     falling = np.flatnonzero(np.diff(times) < 0)
     if len(falling):
-        raise TraceError(f"{path}: request {int(falling[0]) + 1} arrives before the one above it")
-    return RequestTrace(times - times[0], prompts.astype(np.int64), outputs.astype(np.int64))
+        raise TraceError(f"{path}: row {int(falling[0]) + 1} arrives before the one above it")
+    return RequestTrace(
+        times - times[0],
+        checked_numbers(path, "prompt", prompt).astype(np.int64),
+        checked_numbers(path, "output", output).astype(np.int64),
+        checked_numbers(path, "session", session).astype(np.int64),
+    )

@@ -72,6 +72,9 @@ _ALLOWED_IMPORTS = {
         "cpu_workers",
         "shm",
         "runtime.adapters.target_map",
+        # Whole steps are those of an engine's executor.
+        "runtime.plan",
+        "runtime.sampling",
     ),
 }
 
@@ -90,6 +93,7 @@ _POLICY = (
 )
 _POLICY_PACKAGES = (
     "runtime/scheduler",
+    "runtime/scheduler/lanes",
     "runtime/coldstart",
     "runtime/machine",
     "runtime/memory",

@@ -35,6 +35,18 @@ def test_no_term_of_a_plane_is_negative() -> None:
     assert plane.intercept > 0.0
 
 
+def test_what_is_known_is_neither_fitted_nor_lost() -> None:
+    points = [(0.01 * a * a, float(a), 0.0) for a in range(1, 12)]
+    y = [known + 0.5 + 2.0 * a for known, a, _ in points]
+    plane = fit_plane(points, y, num_known=1)
+    assert plane.slopes == pytest.approx((1.0, 2.0, 0.0))
+    assert plane.intercept == pytest.approx(0.5)
+    assert fit_with_held_out(points, y, num_known=1).r_squared == pytest.approx(1.0)
+    too_much = [10.0 * value for value in y]
+    points = [(known, a, b) for known, (_, a, b) in zip(too_much, points, strict=True)]
+    assert fit_plane(points, y, num_known=1).slopes == (1.0, 0.0, 0.0)
+
+
 def test_a_noisy_plane_is_found_and_judged_by_points_it_has_not_seen() -> None:
     rng = random.Random(1)
     points = [(float(value),) for value in range(8, 512, 8)]

@@ -15,7 +15,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"machine": 3}', "[]", '{"format_version": 1}'])
+@pytest.mark.parametrize("text", ["", "{", '{"machine": 3}', "[]", '{"format_version": 2}'])
 def test_what_is_no_profile_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
@@ -27,8 +27,8 @@ def test_a_missing_file_and_another_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="no profile"):
         load_profile(tmp_path / "missing.json")
     path = tmp_path / "old.json"
-    path.write_text('{"format_version": 0, "fields": "of long ago"}')
-    with pytest.raises(ProfileError, match=r"old\.json has format 0.*run corun profile again"):
+    path.write_text('{"format_version": 1, "fields": "of long ago"}')
+    with pytest.raises(ProfileError, match=r"old\.json has format 1.*run corun profile again"):
         load_profile(path)
 
 

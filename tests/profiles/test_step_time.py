@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from corun.profiles.curve import Curve
 from corun.profiles.models import LoraModel, MachineModel
-from corun.profiles.step_time import forward_s, num_keys, pass_s, row_costs
+from corun.profiles.step_time import NO_ROWS, forward_s, num_keys, pass_s, row_costs
 from support.profiles import PROFILE
 
 _BYTES_PER_RANK = 96 * 2**20 // 64
@@ -81,7 +81,14 @@ def test_random_steps_meet_it_in_any_order_of_rows() -> None:
 
 
 def test_without_the_new_terms_a_step_is_the_curve_and_the_adapters() -> None:
-    model = PROFILE.model
+    model = replace(
+        PROFILE.model,
+        host_step_s=0.0,
+        decode_step_s=None,
+        host_row_s=0.0,
+        prefill_s_per_token_key=0.0,
+        decode_s_per_key=0.0,
+    )
     assert forward_s(model, [], [], []) == 0.0
     assert forward_s(model, [63, 1], [0, 9], [10**6, 10**6]) == pytest.approx(
         model.step_s.at(64) + model.lora.prefill_s(63, 10**6) + model.lora.decode_s([10**6])
@@ -91,13 +98,22 @@ def test_without_the_new_terms_a_step_is_the_curve_and_the_adapters() -> None:
     )
 
 
-def test_a_step_is_one_step_of_the_host_and_a_pass() -> None:
-    rows = [40, 1], [8, 3], [0, 0]
-    costs = row_costs(_HAND_SET, *rows)
-    assert costs.curve_tokens == 40.0
-    assert costs.prefill_s == pytest.approx(7e-9 * num_keys(40, 8))
-    assert costs.other_s == pytest.approx(2 * 5e-5 + 4e-6)
-    assert forward_s(_HAND_SET, *rows) == pytest.approx(0.012 + pass_s(_HAND_SET, costs))
+def test_a_pass_in_which_all_decode_may_have_a_curve_of_its_own() -> None:
+    model = replace(_HAND_SET, read_s=0.0, decode_step_s=Curve((1.0, 2.0), (0.01, 0.015)))
+    assert forward_s(model, [1, 1], [4, 0], [0, 0]) == pytest.approx(0.012 + 0.015 + 1e-4 + 6e-6)
+    mixed = [1, 2], [4, 0], [0, 0]
+    assert forward_s(model, *mixed) == forward_s(replace(model, decode_step_s=None), *mixed)
+
+
+def test_rows_of_several_origins_make_one_pass() -> None:
+    rows = [(40, 8, 64), (1, 3, 8), (1, 9, 0), (2, 2, 0)]
+    columns = [[row[index] for row in rows] for index in range(3)]
+    parts = [row_costs(_HAND_SET, [n], [start], [size]) for n, start, size in rows]
+    whole = row_costs(_HAND_SET, *columns)
+    joined = NO_ROWS.plus(*parts)
+    assert (joined.num_prefill_tokens, joined.num_decodes, joined.decode_bytes) == (42, 2, 8)
+    assert pass_s(_HAND_SET, joined) == pytest.approx(pass_s(_HAND_SET, whole))
+    assert forward_s(_HAND_SET, *columns) == pytest.approx(0.012 + pass_s(_HAND_SET, whole))
 
 
 def test_keys_are_counted_one_by_one() -> None:

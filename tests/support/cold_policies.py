@@ -55,7 +55,7 @@ class _Policies:
 
     def __init__(self) -> None:
         planner = Planner(_MODEL, PlannerConfig(forced=LoadStrategy.ASSISTED))
-        cold_starts = PlannedColdStarts(planner, (0, 512), lambda num_rows: 0.004 * num_rows)
+        cold_starts = PlannedColdStarts(planner, (0, 512))
         budget = MemoryBudget(10_000)
         self.host = HostCache(2 * sum(_HOST_BYTES))
         self.memory = DeviceMemory(

@@ -27,6 +27,12 @@ _PREFILL = FitRecord(
     (1e-3, 2e-3),
 )
 
+_STEPS = FitRecord(
+    Fit(Plane((1.0, 2e-5, 3e-9, 4e-8), 5e-4), 0.99, 3, 3),
+    ((1e-3, 1.0, 0.0, 500.0), (2e-3, 64.0, 0.0, 640.0), (0.016, 1.0, 1e5, 0.0)),
+    (2e-3, 4e-3, 0.02),
+)
+
 SUBJECT = Subject(
     machine=Machine("A CPU", 2, "cpu"),
     settings=Settings(1, True, 1.0, "auto", "1 GiB/s + 0 us", ("plain", "torch", "torch")),
@@ -49,8 +55,12 @@ PROFILE = Profile(
         num_workers=1,
         tokens_per_worker=64,
         invocation_s_per_token=1e-7,
+        host_step_s=5e-4,
+        decode_step_s=Curve((1.0, 64.0), (0.0005, 0.0015)),
+        host_row_s=2e-5,
+        prefill_s_per_token_key=3e-9,
+        decode_s_per_key=4e-8,
     ),
-    decode_step_s=_CURVE,
     min_group_bytes=1 << 20,
     coexecution_off="",
     reference_rank=64,
@@ -61,6 +71,7 @@ PROFILE = Profile(
         ),
     ),
     delta_points=(DeltaPoint("numba", 1, 192, 36864, 10.0),),
+    step_fit=_STEPS,
     decode_fit=_DECODE,
     prefill_fit=_PREFILL,
     link_points=(LinkPoint(1 << 16, 1, 5e9), LinkPoint(1 << 20, 1, 9e9)),

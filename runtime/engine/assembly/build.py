@@ -212,7 +212,7 @@ def _connect(
     defaults = read_generation_defaults(source, loaded.config)
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
-        undo.callback(loaded.device.close)
+        undo.callback(loaded.close)
         host = make_host_adapters(config, loaded, arena, memory.slab_bytes, profile)
         # The account is of what is left when loads have their buffers.
         memory = replace(memory, slab_bytes=host.slab_bytes)

@@ -108,7 +108,6 @@ def start_coexecution(
         cold_starts = PlannedColdStarts(
             planner,
             _worker_tokens(profile.model, 0 if workers is None else workers.pool.num_workers),
-            profile.decode_step_s.at,
         )
         return Coexecution(
             assistant, cold_starts,

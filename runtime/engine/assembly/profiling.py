@@ -186,7 +186,7 @@ def _measure(
     effort = EFFORTS[how_much.effort]
     if how_much.budget_s is not None:
         effort = effort.within(how_much.budget_s)
-    plan = placement.plan
+    plan, max_context = placement.plan, _max_context(config, loaded)
     allowed = os.sched_getaffinity(0)
     cpus = sorted(allowed.union(plan.worker_cpus))
     _look_at_machine(cpus)
@@ -198,9 +198,8 @@ def _measure(
             device=device,
             subject=subject,
             effort=effort,
-            max_tokens=max(
-                _MIN_TOKENS, min(config.max_num_batched_tokens, _max_context(config, loaded))
-            ),
+            max_tokens=max(_MIN_TOKENS, min(config.max_num_batched_tokens, max_context)),
+            max_context=max(_MIN_TOKENS, max_context),
             worker_cpus=plan.worker_cpus,
             supervisor_cpus=plan.supervisor_cpus,
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),

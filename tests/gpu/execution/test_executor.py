@@ -46,6 +46,7 @@ def device(directory: Path) -> Iterator[ExecutorDevice]:
     device = ExecutorDevice(directory)
     yield device
     device.executor.close()
+    device.loaded.close()
 
 
 def test_rows_that_do_not_sample_have_no_result(device: ExecutorDevice) -> None:
@@ -107,6 +108,7 @@ def test_waits_on_a_descriptor_with_a_large_number(directory: Path) -> None:
         device.submit(transfers=(load(1),))
         assert wait_transfer(device).error is not None
         device.executor.close()
+        device.loaded.close()
     finally:
         for file in files:
             os.close(file)

@@ -40,6 +40,7 @@ def device(directory: Path) -> Iterator[ExecutorDevice]:
     device = ExecutorDevice(directory)
     yield device
     device.executor.close()
+    device.loaded.close()
 
 
 def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:

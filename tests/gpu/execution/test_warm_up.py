@@ -52,6 +52,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExecutorDevice]
     device = ExecutorDevice(save_model("gemma2", tmp_path_factory.mktemp("model")))
     yield device
     device.executor.close()
+    device.loaded.close()
 
 
 def test_a_warm_up_leaves_nothing_behind(device: ExecutorDevice) -> None:

@@ -34,7 +34,7 @@ def probe(directory: Path, dtype: torch.dtype = torch.float32) -> float:
         record = record_attention(model, hook)
         pool = KvPool(KvLayout(layer_shapes(record), 8, dtype), 16, CPU)
         hook.attach(TorchAttention(), pool)
-        return check_parity(model, hook, ModelRunner(model, context, hook, pool).probe_step)
+        return check_parity(model, hook, ModelRunner(model, context, pool).probe_step)
     finally:
         hook.close()
 

@@ -3,6 +3,9 @@
 import pytest
 from corun.profiles.measure.effort import EFFORTS, QUICK, THOROUGH
 from corun.profiles.measure.estimate import cut, expected_s
+from corun.profiles.measure.step_shapes import StepShape
+
+_SHAPES = [StepShape((1,), (9,)), StepShape((16,), (0,)), StepShape((64,), (0,))]
 
 
 def test_a_limit_is_measured_itself() -> None:
@@ -14,16 +17,18 @@ def test_a_limit_is_measured_itself() -> None:
 @pytest.mark.parametrize("name", EFFORTS)
 def test_a_slow_model_takes_the_budget_and_what_it_needs_beyond(name: str) -> None:
     effort = EFFORTS[name]
-    slow = expected_s(effort, lambda n: 1.0 + n / 100, 512, has_workers=True)
+    slow = expected_s(effort, lambda n: 1.0 + n / 100, 512, _SHAPES, has_workers=True)
     assert list(slow) == list(effort.parts)
     assert slow["link"] == effort.link.budget_s
     # Its two smallest sizes as often as they must be.
     least_s = (effort.decode.min_rounds + 1) * (1.01 + 1.0 + effort.decode_rows[1] / 100)
     assert slow["decode"] == pytest.approx(max(effort.decode.budget_s, least_s))
+    least_s = (effort.steps.min_rounds + 1) * (1.01 + 1.16)  # the smallest with prefill in it
+    assert slow["steps"] == pytest.approx(max(effort.steps.budget_s, least_s))
 
 
 def test_a_fast_model_is_done_before_the_budget_is_spent() -> None:
-    fast = expected_s(QUICK, lambda n: 1e-4, 512, has_workers=False)
+    fast = expected_s(QUICK, lambda n: 1e-4, 512, _SHAPES, has_workers=False)
     rounds = QUICK.base.max_rounds + 1
     assert fast["base"] == pytest.approx(rounds * len(QUICK.step_tokens) * 1e-4)
     assert fast["invocation"] == 0.0

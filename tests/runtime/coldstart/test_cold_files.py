@@ -44,7 +44,6 @@ class Start:
         self.cold_starts = PlannedColdStarts(
             self.planner,
             (0, 512),
-            decode_step_s=lambda num_rows: 0.004 * num_rows,
         )
         self.num_others = num_others
         self.cold_starts.workers_changed(1)

@@ -48,7 +48,6 @@ def _cold_starts(
     cold_starts = PlannedColdStarts(
         Planner(_model(link_bytes_per_s, invocation_s), PlannerConfig(forced=forced)),
         tuple(max_worker_tokens * number for number in range(num_workers + 1)),
-        decode_step_s=lambda num_rows: 0.004 * num_rows,
     )
     cold_starts.workers_changed(num_workers)
     return cold_starts

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from corun.profiles.step_time import RowCosts
 from corun.runtime.coldstart.cold import AdapterShape, ColdPart, ColdRequest, Company
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.predict import plan_step, predict
@@ -91,7 +92,7 @@ def test_the_second_token_need_not_wait_for_the_load() -> None:
 def test_chunks_share_their_steps_with_those_that_decode() -> None:
     alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
     # Two of them, for half a millisecond more than their tokens, in each of four steps.
-    company = Company(num_tokens=2, warm_s=0.0005)
+    company = Company(RowCosts(num_decodes=2, other_s=0.0005))
     chunked = replace(
         _cold(load_s=0.0, num_running=2), max_chunk_tokens=8, company=company, later_company=company
     )
@@ -107,7 +108,7 @@ def test_chunks_share_their_steps_with_those_that_decode() -> None:
 
 
 def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
-    company = Company(num_tokens=100)
+    company = Company(RowCosts(100))
     request = replace(_cold(load_s=0.0, num_running=1), max_chunk_tokens=16, company=company)
     alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
     beside = predict(_model(), request, LoadStrategy.PIPELINED)
@@ -124,7 +125,7 @@ def test_products_of_all_rows_hide_the_deltas_of_some() -> None:
     model = _model(delta_s_per_token=0.004)  # four times the base product of the same tokens
     alone = plan_step(model, _cold(load_s=9.0), 8, Company(), LoadStrategy.ASSISTED)
     assert alone.wait_s == pytest.approx(_LAYERS * 2 * (0.0001 + 8 * 0.003), rel=1e-3)
-    beside = plan_step(model, _cold(load_s=9.0), 8, Company(num_tokens=32), LoadStrategy.ASSISTED)
+    beside = plan_step(model, _cold(load_s=9.0), 8, Company(RowCosts(32)), LoadStrategy.ASSISTED)
     assert beside.wait_s == pytest.approx(_LAYERS * 2 * 0.0001, rel=0.02)
 
 

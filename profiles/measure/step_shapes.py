@@ -1,0 +1,142 @@
+"""Which whole steps are measured, and what of their times is known from elsewhere. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..curve import Curve
+from ..fit import Plane
+from ..models import MachineModel
+from ..step_time import num_keys
+
+DECODE_CONTEXT_TOKENS = 32  # before the rows of the curve over rows that decode
+_NUM_MIXED_DECODES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The rows of one forward pass."""
+
+    num_tokens: tuple[int, ...]
+    start_positions: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ends = [s + n for s, n in zip(self.start_positions, self.num_tokens, strict=True)]
+        return (
+            f"a step of {len(self.num_tokens)} rows with {self.total_tokens} tokens, "
+            f"{sum(ends)} with those before them"
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        """To compute."""
+        return sum(self.num_tokens)
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows of one token."""
+        return self.num_tokens.count(1)
+
+    @property
+    def decode_keys(self) -> int:
+        """That these rows look at."""
+        return sum(start + 1 for n, start in self._rows() if n == 1)
+
+    @property
+    def prefill_keys(self) -> int:
+        """Pairs of a token of another row and a key that it looks at."""
+        return sum(num_keys(n, start) for n, start in self._rows() if n > 1)
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        return zip(self.num_tokens, self.start_positions, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """All that is combined to steps; see ``step_shapes``."""
+
+    decode_rows: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]
+    context_tokens: tuple[int, ...]
+    max_kv_tokens: int  # of all rows of a step together
+
+
+def step_shapes(sizes: StepSizes) -> list[StepShape]:
+    """Rows that decode, prefill chunks at any place of a row, and both; small steps first."""
+    longest = sizes.context_tokens[-1]
+    shapes = {
+        StepShape((1,) * rows, (context - 1,) * rows)
+        for rows in sizes.decode_rows
+        for context in sizes.context_tokens
+    }
+    for tokens in sizes.chunk_tokens:
+        ends = [end for end in (tokens, *sizes.context_tokens) if tokens <= end <= longest]
+        shapes |= {StepShape((tokens,), (end - tokens,)) for end in ends}
+        half = tokens // 2
+        shapes.add(StepShape((half, half), (0, 0)))
+        if tokens > 2 * _NUM_MIXED_DECODES:
+            decodes = (1,) * _NUM_MIXED_DECODES
+            before = (longest // _NUM_MIXED_DECODES,) * _NUM_MIXED_DECODES
+            shapes.add(StepShape((*decodes, tokens - _NUM_MIXED_DECODES), (*before, 0)))
+    fitting = [shape for shape in shapes if _kv_tokens(shape) <= max(longest, sizes.max_kv_tokens)]
+    return sorted(fitting, key=lambda s: (s.total_tokens, s.prefill_keys + s.decode_keys, s.name))
+
+
+def num_needed(shapes: Sequence[StepShape]) -> int:
+    """Of ``step_shapes``, those up to the smallest with prefill in it: they show every term."""
+    least = min(s.total_tokens for s in shapes if s.num_decodes < len(s.num_tokens))
+    return sum(shape.total_tokens <= least for shape in shapes)
+
+
+def step_point(shape: StepShape, prefill_s: Curve, decode_s: Curve) -> tuple[float, ...]:
+    """What a step's time is fitted to.
+
+    Args:
+        shape: The step.
+        prefill_s: Over tokens: one forward with one row of so many and nothing before it.
+        decode_s: Over rows: one forward with rows of one token, each with
+            ``DECODE_CONTEXT_TOKENS`` before it.
+
+    Returns:
+        Seconds of the forward of these curves that has as many tokens; rows; prefill tokens times
+        keys, and keys of rows that decode, both beyond those of that forward.
+    """
+    num_tokens, num_rows = shape.total_tokens, len(shape.num_tokens)
+    if shape.num_decodes == num_rows:
+        curve_s, curve_keys = decode_s.at(num_rows), _decode_curve_keys(num_rows)
+        return curve_s, float(num_rows), 0.0, float(shape.decode_keys - curve_keys)
+    beyond = shape.prefill_keys - num_keys(num_tokens, 0)
+    return prefill_s.at(num_tokens), float(num_rows), float(beyond), float(shape.decode_keys)
+
+
+def with_steps(
+    model: MachineModel, plane: Plane, prefill_s: Curve, decode_s: Curve
+) -> MachineModel:
+    """``model`` with what whole steps say; ``plane``: through ``step_point`` of these curves."""
+    _, row_s, prefill_key_s, decode_key_s = plane.slopes
+    prefill_keys = [num_keys(int(num_tokens), 0) for num_tokens in prefill_s.x]
+    decode_keys = [_decode_curve_keys(int(num_rows)) for num_rows in decode_s.x]
+    return replace(
+        model,
+        step_s=_without_keys(prefill_s, prefill_keys, prefill_key_s),
+        decode_step_s=_without_keys(decode_s, decode_keys, decode_key_s),
+        host_step_s=plane.intercept,
+        host_row_s=row_s,
+        prefill_s_per_token_key=prefill_key_s,
+        decode_s_per_key=decode_key_s,
+    )
+
+
+def _decode_curve_keys(num_rows: int) -> int:
+    """What the rows look at that the curve over rows that decode was measured with."""
+    return num_rows * (DECODE_CONTEXT_TOKENS + 1)
+
+
+def _without_keys(curve: Curve, keys: Sequence[int], s_per_key: float) -> Curve:
+    rest = [max(0.0, y - s_per_key * number) for y, number in zip(curve.y, keys, strict=True)]
+    return Curve.rising(dict(zip(curve.x, rest, strict=True)))
+
+
+def _kv_tokens(shape: StepShape) -> int:
+    return shape.total_tokens + sum(shape.start_positions)

@@ -1,0 +1,144 @@
+"""Whole steps, as an engine's executor runs them: what they take beside the model's products."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+
+from ...gpu.execution.assemble import LoadedModel, make_executor
+from ...gpu.execution.executor import AdapterFetch, DeviceExecutor
+from ...gpu.execution.runner import ModelRunner
+from ...runtime.plan import (
+    BASE_ADAPTER,
+    BlockId,
+    BlockUpdate,
+    NewRequest,
+    Outcome,
+    RequestId,
+    StepId,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    SubBatchKind,
+    Transfer,
+)
+from ...runtime.sampling import SamplingParams
+from ..busy import relative_spread
+from ..curve import Curve, median
+from ..fit import fit_with_held_out
+from ..profile import FitRecord, ProfileError
+from ..rounds import Case, Progress, Repeats, measure_rounds
+from .step_shapes import StepShape, num_needed, step_point
+
+_SAMPLING = SamplingParams(max_tokens=1, seed=0)  # else what a request has that asks for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Points with the plane through them."""
+
+    record: FitRecord
+    spreads: tuple[float, ...]
+    left_out: tuple[str, ...]
+
+
+def make_step_executor(
+    loaded: LoadedModel, runner: ModelRunner, max_model_len: int
+) -> DeviceExecutor:
+    """For steps without adapters; ``runner`` ends with it."""
+    fetch = AdapterFetch(_fetch_nothing, lambda _: None)
+    return make_executor(loaded, runner, fetch, eos_token_ids=(), max_model_len=max_model_len)
+
+
+def _fetch_nothing(transfer: Transfer) -> NoReturn:
+    raise AssertionError(f"adapter {transfer.adapter_id} is loaded, but no step has one")
+
+
+class StepBench:
+    """Requests of the base model that repeat one step each."""
+
+    def __init__(self, executor: DeviceExecutor, block_size: int, vocab_size: int) -> None:
+        self._executor = executor
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._request_ids = itertools.count()
+
+    @staticmethod
+    def num_blocks(shapes: Sequence[StepShape], block_size: int) -> int:
+        """Blocks of KV that these steps need."""
+        return max(sum(_blocks(shape, block_size)) for shape in shapes)
+
+    def measure(
+        self, shapes: Sequence[StepShape], curves: tuple[Curve, Curve], repeats: Repeats,
+        on_progress: Progress,
+    ) -> StepTimes:  # fmt: skip
+        """``curves``: of forwards, as ``step_point`` takes them."""
+        measured = measure_rounds(
+            [Case(s.name, partial(self._step_s, self._announce(s))) for s in shapes],
+            repeats,
+            num_needed=num_needed(shapes),
+            clock=time.perf_counter,
+            on_progress=on_progress,
+        )
+        kept = [shape for shape in shapes if shape.name in measured.values]
+        points = tuple(step_point(shape, *curves) for shape in kept)
+        y = tuple(median(measured.values[shape.name]) for shape in kept)
+        return StepTimes(
+            FitRecord(fit_with_held_out(points, y, num_known=1), points, y),
+            tuple(relative_spread(values) for values in measured.values.values()),
+            measured.left_out,
+        )
+
+    def _announce(self, shape: StepShape) -> StepPlan:
+        """Tell the executor of a request for each row; return the step."""
+        request_ids = tuple(RequestId(next(self._request_ids)) for _ in shape.num_tokens)
+        ends = [s + n for s, n in zip(shape.start_positions, shape.num_tokens, strict=True)]
+        rng = np.random.default_rng(0)
+        tokens = tuple(rng.integers(0, self._vocab_size, max(ends)).tolist())
+        places = itertools.count()  # in the pool, which all steps share: what is read is no matter
+        blocks = [
+            tuple(BlockId(next(places)) for _ in range(number))
+            for number in _blocks(shape, self._block_size)
+        ]
+        announced = StepPlan(
+            StepId(0),
+            (),
+            tuple(
+                NewRequest(request_id, tokens[:end], _SAMPLING, BASE_ADAPTER)
+                for request_id, end in zip(request_ids, ends, strict=True)
+            ),
+            tuple(
+                BlockUpdate(request_id, 0, own)
+                for request_id, own in zip(request_ids, blocks, strict=True)
+            ),
+        )
+        self._executor.submit(announced)
+        self._executor.poll()
+        is_decode = shape.num_decodes == len(request_ids)
+        batch = SubBatch(
+            SubBatchKind.DECODE if is_decode else SubBatchKind.MIXED,
+            request_ids, shape.start_positions, shape.num_tokens, (True,) * len(request_ids),
+        )  # fmt: skip
+        return StepPlan(StepId(0), (batch,))
+
+    def _step_s(self, plan: StepPlan) -> float:
+        """From its plan to its tokens. Raises ``ProfileError`` if it fails."""
+        start_s = time.perf_counter()
+        self._executor.submit(plan)
+        results = self._executor.poll()
+        step_s = time.perf_counter() - start_s
+        rows = [row for result in results if isinstance(result, StepResult) for row in result.rows]
+        failed = [row.error for row in rows if row.outcome is not Outcome.TOKENS]
+        if failed or len(rows) != len(plan.sub_batches[0].request_ids):
+            raise ProfileError(f"a step cannot be measured: {failed[0] if failed else 'no result'}")
+        return step_s
+
+
+def _blocks(shape: StepShape, block_size: int) -> list[int]:
+    """By row."""
+    ends = [s + n for s, n in zip(shape.start_positions, shape.num_tokens, strict=True)]
+    return [-(-end // block_size) for end in ends]

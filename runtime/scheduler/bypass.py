@@ -1,0 +1,131 @@
+"""Who may pass a request that finds no room for its adapter, and who has outstayed that. Pure.
+
+Source: Chameleon, section 4.2 (Bypassing Adapter Blocking). How long the one in front has to wait
+is undefined there: until running requests that are predicted to end have freed what it lacks.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass
+from operator import itemgetter
+
+from ..plan import RequestId
+from ..request import Request
+from .lanes.holdings import Holdings
+from .step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """A running request that was admitted before another one for which there was no room."""
+
+    request: Request
+    head: Request
+    end_s: float  # as predicted when it was admitted
+
+
+class Bypass:
+    """Predicts ends, and remembers who passed whom."""
+
+    def __init__(self, times: StepTimes, *, is_as_printed: bool) -> None:
+        """``is_as_printed``: who overruns is squashed, whether that helps or not."""
+        self._times = times
+        self._is_as_printed = is_as_printed
+        self._passings: dict[RequestId, _Passing] = {}  # by those who run
+        self._squashed: set[RequestId] = set()  # these never pass again
+        self._looked_at_s = 0.0
+        self.num_squashed = 0
+
+    def may_pass(self, request: Request, start_s: float, holdings: Holdings, now_s: float) -> bool:
+        """Whether ``request`` is predicted to end before somebody can start at ``start_s``."""
+        if request.request_id in self._squashed:
+            return False
+        return self.end_s(request, len(holdings) + 1, now_s) <= start_s
+
+    def end_s(self, request: Request, num_rows: int, now_s: float) -> float:
+        """When a request is predicted to end that runs from now on beside others.
+
+        One that has outgrown its prediction is taken to go on for as long again.
+        """
+        num_known_output = request.num_known_tokens - request.num_prompt_tokens
+        num_left = max(1, abs(request.num_predicted_output_tokens - num_known_output))
+        end_s = now_s + num_left * self._times.decode_step_s(num_rows)
+        num_pending = request.num_pending_tokens
+        if num_pending > 1:
+            end_s += self._times.prefill_s(num_pending, request.adapter_bytes)
+        return end_s
+
+    def start_s(self, head: Request, holdings: Holdings, now_s: float) -> float:
+        """When ``head`` can start at the earliest: enough will have ended then."""
+        lacking = _lacking_tokens(head, holdings, 1)
+        num_rows = len(holdings)
+        start_s = now_s
+        by_end = [(self.end_s(one, num_rows, now_s), one) for one in holdings.requests]
+        for end_s, request in sorted(by_end, key=itemgetter(0)):
+            start_s = end_s
+            lacking -= holdings.freed_tokens(request)
+            if lacking <= 0:
+                break
+        return start_s
+
+    def passed(self, request: Request, head: Request, holdings: Holdings, now_s: float) -> None:
+        """``request``, which runs by now, was admitted before ``head``."""
+        end_s = self.end_s(request, len(holdings), now_s)
+        self._passings[request.request_id] = _Passing(request, head, end_s)
+
+    def squash(
+        self, holdings: Holdings, refused: Container[RequestId], now_s: float
+    ) -> list[Request]:
+        """Choose who has to wait again for those they passed: the latest ones, as few as it takes.
+
+        ``refused``: who waits for memory.
+        """
+        self._looked_at_s = now_s
+        if not self._passings:
+            return []
+        late: dict[RequestId, list[_Passing]] = {}  # by whom they passed
+        for passing in reversed(self._passings.values()):
+            if passing.end_s <= now_s and passing.head.request_id in refused:
+                late.setdefault(passing.head.request_id, []).append(passing)
+        chosen = [
+            request for passings in late.values() for request in self._choose(passings, holdings)
+        ]
+        self._squashed.update(request.request_id for request in chosen)
+        self.num_squashed += len(chosen)
+        return chosen
+
+    def wake_at_s(self) -> float | None:
+        """When the next of those who passed somebody is late."""
+        ends_s = [one.end_s for one in self._passings.values() if one.end_s > self._looked_at_s]
+        return min(ends_s, default=None)
+
+    def stopped(self, request_id: RequestId) -> None:
+        """A request no longer runs."""
+        self._passings.pop(request_id, None)
+
+    def forget(self, request_id: RequestId) -> None:
+        """A request has ended."""
+        self._squashed.discard(request_id)
+
+    def _choose(self, passings: list[_Passing], holdings: Holdings) -> list[Request]:
+        """Choose as many as let in the one whom they passed; nobody if they all do not."""
+        requests = [passing.request for passing in passings]
+        if self._is_as_printed:
+            return requests
+        head = passings[0].head
+        lacking = _lacking_tokens(head, holdings, max(1, holdings.adapter_tokens(head)))
+        chosen = []
+        for request in requests:
+            if lacking <= 0:
+                break
+            chosen.append(request)
+            lacking -= holdings.freed_tokens(request)
+        return chosen if lacking <= 0 else []
+
+
+def _lacking_tokens(head: Request, holdings: Holdings, num_unseen: int) -> int:
+    """What ``head`` lacks to run; ``num_unseen`` where the account has room for it.
+
+    It was refused none the less: memory is in pieces, or taken by adapters that nobody runs with.
+    """
+    lacking = holdings.need_tokens(head) - holdings.ledger.free_tokens
+    return lacking if lacking > 0 else num_unseen

@@ -1,0 +1,275 @@
+"""Lanes by size with quotas of memory, so that short requests do not wait behind long ones.
+
+A request goes to a lane by its weighted size. A lane admits by arrival while its quota lasts
+(phase 1), then with what is left of it and what lanes have to spare in which nobody waits (phase
+2). Quotas are memory; the tokens of a step go by ``ShortPrefillFirst``.
+
+How far a request can be overtaken by requests that arrived later:
+
+- Within its lane only while memory refuses it although its lane has quota: by those that can run
+  while its adapter is being loaded, or that will have ended before there is room for it. Lanes
+  pass each other meanwhile, too. All this together comes to ``max_overtaking_tokens`` tokens and
+  one request; then nobody is admitted before it.
+- While its lane lacks quota, by as much as other lanes admit until those have ended who hold what
+  it lacks. They are running, and nobody else can take it: only lanes in which nobody waits lend.
+  Who needs more than the quota is admitted when its lane is idle, and overdraws it.
+
+``chameleon-paper`` has neither of the last two: see ``ChameleonPolicy``.
+
+Source: Chameleon, section 4.2 and algorithm 1.
+"""
+
+import enum
+import math
+from collections import deque
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ..plan import RequestId
+from ..request import Request
+from .bypass import Bypass
+from .lane_queues import LaneQueues
+from .lanes.cuts import PAPER_WEIGHTS, LaneCutter, SizeWeights
+from .lanes.holdings import Holdings
+from .lanes.recent import RecentRequests
+from .overtaking import MAX_PASSED_REQUESTS, Overtaking
+from .policy import PolicyFacts, Verdict
+from .prefill_order import ShortPrefillFirst
+
+_FIRST_REFRESH_REQUESTS = 64
+
+
+class _End(enum.Enum):
+    """Why a lane offers nobody else."""
+
+    DONE = enum.auto()
+    NO_QUOTA = enum.auto()
+    CLOSED = enum.auto()  # and nobody else is admitted in this step
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is being admitted now."""
+
+    now_s: float
+    lenders: Sequence[int] | None = None  # lanes in which nobody waits; None = phase 1
+    loading: set[RequestId] = field(default_factory=set)  # were offered; their adapters come
+
+
+class ChameleonPolicy:
+    """Cuts lanes by the requests of the last minutes; preempts the latest admitted.
+
+    ``is_as_printed`` follows the paper where it does not contradict itself: as many lanes as there
+    may be, no quota that is as large as a request, a lane has either its own remainder or what
+    others spare, and who overruns is squashed in any case. Then a request that is larger than
+    both waits as long as others keep their lanes busy: for ever in overload. That it is admitted
+    when nobody runs is not in the paper, nor that lenders are debited.
+    """
+
+    def __init__(
+        self,
+        facts: PolicyFacts,
+        weights: SizeWeights = PAPER_WEIGHTS,
+        *,
+        is_as_printed: bool = False,
+    ) -> None:
+        self._refresh_s = facts.refresh_s
+        self._refresh_at_s = -math.inf
+        self._is_as_printed = is_as_printed
+        self._cutter = LaneCutter(
+            facts.capacity_tokens, weights, facts.num_queues, is_as_printed=is_as_printed
+        )
+        self._lanes = self._cutter.first()
+        self._queues = LaneQueues()
+        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token)
+        self._recent = RecentRequests()
+        self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
+        self._has_freed = False  # somebody has ended since
+        self._overtaking = Overtaking(facts.max_overtaking_tokens)
+        self._bypass = Bypass(facts.times, is_as_printed=is_as_printed)
+        self._prefill_order = ShortPrefillFirst(facts.times)
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def add(self, request: Request, now_s: float) -> None:
+        if request in self._holdings:
+            self._stop(request)
+        else:
+            self._recent.arrived(
+                request,
+                size_tokens=self._holdings.size_tokens(request),
+                unloaded_s=self._bypass.end_s(request, 1, 0.0),
+                now_s=now_s,
+            )
+        self._queues.add(request, self._lanes.lane_of(request))
+
+    def remove(self, request: Request) -> None:
+        self._queues.remove(request)
+        self._refused.pop(request.request_id, None)
+
+    def ended(self, request: Request, now_s: float) -> None:
+        duration_s = None
+        if request in self._holdings:
+            duration_s = now_s - self._stop(request)
+        self._recent.ended(request.request_id, duration_s)
+        self._overtaking.forget(request.request_id)
+        self._bypass.forget(request.request_id)
+        self._prefill_order.forget(request.request_id)
+
+    def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
+        """Walk the lanes twice, those of short requests first: with their quotas, with loans."""
+        self._has_freed = False
+        self._refresh(now_s)
+        self._queues.move(self._lanes.lane_of)
+        step = _Step(now_s)
+        overdue = self._overdue()
+        if overdue is not None:
+            if (yield overdue) is not Verdict.ADMITTED:
+                return
+            if not self._admit(overdue, self._lanes.lane_of(overdue), step):
+                return
+        short = []
+        for lane in range(len(self._lanes.quotas.tokens)):
+            end = yield from self._offer(lane, step)
+            if end is _End.CLOSED:
+                return
+            if end is _End.NO_QUOTA:
+                short.append(lane)
+        step.lenders = self._queues.empty_lanes
+        for lane in short:
+            end = yield from self._offer(lane, step)
+            if end is _End.CLOSED:
+                return
+
+    def upcoming(self, max_requests: int) -> Sequence[Request]:
+        return self._queues.upcoming(max_requests)
+
+    def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
+        return self._prefill_order.sorted(requests)
+
+    def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
+        """Choose those that were to end before somebody whom they passed, and have not."""
+        self._holdings.grow()
+        refused = {} if self._has_freed else self._refused  # they may get in without that
+        return self._bypass.squash(self._holdings, refused, now_s)
+
+    def wake_at_s(self) -> float | None:
+        return self._bypass.wake_at_s()
+
+    def victim(self, running: Collection[Request]) -> Request:
+        """Choose the latest admitted."""
+        return deque(running, maxlen=1).pop()
+
+    def counts(self) -> Mapping[str, float]:
+        quotas = self._lanes.quotas
+        return {
+            "num_lanes": len(quotas.tokens),
+            **{f"quota_tokens_{lane}": tokens for lane, tokens in enumerate(quotas.tokens)},
+            "slo_infeasible": not quotas.is_feasible,
+            "num_squashed": self._bypass.num_squashed,
+        }
+
+    def check_invariants(self) -> None:
+        """Assert that quotas add up."""
+        self._holdings.check_invariants()
+
+    def _refresh(self, now_s: float) -> None:
+        """Cut lanes anew if it is time to, and those who wait have come to theirs."""
+        is_early = self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s
+        if is_early or self._queues.is_moving:
+            return
+        self._refresh_at_s = now_s + self._refresh_s
+        previous, self._lanes = (
+            self._lanes, self._cutter.cut(self._recent.window(now_s - self._refresh_s)),
+        )  # fmt: skip
+        if previous.cutoffs != self._lanes.cutoffs:
+            self._queues.recut(len(self._lanes.quotas.tokens))
+        self._holdings.recut(self._lanes.quotas.tokens, self._lanes.lane_of)
+
+    def _offer(self, lane: int, step: _Step) -> Generator[Request, Verdict, _End]:
+        """Offer the requests of a lane by arrival."""
+        walk = self._queues.walk(lane)
+        for request in walk:
+            if request.request_id in step.loading:
+                continue
+            if not self._has_quota(request, lane, step.lenders):
+                if step.lenders is not None:
+                    self._refused.pop(request.request_id, None)
+                return _End.NO_QUOTA
+            verdict = yield request
+            if verdict is Verdict.ADMITTED:
+                if not self._admit(request, lane, step):
+                    return _End.CLOSED
+                continue
+            self._refused[request.request_id] = request
+            if verdict is Verdict.NO_KV:
+                self._refuse_heads()
+                return _End.CLOSED
+            if verdict is Verdict.NO_ADAPTER:
+                return (yield from self._offer_behind(request, walk, lane, step))
+            step.loading.add(request.request_id)
+            if len(step.loading) >= MAX_PASSED_REQUESTS:
+                return _End.CLOSED
+        return _End.DONE
+
+    def _offer_behind(
+        self, head: Request, walk: Iterator[Request], lane: int, step: _Step
+    ) -> Generator[Request, Verdict, _End]:
+        """Offer those who will have ended before there is room for the adapter of ``head``."""
+        start_s = self._bypass.start_s(head, self._holdings, step.now_s)
+        for request in islice(walk, MAX_PASSED_REQUESTS):
+            if (
+                request.request_id in step.loading
+                or not self._has_quota(request, lane, step.lenders)
+                or not self._bypass.may_pass(request, start_s, self._holdings, step.now_s)
+            ):
+                continue
+            verdict = yield request
+            if verdict is Verdict.NO_KV:
+                break
+            if verdict is Verdict.ADMITTED:
+                is_open = self._admit(request, lane, step)
+                self._bypass.passed(request, head, self._holdings, step.now_s)
+                if not is_open:
+                    return _End.CLOSED
+        return _End.DONE
+
+    def _has_quota(self, request: Request, lane: int, lenders: Sequence[int] | None) -> bool:
+        """Whether a request may be admitted, as far as quotas go."""
+        ledger = self._holdings.ledger
+        num_tokens = self._holdings.need_tokens(request)
+        if lenders is None:
+            return num_tokens <= ledger.available[lane]
+        if self._is_as_printed:
+            return num_tokens <= ledger.spare(lenders) or not len(self._holdings)
+        return num_tokens <= ledger.available[lane] + ledger.spare(lenders) or ledger.is_idle(lane)
+
+    def _admit(self, request: Request, lane: int, step: _Step) -> bool:
+        """A request runs from now on; False if it was the last to pass somebody."""
+        self.remove(request)
+        is_all_lent = self._is_as_printed and step.lenders is not None
+        self._holdings.start(request, lane, step.lenders or (), step.now_s, is_all_lent=is_all_lent)
+        earlier = [one for one in self._refused.values() if one.arrival_s < request.arrival_s]
+        self._overtaking.count(earlier, request.num_known_tokens)
+        return self._overdue() is None
+
+    def _refuse_heads(self) -> None:
+        """Note who would be next in other lanes, where memory has been refused to one."""
+        lenders = self._queues.empty_lanes
+        for lane in range(len(self._lanes.quotas.tokens)):
+            head = self._queues.first(lane)
+            if head is not None and self._has_quota(head, lane, lenders):
+                self._refused[head.request_id] = head
+
+    def _overdue(self) -> Request | None:
+        """Return who may not be passed any more, the earliest if there are several."""
+        overdue = filter(self._overtaking.is_at_bound, self._refused.values())
+        return min(overdue, key=lambda one: (one.arrival_s, one.request_id), default=None)
+
+    def _stop(self, request: Request) -> float:
+        """A request no longer runs; return when it was admitted."""
+        self._has_freed = True
+        self._bypass.stopped(request.request_id)
+        return self._holdings.stop(request).admitted_s

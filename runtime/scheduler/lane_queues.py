@@ -1,0 +1,71 @@
+"""Who waits in which lane. Pure."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, zip_longest
+
+from ..request import Request
+from .waiting_queue import WaitingQueue
+
+_MAX_MOVED_REQUESTS = 256  # in a step: after a refresh there may be any number
+
+
+class LaneQueues:
+    """Queues by arrival, one for each lane, and those of lanes that were cut anew since."""
+
+    def __init__(self) -> None:
+        self._queues = [WaitingQueue()]
+        self._old: list[WaitingQueue] = []  # who waits here moves to the lanes, by arrival
+
+    def __len__(self) -> int:
+        return sum(map(len, self._all()))
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether not all wait in the lanes that there are now."""
+        return bool(self._old)
+
+    @property
+    def empty_lanes(self) -> list[int]:
+        """Lanes in which nobody waits."""
+        return [lane for lane, queue in enumerate(self._queues) if not len(queue)]
+
+    def walk(self, lane: int) -> Iterator[Request]:
+        """See ``WaitingQueue``: meanwhile requests may be removed."""
+        return iter(self._queues[lane])
+
+    def first(self, lane: int) -> Request | None:
+        """Who is at the head of a lane."""
+        return self._queues[lane].first()
+
+    def upcoming(self, max_requests: int) -> list[Request]:
+        """Return the first ones, one of each lane in turn: all lanes admit in every step."""
+        turns = chain.from_iterable(zip_longest(*self._all()))
+        return list(islice((request for request in turns if request is not None), max_requests))
+
+    def add(self, request: Request, lane: int) -> None:
+        """Let ``request`` wait."""
+        self._queues[lane].add(request, request.arrival_s)
+
+    def remove(self, request: Request) -> None:
+        """``request`` no longer waits."""
+        next(queue for queue in self._all() if request in queue).remove(request)
+
+    def recut(self, num_lanes: int) -> None:
+        """Begin anew with empty lanes, to which ``move`` brings those that wait."""
+        assert not self._old
+        self._old = self._queues
+        self._queues = [WaitingQueue() for _ in range(num_lanes)]
+
+    def move(self, lane_of: Callable[[Request], int]) -> None:
+        """Bring some that wait to their lanes, the earliest arrivals first."""
+        if not self._old:
+            return
+        by_arrival = heapq.merge(*self._old, key=lambda one: (one.arrival_s, one.request_id))
+        for request in islice(by_arrival, _MAX_MOVED_REQUESTS):
+            self.remove(request)
+            self.add(request, lane_of(request))
+        self._old = [queue for queue in self._old if len(queue)]
+
+    def _all(self) -> Sequence[WaitingQueue]:
+        return (*self._queues, *self._old)

@@ -1,0 +1,149 @@
+"""Cuts requests into lanes by their sizes, and gives each lane its quota. Pure.
+
+Source: Chameleon, section 4.2. What is undefined or contradicts itself there is settled here:
+
+- The largest sizes that WRS refers to are 99th percentiles of the window, terms are at most 1, and
+  both stay until the next refresh. With the limits of the model instead, most terms would vanish.
+- K is the elbow of WCSS, not its minimum, which the largest K always has; it changes if another one
+  was better twice. Lanes that would be empty, or could not hold their largest requests together,
+  lower it.
+- S, D and lambda are a lane's own: the 99th percentile of its requests' sizes in tokens, their time
+  from admission to the end, their rate. D grows with load, which D is to be chosen for: it is held
+  within 1 to 3 times that of an idle engine. SLO is 5 times the latter. Of fewer than 50 ends the
+  factor is that of all lanes.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...request import Request
+from .kmeans import Floats, clusterings, elbow
+from .quotas import LaneLoad, Quotas, assign_quotas
+from .recent import Column
+
+MAX_LANES = 4  # K_max
+
+_SLOWDOWN = 5.0  # SLO, in times of an idle engine's
+_MAX_SLOWDOWN = 3.0  # that D is believed to have
+_MIN_ENDS = 50
+_PERCENTILE = 99
+
+
+@dataclass(frozen=True, slots=True)
+class SizeWeights:
+    """A, B and C of the weighted request size."""
+
+    prompt: float
+    output: float
+    adapter: float
+
+
+PAPER_WEIGHTS = SizeWeights(0.3, 0.5, 0.2)
+OUTPUT_ONLY_WEIGHTS = SizeWeights(0.0, 0.5, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Which requests go where, and what lanes may hold."""
+
+    factors: tuple[float, float, float]  # of prompt and output tokens and adapter bytes, up to 1
+    weights: SizeWeights
+    cutoffs: tuple[float, ...]  # WRS from which on a request belongs to the next lane
+    quotas: Quotas
+
+    def lane_of(self, request: Request) -> int:
+        """The lane of a request, by its WRS."""
+        prompt, output, adapter = self.factors
+        wrs = (
+            self.weights.prompt * min(1.0, prompt * request.num_prompt_tokens)
+            + self.weights.output * min(1.0, output * request.num_predicted_output_tokens)
+            + self.weights.adapter * min(1.0, adapter * request.adapter_bytes)
+        )
+        return bisect_right(self.cutoffs, wrs)
+
+
+class LaneCutter:
+    """Cuts lanes anew from time to time."""
+
+    def __init__(
+        self, total_tokens: int, weights: SizeWeights, num_lanes: int | None, *, is_as_printed: bool
+    ) -> None:
+        """``num_lanes``: how many, where sizes allow that; None = as many as they suggest."""
+        self._total_tokens = total_tokens
+        self._weights = weights
+        self._is_fixed = num_lanes is not None or is_as_printed
+        self._num_lanes = MAX_LANES if num_lanes is None else num_lanes
+        self._is_as_printed = is_as_printed
+        self._last_elbow: int | None = None  # of the last refresh
+
+    def first(self) -> Lanes:
+        """One lane for all, before anything is known."""
+        return Lanes((0.0, 0.0, 0.0), self._weights, (), Quotas((self._total_tokens,), True))
+
+    def cut(self, rows: Floats) -> Lanes:
+        """Cut by the requests of a window: rows of ``Column``."""
+        sizes = rows[:, [Column.PROMPT_TOKENS, Column.OUTPUT_TOKENS, Column.ADAPTER_BYTES]]
+        largest = np.percentile(sizes, _PERCENTILE, axis=0)
+        factors = np.divide(1.0, largest, out=np.zeros(3), where=largest > 0)
+        weights = (self._weights.prompt, self._weights.output, self._weights.adapter)
+        wrs = np.minimum(sizes * factors, 1.0) @ np.array(weights)
+        candidates = clusterings(wrs, MAX_LANES)
+        self._settle_number(elbow(candidates))
+        for clustering in reversed(candidates[: self._num_lanes]):
+            cutoffs = clustering.cutoffs
+            quotas = self._quotas(rows, np.searchsorted(cutoffs, wrs, side="right"), len(cutoffs))
+            if quotas is not None:
+                break
+        assert quotas is not None  # one lane always has room
+        prompt, output, adapter = map(float, factors)
+        return Lanes((prompt, output, adapter), self._weights, cutoffs, quotas)
+
+    def _settle_number(self, best: int) -> None:
+        """Note which number of lanes is best now, and take it if it was so before."""
+        if not self._is_fixed and self._last_elbow in (None, best):
+            self._num_lanes = best
+        self._last_elbow = best
+
+    def _quotas(self, rows: Floats, lanes: np.ndarray, last_lane: int) -> Quotas | None:
+        """Quotas of the lanes that rows belong to; None if there should be fewer lanes."""
+        loads = _loads([rows[lanes == lane] for lane in range(last_lane + 1)])
+        if loads is None:
+            return None
+        return assign_quotas(loads, self._total_tokens, has_floor=not self._is_as_printed)
+
+
+def _loads(rows_of: Sequence[Floats]) -> list[LaneLoad] | None:
+    """What lanes' requests need; None if a lane has none."""
+    if not all(map(len, rows_of)):
+        return None
+    everything = np.concatenate(rows_of)
+    arrivals_s = everything[:, Column.ARRIVAL_S]
+    span_s = float(arrivals_s.max() - arrivals_s.min())
+    pooled = _slowdown(everything, 1.0, min_ends=1)
+    return [_load(rows, pooled, span_s) for rows in rows_of]
+
+
+def _load(rows: Floats, pooled: float, span_s: float) -> LaneLoad:
+    """What the requests of one lane need."""
+    sizes = rows[:, Column.SIZE_TOKENS]
+    unloaded_s = float(rows[:, Column.UNLOADED_S].mean())
+    return LaneLoad(
+        largest_tokens=int(sizes.max()),
+        size_tokens=float(np.percentile(sizes, _PERCENTILE)),
+        duration_s=unloaded_s * _slowdown(rows, pooled, min_ends=_MIN_ENDS),
+        slo_s=_SLOWDOWN * unloaded_s,
+        rate_per_s=len(rows) / span_s if span_s else 0.0,
+    )
+
+
+def _slowdown(rows: Floats, otherwise: float, *, min_ends: int) -> float:
+    """How many times longer requests ran than on an idle engine."""
+    ended = rows[~np.isnan(rows[:, Column.DURATION_S])]
+    unloaded_s = float(ended[:, Column.UNLOADED_S].sum())
+    if len(ended) < min_ends or not unloaded_s:
+        return otherwise
+    slowdown = float(ended[:, Column.DURATION_S].sum()) / unloaded_s
+    return min(max(slowdown, 1.0), _MAX_SLOWDOWN)

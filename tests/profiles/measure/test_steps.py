@@ -1,0 +1,72 @@
+"""Whole steps through a real executor: what is run is what was asked for, and failures are told."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu.execution.executor import DeviceExecutor
+from corun.gpu.forward.lower import ForwardInputs
+from corun.profiles.curve import Curve
+from corun.profiles.measure.step_shapes import StepShape, StepSizes, step_point, step_shapes
+from corun.profiles.measure.steps import StepBench
+from corun.profiles.profile import ProfileError
+from corun.profiles.rounds import Repeats
+from support.architectures import save_model
+from support.executor_device import ExecutorDevice
+
+_BLOCK_SIZE = 4
+_SHAPES = step_shapes(
+    StepSizes(
+        decode_rows=(1, 2, 4), chunk_tokens=(8, 12), context_tokens=(16, 48), max_kv_tokens=96
+    )
+)
+_CURVES = Curve((1.0, 12.0), (1e-6, 2e-6)), Curve((1.0, 4.0), (1e-6, 2e-6))
+_ONCE = Repeats(60.0, 1, 1)
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[ExecutorDevice]:
+    device = ExecutorDevice(save_model("llama3-rope", tmp_path))
+    yield device
+    device.executor.close()
+    device.loaded.close()
+
+
+def _measure(executor: DeviceExecutor, shapes: list[StepShape]) -> Any:
+    bench = StepBench(executor, _BLOCK_SIZE, vocab_size=96)
+    return bench.measure(shapes, _CURVES, _ONCE, lambda done, total: None)
+
+
+def test_steps_run_as_they_are_said(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert StepBench.num_blocks(_SHAPES, _BLOCK_SIZE) <= device.runner.pool.num_blocks
+    ran: list[StepShape] = []
+    forward = device.runner.forward
+
+    def note(inputs: ForwardInputs, *others: Any) -> torch.Tensor:
+        bounds, ends = inputs.attention.query_starts_host, inputs.attention.context_lens_host
+        tokens = tuple(b - a for a, b in itertools.pairwise(bounds))
+        ran.append(StepShape(tokens, tuple(e - n for e, n in zip(ends, tokens, strict=True))))
+        return forward(inputs, *others)
+
+    monkeypatch.setattr(device.runner, "forward", note)
+    times = _measure(device.executor, _SHAPES)
+    assert ran == [*_SHAPES, *reversed(_SHAPES)]  # once to warm up
+    assert times.record.points == tuple(step_point(shape, *_CURVES) for shape in _SHAPES)
+    assert len(times.record.y) == len(_SHAPES) and min(times.record.y) > 0.0
+    assert times.left_out == ()
+
+
+def test_a_step_that_fails_is_no_measurement(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(device.runner, "forward", fail)
+    with pytest.raises(ProfileError, match=r"a step cannot be measured.*out of memory"):
+        _measure(device.executor, _SHAPES)

@@ -1,0 +1,107 @@
+"""Shares of the device's tokens, and the account of who holds and lends them."""
+
+import hypothesis.strategies as st
+import pytest
+from corun.runtime.plan import RequestId
+from corun.runtime.scheduler.lanes.ledger import QuotaLedger
+from corun.runtime.scheduler.lanes.quotas import LaneLoad, assign_quotas
+from hypothesis import given
+
+
+def load(largest: int, need: float) -> LaneLoad:
+    """A lane that needs ``need`` tokens at least: Tok_min = S D (1/SLO + lambda)."""
+    return LaneLoad(largest, size_tokens=need, duration_s=1.0, slo_s=2.0, rate_per_s=0.5)
+
+
+def test_what_a_lane_needs_at_least() -> None:
+    one = LaneLoad(90, size_tokens=80.0, duration_s=2.0, slo_s=10.0, rate_per_s=0.4)
+    assert one.min_tokens == pytest.approx(80 * 2 * (0.1 + 0.4))
+    assert LaneLoad(90, 80.0, 0.0, 0.0, 0.4).min_tokens == 0.0  # no time is known
+
+
+def test_the_remainder_goes_by_needs() -> None:
+    quotas = assign_quotas([load(10, 100.0), load(20, 300.0)], 1000, has_floor=True)
+    assert quotas is not None
+    assert quotas.tokens == (250, 750)
+    assert quotas.is_feasible
+
+
+def test_overload_scales_all_but_the_floors() -> None:
+    """500 + 500 + 1000 of 1000: half each, but the first needs 400 for its largest."""
+    loads = [load(400, 500.0), load(10, 500.0), load(10, 1000.0)]
+    quotas = assign_quotas(loads, 1000, has_floor=True)
+    assert quotas is not None
+    assert quotas.tokens == (400, 200, 400)
+    assert not quotas.is_feasible
+    printed = assign_quotas(loads, 1000, has_floor=False)
+    assert printed is not None
+    assert printed.tokens == (250, 250, 500)
+
+
+def test_lanes_whose_largest_requests_do_not_fit_together_are_too_many() -> None:
+    assert assign_quotas([load(600, 1.0), load(500, 1.0)], 1000, has_floor=True) is None
+    alone = assign_quotas([load(1100, 1.0)], 1000, has_floor=True)
+    assert alone is not None
+    assert alone.tokens == (1000,)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.floats(0, 5000)), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_quotas_are_all_there_is_and_hold_the_largest(
+    loads: list[tuple[int, float]], has_floor: bool
+) -> None:
+    quotas = assign_quotas([load(*one) for one in loads], 1000, has_floor=has_floor)
+    if quotas is None:
+        assert has_floor and sum(largest for largest, _ in loads) > 1000
+        return
+    assert sum(quotas.tokens) == 1000
+    for (largest, _), tokens in zip(loads, quotas.tokens, strict=True):
+        assert tokens >= (largest if has_floor else 0)
+
+
+def test_loans_come_from_all_lenders_and_go_back_to_them() -> None:
+    ledger = QuotaLedger([100, 300, 600])
+    ledger.take(RequestId(1), 0, 80)
+    ledger.take(RequestId(2), 0, 110, lenders=[1, 2])  # 20 of its own, a third of 90 from lane 1
+    assert ledger.available == [0, 270, 540]
+    ledger.take(RequestId(3), 0, 30, lenders=[1, 2], is_all_lent=True)
+    assert ledger.available == [0, 260, 520]
+    ledger.give_back(RequestId(2))
+    assert ledger.available == [20, 290, 580]
+    ledger.take(RequestId(4), 0, 50)  # more than there is: its own lane owes it
+    assert ledger.available == [-30, 290, 580]
+    assert not ledger.is_idle(0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 8),
+            st.integers(0, 2),
+            st.integers(1, 150),
+            st.sets(st.integers(0, 2)),
+            st.booleans(),
+        ),
+        max_size=40,
+    )
+)
+def test_nothing_is_lost_or_spent_twice(
+    acts: list[tuple[int, int, int, set[int], bool]],
+) -> None:
+    ledger = QuotaLedger([50, 120, 230])
+    held: dict[int, int] = {}
+    for request_id, lane, num_tokens, lenders, is_all_lent in acts:
+        if request_id in held and num_tokens % 2:
+            ledger.give_back(RequestId(request_id))
+            del held[request_id]
+        else:
+            before = list(ledger.available)
+            others = sorted(lenders - {lane})
+            ledger.take(RequestId(request_id), lane, num_tokens, others, is_all_lent=is_all_lent)
+            held[request_id] = held.get(request_id, 0) + num_tokens
+            for other in range(3):
+                assert other == lane or ledger.available[other] >= min(0, before[other])
+        ledger.check_invariants()
+        assert ledger.free_tokens + sum(held.values()) == 400

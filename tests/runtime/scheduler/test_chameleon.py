@@ -1,0 +1,280 @@
+"""Chameleon's own: lanes that do not wait for each other, loans, bypass, squash and refresh."""
+
+from collections.abc import Callable
+
+import pytest
+from corun.runtime.plan import AdapterId
+from corun.runtime.request import Request
+from corun.runtime.scheduler.chameleon import ChameleonPolicy
+from corun.runtime.scheduler.policy import Verdict
+from support.policy_room import PolicyRoom, facts_for
+from support.scheduling import make_request
+
+SMALL, LARGE = 5, 60  # tokens of prompts
+
+
+class Scripted:
+    """Gives a policy the verdicts that a test tells it to."""
+
+    def __init__(self, *, is_as_printed: bool = False, **facts: float) -> None:
+        settings = {"capacity_tokens": 200, "refresh_s": 1000.0, **facts}
+        self.policy = ChameleonPolicy(facts_for(**settings), is_as_printed=is_as_printed)
+        self.now_s = 0.0
+        self.num_arrived = 0
+        self.running: list[Request] = []
+
+    def arrive(self, *, prompt: int = SMALL, predicted: int = 5, adapter: int = 0) -> Request:
+        """A request for an adapter of ten tokens for its number, a second after the last one."""
+        self.now_s += 1.0
+        self.num_arrived += 1
+        request = make_request(
+            self.num_arrived,
+            prompt=prompt,
+            arrival_s=self.now_s,
+            adapter_id=AdapterId(adapter),
+            adapter_bytes=100 * adapter,
+        )
+        request.num_predicted_output_tokens = predicted
+        self.policy.add(request, self.now_s)
+        return request
+
+    def end(self, request: Request) -> None:
+        if request in self.running:
+            self.running.remove(request)
+        self.policy.ended(request, self.now_s)
+
+    def admit(self, verdict_of: Callable[[Request], Verdict] | None = None) -> list[Request]:
+        """Offer room; return who was offered it. Without verdicts everybody is admitted."""
+        offered: list[Request] = []
+        candidates = self.policy.candidates(self.now_s)
+        request = next(candidates, None)
+        while request is not None:
+            assert request not in offered
+            offered.append(request)
+            verdict = verdict_of(request) if verdict_of else Verdict.ADMITTED
+            if verdict is Verdict.ADMITTED:
+                self.running.append(request)
+            try:
+                request = candidates.send(verdict)
+            except StopIteration:
+                request = None
+        self.policy.check_invariants()
+        return offered
+
+    def have_lanes(self) -> None:
+        """Let requests of two sizes come and go, as many of each, so that they have two lanes."""
+        for index in range(64):
+            self.arrive(prompt=LARGE if index % 2 else SMALL)
+        while len(self.policy):
+            for request in self.admit():
+                self.end(request)
+        assert self.policy.counts()["num_lanes"] == 2
+
+
+def no_adapter_for(*heads: Request) -> Callable[[Request], Verdict]:
+    return lambda one: Verdict.NO_ADAPTER if one in heads else Verdict.ADMITTED
+
+
+def quotas_of(policy: ChameleonPolicy) -> list[float]:
+    return [number for name, number in policy.counts().items() if name.startswith("quota")]
+
+
+def test_before_the_first_refresh_there_is_one_lane() -> None:
+    room = Scripted()
+    for index in range(63):
+        room.arrive(prompt=LARGE if index % 2 else SMALL)
+        room.end(room.admit()[0])
+    assert quotas_of(room.policy) == [200]
+    room.arrive()
+    room.admit()
+    assert len(quotas_of(room.policy)) == 2
+    assert sum(quotas_of(room.policy)) == 200
+
+
+def test_short_requests_do_not_wait_behind_long_ones() -> None:
+    room = Scripted()
+    room.have_lanes()
+    large = [room.arrive(prompt=LARGE) for _ in range(4)]
+    short = room.arrive()
+    assert room.admit() == [short, *large[:2]]  # the quota of the large is 160 or so
+    assert room.admit() == []
+    room.end(large[0])
+    assert room.admit() == [large[2]]
+
+
+def test_a_lane_borrows_from_those_where_nobody_waits_beside_what_is_its_own() -> None:
+    """Quotas are about 17 and 183: two of the large take 130."""
+    room = Scripted()
+    room.have_lanes()
+    small_quota, large_quota = quotas_of(room.policy)
+    assert large_quota > 130
+    shorts = [room.arrive() for _ in range(6)]
+    assert len(shorts) * 10 <= small_quota + large_quota
+    assert room.admit() == shorts  # the first by its quota, then by loans
+    large = [room.arrive(prompt=LARGE), room.arrive(prompt=LARGE)]
+    assert room.admit() == large  # 140 are left for them
+    third = room.arrive(prompt=LARGE)
+    assert room.admit() == []
+    for short in shorts:  # which gives the loans back
+        room.end(short)
+    assert room.admit() == [third]
+
+
+def test_who_needs_more_than_the_quota_overdraws_an_idle_lane() -> None:
+    room = Scripted()
+    room.have_lanes()
+    shorts = [room.arrive()]
+    assert room.admit() == shorts
+    waiting = room.arrive()  # so that its lane lends nothing
+    huge = room.arrive(prompt=190)
+    assert room.admit() == [waiting, huge]
+    printed = Scripted(is_as_printed=True)
+    printed.have_lanes()
+    printed.arrive()
+    printed.admit()
+    huge = printed.arrive(prompt=190)
+    assert printed.admit() == []
+    printed.end(printed.running[0])
+    assert printed.admit() == [huge]  # nobody runs
+
+
+def test_who_ends_in_time_passes_a_head_that_finds_no_room_for_its_adapter() -> None:
+    """A token takes a second: who runs is to end in 20 s, and only then there is room."""
+    room = Scripted(capacity_tokens=300)
+    running = room.arrive(prompt=100, predicted=20)
+    assert room.admit() == [running]
+    head = room.arrive(adapter=9)
+    long, short, loading = room.arrive(predicted=30), room.arrive(predicted=5), room.arrive()
+    verdicts = {head: Verdict.NO_ADAPTER, short: Verdict.ADMITTED, loading: Verdict.LOADING}
+    assert room.admit(verdicts.__getitem__) == [head, short, loading]
+    assert room.policy.upcoming(9) == [head, long, loading]
+
+
+def test_nobody_passes_a_head_that_lacks_quota_or_kv() -> None:
+    room = Scripted()
+    running = room.arrive(prompt=100, predicted=50)
+    assert room.admit() == [running]
+    head, short = room.arrive(prompt=40), room.arrive()
+    assert room.admit(lambda request: Verdict.NO_KV) == [head]
+    room.policy.remove(head)
+    room.end(head)
+    room.policy.remove(short)
+    room.end(short)
+    room.arrive(prompt=60)
+    room.arrive()
+    assert room.admit() == []
+
+
+def squashing_room(
+    *, prompt: int = 90, is_as_printed: bool = False
+) -> tuple[Scripted, Request, Request]:
+    """Somebody has passed a head that waits for an adapter of 90 tokens, and was to end in 5 s."""
+    room = Scripted(is_as_printed=is_as_printed, capacity_tokens=400)
+    running = room.arrive(prompt=80, predicted=20)
+    room.admit()
+    head, passing = room.arrive(adapter=9), room.arrive(prompt=prompt, predicted=5)
+    assert room.admit(no_adapter_for(head)) == [head, passing]
+    assert room.policy.squash([running, passing], room.now_s) == []
+    return room, head, passing
+
+
+def test_who_overruns_is_squashed_if_that_lets_the_head_in_and_never_passes_again() -> None:
+    room, head, passing = squashing_room()
+    assert room.policy.wake_at_s() == pytest.approx(room.now_s + 5, abs=0.1)
+    room.now_s += 5.1
+    passing.output_token_ids += [7, 7]
+    passing.num_known_tokens += 2
+    assert room.policy.squash([passing], room.now_s) == [passing]
+    room.policy.add(passing, room.now_s)
+    assert passing.num_output_tokens == 2
+    assert room.policy.wake_at_s() is None
+    assert room.policy.counts()["num_squashed"] == 1
+    assert room.admit(no_adapter_for(head)) == [head]
+    assert not room.policy.squash([], room.now_s)
+
+
+def test_nobody_is_squashed_where_that_would_not_let_the_head_in() -> None:
+    """Or where it may get in anyhow, or does not wait any more."""
+    room, head, passing = squashing_room(prompt=80)
+    room.now_s += 5.1
+    assert not room.policy.squash([passing], room.now_s)
+    assert room.policy.wake_at_s() is None, "it would be asked for ever"
+
+    room, head, passing = squashing_room()
+    room.end(room.running[0])
+    room.now_s += 5.1
+    assert not room.policy.squash([passing], room.now_s)
+    assert room.admit(no_adapter_for(head)) == [head]
+    assert room.policy.squash([passing], room.now_s) == [passing]
+
+    room, head, passing = squashing_room()
+    room.policy.remove(head)
+    room.end(head)
+    room.now_s += 5.1
+    assert not room.policy.squash([passing], room.now_s)
+
+
+def test_as_printed_who_overruns_is_squashed_whether_that_helps_or_not() -> None:
+    room, _, passing = squashing_room(is_as_printed=True, prompt=80)
+    room.now_s += 5.1
+    assert room.policy.squash([passing], room.now_s) == [passing]
+
+
+def test_who_is_refused_memory_is_passed_up_to_the_bound_then_nobody_is_admitted() -> None:
+    """Also where it is the other lane that goes on."""
+    room = Scripted(max_overtaking_tokens=12)
+    room.have_lanes()
+    large = room.arrive(prompt=LARGE)
+    for _ in range(4):  # it is refused after the first one
+        short = room.arrive()
+        offered = room.admit(no_adapter_for(large))
+        assert offered[0] is short
+        room.end(short)
+    late = room.arrive()
+    assert room.admit(no_adapter_for(large)) == [large]
+    assert room.admit() == [large, late]
+
+
+def test_heads_that_memory_never_comes_to_count_what_passes_them() -> None:
+    """The first lane takes all memory there is; nobody even looks at the second."""
+    room = Scripted(max_overtaking_tokens=12)
+    room.have_lanes()
+    large = room.arrive(prompt=LARGE)
+    num_admitted = 0
+    for _ in range(20):
+        first, second = room.arrive(), room.arrive()
+        verdicts = {first: Verdict.ADMITTED, large: Verdict.ADMITTED}
+        offered = room.admit(lambda one, of=verdicts: of.get(one, Verdict.NO_KV))
+        if large in offered:
+            break
+        num_admitted += first in offered
+        for request in (first, second):
+            if request in room.policy.upcoming(99):
+                room.policy.remove(request)
+            room.end(request)
+    assert large in offered
+    assert num_admitted <= 4
+
+
+def test_a_refresh_moves_those_who_wait_and_charges_those_who_run() -> None:
+    """More wait than are moved in a step."""
+    room = PolicyRoom(
+        ChameleonPolicy(facts := facts_for(refresh_s=20.0, capacity_tokens=200)), facts
+    )
+    policy = room.policy
+    assert isinstance(policy, ChameleonPolicy)
+    room.after_act = policy.check_invariants
+    requests = []
+    for index in range(1500):
+        prompt = 40 if index % 3 == 0 else 2
+        requests.append(make_request(index, prompt=prompt, arrival_s=index / 100))
+        room.arrive(requests[-1], predicted=3, output=3)
+    room.turn()
+    assert policy.counts()["num_lanes"] == 2
+    while room.waiting or room.running:
+        room.turn()
+    admitted = [request for request, _ in room.admitted]
+    assert len(admitted) == 1500
+    for prompt in (2, 40):  # within a lane in order of arrival
+        of_lane = [one.request_id for one in admitted if one.num_prompt_tokens == prompt]
+        assert of_lane == sorted(of_lane)

@@ -1,0 +1,231 @@
+"""The latency executor against closed forms: all times are exact and worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+from corun.profiles.link import Direction, LinkStats
+from corun.profiles.models import LinkModel
+from corun.runtime.plan import (
+    AdapterId,
+    HostPlace,
+    HostPlaceId,
+    Outcome,
+    Result,
+    RowResult,
+    StepId,
+    StepResult,
+    Transfer,
+    TransferId,
+    TransferKind,
+    TransferProgress,
+    TransferRead,
+    TransferResult,
+    WorkersChanged,
+)
+from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN
+from corun.runtime.sim.machines import Factors, slowed
+from support.simulation import FACTS, MODEL, DrivenExecutor, load, request, row
+
+NO_LATENCY = replace(MODEL, link=LinkModel(1000.0, 0.0), host_step_s=0.0)
+
+
+def progress(number: int) -> TransferProgress:
+    return TransferProgress(TransferId(number), 1)
+
+
+def arrived(number: int) -> TransferResult:
+    return TransferResult(TransferId(number))
+
+
+def stepped(step: int, *tokens: tuple[int, int]) -> StepResult:
+    rows = tuple(RowResult(key, Outcome.TOKENS, (token,)) for key, token in tokens)  # type: ignore[arg-type]
+    return StepResult(StepId(step), rows)
+
+
+def without_workers(results: list[tuple[float, Result]]) -> list[tuple[float, Result]]:
+    return [told for told in results if not isinstance(told[1], WorkersChanged)]
+
+
+def test_one_request_takes_what_its_steps_take_and_ends_at_its_length() -> None:
+    driven = DrivenExecutor()
+    driven.submit(row(1, 0, 4, samples=False), new=(request(1, 7),))
+    assert driven.results(5.0) == [(0.0, WorkersChanged(1)), (4.5, stepped(1))]
+    driven.submit(row(1, 4, 3))
+    assert driven.results(10.0) == [(8.5, stepped(2, (1, ORDINARY_TOKEN)))]
+    driven.submit(row(1, 7, 1))
+    driven.submit(row(1, 8, 1))  # begins when the one before it has ended
+    assert driven.results(20.0) == [
+        (11.5, stepped(3, (1, ORDINARY_TOKEN))),
+        (13.0, stepped(4, (1, END_TOKEN))),
+    ]
+
+
+def test_who_computes_a_position_again_gets_its_token_again() -> None:
+    driven = DrivenExecutor(output_tokens=2)
+    driven.submit(row(1, 0, 4), new=(request(1, 4),))
+    driven.submit(row(1, 4, 1))
+    driven.submit(row(1, 0, 5))  # all of it, after it has been preempted
+    tokens = [one.rows[0].token_ids for _, one in driven.results() if isinstance(one, StepResult)]
+    assert tokens == [(ORDINARY_TOKEN,), (END_TOKEN,), (END_TOKEN,)]
+
+
+def test_a_plan_without_rows_ends_at_once() -> None:
+    driven = DrivenExecutor()
+    driven.submit()
+    assert without_workers(driven.results(1.0)) == [(0.0, stepped(1))]
+    assert driven.clock() == 1.0  # nothing else happens: it has waited
+
+
+def test_two_loads_share_the_link_and_report_their_groups() -> None:
+    driven = DrivenExecutor()
+    driven.submit(transfers=(load(1),))
+    driven.results(1.0)
+    driven.submit(transfers=(load(2),))
+    # 1 has 1000 of 2000 bytes on the way when 2 begins, and they end together with 2's first group.
+    assert driven.results() == [
+        (1.0, stepped(2)),
+        (1.5, progress(1)),
+        (3.5, arrived(1)),
+        (3.5, progress(2)),
+        (4.5, arrived(2)),
+    ]
+    assert driven.executor.link_stats(Direction.TO_DEVICE) == LinkStats(4000, 4.0, 0)
+    assert driven.executor.link_stats(Direction.TO_HOST) == LinkStats(0, 0.0, 0)
+
+
+def test_a_prefetch_has_the_link_while_nobody_waits_for_a_load() -> None:
+    driven = DrivenExecutor()
+    driven.submit(transfers=(load(1, is_demand=False),))
+    driven.results(0.5)
+    driven.submit(transfers=(load(2),))
+    assert driven.results(2.25) == [(0.5, stepped(2)), (2.0, progress(2))]
+    driven.submit(promoted=(1,))
+    # At 2.25 s number 2 has 250 bytes left, number 1 500 to its first group and 1500 in all.
+    assert driven.results() == [
+        (2.25, stepped(3)),
+        (3.25, arrived(2)),
+        (3.5, progress(1)),
+        (4.5, arrived(1)),
+    ]
+
+
+def test_files_are_read_one_after_the_other_and_prefetches_give_way() -> None:
+    def from_files(number: int, *, is_demand: bool) -> Transfer:
+        place = HostPlace(HostPlaceId(number), ((0, 4096), (4096, 4096)), is_filled=False)
+        return replace(load(number, is_demand=is_demand), host=place)
+
+    driven = DrivenExecutor()
+    driven.submit(transfers=(from_files(1, is_demand=False),))
+    driven.results(1.0)
+    driven.submit(transfers=(from_files(2, is_demand=True),))
+
+    def read(number: int, num_groups: int) -> TransferRead:
+        return TransferRead(TransferId(number), num_groups, 2.0 * num_groups)
+
+    # A group takes 2 s to read and 1.5 s to copy. 1's first was being read when 2 came.
+    assert driven.results() == [
+        (1.0, stepped(2)),
+        (2.0, read(1, 1)),
+        (3.5, progress(1)),
+        (4.0, read(2, 1)),
+        (5.5, progress(2)),
+        (6.0, read(2, 2)),
+        (7.5, arrived(2)),
+        (8.0, read(1, 2)),
+        (9.5, arrived(1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("split_layer", "end_s"),
+    [
+        # Layers wait for their groups, which come at 1 and 2 s: 1 + 2, then 2.
+        (0, 5.0),
+        # The first one's deltas take 4 s on a core, of which 0.4 s hide under the base products,
+        # and 0.25 s to exchange.
+        (1, 2.0 + 0.25 + 3.6 + 2.0),
+        (2, 2 * (2.0 + 0.25 + 3.6)),
+    ],
+)  # fmt: skip
+def test_an_assisted_row_takes_what_the_planner_says(split_layer: int, end_s: float) -> None:
+    driven = DrivenExecutor(NO_LATENCY)
+    driven.submit(
+        row(1, 0, 4, split_layer=split_layer), new=(request(1, 4, adapter=1),), transfers=(load(1),)
+    )
+    ((ended_s, result),) = [told for told in driven.results() if isinstance(told[1], StepResult)]
+    assert ended_s == pytest.approx(end_s)
+    assert result == stepped(1, (1, ORDINARY_TOKEN))
+
+
+def test_factors_slow_what_they_name() -> None:
+    def end_s(factors: Factors, split_layer: int) -> float:
+        driven = DrivenExecutor(slowed(NO_LATENCY, factors))
+        driven.submit(
+            row(1, 0, 4, split_layer=split_layer), new=(request(1, 4, adapter=1),),
+            transfers=(load(1),),
+        )  # fmt: skip
+        return next(time_s for time_s, one in driven.results() if isinstance(one, StepResult))
+
+    assert end_s(Factors(step=2.0), 0) == pytest.approx(1.0 + 4.0 + 4.0)
+    assert end_s(Factors(link=4.0), 0) == pytest.approx(8.0 + 2.0)
+    assert end_s(Factors(workers=2.0), 2) == pytest.approx(2 * (2.0 + 0.5 + 7.6))
+
+
+def test_an_assisted_row_with_everything_there_takes_as_long_as_any_other() -> None:
+    ends = []
+    for batch in (row(1, 0, 4), row(1, 0, 4, split_layer=0)):
+        driven = DrivenExecutor()
+        driven.submit(transfers=(load(1),))
+        driven.results(10.0)
+        driven.submit(batch, new=(request(1, 4, adapter=1),))
+        ends += driven.results()
+    assert ends[0] == ends[1] == (14.5, stepped(2, (1, ORDINARY_TOKEN)))
+
+
+def test_a_load_that_begins_during_a_step_delays_the_rows_that_wait_for_another() -> None:
+    driven = DrivenExecutor(NO_LATENCY)
+    driven.submit(
+        row(1, 0, 1, split_layer=0), new=(request(1, 1, adapter=1),), transfers=(load(1),)
+    )
+    driven.results(1.0)
+    driven.submit(transfers=(load(2),))
+    # The second layer's group comes at 3 s instead of 2 and takes half a second.
+    steps = [told for told in driven.results() if isinstance(told[1], StepResult)]
+    assert steps == [(3.5, stepped(1, (1, ORDINARY_TOKEN))), (3.5, stepped(2))]
+
+
+def test_rows_without_their_adapter_are_refused() -> None:
+    driven = DrivenExecutor()
+    with pytest.raises(AssertionError, match="not there"):
+        driven.submit(row(1, 0, 1), new=(request(1, 1, adapter=1),))
+    driven = DrivenExecutor()
+    with pytest.raises(AssertionError, match="not there"):
+        driven.submit(row(1, 0, 1), new=(request(1, 1, adapter=1),), transfers=(load(1),))
+    driven = DrivenExecutor()
+    with pytest.raises(AssertionError, match="not there"):
+        driven.submit(row(1, 0, 1, split_layer=1), new=(request(1, 1, adapter=1),))
+
+
+def test_evictions_are_done_at_once_and_spare_what_steps_use() -> None:
+    driven = DrivenExecutor()
+    driven.submit(transfers=(load(1),))
+    driven.results(10.0)
+    evict = Transfer(
+        TransferId(2), TransferKind.EVICT_ADAPTER, AdapterId(1), FACTS.num_bytes
+    )  # fmt: skip
+    driven.submit(row(1, 0, 2), new=(request(1, 1, adapter=1),))
+    with pytest.raises(AssertionError, match="while a step uses it"):
+        driven.submit(transfers=(evict,))
+    driven.results(20.0)
+    driven = DrivenExecutor()
+    driven.submit(transfers=(load(1),))
+    driven.results(10.0)
+    driven.submit(transfers=(evict,))
+    assert driven.results(11.0) == [(10.0, arrived(2)), (10.0, stepped(2))]
+
+
+def test_a_closed_executor_can_be_closed_again() -> None:
+    driven = DrivenExecutor()
+    assert driven.executor.fileno() >= 0
+    driven.executor.close()
+    driven.executor.close()

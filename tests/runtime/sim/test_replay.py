@@ -1,0 +1,145 @@
+"""Replays: the engine's own core over a simulated machine, on virtual and on real time."""
+
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+from corun.runtime.engine.messages import AddRequest
+from corun.runtime.errors import ConfigError
+from corun.runtime.sampling import SamplingParams
+from corun.runtime.sim.clock import VirtualClock
+from corun.runtime.sim.engine import (
+    SimulationOptions,
+    build_simulated_engine,
+    requests_of,
+    simulate,
+)
+from corun.runtime.sim.machines import MACHINES, Factors, slowed
+from corun.runtime.sim.replay import Replayed, replay
+from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
+from support.simulation import MACHINE, MODEL
+
+A40 = MACHINES["a40-llama7b"]
+RANKS = (8, 8, 8)
+
+
+def workload(*requests: tuple[float, int, int, int], max_tokens: int = 50) -> Workload:
+    """Of (arrival, adapter, prompt, output)."""
+    return Workload(tuple(WorkloadRequest(*one) for one in requests), RANKS, max_tokens)
+
+
+def lengths(replayed: Replayed) -> list[int]:
+    return [record.num_output_tokens for record in replayed.records]
+
+
+def test_a_request_alone_takes_what_its_load_and_its_steps_take() -> None:
+    (record,) = simulate(A40, workload((3.0, 0, 700, 3)), SimulationOptions()).records
+    # Rank 8 is 12 MiB: it is there before the host has prepared the first step.
+    lora_s = 1.2e-6 * 8
+    first_s = 12e-3 + 0.05e-3 + 512 * (0.2e-3 + lora_s) + 7e-9 * 512 * 513 / 2
+    second_s = 12e-3 + 0.05e-3 + 188 * (0.2e-3 + lora_s) + 7e-9 * (188 * 512 + 188 * 189 / 2)
+    assert record.arrival_s == 3.0
+    assert record.first_token_s == pytest.approx(3.0 + first_s + second_s)
+    # Two more tokens, which look at 701 and 702 keys; the weights are read for each.
+    decode_s = 2 * (12e-3 + 23e-3 + 0.05e-3 + 4e-6 * 8) + 1e-6 * (701 + 702)
+    assert record.end_s == pytest.approx(3.0 + first_s + second_s + decode_s)
+    assert (record.num_output_tokens, record.finish_reason) == (3, "stop")
+
+
+def test_the_same_replay_gives_the_same_bytes() -> None:
+    def run() -> bytes:
+        requests = make_workload("S1", rate_rps=1.3, num_requests=120, seed=7, traces=None)
+        return msgspec.json.encode(simulate(A40, requests, SimulationOptions()))
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_preemption_changes_no_length(max_steps_in_flight: int) -> None:
+    many = workload(*((0.5 * index, index % 3, 30, 20 + index) for index in range(24)))
+    machine = replace(MACHINE, memory_bytes=3 * 2000 + 300 * MACHINE.kv_bytes_per_token)
+    options = SimulationOptions(growth_headroom=0.0, max_steps_in_flight=max_steps_in_flight)
+    replayed = simulate(machine, many, options)
+    assert lengths(replayed) == [20 + index for index in range(24)]
+    assert {record.finish_reason for record in replayed.records} == {"stop"}
+    total = sum(record.num_preemptions for record in replayed.records)
+    assert total == replayed.stats.num_preemptions > 0
+    assert replayed.stats.generated_tokens == sum(lengths(replayed))
+
+
+def test_a_limit_cuts_what_would_go_on() -> None:
+    replayed = simulate(A40, workload((0.0, 0, 5, 60), max_tokens=8), SimulationOptions())
+    assert [(one.num_output_tokens, one.finish_reason) for one in replayed.records] == [
+        (8, "length")
+    ]
+
+
+def test_what_can_never_fit_is_counted_and_nothing_waits_for_it() -> None:
+    fits, too_long = (0.0, 0, 5, 2), (1.0, 1, 57_000, 2)
+    replayed = simulate(
+        A40, workload(fits, too_long, (2.0, 1, 60_000, 2), max_tokens=400), SimulationOptions()
+    )
+    assert replayed.refused == {"max_tokens": 1, "prompt": 1}
+    assert [record.request_id for record in replayed.records] == [1]
+
+
+def test_factors_slow_the_machine_and_tell_nobody() -> None:
+    requests = workload(*((0.1 * index, index % 3, 300, 20) for index in range(20)))
+    ends = [
+        simulate(A40, requests, SimulationOptions(factors=factors)).duration_s
+        for factors in (Factors(), Factors(step=2.0))
+    ]
+    assert ends[1] > 1.5 * ends[0]
+    assert slowed(MODEL, Factors()) == MODEL
+
+
+def test_adapters_beyond_the_hosts_memory_are_read_from_files() -> None:
+    requests = workload(*((0.5 * index, index % 3, 20, 5) for index in range(9)))
+    # Room for the layers of one adapter on the host, and on the device for one and some KV.
+    one = A40.adapter_facts("one", 8)
+    machine = replace(A40, memory_bytes=one.num_bytes + 30 * A40.block_bytes)
+    means = []
+    for host_bytes in (None, sum(one.host_bytes)):
+        replayed = simulate(machine, requests, SimulationOptions(host_adapter_bytes=host_bytes))
+        assert lengths(replayed) == [5] * 9
+        first_s = [record.first_token_s or 0.0 for record in replayed.records]
+        means.append(sum(first_s) / len(first_s))
+    assert means[1] > means[0]
+    assert replayed.link["to_device"].num_bytes >= 3 * one.num_bytes
+
+
+def test_a_policy_is_named_or_given() -> None:
+    with pytest.raises(ConfigError, match="--scheduling-policy is 'best', must be one of: "):
+        simulate(A40, workload((0.0, 0, 5, 2)), SimulationOptions(scheduling_policy="best"))
+
+
+def test_real_time_is_time_as_well() -> None:
+    fast = replace(MACHINE, model=slowed(MODEL, Factors(step=1e-4, link=1e-4, workers=1e-4)))
+    requests = workload(*((0.002 * index, index % 3, 10, 6) for index in range(12)))
+    core, executor = build_simulated_engine(
+        fast, requests, SimulationOptions(), clock=time.monotonic, sleep=time.sleep
+    )
+    try:
+        arrivals = requests_of(requests)
+        replayed = replay(core, arrivals, time.monotonic, time.sleep, executor.link_stats)
+    finally:
+        executor.close()
+    assert lengths(replayed) == [6] * 12
+    for record, (due_s, _) in zip(replayed.records, arrivals, strict=True):
+        assert record.arrival_s == due_s
+        assert record.first_token_s is not None and record.end_s is not None
+        assert due_s < record.first_token_s < record.end_s <= replayed.duration_s
+
+
+def test_requests_without_adapters_are_replayed_too() -> None:
+    clock = VirtualClock()
+    nobody = workload((0.0, 0, 4, 2))
+    core, executor = build_simulated_engine(
+        MACHINE, nobody, SimulationOptions(), clock=clock, sleep=clock.sleep
+    )
+    base = AddRequest(1, (5,) * 4, SamplingParams(max_tokens=9))
+    replayed = replay(core, [(1.0, base)], clock, clock.sleep, executor.link_stats)
+    executor.close()
+    assert lengths(replayed) == [2]
+    assert replayed.link["to_device"].num_bytes == 0
