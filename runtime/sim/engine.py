@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
-from ...profiles.step_time import forward_s
 from ..adapters.registry import AdapterRegistry
 from ..coldstart.cold_start import PlannedColdStarts
 from ..coldstart.planner import Planner
@@ -152,20 +151,13 @@ def _make_scheduler(machine: SimulatedMachine, options: SimulationOptions) -> Sc
         growth_headroom=options.growth_headroom,
     )
     model = machine.model
-    cold_starts = PlannedColdStarts(
-        Planner(model), _worker_tokens(model), lambda num_rows: _decode_step_s(model, num_rows)
-    )
+    cold_starts = PlannedColdStarts(Planner(model), _worker_tokens(model))
     return Scheduler(config, _policy(options), memory, (END_TOKEN,), cold_starts)
 
 
 def _policy(options: SimulationOptions) -> SchedulerPolicy:
     policy = options.scheduling_policy
     return make_policy(policy) if isinstance(policy, str) else policy
-
-
-def _decode_step_s(model: MachineModel, num_rows: int) -> float:
-    """One forward of so many rows that decode, without adapters or many keys."""
-    return forward_s(model, (1,) * num_rows, (0,) * num_rows, (0,) * num_rows)
 
 
 def _worker_tokens(model: MachineModel) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from ..plan import (
 )
 from .loads import SimulatedLoads
 from .machines import SimulatedMachine
-from .step_duration import WaitingRow, batch_s
+from .step_duration import Pass, WaitingRow, step_s
 
 END_TOKEN = 0
 ORDINARY_TOKEN = 1
@@ -213,25 +213,31 @@ class LatencyExecutor:
             step.end_s = step.start_s + self._step_s(step)
 
     def _step_s(self, step: _Step) -> float:
-        """How long the step takes that begins at ``step.start_s``, as far as it is known now."""
+        """How long the step takes that began at ``step.start_s``, as far as it is known now."""
         if not step.plan.sub_batches:
             return 0.0
-        duration_s = self._model.host_step_s
-        for batch in step.plan.sub_batches:
-            adapter_bytes = [self._known[key].adapter_bytes for key in batch.request_ids]
-            cold = self._cold_rows(batch, step.start_s + duration_s)
-            duration_s += batch_s(self._model, batch, adapter_bytes, cold)
-        return duration_s
+        return step_s(
+            self._model,
+            [
+                Pass(
+                    batch,
+                    [self._known[request_id].adapter_bytes for request_id in batch.request_ids],
+                    self._waiting_rows(batch, step.start_s),
+                )
+                for batch in step.plan.sub_batches
+            ],
+        )
 
-    def _cold_rows(self, batch: SubBatch, start_s: float) -> list[WaitingRow]:
+    def _waiting_rows(self, batch: SubBatch, start_s: float) -> list[WaitingRow]:
         """Rows that workers help, or that wait for layer groups."""
         rows = []
         for row, split_layer in enumerate(batch.split_layers):
             adapter_id = self._known[batch.request_ids[row]].adapter_id
             if adapter_id in self._loading or split_layer:
-                facts = self._facts_of(adapter_id)
                 arrival_s = self._loads.arrival_s(adapter_id)
-                rows.append(WaitingRow(row, split_layer, facts, arrival_s, start_s))
+                if arrival_s is not None:
+                    arrival_s = tuple(time_s - start_s for time_s in arrival_s)
+                rows.append(WaitingRow(row, self._facts_of(adapter_id), arrival_s))
         return rows
 
     def _end_step(self, now_s: float) -> None:
