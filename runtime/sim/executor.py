@@ -26,6 +26,7 @@ from ..plan import (
     SubBatch,
     SubBatchKind,
     Transfer,
+    TransferId,
     TransferKind,
     TransferRead,
     TransferResult,
@@ -88,9 +89,8 @@ class LatencyExecutor:
         self._sleep = sleep
         self._loads = SimulatedLoads(machine.model.link, machine.file_bytes_per_s)
         self._known: dict[RequestId, _Known] = {}
-        self._loading: dict[AdapterId, AdapterFacts] = {}
+        self._loading: dict[TransferId, AdapterId] = {}
         self._resident: set[AdapterId] = {BASE_ADAPTER}
-        self._adapter_of_load: dict[int, AdapterId] = {}
         self._steps: deque[_Step] = deque()  # the first one runs
         self._last_step_id = StepId(0)
         self._results: list[Result] = []
@@ -153,9 +153,7 @@ class LatencyExecutor:
                 continue
             result = self._loads.settle()
             if isinstance(result, TransferResult):
-                adapter_id = self._adapter_of_load.pop(result.transfer_id)
-                del self._loading[adapter_id]
-                self._resident.add(adapter_id)
+                self._resident.add(self._loading.pop(result.transfer_id))
             elif isinstance(result, TransferRead):
                 self._expect_end()
             self._results.append(result)
@@ -182,12 +180,11 @@ class LatencyExecutor:
             self._resident.remove(adapter_id)
             self._results.append(TransferResult(transfer.transfer_id))
             return
-        is_absent = adapter_id not in self._resident and adapter_id not in self._loading
-        assert is_absent, f"adapter {adapter_id} is loaded twice"
+        known = self._resident.union(self._loading.values())
+        assert adapter_id not in known, f"adapter {adapter_id} is loaded twice"
         facts = self._facts_of(adapter_id)
         assert facts.layers is not None, adapter_id
-        self._loading[adapter_id] = facts
-        self._adapter_of_load[transfer.transfer_id] = adapter_id
+        self._loading[transfer.transfer_id] = adapter_id
         self._loads.start(transfer, facts.layers.group_bytes, now_s)
 
     def _check_rows(self, plan: StepPlan) -> set[AdapterId]:
@@ -197,7 +194,7 @@ class LatencyExecutor:
             adapters = {self._known[request_id].adapter_id for request_id in batch.request_ids}
             absent = adapters - self._resident
             if batch.kind is SubBatchKind.ASSISTED:
-                absent -= self._loading.keys()
+                absent.difference_update(self._loading.values())
             assert not absent, f"step {plan.step_id} uses adapters that are not there: {absent}"
             used |= adapters
         return used
@@ -233,7 +230,7 @@ class LatencyExecutor:
         rows = []
         for row, split_layer in enumerate(batch.split_layers):
             adapter_id = self._known[batch.request_ids[row]].adapter_id
-            if adapter_id in self._loading or split_layer:
+            if adapter_id in self._loading.values() or split_layer:
                 arrival_s = self._loads.arrival_s(adapter_id)
                 if arrival_s is not None:
                     arrival_s = tuple(time_s - start_s for time_s in arrival_s)
