@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
-from ...profiles.step_time import forward_s
 from ..adapters.registry import AdapterRegistry
 from ..coldstart.cold_start import PlannedColdStarts
 from ..coldstart.planner import Planner
@@ -163,9 +162,7 @@ def _make_scheduler(
         growth_headroom=options.growth_headroom,
     )
     model = machine.model
-    cold_starts = PlannedColdStarts(
-        Planner(model), _worker_tokens(model), lambda num_rows: _decode_step_s(model, num_rows)
-    )
+    cold_starts = PlannedColdStarts(Planner(model), _worker_tokens(model))
     times = ProfiledTimes(model, config.max_num_batched_tokens)
     return Scheduler(
         config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,
@@ -186,11 +183,6 @@ def _policy(
     )
     policy = options.scheduling_policy
     return make_policy(policy, facts) if isinstance(policy, str) else policy(facts)
-
-
-def _decode_step_s(model: MachineModel, num_rows: int) -> float:
-    """One forward of so many rows that decode, without adapters or many keys."""
-    return forward_s(model, (1,) * num_rows, (0,) * num_rows, (0,) * num_rows)
 
 
 def _worker_tokens(model: MachineModel) -> tuple[int, ...]:

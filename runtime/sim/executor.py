@@ -26,6 +26,7 @@ from ..plan import (
     SubBatch,
     SubBatchKind,
     Transfer,
+    TransferId,
     TransferKind,
     TransferRead,
     TransferResult,
@@ -33,7 +34,7 @@ from ..plan import (
 )
 from .loads import SimulatedLoads
 from .machines import SimulatedMachine
-from .step_duration import WaitingRow, batch_s
+from .step_duration import Pass, WaitingRow, step_s
 
 END_TOKEN = 0
 ORDINARY_TOKEN = 1
@@ -88,9 +89,8 @@ class LatencyExecutor:
         self._sleep = sleep
         self._loads = SimulatedLoads(machine.model.link, machine.file_bytes_per_s)
         self._known: dict[RequestId, _Known] = {}
-        self._loading: dict[AdapterId, AdapterFacts] = {}
+        self._loading: dict[TransferId, AdapterId] = {}
         self._resident: set[AdapterId] = {BASE_ADAPTER}
-        self._adapter_of_load: dict[int, AdapterId] = {}
         self._steps: deque[_Step] = deque()  # the first one runs
         self._last_step_id = StepId(0)
         self._results: list[Result] = []
@@ -153,9 +153,7 @@ class LatencyExecutor:
                 continue
             result = self._loads.settle()
             if isinstance(result, TransferResult):
-                adapter_id = self._adapter_of_load.pop(result.transfer_id)
-                del self._loading[adapter_id]
-                self._resident.add(adapter_id)
+                self._resident.add(self._loading.pop(result.transfer_id))
             elif isinstance(result, TransferRead):
                 self._expect_end()
             self._results.append(result)
@@ -182,12 +180,11 @@ class LatencyExecutor:
             self._resident.remove(adapter_id)
             self._results.append(TransferResult(transfer.transfer_id))
             return
-        is_absent = adapter_id not in self._resident and adapter_id not in self._loading
-        assert is_absent, f"adapter {adapter_id} is loaded twice"
+        known = self._resident.union(self._loading.values())
+        assert adapter_id not in known, f"adapter {adapter_id} is loaded twice"
         facts = self._facts_of(adapter_id)
         assert facts.layers is not None, adapter_id
-        self._loading[adapter_id] = facts
-        self._adapter_of_load[transfer.transfer_id] = adapter_id
+        self._loading[transfer.transfer_id] = adapter_id
         self._loads.start(transfer, facts.layers.group_bytes, now_s)
 
     def _check_rows(self, plan: StepPlan) -> set[AdapterId]:
@@ -197,7 +194,7 @@ class LatencyExecutor:
             adapters = {self._known[request_id].adapter_id for request_id in batch.request_ids}
             absent = adapters - self._resident
             if batch.kind is SubBatchKind.ASSISTED:
-                absent -= self._loading.keys()
+                absent.difference_update(self._loading.values())
             assert not absent, f"step {plan.step_id} uses adapters that are not there: {absent}"
             used |= adapters
         return used
@@ -213,25 +210,31 @@ class LatencyExecutor:
             step.end_s = step.start_s + self._step_s(step)
 
     def _step_s(self, step: _Step) -> float:
-        """How long the step takes that begins at ``step.start_s``, as far as it is known now."""
+        """How long the step takes that began at ``step.start_s``, as far as it is known now."""
         if not step.plan.sub_batches:
             return 0.0
-        duration_s = self._model.host_step_s
-        for batch in step.plan.sub_batches:
-            adapter_bytes = [self._known[key].adapter_bytes for key in batch.request_ids]
-            cold = self._cold_rows(batch, step.start_s + duration_s)
-            duration_s += batch_s(self._model, batch, adapter_bytes, cold)
-        return duration_s
+        return step_s(
+            self._model,
+            [
+                Pass(
+                    batch,
+                    [self._known[request_id].adapter_bytes for request_id in batch.request_ids],
+                    self._waiting_rows(batch, step.start_s),
+                )
+                for batch in step.plan.sub_batches
+            ],
+        )
 
-    def _cold_rows(self, batch: SubBatch, start_s: float) -> list[WaitingRow]:
+    def _waiting_rows(self, batch: SubBatch, start_s: float) -> list[WaitingRow]:
         """Rows that workers help, or that wait for layer groups."""
         rows = []
         for row, split_layer in enumerate(batch.split_layers):
             adapter_id = self._known[batch.request_ids[row]].adapter_id
-            if adapter_id in self._loading or split_layer:
-                facts = self._facts_of(adapter_id)
+            if adapter_id in self._loading.values() or split_layer:
                 arrival_s = self._loads.arrival_s(adapter_id)
-                rows.append(WaitingRow(row, split_layer, facts, arrival_s, start_s))
+                if arrival_s is not None:
+                    arrival_s = tuple(time_s - start_s for time_s in arrival_s)
+                rows.append(WaitingRow(row, self._facts_of(adapter_id), arrival_s))
         return rows
 
     def _end_step(self, now_s: float) -> None:

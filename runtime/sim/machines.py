@@ -79,6 +79,7 @@ def slowed(model: MachineModel, factors: Factors) -> MachineModel:
     return replace(
         model,
         step_s=_scaled(model.step_s, step),
+        decode_step_s=_scaled(model.decode_step_s, step) if model.decode_step_s else None,
         groups=tuple(
             GroupModel(
                 group.name,

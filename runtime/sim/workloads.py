@@ -1,43 +1,14 @@
-"""Workloads of many adapters, drawn from traces: which request arrives when, with what.
+"""Workloads of many adapters: which request arrives when, with what. Same seed, same workload."""
 
-The recipe of S1 is Chameleon's (section 5.1): lengths of Azure's conversations, Poisson arrivals,
-a hundred adapters of five ranks in equal numbers, small ranks more popular by a power law. Same
-seed, same workload.
-"""
-
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from math import gamma
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from .tenants import Client, read_maf, read_servegen
-from .traces import RequestTrace, TraceError, read_azure, read_gentd26_ids, read_mooncake
+from .recipes import RECIPES, Ask
 
-RANKS = (8, 16, 32, 64, 128)
-_NUM_ADAPTERS = 100
 _LIMIT_OVER_P99 = 4
-_LUMP_S = 3.0  # Mooncake's time stamps
-_WINDOW_S = 600.0  # ServeGen's
-
-# Lengths of Azure's conversations, for machines without the trace, at these quantiles. Source:
-# Azure LLM inference trace 2023 (conversation), first half by time, CC-BY-4.0. Drawn one by one, so
-# that the weak correlation of the two (-0.17) is lost.
-_QUANTILES = (*(step / 20 for step in range(20)), 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
-_CONV_PROMPT_TOKENS = (
-    2, 181, 298, 379, 390, 398, 407, 431, 968, 1011, 1035, 1056, 1081, 1105, 1140, 1200, 1317, 2177,
-    4075, 4086, 4088, 4091, 4098, 4122, 4145, 5280, 14050,
-)  # fmt: skip
-_CONV_OUTPUT_TOKENS = (
-    7, 38, 50, 60, 72, 81, 88, 94, 102, 114, 140, 167, 211, 377, 393, 397, 404, 414, 428, 463, 496,
-    522, 565, 612, 658, 939, 1000,
-)  # fmt: skip
-
-_Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +29,6 @@ class Workload:
     ranks: tuple[int, ...]  # by adapter
     max_tokens: int  # that a request may generate: a limit far beyond what most do
     has_trace: bool = True  # False: its lengths are of a table of quantiles
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Columns of a workload, before lengths are divided."""
-
-    arrival_s: NDArray[np.float64]
-    prompt_tokens: _Ints
-    output_tokens: _Ints
-    adapters: _Ints
-    ranks: tuple[int, ...]  # by adapter
-    p99_output_tokens: float  # of the whole trace
-    has_trace: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What is to be drawn."""
-
-    rate_rps: float
-    num_requests: int
-    traces: Path | None
-    rng: np.random.Generator
 
 
 def make_workload(
@@ -105,7 +53,7 @@ def make_workload(
     if num_requests < 1:
         raise ConfigError(f"a workload of {num_requests} requests holds no request")
     recipe = RECIPES[name]
-    ask = _Ask(rate_rps, num_requests, traces, np.random.default_rng(seed))
+    ask = Ask(rate_rps, num_requests, traces, np.random.default_rng(seed))
     drawn = recipe.draw(ask)
     prompt, output = (
         np.maximum(1, tokens // recipe.length_divisor)
@@ -119,210 +67,3 @@ def make_workload(
         _LIMIT_OVER_P99 * max(1, int(drawn.p99_output_tokens) // recipe.length_divisor),
         has_trace=drawn.has_trace,
     )
-
-
-def _independent(ask: _Ask) -> _Drawn:
-    """Azure's conversations, arrivals and adapters each drawn without regard to the others."""
-    if ask.traces is None:
-        prompt, output = _conv_lengths(ask)
-        p99_tokens: float = _CONV_OUTPUT_TOKENS[_QUANTILES.index(0.99)]
-    else:
-        trace = read_azure(ask.traces, "conv")
-        _, picked = _window(trace, ask)
-        picked = ask.rng.permutation(picked)
-        prompt, output = trace.prompt_tokens[picked], trace.output_tokens[picked]
-        p99_tokens = _p99(trace)
-    arrival_s = np.cumsum(ask.rng.exponential(1.0 / ask.rate_rps, ask.num_requests))
-    adapters, ranks = _ranked_adapters(ask)
-    has_trace = ask.traces is not None
-    return _Drawn(arrival_s, prompt, output, adapters, ranks, p99_tokens, has_trace)
-
-
-def _own_clock(ask: _Ask, *, kind: str, has_gentd26_ids: bool = False) -> _Drawn:
-    """Azure's requests as they follow each other, their clock scaled to the rate."""
-    trace = read_azure(ask.traces, kind)
-    arrival_s, picked = _window(trace, ask)
-    return _Drawn(
-        _scaled(arrival_s, ask),
-        trace.prompt_tokens[picked],
-        trace.output_tokens[picked],
-        *(_gentd26_adapters(ask) if has_gentd26_ids else _ranked_adapters(ask)),
-        _p99(trace),
-    )
-
-
-def _sessions(ask: _Ask) -> _Drawn:
-    """Mooncake's conversations, their clock scaled; all turns of a session name one adapter."""
-    trace = read_mooncake(ask.traces)
-    arrival_s, picked = _window(trace, ask)
-    # Time stamps come in lumps; who is in one came at any time of it.
-    arrival_s = arrival_s + ask.rng.uniform(0.0, _LUMP_S, ask.num_requests)
-    order = np.argsort(arrival_s, kind="stable")
-    arrival_s, picked = arrival_s[order] - arrival_s[order[0]], picked[order]
-    adapter_of, ranks = _ranked_adapters(ask)
-    _, session = np.unique(trace.session[picked], return_inverse=True)
-    return _Drawn(
-        _scaled(arrival_s, ask),
-        trace.prompt_tokens[picked],
-        trace.output_tokens[picked],
-        adapter_of[session],
-        ranks,
-        _p99(trace),
-    )
-
-
-def _functions(ask: _Ask) -> _Drawn:
-    """An adapter per function of Azure's, called as often by the minute, Poisson within it.
-
-    Calls are thinned to the rate, so that the clock stays the trace's own.
-    """
-    calls = read_maf(ask.traces)
-    trace = read_azure(ask.traces, "conv")
-    num_minutes = int(calls.minute.max()) + 1
-    thinning = ask.rate_rps * 60.0 * num_minutes / calls.count.sum()
-    minute = first = int(ask.rng.integers(num_minutes))
-    arrivals: list[NDArray[np.float64]] = []
-    functions: list[_Ints] = []
-    while sum(map(len, arrivals)) < ask.num_requests:
-        here = calls.minute == minute % num_minutes
-        counts = ask.rng.poisson(calls.count[here] * thinning)
-        arrival_s = (minute - first + np.sort(ask.rng.random(counts.sum()))) * 60.0
-        arrivals.append(arrival_s)
-        functions.append(ask.rng.permutation(np.repeat(calls.function[here], counts)))
-        minute += 1
-    arrival_s = np.concatenate(arrivals)[: ask.num_requests]
-    adapters, ranks = _with_drawn_ranks(np.concatenate(functions)[: ask.num_requests], ask)
-    _, picked = _window(trace, ask)
-    picked = ask.rng.permutation(picked)
-    prompt, output = trace.prompt_tokens[picked], trace.output_tokens[picked]
-    return _Drawn(arrival_s, prompt, output, adapters, ranks, _p99(trace))
-
-
-def _clients(ask: _Ask, *, model: str) -> _Drawn:
-    """An adapter per client of ServeGen's: gaps of the client's own law, slowed to the rate."""
-    clients = read_servegen(ask.traces, model)
-    starts_s = np.unique(np.concatenate([client.window_s for client in clients]))
-    total = sum(float(client.rate_rps.sum()) for client in clients)
-    slower = ask.rate_rps * len(starts_s) / total
-    first = int(ask.rng.integers(len(starts_s)))
-    rows: list[tuple[float, int]] = []
-    number = 0
-    while len(rows) < ask.num_requests:
-        start_s = starts_s[(first + number) % len(starts_s)]
-        for index, client in enumerate(clients):
-            arrival_s = number * _WINDOW_S + _client_arrivals(client, start_s, slower, ask.rng)
-            rows += [(time_s, index) for time_s in arrival_s.tolist()]
-        number += 1
-    rows = sorted(rows)[: ask.num_requests]
-    who = np.array([index for _, index in rows])
-    prompt, output = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-    for index, client in enumerate(clients):
-        for into, law in ((prompt, client.prompt_tokens), (output, client.output_tokens)):
-            shares = ask.rng.random(int((who == index).sum()))
-            into[who == index] = np.interp(shares, law.shares, law.values)
-    adapters, ranks = _with_drawn_ranks(who, ask)
-    arrival = np.array([time_s - rows[0][0] for time_s, _ in rows])
-    return _Drawn(arrival, prompt, output, adapters, ranks, float(np.quantile(output, 0.99)))
-
-
-def _client_arrivals(
-    client: Client, start_s: float, slower: float, rng: np.random.Generator
-) -> NDArray[np.float64]:
-    """Arrivals of one window, from its start."""
-    found = np.flatnonzero(client.window_s == start_s)
-    if not len(found) or client.rate_rps[found[0]] * client.shape[found[0]] <= 0.0:
-        return np.empty(0)
-    rate_rps, shape = slower * client.rate_rps[found[0]], client.shape[found[0]]
-    is_gamma = client.is_gamma[found[0]]
-    mean = shape if is_gamma else gamma(1.0 + 1.0 / shape)  # of the law with scale 1
-    # The window begins somewhere within a gap.
-    now_s = -float(rng.random()) / rate_rps
-    times_s: list[float] = []
-    while True:
-        gap = rng.gamma(shape) if is_gamma else rng.weibull(shape)
-        now_s += gap / mean / rate_rps
-        if now_s >= _WINDOW_S:
-            return np.array(times_s)
-        if now_s >= 0.0:
-            times_s.append(now_s)
-
-
-def _window(trace: RequestTrace, ask: _Ask) -> tuple[NDArray[np.float64], _Ints]:
-    """Requests that follow each other, from a drawn one on, and around the trace's end if need be.
-
-    When they arrive, from the first of them on, and which they are. The gap between the trace's
-    last request and its first is the mean of all gaps.
-    """
-    start = int(ask.rng.integers(len(trace)))
-    index = start + np.arange(ask.num_requests)
-    period_s = trace.arrival_s[-1] + trace.arrival_s[-1] / max(1, len(trace) - 1)
-    picked = index % len(trace)
-    arrival_s = trace.arrival_s[picked] + (index // len(trace)) * period_s
-    return arrival_s - arrival_s[0], picked
-
-
-def _scaled(arrival_s: NDArray[np.float64], ask: _Ask) -> NDArray[np.float64]:
-    """The same arrivals at the rate that is asked for."""
-    if len(arrival_s) == 1:
-        return arrival_s
-    if arrival_s[-1] <= 0.0:
-        raise TraceError("all requests of the trace's part arrive at once: no rate to scale by")
-    rate_rps = (len(arrival_s) - 1) / float(arrival_s[-1])
-    return arrival_s * (rate_rps / ask.rate_rps)
-
-
-def _p99(trace: RequestTrace) -> float:
-    return float(np.quantile(trace.output_tokens, 0.99))
-
-
-def _conv_lengths(ask: _Ask) -> tuple[_Ints, _Ints]:
-    def draw(values: tuple[int, ...]) -> _Ints:
-        shares = ask.rng.random(ask.num_requests)
-        return np.interp(shares, _QUANTILES, values).astype(np.int64)
-
-    return draw(_CONV_PROMPT_TOKENS), draw(_CONV_OUTPUT_TOKENS)
-
-
-def _ranked_adapters(ask: _Ask) -> tuple[_Ints, tuple[int, ...]]:
-    """Ranks in equal numbers; the k-th smallest with weight 1/k, adapters of one rank alike."""
-    per_rank = _NUM_ADAPTERS // len(RANKS)
-    weights = 1.0 / np.arange(1, len(RANKS) + 1)
-    rank_index = ask.rng.choice(len(RANKS), ask.num_requests, p=weights / weights.sum())
-    adapters = rank_index * per_rank + ask.rng.integers(per_rank, size=ask.num_requests)
-    return adapters, tuple(rank for rank in RANKS for _ in range(per_rank))
-
-
-def _gentd26_adapters(ask: _Ask) -> tuple[_Ints, tuple[int, ...]]:
-    """LoRAs in the order of the trace, from a drawn request on."""
-    ids = read_gentd26_ids(ask.traces)
-    start = int(ask.rng.integers(len(ids)))
-    return _with_drawn_ranks(ids[(start + np.arange(ask.num_requests)) % len(ids)], ask)
-
-
-def _with_drawn_ranks(names: _Ints, ask: _Ask) -> tuple[_Ints, tuple[int, ...]]:
-    """Adapters for what is named; ranks in equal numbers, shuffled."""
-    found, adapters = np.unique(names, return_inverse=True)
-    ranks = [RANKS[index % len(RANKS)] for index in range(len(found))]
-    ask.rng.shuffle(ranks)
-    return adapters.astype(np.int64), tuple(ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a workload is made, and the machine that it is meant for."""
-
-    machine: str
-    draw: Callable[[_Ask], _Drawn]
-    length_divisor: int = 1
-
-
-RECIPES: Mapping[str, Recipe] = {
-    "S1": Recipe("a40-llama7b", _independent),
-    "S2": Recipe("a40-llama7b", _independent, length_divisor=5),
-    "S3": Recipe("a40-llama8b", partial(_own_clock, kind="conv", has_gentd26_ids=True)),
-    "S4": Recipe("a40-llama7b", partial(_own_clock, kind="code")),
-    "S5": Recipe("a40-llama7b", partial(_own_clock, kind="conv", has_gentd26_ids=True)),
-    "mooncake": Recipe("a40-llama8b", _sessions),
-    "maf": Recipe("a40-llama7b", _functions),
-    "servegen": Recipe("a40-llama8b", partial(_clients, model="m-small")),
-}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 
-def test_cold_requests_are_planned_where_there_is_no_mechanism() -> None:
+def test_cold_requests_are_planned_and_simulated_where_there_is_no_mechanism() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     code = "from support.policies_alone import run; run()"
     done = subprocess.run(

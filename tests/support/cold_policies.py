@@ -27,6 +27,9 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
+from corun.runtime.sim.engine import SimulationOptions, simulate
+from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.workloads import make_workload
 from support.scheduling import policy_facts
 
 _NUM_LAYERS = 4
@@ -110,3 +113,10 @@ def start_cold_requests() -> None:
     scheduler.update(TransferResult(load.transfer_id), 0.003)
     assert policies.host.contains(IN_FILES)
     scheduler.check_invariants()
+
+
+def simulate_requests() -> None:
+    """A simulation is made of policies and of models alone."""
+    workload = make_workload("S1", rate_rps=1.0, num_requests=5, seed=1, traces=None)
+    replayed = simulate(MACHINES["a40-llama7b"], workload, SimulationOptions())
+    assert len(replayed.records) == 5

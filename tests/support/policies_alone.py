@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _ABSENT = ("corun.gpu", "corun.cpu_workers", "corun.shm", "torch", "numba", "transformers")
-# What the policy may import of these: pure, and held by ``test_house``.
+# What the policy may import of these: pure, and held by ``tests/house``.
 _PURE = ("corun.shm", "corun.shm.arena_ranges")
 
 
@@ -29,8 +29,9 @@ class _Absent(importlib.abc.MetaPathFinder):
 def run() -> None:
     """Raise if a policy needs mechanism."""
     sys.meta_path.insert(0, _Absent())
-    from support.cold_policies import start_cold_requests
+    from support.cold_policies import simulate_requests, start_cold_requests
 
     start_cold_requests()
+    simulate_requests()
     imported = {name for name in sys.modules if name.startswith(_ABSENT)}
     assert imported <= set(_PURE), imported

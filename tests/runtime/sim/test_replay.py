@@ -35,9 +35,9 @@ def lengths(replayed: Replayed) -> list[int]:
 
 def test_a_request_alone_takes_what_its_load_and_its_steps_take() -> None:
     (record,) = simulate(A40, workload((3.0, 0, 700, 3)), SimulationOptions()).records
-    # Rank 8 is 12 MiB: it is there before the host has prepared the first step.
-    lora_s = 1.2e-6 * 8
-    first_s = 12e-3 + 0.05e-3 + 512 * (0.2e-3 + lora_s) + 7e-9 * 512 * 513 / 2
+    # Rank 8 is 12 MiB, for which the first layer waits.
+    load_s, lora_s = 12 * 2**20 / 12e9 + 1e-3, 1.2e-6 * 8
+    first_s = load_s + 12e-3 + 0.05e-3 + 512 * (0.2e-3 + lora_s) + 7e-9 * 512 * 513 / 2
     second_s = 12e-3 + 0.05e-3 + 188 * (0.2e-3 + lora_s) + 7e-9 * (188 * 512 + 188 * 189 / 2)
     assert record.arrival_s == 3.0
     assert record.first_token_s == pytest.approx(3.0 + first_s + second_s)
@@ -91,7 +91,8 @@ def test_factors_slow_the_machine_and_tell_nobody() -> None:
         for factors in (Factors(), Factors(step=2.0))
     ]
     assert ends[1] > 1.5 * ends[0]
-    assert slowed(MODEL, Factors()) == MODEL
+    measured = replace(MODEL, decode_step_s=MODEL.step_s)
+    assert slowed(measured, Factors()) == measured
 
 
 def test_adapters_beyond_the_hosts_memory_are_read_from_files() -> None:

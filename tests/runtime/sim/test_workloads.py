@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from corun.runtime.errors import ConfigError
 from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.recipes import RANKS, RECIPES
 from corun.runtime.sim.traces import TraceError, trace_directory
-from corun.runtime.sim.workloads import RANKS, RECIPES, Workload, make_workload
+from corun.runtime.sim.workloads import Workload, make_workload
 
 _TRACES = trace_directory()
 needs_traces = pytest.mark.skipif(
