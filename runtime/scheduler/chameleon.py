@@ -34,7 +34,7 @@ from .lanes.cuts import PAPER_WEIGHTS, LaneCutter, SizeWeights
 from .lanes.holdings import Holdings
 from .lanes.recent import RecentRequests
 from .overtaking import MAX_PASSED_REQUESTS, Overtaking
-from .policy import PolicyFacts, Verdict
+from .policy import NO_ROOM, PolicyFacts, Verdict
 from .prefill_order import ShortPrefillFirst
 
 _FIRST_REFRESH_REQUESTS = 64
@@ -85,6 +85,7 @@ class ChameleonPolicy:
         self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token)
         self._recent = RecentRequests()
         self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
+        self._is_short = False  # the last time somebody was refused memory, not only made wait
         self._has_freed = False  # somebody has ended since
         self._overtaking = Overtaking(facts.max_overtaking_tokens)
         self._bypass = Bypass(facts.times, is_as_printed=is_as_printed)
@@ -122,11 +123,14 @@ class ChameleonPolicy:
         """Walk the lanes twice, those of short requests first: with their quotas, with loans."""
         self._has_freed = False
         self._refresh(now_s)
+        self._favour_one_if_idle()
         self._queues.move(self._lanes.lane_of)
         step = _Step(now_s)
         overdue = self._overdue()
         if overdue is not None:
-            if (yield overdue) is not Verdict.ADMITTED:
+            verdict = yield overdue
+            if verdict is not Verdict.ADMITTED:
+                self._is_short |= verdict in NO_ROOM
                 return
             if not self._admit(overdue, self._lanes.lane_of(overdue), step):
                 return
@@ -204,6 +208,7 @@ class ChameleonPolicy:
                     return _End.CLOSED
                 continue
             self._refused[request.request_id] = request
+            self._is_short |= verdict in NO_ROOM
             if verdict is Verdict.NO_KV:
                 self._refuse_heads()
                 return _End.CLOSED
@@ -255,6 +260,15 @@ class ChameleonPolicy:
         self._overtaking.count(earlier, request.num_known_tokens)
         return self._overdue() is None
 
+    def _favour_one_if_idle(self) -> None:
+        """Let nobody pass the earliest who waits for memory, where nobody runs who may free any.
+
+        Adapters that are loaded for others could keep its own away, and its own theirs, for ever.
+        """
+        if self._is_short and self._refused and not len(self._holdings):
+            self._overtaking.close(min(self._refused.values(), key=_arrival))
+        self._is_short = False
+
     def _refuse_heads(self) -> None:
         """Note who would be next in other lanes, where memory has been refused to one."""
         lenders = self._queues.empty_lanes
@@ -266,10 +280,15 @@ class ChameleonPolicy:
     def _overdue(self) -> Request | None:
         """Return who may not be passed any more, the earliest if there are several."""
         overdue = filter(self._overtaking.is_at_bound, self._refused.values())
-        return min(overdue, key=lambda one: (one.arrival_s, one.request_id), default=None)
+        return min(overdue, key=_arrival, default=None)
 
     def _stop(self, request: Request) -> float:
         """A request no longer runs; return when it was admitted."""
         self._has_freed = True
         self._bypass.stopped(request.request_id)
         return self._holdings.stop(request).admitted_s
+
+
+def _arrival(request: Request) -> tuple[float, RequestId]:
+    """Order by arrival."""
+    return request.arrival_s, request.request_id
