@@ -30,7 +30,7 @@ from .lora import LoraBench, LoraTimes
 from .passes import Passes
 from .shape import model_groups
 from .step_shapes import StepSizes, step_shapes
-from .steps import StepBench, StepTimes, make_step_executor
+from .steps import StepBench, WholeStepTimes, make_step_executor
 from .stopwatch import stopwatch_of
 
 _LOG = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class _Profiler(contextlib.ExitStack):
             ),
         )  # fmt: skip
 
-    def _step_times(self, base: BaseTimes, decode: DecodeTimes, meter: Meter) -> StepTimes:
+    def _step_times(self, base: BaseTimes, decode: DecodeTimes, meter: Meter) -> WholeStepTimes:
         on_progress = meter.begin("steps", "whole steps")
         curves = base.step_s, decode.step_s
         return self._steps.measure(self._shapes, curves, self._effort.steps, on_progress)
