@@ -144,6 +144,7 @@ class EngineCore:
             namespace=kv_namespace(
                 self._config.base_fingerprint, self._config.dtype, adapters, message.cache_salt
             ),
+            num_predicted_output_tokens=message.predicted_output_tokens or 0,
         )
         self._scheduler.add_request(request, now_s)
         self._adapter_of[request.request_id] = adapter_id

@@ -269,6 +269,17 @@ class TestDeadlineOfThePolicy:
         assert engine.core.wake_at_s() is None
 
 
+def test_a_prediction_of_the_client_is_kept_within_the_limit() -> None:
+    engine = Engine()
+    for request_id, predicted in ((1, 3), (2, 1000), (3, None)):
+        message = AddRequest(
+            request_id, (1, 2), SamplingParams(max_tokens=9), predicted_output_tokens=predicted
+        )
+        engine.core.add_request(message)
+    predictions = [r.num_predicted_output_tokens for r in engine.scheduler.requests]
+    assert predictions == [3, 9, 9]  # nothing has ended: as long as may be
+
+
 class TestAdapters:
     def test_a_removed_adapter_leaves_the_device_after_its_last_request(self) -> None:
         engine = Engine()
