@@ -204,20 +204,28 @@ class AsyncEngine:
         *,
         lora_request: Lora = None,
         cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's state whenever there is something new, the last one ``finished``.
 
         ``prompt`` is text or token ids; a prompt that a chat template rendered needs
         ``add_special_tokens=False``. Without ``sampling_params`` the model's own defaults apply.
-        ``lora_request`` may be the name of a registered adapter.
+        ``lora_request`` may be the name of a registered adapter. Where the caller knows roughly how
+        long each choice will be, ``predicted_output_tokens`` helps the engine to fit them in.
         Closing the generator aborts the request. Raises ``RequestError``, ``AdapterError``,
         ``EngineDeadError``.
         """
         await self.start()
         await self._loras.resolve(lora_request)
         prepared = await self._requests.prepare(
-            prompt, sampling_params, request_id, lora_request, cache_salt, add_special_tokens
+            prompt,
+            sampling_params,
+            request_id,
+            lora_request,
+            add_special_tokens=add_special_tokens,
+            cache_salt=cache_salt,
+            predicted_output_tokens=predicted_output_tokens,
         )
         waker = Waker()
         generation = self._requests.open(prepared, lambda _: waker.set())
@@ -234,14 +242,23 @@ class AsyncEngine:
             self._requests.close(generation)
 
     async def generate_batch(
-        self, items: Sequence[BatchItem], *, cache_salt: str = ""
+        self,
+        items: Sequence[BatchItem],
+        *,
+        cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output per item, however many wait. See ``Engine.generate``."""
         await self.start()
         batch = []
         for item in items:
             prepared = await self._requests.prepare(
-                item.prompt, item.sampling_params, None, item.lora_request, cache_salt, True
+                item.prompt,
+                item.sampling_params,
+                None,
+                item.lora_request,
+                cache_salt=cache_salt,
+                predicted_output_tokens=predicted_output_tokens,
             )
             batch.append(prepared)
             await asyncio.sleep(0)  # those that run get their tokens meanwhile

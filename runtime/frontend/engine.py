@@ -110,18 +110,23 @@ class Engine:
         lora_request: Lora | Sequence[Lora] = None,
         *,
         cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output per prompt, in their order.
 
         A prompt is text or a list of token ids. ``sampling_params`` and ``lora_request`` are one
-        for all or one per prompt; None means the model's own defaults and the base model. Prompts
+        for all or one per prompt; None means the model's own defaults and the base model.
+        ``predicted_output_tokens``, roughly how long each will be, helps to fit them in. Prompts
         are checked before anything is computed. Raises ``RequestError`` or ``AdapterError``; if a
         request fails later, the others are aborted and its error is raised.
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         items = read_batch(prompts, sampling_params, lora_request)
-        return self._thread.run(self._engine.generate_batch(items, cache_salt=cache_salt))
+        batch = self._engine.generate_batch(
+            items, cache_salt=cache_salt, predicted_output_tokens=predicted_output_tokens
+        )
+        return self._thread.run(batch)
 
 
 def _close(thread: LoopThread, engine: AsyncEngine, pid: int) -> None:

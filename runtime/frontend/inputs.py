@@ -44,6 +44,7 @@ class PreparedRequest:
     samplings: Sequence[SamplingParams]  # of the engine, one per choice
     lora_request: Lora
     cache_salt: str = ""
+    predicted_output_tokens: int | None = None  # of each choice; None = the engine predicts
 
     def engine_requests(self, engine_ids: Iterator[int]) -> list[AddRequest]:
         """Return one engine request per choice, with ids drawn from ``engine_ids``."""
@@ -51,9 +52,12 @@ class PreparedRequest:
         adapter_name = lora.lora_name if isinstance(lora, LoRARequest) else lora
         prompt = tuple(self.prompt_token_ids)
         return [
-            AddRequest(next(engine_ids), prompt, sampling, adapter_name, self.cache_salt)
+            AddRequest(
+                next(engine_ids), prompt, sampling, adapter_name,
+                self.cache_salt, self.predicted_output_tokens,
+            )
             for sampling in self.samplings
-        ]
+        ]  # fmt: skip
 
 
 def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

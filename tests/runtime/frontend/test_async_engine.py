@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ProcessClient, ThreadClient
+from corun.runtime.engine.messages import AddRequests, ToEngine
 from corun.runtime.errors import (
     AdapterError,
     EngineDeadError,
@@ -23,6 +24,7 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
+from corun.runtime.frontend.inputs import BatchItem
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
 from support import fake_core
@@ -164,6 +166,28 @@ def test_without_max_tokens_the_context_is_filled(harness: Harness) -> None:
             assert last.outputs[0].finish_reason == "length"
 
     harness.run(test)
+
+
+def test_every_choice_takes_the_prediction_along(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictions: list[int | None] = []
+    send = ThreadClient.send
+
+    def note(client: ThreadClient, message: ToEngine) -> None:
+        if isinstance(message, AddRequests):
+            predictions.extend(request.predicted_output_tokens for request in message.requests)
+        send(client, message)
+
+    async def test(engine: AsyncEngine) -> None:
+        await collect(engine, "text", params(n=2), predicted_output_tokens=7)
+        await collect(engine, "text", params())
+        item = BatchItem("text", params(), None)
+        await engine.generate_batch([item], predicted_output_tokens=8)
+
+    monkeypatch.setattr(ThreadClient, "send", note)
+    harness.run(test)
+    assert predictions == [7, 7, None, 8]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def engine_requests(*, first_id: int = 0, **sampling: Any) -> list[AddRequest]:
         samplings=samplings,
         lora_request="name",
         cache_salt="salt",
+        predicted_output_tokens=5,
     )
     return prepared.engine_requests(count(first_id))
 
@@ -49,6 +50,7 @@ def test_one_engine_request_per_choice() -> None:
     for request in requests:
         assert (request.sampling.n, request.sampling.stop) == (1, ())
         assert (request.adapter_name, request.cache_salt) == ("name", "salt")
+        assert request.predicted_output_tokens == 5
         assert request.prompt_token_ids == (1, 2, 3)
     assert [request.sampling.seed for request in requests] == [
         choice_seed(9, index) for index in range(3)
