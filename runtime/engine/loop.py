@@ -16,6 +16,7 @@ from typing import Protocol
 from ..adapters.registry import AdapterInfo
 from ..config.engine import EngineConfig
 from ..errors import CorunError, EngineDeadError, RequestError
+from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from .channel import Channel
 from .messages import (
     AbortRequests,
@@ -38,6 +39,8 @@ from .messages import (
     ToEngine,
     TokenizerSpec,
 )
+
+OwnPolicy = Callable[[PolicyFacts], SchedulerPolicy]  # makes one that has no name
 
 _LAST_WORDS_TIMEOUT_S = 2.0
 
@@ -129,9 +132,17 @@ class BuildEngine(Protocol):
     """Makes an engine from its configuration."""
 
     def __call__(
-        self, config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[str], None],
+        own_process: bool,
+        own_policy: OwnPolicy | None = None,
     ) -> BuiltEngine:
-        """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process."""
+        """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process.
+
+        ``own_policy`` makes the scheduling policy instead of the one that ``config`` names.
+        """
         ...
 
 

@@ -22,10 +22,10 @@ from ..engine.messages import (
     TokenizerSpec,
 )
 from ..engine.tokenizer import load_tokenizer
-from ..errors import EngineDeadError
+from ..errors import ConfigError, EngineDeadError
 from ..sampling import SamplingParams
 from .codec import codec_from_spec, codec_of
-from .inputs import BatchItem, Lora, Prompt, default_sampling, make_config
+from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
 from .outputs import LoRARequest, RequestOutput
@@ -39,14 +39,25 @@ class AsyncEngine:
 
     ``AsyncEngine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``. By
     default the engine computes in a thread of this process; with ``own_process=True`` in a
-    process of its own, where nothing that this process does can slow it down.
+    process of its own, where nothing that this process does can slow it down. Where it computes in
+    a thread, ``scheduling_policy`` may also be what makes a ``SchedulerPolicy`` from
+    ``PolicyFacts``, such as a class.
     """
 
     def __init__(
         self, config: EngineConfig | None = None, *, own_process: bool = False, **options: Any
     ) -> None:
-        config = make_config(config, options)
-        client: EngineClient = ProcessClient(config) if own_process else ThreadClient(config)
+        config, own_policy = read_options(config, options)
+        client: EngineClient
+        if not own_process:
+            client = ThreadClient(config, own_policy=own_policy)
+        elif own_policy is None:
+            client = ProcessClient(config)
+        else:
+            raise ConfigError(
+                f"scheduling_policy is {own_policy!r}, which no other process can have: with "
+                "own_process=True it must be a name"
+            )
         self._set_up(client, None)
 
     @classmethod

@@ -19,7 +19,7 @@ from ..engine.messages import EngineStats, ModelInfo
 from ..engine.spawn import DEFAULT_FACTORY
 from ..sampling import SamplingParams
 from .async_engine import AsyncEngine
-from .inputs import Lora, Prompt, make_config, read_batch
+from .inputs import Lora, Prompt, read_batch, read_options
 from .loop_thread import LoopThread
 from .outputs import LoRARequest, RequestOutput
 
@@ -27,9 +27,10 @@ from .outputs import LoRARequest, RequestOutput
 class Engine:
     """A model with its adapters, for programs that want answers to lists of prompts.
 
-    ``Engine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``. Raises
-    ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a context manager or ``close``
-    it.
+    ``Engine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``; as
+    ``scheduling_policy`` also what makes a ``SchedulerPolicy`` from ``PolicyFacts``, such as a
+    class. Raises ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a context manager
+    or ``close`` it.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class Engine:
         factory: str = DEFAULT_FACTORY,
         **options: Any,
     ) -> None:
-        client = ThreadClient(make_config(config, options), factory=factory)
+        config, own_policy = read_options(config, options)
+        client = ThreadClient(config, factory=factory, own_policy=own_policy)
         self._engine = AsyncEngine.from_client(client)
         self._thread = LoopThread()
         try:

@@ -15,6 +15,7 @@ from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.engine.messages import AddRequests, ToEngine
 from corun.runtime.errors import (
     AdapterError,
+    ConfigError,
     EngineDeadError,
     ModelError,
     OverloadedError,
@@ -27,6 +28,7 @@ from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.inputs import BatchItem
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.fcfs import FcfsPolicy
 from support import fake_core
 from support.fake_core import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
 
@@ -408,3 +410,8 @@ def test_a_given_chat_template_and_the_tokenizer_of_transformers(
 def test_options_make_a_config(tokenizer_dir: str) -> None:
     with pytest.raises(TypeError, match="max_num_seqs"):
         AsyncEngine(EngineConfig(model=tokenizer_dir), max_num_seqs=3)
+
+
+def test_another_process_takes_policies_by_name_only(tokenizer_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"FcfsPolicy.* own_process=True .*a name"):
+        AsyncEngine(own_process=True, model=tokenizer_dir, scheduling_policy=FcfsPolicy)

@@ -5,14 +5,19 @@ from itertools import count
 from typing import Any
 
 import msgspec
+import pytest
+from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import AddRequest
+from corun.runtime.errors import ConfigError
 from corun.runtime.frontend.inputs import (
     PreparedRequest,
     choice_seed,
     default_sampling,
     engine_sampling,
+    read_options,
 )
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.fcfs import FcfsPolicy
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_core import MAX_MODEL_LEN, model_info
@@ -71,3 +76,15 @@ def test_the_model_states_the_defaults() -> None:
     params = default_sampling(model)
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 50, 1.0)
     assert isinstance(params.top_k, int)
+
+
+def test_options_make_a_configuration_and_a_policy_beside_it() -> None:
+    config = EngineConfig(seed=3)
+    assert read_options(None, {"seed": 3}) == (config, None)
+    assert read_options(config, {}) == (config, None)
+    assert read_options(None, {"seed": 3, "scheduling_policy": FcfsPolicy}) == (config, FcfsPolicy)
+    assert read_options(config, {"scheduling_policy": FcfsPolicy}) == (config, FcfsPolicy)
+    with pytest.raises(TypeError, match="not both: scheduling_policy"):
+        read_options(config, {"scheduling_policy": "fcfs"})
+    with pytest.raises(ConfigError, match="--scheduling-policy is .*object"):
+        read_options(None, {"scheduling_policy": object()})
