@@ -86,5 +86,5 @@ def test_options_make_a_configuration_and_a_policy_beside_it() -> None:
     assert read_options(config, {"scheduling_policy": FcfsPolicy}) == (config, FcfsPolicy)
     with pytest.raises(TypeError, match="not both: scheduling_policy"):
         read_options(config, {"scheduling_policy": "fcfs"})
-    with pytest.raises(ConfigError, match="--scheduling-policy is .*object"):
+    with pytest.raises(ConfigError, match=r"--scheduling-policy is .*object"):
         read_options(None, {"scheduling_policy": object()})
