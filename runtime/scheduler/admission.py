@@ -35,7 +35,8 @@ class Admission:
         """Admit candidates into ``draft`` until it is full or the policy stops."""
         if not len(self._policy):
             return
-        self._running.promise_growth()
+        if self._has_seat(draft):
+            self._running.promise_growth()
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED

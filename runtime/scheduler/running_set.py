@@ -76,9 +76,8 @@ class RunningSet:
         for request in self._requests.values():
             if request.num_known_tokens >= request.num_allocated_tokens:
                 num_blocks += 1
-        num_promised = min(num_blocks, self._memory.pool.num_promised_blocks)
-        if num_promised:
-            self._memory.reclaim(num_promised, 0, include_waiting=True, keep=BASE_ADAPTER)
+        if num_blocks:
+            self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
     def grow(self, request: Request) -> bool:
         """Allocate what the known tokens lack if it is free; say whether it was."""
