@@ -95,16 +95,18 @@ class ChameleonPolicy:
         return len(self._queues)
 
     def add(self, request: Request, now_s: float) -> None:
+        lane = self._lanes.lane_of(request)
         if request in self._holdings:
             self._stop(request)
-        else:
-            self._recent.arrived(
-                request,
-                size_tokens=self._holdings.size_tokens(request),
-                unloaded_s=self._bypass.end_s(request, 1, 0.0),
-                now_s=now_s,
-            )
-        self._queues.add(request, self._lanes.lane_of(request))
+            self._queues.add(request, lane)
+            return
+        self._recent.arrived(
+            request,
+            size_tokens=self._holdings.size_tokens(request),
+            unloaded_s=self._bypass.end_s(request, 1, 0.0),
+            now_s=now_s,
+        )
+        self._queues.add_last(request, lane)
 
     def remove(self, request: Request) -> None:
         self._queues.remove(request)
@@ -124,7 +126,7 @@ class ChameleonPolicy:
         self._has_freed = False
         self._refresh(now_s)
         self._favour_one_if_idle()
-        self._queues.move(self._lanes.lane_of)
+        self._queues.fill(self._lanes.lane_of)
         step = _Step(now_s)
         overdue = self._overdue()
         if overdue is not None:
@@ -180,9 +182,8 @@ class ChameleonPolicy:
         self._holdings.check_invariants()
 
     def _refresh(self, now_s: float) -> None:
-        """Cut lanes anew if it is time to, and those who wait have come to theirs."""
-        is_early = self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s
-        if is_early or self._queues.is_moving:
+        """Cut lanes anew if it is time to."""
+        if self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + self._refresh_s
         previous, self._lanes = (

@@ -1,5 +1,7 @@
 """What running requests are charged, and to which lane."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
@@ -15,6 +17,11 @@ def make(request_id: int, *, prompt: int = 5, predicted: int = 5, adapter: int =
     )
     request.num_predicted_output_tokens = predicted
     return request
+
+
+def lane_after(number: int, request: Request) -> int:
+    """Another lane after each refresh."""
+    return (request.request_id + number) % 3
 
 
 def grow_by(request: Request, num_tokens: int) -> None:
@@ -98,7 +105,7 @@ def test_all_that_is_held_is_charged_and_comes_back(
             holdings.grow()
         elif act == "recut":
             quotas = [number, 2 * number, 300 - 3 * number]
-            holdings.recut(quotas, lambda one, number=number: (one.request_id + number) % 3)
+            holdings.recut(quotas, partial(lane_after, number))
         holdings.check_invariants()
         assert list(holdings.requests) == list(running.values())
     for request in running.values():
