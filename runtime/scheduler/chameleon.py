@@ -38,6 +38,7 @@ from .policy import NO_ROOM, PolicyFacts, Verdict
 from .prefill_order import ShortPrefillFirst
 
 _FIRST_REFRESH_REQUESTS = 64
+_OUTPUT_SHARE = 0.5  # that is charged: what running requests have put out on average
 
 
 class _End(enum.Enum):
@@ -61,10 +62,11 @@ class ChameleonPolicy:
     """Cuts lanes by the requests of the last minutes; preempts the latest admitted.
 
     ``is_as_printed`` follows the paper where it does not contradict itself: as many lanes as there
-    may be, no quota that is as large as a request, a lane has either its own remainder or what
-    others spare, and who overruns is squashed in any case. Then a request that is larger than
-    both waits as long as others keep their lanes busy: for ever in overload. That it is admitted
-    when nobody runs is not in the paper, nor that lenders are debited.
+    may be, no quota that is as large as a request, all of the predicted output is charged, a lane
+    has either its own remainder or what others spare, and who overruns is squashed in any case.
+    Then a request that is larger than both waits as long as others keep their lanes busy: for ever
+    in overload. That it is admitted when nobody runs is not in the paper, nor that lenders are
+    debited.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class ChameleonPolicy:
         )
         self._lanes = self._cutter.first()
         self._queues = LaneQueues()
-        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token)
+        output_share = 1.0 if is_as_printed else _OUTPUT_SHARE
+        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token, output_share)
         self._recent = RecentRequests()
         self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
         self._is_short = False  # the last time somebody was refused memory, not only made wait
