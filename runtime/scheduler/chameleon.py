@@ -38,6 +38,7 @@ from .policy import NO_ROOM, PolicyFacts, Verdict
 from .prefill_order import ShortPrefillFirst
 
 _FIRST_REFRESH_REQUESTS = 64
+_OUTPUT_SHARE = 0.5  # that is charged: what running requests have put out on average
 
 
 class _End(enum.Enum):
@@ -61,10 +62,11 @@ class ChameleonPolicy:
     """Cuts lanes by the requests of the last minutes; preempts the latest admitted.
 
     ``is_as_printed`` follows the paper where it does not contradict itself: as many lanes as there
-    may be, no quota that is as large as a request, a lane has either its own remainder or what
-    others spare, and who overruns is squashed in any case. Then a request that is larger than
-    both waits as long as others keep their lanes busy: for ever in overload. That it is admitted
-    when nobody runs is not in the paper, nor that lenders are debited.
+    may be, no quota that is as large as a request, all of the predicted output is charged, a lane
+    has either its own remainder or what others spare, and who overruns is squashed in any case.
+    Then a request that is larger than both waits as long as others keep their lanes busy: for ever
+    in overload. That it is admitted when nobody runs is not in the paper, nor that lenders are
+    debited.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class ChameleonPolicy:
         )
         self._lanes = self._cutter.first()
         self._queues = LaneQueues()
-        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token)
+        output_share = 1.0 if is_as_printed else _OUTPUT_SHARE
+        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token, output_share)
         self._recent = RecentRequests()
         self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
         self._is_short = False  # the last time somebody was refused memory, not only made wait
@@ -95,16 +98,18 @@ class ChameleonPolicy:
         return len(self._queues)
 
     def add(self, request: Request, now_s: float) -> None:
+        lane = self._lanes.lane_of(request)
         if request in self._holdings:
             self._stop(request)
-        else:
-            self._recent.arrived(
-                request,
-                size_tokens=self._holdings.size_tokens(request),
-                unloaded_s=self._bypass.end_s(request, 1, 0.0),
-                now_s=now_s,
-            )
-        self._queues.add(request, self._lanes.lane_of(request))
+            self._queues.add(request, lane)
+            return
+        self._recent.arrived(
+            request,
+            size_tokens=self._holdings.size_tokens(request),
+            unloaded_s=self._bypass.end_s(request, 1, 0.0),
+            now_s=now_s,
+        )
+        self._queues.add_last(request, lane)
 
     def remove(self, request: Request) -> None:
         self._queues.remove(request)
@@ -124,7 +129,7 @@ class ChameleonPolicy:
         self._has_freed = False
         self._refresh(now_s)
         self._favour_one_if_idle()
-        self._queues.move(self._lanes.lane_of)
+        self._queues.fill(self._lanes.lane_of)
         step = _Step(now_s)
         overdue = self._overdue()
         if overdue is not None:
@@ -180,9 +185,8 @@ class ChameleonPolicy:
         self._holdings.check_invariants()
 
     def _refresh(self, now_s: float) -> None:
-        """Cut lanes anew if it is time to, and those who wait have come to theirs."""
-        is_early = self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s
-        if is_early or self._queues.is_moving:
+        """Cut lanes anew if it is time to."""
+        if self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + self._refresh_s
         previous, self._lanes = (
