@@ -36,6 +36,7 @@ _ALLOWED_IMPORTS = {
         "profiles.picture",
         "profiles.profile",
         "profiles.report",
+        "profiles.step_time",
     ),
     # Composition: only this puts policy and mechanism together.
     "runtime/engine/assembly": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
