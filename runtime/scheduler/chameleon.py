@@ -34,10 +34,11 @@ from .lanes.cuts import PAPER_WEIGHTS, LaneCutter, SizeWeights
 from .lanes.holdings import Holdings
 from .lanes.recent import RecentRequests
 from .overtaking import MAX_PASSED_REQUESTS, Overtaking
-from .policy import PolicyFacts, Verdict
+from .policy import NO_ROOM, PolicyFacts, Verdict
 from .prefill_order import ShortPrefillFirst
 
 _FIRST_REFRESH_REQUESTS = 64
+_OUTPUT_SHARE = 0.5  # that is charged: what running requests have put out on average
 
 
 class _End(enum.Enum):
@@ -61,10 +62,11 @@ class ChameleonPolicy:
     """Cuts lanes by the requests of the last minutes; preempts the latest admitted.
 
     ``is_as_printed`` follows the paper where it does not contradict itself: as many lanes as there
-    may be, no quota that is as large as a request, a lane has either its own remainder or what
-    others spare, and who overruns is squashed in any case. Then a request that is larger than
-    both waits as long as others keep their lanes busy: for ever in overload. That it is admitted
-    when nobody runs is not in the paper, nor that lenders are debited.
+    may be, no quota that is as large as a request, all of the predicted output is charged, a lane
+    has either its own remainder or what others spare, and who overruns is squashed in any case.
+    Then a request that is larger than both waits as long as others keep their lanes busy: for ever
+    in overload. That it is admitted when nobody runs is not in the paper, nor that lenders are
+    debited.
     """
 
     def __init__(
@@ -82,9 +84,11 @@ class ChameleonPolicy:
         )
         self._lanes = self._cutter.first()
         self._queues = LaneQueues()
-        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token)
+        output_share = 1.0 if is_as_printed else _OUTPUT_SHARE
+        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token, output_share)
         self._recent = RecentRequests()
         self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
+        self._is_short = False  # the last time somebody was refused memory, not only made wait
         self._has_freed = False  # somebody has ended since
         self._overtaking = Overtaking(facts.max_overtaking_tokens)
         self._bypass = Bypass(facts.times, is_as_printed=is_as_printed)
@@ -94,16 +98,18 @@ class ChameleonPolicy:
         return len(self._queues)
 
     def add(self, request: Request, now_s: float) -> None:
+        lane = self._lanes.lane_of(request)
         if request in self._holdings:
             self._stop(request)
-        else:
-            self._recent.arrived(
-                request,
-                size_tokens=self._holdings.size_tokens(request),
-                unloaded_s=self._bypass.end_s(request, 1, 0.0),
-                now_s=now_s,
-            )
-        self._queues.add(request, self._lanes.lane_of(request))
+            self._queues.add(request, lane)
+            return
+        self._recent.arrived(
+            request,
+            size_tokens=self._holdings.size_tokens(request),
+            unloaded_s=self._bypass.end_s(request, 1, 0.0),
+            now_s=now_s,
+        )
+        self._queues.add_last(request, lane)
 
     def remove(self, request: Request) -> None:
         self._queues.remove(request)
@@ -122,11 +128,14 @@ class ChameleonPolicy:
         """Walk the lanes twice, those of short requests first: with their quotas, with loans."""
         self._has_freed = False
         self._refresh(now_s)
-        self._queues.move(self._lanes.lane_of)
+        self._favour_one_if_idle()
+        self._queues.fill(self._lanes.lane_of)
         step = _Step(now_s)
         overdue = self._overdue()
         if overdue is not None:
-            if (yield overdue) is not Verdict.ADMITTED:
+            verdict = yield overdue
+            if verdict is not Verdict.ADMITTED:
+                self._is_short |= verdict in NO_ROOM
                 return
             if not self._admit(overdue, self._lanes.lane_of(overdue), step):
                 return
@@ -176,9 +185,8 @@ class ChameleonPolicy:
         self._holdings.check_invariants()
 
     def _refresh(self, now_s: float) -> None:
-        """Cut lanes anew if it is time to, and those who wait have come to theirs."""
-        is_early = self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s
-        if is_early or self._queues.is_moving:
+        """Cut lanes anew if it is time to."""
+        if self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + self._refresh_s
         previous, self._lanes = (
@@ -204,6 +212,7 @@ class ChameleonPolicy:
                     return _End.CLOSED
                 continue
             self._refused[request.request_id] = request
+            self._is_short |= verdict in NO_ROOM
             if verdict is Verdict.NO_KV:
                 self._refuse_heads()
                 return _End.CLOSED
@@ -255,6 +264,15 @@ class ChameleonPolicy:
         self._overtaking.count(earlier, request.num_known_tokens)
         return self._overdue() is None
 
+    def _favour_one_if_idle(self) -> None:
+        """Let nobody pass the earliest who waits for memory, where nobody runs who may free any.
+
+        Adapters that are loaded for others could keep its own away, and its own theirs, for ever.
+        """
+        if self._is_short and self._refused and not len(self._holdings):
+            self._overtaking.close(min(self._refused.values(), key=_arrival))
+        self._is_short = False
+
     def _refuse_heads(self) -> None:
         """Note who would be next in other lanes, where memory has been refused to one."""
         lenders = self._queues.empty_lanes
@@ -266,10 +284,15 @@ class ChameleonPolicy:
     def _overdue(self) -> Request | None:
         """Return who may not be passed any more, the earliest if there are several."""
         overdue = filter(self._overtaking.is_at_bound, self._refused.values())
-        return min(overdue, key=lambda one: (one.arrival_s, one.request_id), default=None)
+        return min(overdue, key=_arrival, default=None)
 
     def _stop(self, request: Request) -> float:
         """A request no longer runs; return when it was admitted."""
         self._has_freed = True
         self._bypass.stopped(request.request_id)
         return self._holdings.stop(request).admitted_s
+
+
+def _arrival(request: Request) -> tuple[float, RequestId]:
+    """Order by arrival."""
+    return request.arrival_s, request.request_id

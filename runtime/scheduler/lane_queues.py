@@ -7,7 +7,10 @@ from itertools import chain, islice, zip_longest
 from ..request import Request
 from .waiting_queue import WaitingQueue
 
-_MAX_MOVED_REQUESTS = 256  # in a step: after a refresh there may be any number
+# After a refresh any number may wait in queues of lanes that there are no more. They come to the
+# new ones by arrival, as these need them, and so many in a step.
+_MIN_LANE_REQUESTS = 16
+_MAX_MOVED_REQUESTS = 32
 
 
 class LaneQueues:
@@ -15,15 +18,10 @@ class LaneQueues:
 
     def __init__(self) -> None:
         self._queues = [WaitingQueue()]
-        self._old: list[WaitingQueue] = []  # who waits here moves to the lanes, by arrival
+        self._old: list[WaitingQueue] = []  # who waits here arrived after all in the lanes
 
     def __len__(self) -> int:
         return sum(map(len, self._all()))
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether not all wait in the lanes that there are now."""
-        return bool(self._old)
 
     @property
     def empty_lanes(self) -> list[int]:
@@ -44,28 +42,37 @@ class LaneQueues:
         return list(islice((request for request in turns if request is not None), max_requests))
 
     def add(self, request: Request, lane: int) -> None:
-        """Let ``request`` wait."""
+        """Let ``request`` wait in its lane."""
         self._queues[lane].add(request, request.arrival_s)
+
+    def add_last(self, request: Request, lane: int) -> None:
+        """Let ``request`` wait, which has arrived after all others."""
+        queue = self._old[-1] if self._old else self._queues[lane]
+        queue.add(request, request.arrival_s)
 
     def remove(self, request: Request) -> None:
         """``request`` no longer waits."""
         next(queue for queue in self._all() if request in queue).remove(request)
 
     def recut(self, num_lanes: int) -> None:
-        """Begin anew with empty lanes, to which ``move`` brings those that wait."""
-        assert not self._old
-        self._old = self._queues
+        """Begin anew with empty lanes, which ``fill`` brings those to that wait."""
+        self._old = [queue for queue in self._all() if len(queue)]
         self._queues = [WaitingQueue() for _ in range(num_lanes)]
 
-    def move(self, lane_of: Callable[[Request], int]) -> None:
-        """Bring some that wait to their lanes, the earliest arrivals first."""
-        if not self._old:
+    def fill(self, lane_of: Callable[[Request], int]) -> None:
+        """Bring some that wait to their lanes if there is one in which few do."""
+        if not self._old or self._is_filled():
             return
         by_arrival = heapq.merge(*self._old, key=lambda one: (one.arrival_s, one.request_id))
         for request in islice(by_arrival, _MAX_MOVED_REQUESTS):
             self.remove(request)
             self.add(request, lane_of(request))
+            if self._is_filled():
+                break
         self._old = [queue for queue in self._old if len(queue)]
+
+    def _is_filled(self) -> bool:
+        return min(map(len, self._queues)) >= _MIN_LANE_REQUESTS
 
     def _all(self) -> Sequence[WaitingQueue]:
         return (*self._queues, *self._old)

@@ -24,6 +24,10 @@ class Overtaking:
             request_id = request.request_id
             self._num_tokens[request_id] = self._num_tokens.get(request_id, 0) + num_tokens
 
+    def close(self, request: Request) -> None:
+        """Let nobody pass ``request`` any more."""
+        self._num_tokens[request.request_id] = self._max_tokens
+
     def is_at_bound(self, request: Request) -> bool:
         """Whether nobody may pass ``request`` any more."""
         return self._num_tokens.get(request.request_id, 0) >= self._max_tokens

@@ -85,21 +85,26 @@ class LaneCutter:
 
     def cut(self, rows: Floats) -> Lanes:
         """Cut by the requests of a window: rows of ``Column``."""
-        sizes = rows[:, [Column.PROMPT_TOKENS, Column.OUTPUT_TOKENS, Column.ADAPTER_BYTES]]
-        largest = np.percentile(sizes, _PERCENTILE, axis=0)
+        columns = np.ascontiguousarray(rows.T)
+        sizes = columns[[Column.PROMPT_TOKENS, Column.OUTPUT_TOKENS, Column.ADAPTER_BYTES]]
+        largest = np.percentile(sizes, _PERCENTILE, axis=1)
         factors = np.divide(1.0, largest, out=np.zeros(3), where=largest > 0)
-        weights = (self._weights.prompt, self._weights.output, self._weights.adapter)
-        wrs = np.minimum(sizes * factors, 1.0) @ np.array(weights)
+        prompts, outputs, adapters = np.minimum(sizes * factors[:, None], 1.0)
+        weights = self._weights
+        wrs = weights.prompt * prompts + weights.output * outputs + weights.adapter * adapters
         candidates = clusterings(wrs, MAX_LANES)
         self._settle_number(elbow(candidates))
         for clustering in reversed(candidates[: self._num_lanes]):
             cutoffs = clustering.cutoffs
-            quotas = self._quotas(rows, np.searchsorted(cutoffs, wrs, side="right"), len(cutoffs))
-            if quotas is not None:
+            lanes = np.searchsorted(cutoffs, wrs, side="right")
+            members = [columns[:, lanes == lane] for lane in range(len(cutoffs) + 1)]
+            if self._may_be(members):
                 break
-        assert quotas is not None  # one lane always has room
+        quotas = assign_quotas(
+            _loads(columns, members), self._total_tokens, has_floor=not self._is_as_printed
+        )
         prompt, output, adapter = map(float, factors)
-        return Lanes((prompt, output, adapter), self._weights, cutoffs, quotas)
+        return Lanes((prompt, output, adapter), weights, cutoffs, quotas)
 
     def _settle_number(self, best: int) -> None:
         """Note which number of lanes is best now, and take it if it was so before."""
@@ -107,43 +112,43 @@ class LaneCutter:
             self._num_lanes = best
         self._last_elbow = best
 
-    def _quotas(self, rows: Floats, lanes: np.ndarray, last_lane: int) -> Quotas | None:
-        """Quotas of the lanes that rows belong to; None if there should be fewer lanes."""
-        loads = _loads([rows[lanes == lane] for lane in range(last_lane + 1)])
-        if loads is None:
-            return None
-        return assign_quotas(loads, self._total_tokens, has_floor=not self._is_as_printed)
+    def _may_be(self, members: Sequence[Floats]) -> bool:
+        """Whether no lane is empty, and all together may hold their largest requests."""
+        if len(members) == 1:
+            return True
+        if not all(columns.shape[1] for columns in members):
+            return False
+        largest = sum(columns[Column.SIZE_TOKENS].max() for columns in members)
+        return self._is_as_printed or bool(largest <= self._total_tokens)
 
 
-def _loads(rows_of: Sequence[Floats]) -> list[LaneLoad] | None:
-    """What lanes' requests need; None if a lane has none."""
-    if not all(map(len, rows_of)):
-        return None
-    everything = np.concatenate(rows_of)
-    arrivals_s = everything[:, Column.ARRIVAL_S]
+def _loads(everything: Floats, members: Sequence[Floats]) -> list[LaneLoad]:
+    """What the requests of lanes need."""
+    arrivals_s = everything[Column.ARRIVAL_S]
     span_s = float(arrivals_s.max() - arrivals_s.min())
     pooled = _slowdown(everything, 1.0, min_ends=1)
-    return [_load(rows, pooled, span_s) for rows in rows_of]
+    return [_load(columns, pooled, span_s) for columns in members]
 
 
-def _load(rows: Floats, pooled: float, span_s: float) -> LaneLoad:
+def _load(columns: Floats, pooled: float, span_s: float) -> LaneLoad:
     """What the requests of one lane need."""
-    sizes = rows[:, Column.SIZE_TOKENS]
-    unloaded_s = float(rows[:, Column.UNLOADED_S].mean())
+    sizes = columns[Column.SIZE_TOKENS]
+    unloaded_s = float(columns[Column.UNLOADED_S].mean())
     return LaneLoad(
         largest_tokens=int(sizes.max()),
         size_tokens=float(np.percentile(sizes, _PERCENTILE)),
-        duration_s=unloaded_s * _slowdown(rows, pooled, min_ends=_MIN_ENDS),
+        duration_s=unloaded_s * _slowdown(columns, pooled, min_ends=_MIN_ENDS),
         slo_s=_SLOWDOWN * unloaded_s,
-        rate_per_s=len(rows) / span_s if span_s else 0.0,
+        rate_per_s=len(sizes) / span_s if span_s else 0.0,
     )
 
 
-def _slowdown(rows: Floats, otherwise: float, *, min_ends: int) -> float:
+def _slowdown(columns: Floats, otherwise: float, *, min_ends: int) -> float:
     """How many times longer requests ran than on an idle engine."""
-    ended = rows[~np.isnan(rows[:, Column.DURATION_S])]
-    unloaded_s = float(ended[:, Column.UNLOADED_S].sum())
-    if len(ended) < min_ends or not unloaded_s:
+    durations_s = columns[Column.DURATION_S]
+    has_ended = ~np.isnan(durations_s)
+    unloaded_s = float(columns[Column.UNLOADED_S][has_ended].sum())
+    if has_ended.sum() < min_ends or not unloaded_s:
         return otherwise
-    slowdown = float(ended[:, Column.DURATION_S].sum()) / unloaded_s
+    slowdown = float(durations_s[has_ended].sum()) / unloaded_s
     return min(max(slowdown, 1.0), _MAX_SLOWDOWN)

@@ -1,10 +1,12 @@
 """What running requests hold of the lanes' quotas: tokens of theirs, and of adapters. Pure.
 
-A request is charged what it is predicted to come to, or what it has come to if that is more. An
-adapter is charged once, to the first of those who run with it, and handed on when that one ends.
+A request is charged its prompt and a share of its predicted output, and what it has come to once
+that is more. An adapter is charged once, to the first of those who run with it, and handed on when
+that one ends.
 
-Source: Chameleon, section 4.2, which counts an adapter's tokens with every request: with grouped
-queries an adapter of all linears at rank 64 is 2,560 tokens.
+Source: Chameleon, section 4.2, which charges all of the output, and an adapter with every request.
+But requests grow a token at a time and end at different times: memory holds more of them than whole
+predictions. And with grouped queries an adapter of all linears at rank 64 is 2,560 tokens.
 """
 
 import math
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from ...plan import AdapterId, RequestId
 from ...request import Request
 from .ledger import QuotaLedger
+
+_GROWTH_TOKENS = 16  # are charged together
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +33,11 @@ class Holding:
 class Holdings:
     """Running requests in order of admission, and the ledger."""
 
-    def __init__(self, quotas: Sequence[int], bytes_per_token: float) -> None:
-        """``bytes_per_token``: of KV."""
+    def __init__(self, quotas: Sequence[int], bytes_per_token: float, output_share: float) -> None:
+        """``bytes_per_token``: of KV; ``output_share``: of the predicted output."""
         self.ledger = QuotaLedger(quotas)
         self._bytes_per_token = bytes_per_token
+        self._output_share = output_share
         self._holdings: dict[RequestId, Holding] = {}
         self._users: dict[AdapterId, dict[RequestId, None]] = {}  # the first one is charged
 
@@ -48,13 +53,13 @@ class Holdings:
         return (holding.request for holding in self._holdings.values())
 
     def size_tokens(self, request: Request) -> int:
-        """What a request needs, with its adapter."""
-        return _kv_tokens(request) + self.adapter_tokens(request)
+        """What a request that arrives is charged if nobody runs with its adapter."""
+        return self._kv_tokens(request) + self.adapter_tokens(request)
 
     def need_tokens(self, request: Request) -> int:
         """What a waiting request would be charged now."""
         is_charged = request.adapter_id in self._users
-        return _kv_tokens(request) + (0 if is_charged else self.adapter_tokens(request))
+        return self._kv_tokens(request) + (0 if is_charged else self.adapter_tokens(request))
 
     def adapter_tokens(self, request: Request) -> int:
         """Tokens of KV that fit where the adapter of a request is."""
@@ -74,7 +79,7 @@ class Holdings:
         num_tokens = self.need_tokens(request)
         self.ledger.take(request.request_id, lane, num_tokens, lenders, is_all_lent=is_all_lent)
         self._users.setdefault(request.adapter_id, {})[request.request_id] = None
-        self._holdings[request.request_id] = Holding(request, lane, _kv_tokens(request), now_s)
+        self._holdings[request.request_id] = Holding(request, lane, self._kv_tokens(request), now_s)
 
     def stop(self, request: Request) -> Holding:
         """A request no longer runs; its adapter is charged to the next one who runs with it."""
@@ -91,10 +96,11 @@ class Holdings:
         return holding
 
     def grow(self) -> None:
-        """Charge those who have outgrown their prediction, whatever is left of their lanes."""
+        """Charge those who have come to more, whatever is left of their lanes."""
         for holding in self._holdings.values():
             num_more = holding.request.num_known_tokens - holding.num_tokens
             if num_more > 0:
+                num_more = max(num_more, _GROWTH_TOKENS)
                 holding.num_tokens += num_more
                 self._charge(holding, num_more)
 
@@ -119,8 +125,7 @@ class Holdings:
         """Charge more to a request's own lane."""
         self.ledger.take(holding.request.request_id, holding.lane, num_tokens)
 
-
-def _kv_tokens(request: Request) -> int:
-    """Tokens that a request is to come to, or has come to."""
-    predicted = request.num_prompt_tokens + request.num_predicted_output_tokens
-    return max(predicted, request.num_known_tokens)
+    def _kv_tokens(self, request: Request) -> int:
+        """Tokens of a request without its adapter."""
+        share = math.ceil(self._output_share * request.num_predicted_output_tokens)
+        return max(request.num_prompt_tokens + share, request.num_known_tokens)

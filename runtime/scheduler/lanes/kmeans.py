@@ -83,9 +83,13 @@ def _costs(points: Floats, weights: Floats) -> Floats:
     """Squared distances from their mean of the points i to j - 1; infinite where there are none."""
     centred = points - np.average(points, weights=weights)  # differences of small numbers
     moments = [weights * centred**power for power in range(3)]
-    number, total, squares = (np.concatenate(([0.0], np.cumsum(one))) for one in moments)
-    first, last = np.triu_indices(len(points) + 1, k=1)
-    spread = (total[last] - total[first]) ** 2 / (number[last] - number[first])
-    cost = np.full((len(points) + 1, len(points) + 1), np.inf)
-    cost[first, last] = np.maximum(squares[last] - squares[first] - spread, 0.0)
-    return cost
+    number, total, squares = (_differences(np.cumsum(one)) for one in moments)
+    is_span = np.triu(np.ones(number.shape, dtype=bool), k=1)
+    spread = np.divide(total**2, number, out=np.zeros_like(total), where=is_span)
+    return np.where(is_span, np.maximum(squares - spread, 0.0), np.inf)
+
+
+def _differences(sums: Floats) -> Floats:
+    """Of the sums up to j and up to i, for all i and j; the first are of nothing."""
+    ends = np.concatenate(([0.0], sums))
+    return np.asarray(ends[None, :] - ends[:, None])

@@ -35,16 +35,16 @@ class Quotas:
     is_feasible: bool  # whether every lane can keep its SLO
 
 
-def assign_quotas(loads: Sequence[LaneLoad], total: int, *, has_floor: bool) -> Quotas | None:
+def assign_quotas(loads: Sequence[LaneLoad], total: int, *, has_floor: bool) -> Quotas:
     """Share ``total`` tokens out in proportion to what lanes need at least.
 
-    ``has_floor``: no lane gets less than its largest request; None if these are too large together.
+    ``has_floor``: no lane gets less than its largest request. All these together are at most
+    ``total``, unless there is but one lane, which gets everything.
     """
     floors = [load.largest_tokens if has_floor else 1 for load in loads]
     if len(loads) == 1:
         floors = [min(floors[0], total)]
-    if sum(floors) > total:
-        return None
+    assert sum(floors) <= total, (floors, total)
     needs = [max(load.min_tokens, float(floor)) for load, floor in zip(loads, floors, strict=True)]
     shares = _shares(needs, floors, total)
     shares[-1] += total - sum(shares)

@@ -1,5 +1,7 @@
 """What running requests are charged, and to which lane."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
@@ -17,12 +19,17 @@ def make(request_id: int, *, prompt: int = 5, predicted: int = 5, adapter: int =
     return request
 
 
+def lane_after(number: int, request: Request) -> int:
+    """Another lane after each refresh."""
+    return (request.request_id + number) % 3
+
+
 def grow_by(request: Request, num_tokens: int) -> None:
     request.num_known_tokens += num_tokens
 
 
 def test_an_adapter_is_charged_once_and_handed_on_when_who_is_charged_ends() -> None:
-    holdings = Holdings([100, 100], bytes_per_token=10)
+    holdings = Holdings([100, 100], bytes_per_token=10, output_share=1.0)
     first, second, third = make(1, adapter=3), make(2, adapter=3), make(3, adapter=3)
     assert holdings.need_tokens(first) == 10 + 30
     holdings.start(first, 0, (), 0.0)
@@ -41,20 +48,30 @@ def test_an_adapter_is_charged_once_and_handed_on_when_who_is_charged_ends() -> 
 
 
 def test_who_outgrows_the_prediction_overdraws_the_lane() -> None:
-    holdings = Holdings([12, 50], bytes_per_token=10)
+    holdings = Holdings([12, 50], bytes_per_token=10, output_share=1.0)
     request = make(1)
     holdings.start(request, 0, (), 0.0)
     grow_by(request, 5)
     holdings.grow()
     assert holdings.ledger.available == [2, 50]
-    grow_by(request, 4)
+    grow_by(request, 1)
     holdings.grow()
-    assert holdings.ledger.available == [-2, 50]
+    grow_by(request, 15)
+    holdings.grow()
+    assert holdings.ledger.available == [2 - 16, 50]
     holdings.check_invariants()
 
 
+def test_of_a_prediction_a_share_may_be_charged_until_it_has_come_true() -> None:
+    holdings = Holdings([100], bytes_per_token=10, output_share=0.5)
+    request = make(1, predicted=41)
+    assert holdings.need_tokens(request) == 5 + 21
+    grow_by(request, 30)  # preempted after so many
+    assert holdings.need_tokens(request) == 35
+
+
 def test_a_refresh_charges_those_who_run_to_their_new_lanes() -> None:
-    holdings = Holdings([100], bytes_per_token=10)
+    holdings = Holdings([100], bytes_per_token=10, output_share=1.0)
     small, large = make(1), make(2, prompt=30, adapter=2)
     for request in (small, large):
         holdings.start(request, 0, (), 0.0)
@@ -80,7 +97,7 @@ def test_all_that_is_held_is_charged_and_comes_back(
     acts: list[tuple[str, int, int, set[int]]],
 ) -> None:
     quotas = [40, 100, 160]
-    holdings = Holdings(quotas, bytes_per_token=10)
+    holdings = Holdings(quotas, bytes_per_token=10, output_share=1.0)
     requests = [make(index, prompt=3 * index + 1, adapter=index % 4) for index in range(10)]
     running: dict[int, Request] = {}
     for act, index, number, lenders in acts:
@@ -98,7 +115,7 @@ def test_all_that_is_held_is_charged_and_comes_back(
             holdings.grow()
         elif act == "recut":
             quotas = [number, 2 * number, 300 - 3 * number]
-            holdings.recut(quotas, lambda one, number=number: (one.request_id + number) % 3)
+            holdings.recut(quotas, partial(lane_after, number))
         holdings.check_invariants()
         assert list(holdings.requests) == list(running.values())
     for request in running.values():
