@@ -8,6 +8,8 @@ from .adapter import AdapterFacts
 from .plan import BASE_ADAPTER, AdapterId, BlockId, RequestId
 from .sampling import SamplingParams
 
+_OUTGROWN_DIVISOR = 4
+
 
 class RequestStatus(enum.Enum):
     """Where a request stands."""
@@ -40,7 +42,6 @@ class Request:
     max_total_tokens: int = 0  # prompt and output; set when the scheduler accepts the request
     # Fixed when the scheduler accepts the request; what comes true may be more, or less.
     num_predicted_output_tokens: int = 0
-    num_promised_blocks: int = 0  # that it has not been given yet, of what admission reserved
     num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # as scheduled
     num_allocated_tokens: int = 0  # room in block_ids
@@ -72,6 +73,20 @@ class Request:
     def num_output_tokens(self) -> int:
         """Sampled tokens whose values have come back."""
         return len(self.output_token_ids)
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """Tokens whose KV is predicted to come, beyond the known ones.
+
+        Whoever has outgrown the prediction is thought to come to a quarter of it more: this is what
+        a wrong prediction costs, and without it requests are preempted four times as often (S1,
+        simulated). The last token of a request needs no KV.
+        """
+        num_predicted = self.num_predicted_output_tokens
+        num_left = num_predicted - (self.num_known_tokens - self.num_prompt_tokens)
+        if num_left <= 0:
+            num_left = num_predicted // _OUTGROWN_DIVISOR
+        return max(0, min(num_left, self.max_total_tokens - self.num_known_tokens) - 1)
 
     @property
     def num_pending_tokens(self) -> int:

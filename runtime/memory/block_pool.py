@@ -40,28 +40,16 @@ class BlockPool:
         return self.num_blocks - len(self._allocated)
 
     @property
-    def num_unpromised_blocks(self) -> int:
-        """Blocks that may still be promised, or handed out once what is evictable has gone."""
-        return min(
-            self.num_unused_blocks - self.num_promised_blocks,
-            self._budget.unpromised_bytes // self.block_bytes,
-        )
-
-    @property
     def num_available_blocks(self) -> int:
-        """Blocks that ``allocate`` could hand out now without a promise."""
-        return min(self.num_unpromised_blocks, self._budget.free_bytes // self.block_bytes)
+        """Blocks that lie free now, promised or not."""
+        return min(self.num_unused_blocks, self._budget.free_bytes // self.block_bytes)
 
     def promise(self, num_blocks: int) -> None:
-        """Keep blocks for growth that is expected; they must be unpromised."""
-        assert num_blocks <= self.num_unpromised_blocks, num_blocks
-        self._budget.promise(num_blocks * self.block_bytes)
-        self.num_promised_blocks += num_blocks
-
-    def withdraw(self, num_blocks: int) -> None:
-        """End a promise."""
-        self._budget.withdraw(num_blocks * self.block_bytes)
-        self.num_promised_blocks -= num_blocks
+        """Keep blocks for growth, or as many as there are, instead of those promised before."""
+        num_bytes = min(num_blocks, self.num_unused_blocks) * self.block_bytes
+        # What is left of a block is nobody's.
+        self.num_promised_blocks = self._budget.promise(num_bytes) // self.block_bytes
+        self._budget.promise(self.num_promised_blocks * self.block_bytes)
 
     @property
     def written_bytes(self) -> int:
@@ -75,13 +63,14 @@ class BlockPool:
         """The memory of the blocks that are free now goes back to the machine."""
         self._num_written = max(self._allocated, default=-1) + 1
 
-    def allocate(self, num_blocks: int, *, num_promised: int = 0) -> tuple[BlockId, ...] | None:
+    def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
         """Hand out ``num_blocks`` blocks, lowest ids first, or None if there are not as many.
 
-        ``num_promised`` of them fulfil a promise; None then means that they must be evicted first.
+        Blocks fulfil the promise that was made for them, as far as it goes.
         """
-        assert 0 <= num_promised <= num_blocks, (num_promised, num_blocks)
-        if num_blocks - num_promised > self.num_unused_blocks - self.num_promised_blocks:
+        assert num_blocks >= 0, num_blocks
+        num_promised = min(num_blocks, self.num_promised_blocks)
+        if num_blocks > self.num_unused_blocks:
             return None
         has_bytes = self._budget.reserve(
             KV_OWNER,

@@ -27,14 +27,22 @@ class MemoryBudget:
         return self._free_bytes
 
     @property
+    def backed_bytes(self) -> int:
+        """Bytes, free or evictable, that promises may be made of."""
+        return self._free_bytes + self._evictable_bytes
+
+    @property
     def unpromised_bytes(self) -> int:
-        """Bytes, free or evictable, that nobody has been promised."""
-        return self._free_bytes + self._evictable_bytes - self._promised_bytes
+        """Bytes, free or evictable, that nobody has been promised.
+
+        Less than 0 while a promise has to be made anew: what backed it is in use again.
+        """
+        return self.backed_bytes - self._promised_bytes
 
     @property
     def available_bytes(self) -> int:
         """Bytes that ``reserve`` would find now."""
-        return min(self._free_bytes, self.unpromised_bytes)
+        return max(0, min(self._free_bytes, self.unpromised_bytes))
 
     def reserved_bytes(self, owner: str) -> int:
         """Bytes that ``owner`` holds now."""
@@ -53,15 +61,15 @@ class MemoryBudget:
         self._reserved[owner] = self._reserved.get(owner, 0) + num_bytes
         return True
 
-    def promise(self, num_bytes: int) -> None:
-        """Keep ``num_bytes`` for growth; they must be unpromised."""
-        assert 0 <= num_bytes <= self.unpromised_bytes, (num_bytes, self.unpromised_bytes)
-        self._promised_bytes += num_bytes
+    def promise(self, num_bytes: int) -> int:
+        """Keep ``num_bytes`` for growth, or as many as there are; return how many.
 
-    def withdraw(self, num_bytes: int) -> None:
-        """End a promise of ``num_bytes``."""
-        assert 0 <= num_bytes <= self._promised_bytes, (num_bytes, self._promised_bytes)
-        self._promised_bytes -= num_bytes
+        It takes the place of what was promised before.
+        """
+        assert num_bytes >= 0, num_bytes
+        self._promised_bytes = 0
+        self._promised_bytes = min(num_bytes, self.unpromised_bytes)
+        return self._promised_bytes
 
     def mark_evictable(self, num_bytes: int) -> None:
         """So many bytes more (or less, if negative) can be freed whenever somebody needs them."""
@@ -81,4 +89,4 @@ class MemoryBudget:
         total = self._free_bytes + sum(self._reserved.values())
         assert total == self.capacity_bytes, (total, self.capacity_bytes)
         assert self._free_bytes >= 0, self._free_bytes
-        assert 0 <= self._promised_bytes <= self._free_bytes + self._evictable_bytes
+        assert 0 <= self._promised_bytes <= self.backed_bytes

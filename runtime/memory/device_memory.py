@@ -98,16 +98,17 @@ class DeviceMemory:
         return self.budget.available_bytes >= num_bytes
 
     def has_room_for(self, adapter_id: AdapterId, num_blocks: int) -> bool:
-        """Whether a request may begin that comes to ``num_blocks`` blocks.
+        """Whether running requests may come to ``num_blocks`` blocks more, with one that begins.
 
-        What is evictable counts; its adapter, if it is idle, no longer will.
+        What is evictable counts; the newcomer's adapter, if it is idle, no longer will.
         """
-        if num_blocks > self.pool.num_unpromised_blocks:
+        pool = self.pool
+        if num_blocks > pool.num_unused_blocks:
             return False
         if self.cache.slab is not None:
             return True
-        needed_bytes = num_blocks * self.pool.block_bytes + self.cache.idle_bytes(adapter_id)
-        return needed_bytes <= self.budget.unpromised_bytes
+        most_bytes = self.budget.backed_bytes - self.cache.idle_bytes(adapter_id)
+        return num_blocks * pool.block_bytes <= most_bytes
 
     def retire(self, block_ids: Iterable[BlockId]) -> None:
         """Announce that these blocks will be freed when the steps in flight have ended."""
@@ -119,18 +120,17 @@ class DeviceMemory:
         self.pool.free(block_ids)
 
     def reclaim(
-        self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId,
-        num_promised: int = 0,
-    ) -> bool:  # fmt: skip
+        self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
+    ) -> bool:
         """See to it that ``num_blocks`` blocks and ``num_bytes`` further bytes get free.
 
-        ``num_promised`` of the blocks fulfil a promise; nothing else takes what is promised.
-        Evicts idle adapters (all but ``keep``) where what is free, or about to be, is too little.
-        Where adapters have a slab the bytes are a range of that, and blocks need no eviction.
-        Returns whether the room is there or will come by itself; False leaves all as it was.
+        The blocks may be promised ones, the bytes may not. Evicts idle adapters (all but ``keep``)
+        where what is free, or about to be, is too little. Where adapters have a slab the bytes are
+        a range of that, and blocks need no eviction. Returns whether the room is there or will come
+        by itself; False leaves all as it was.
         """
         pool, num_draining = self.pool, self._num_draining_blocks
-        num_new_blocks = num_blocks - num_promised
+        num_new_blocks = max(0, num_blocks - pool.num_promised_blocks)
         if num_new_blocks > pool.num_unused_blocks - pool.num_promised_blocks + num_draining:
             return False
         if self.cache.slab is not None:

@@ -6,7 +6,7 @@ from ..plan import BASE_ADAPTER
 from ..request import Request
 from .cold import ColdStarts
 from .config import SchedulerConfig
-from .limits import blocks_for, expected_blocks
+from .limits import blocks_for
 from .policy import NO_ROOM, SchedulerPolicy, Verdict
 from .running_set import RunningSet
 from .step_draft import StepDraft
@@ -35,6 +35,8 @@ class Admission:
         """Admit candidates into ``draft`` until it is full or the policy stops."""
         if not len(self._policy):
             return
+        if self._has_seat(draft):
+            self._running.promise_growth()
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
@@ -54,9 +56,9 @@ class Admission:
         return draft.num_free_tokens > 0 and len(self._running) < self._config.max_num_seqs
 
     def _try(self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool) -> Verdict:
-        """Admit ``request`` if its adapter is there and the tokens that it is to come to fit.
+        """Admit ``request`` if its adapter is there and what all come to, it among them, fits.
 
-        Those that it has not yet are promised to it. What must be evicted first, goes now.
+        What they have not yet is promised. What must be evicted first, goes now.
         Only the first candidate may displace adapters that other waiting requests name:
         otherwise two requests could displace each other's adapter for ever.
         """
@@ -66,16 +68,25 @@ class Admission:
         if verdict is not None:
             return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
-        num_expected = expected_blocks(request, self._config.block_size)
-        num_spare = self._headroom_blocks if len(self._running) else 0
-        memory = self._memory
-        if not memory.has_room_for(request.adapter_id, num_expected + num_spare):
+        num_to_come = self._running.num_blocks_to_come(request)
+        if not self._has_room(request, num_blocks, num_to_come):
             return Verdict.NO_KV
+        memory = self._memory
         if memory.pool.num_available_blocks < num_blocks:
             memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
             return Verdict.NO_KV
-        self._start(request, num_blocks, num_expected - num_blocks, draft, now_s)
+        self._start(request, num_blocks, draft, now_s)
+        memory.pool.promise(max(0, num_to_come - num_blocks))
         return Verdict.ADMITTED
+
+    def _has_room(self, request: Request, num_blocks: int, num_to_come: int) -> bool:
+        """Whether the running requests may come to so many blocks more, with ``request``.
+
+        Alone it needs ``num_blocks`` for what is known, and is sure to find what it grows by.
+        """
+        if len(self._running):
+            num_blocks = num_to_come + self._headroom_blocks
+        return self._memory.has_room_for(request.adapter_id, num_blocks)
 
     def _ready_adapter(
         self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool
@@ -108,14 +119,12 @@ class Admission:
         self._cold_starts.load_started(request, now_s, is_demand=is_demand, is_on_host=is_on_host)
         return True
 
-    def _start(
-        self, request: Request, num_blocks: int, num_promised: int, draft: StepDraft, now_s: float
-    ) -> None:
+    def _start(self, request: Request, num_blocks: int, draft: StepDraft, now_s: float) -> None:
         """Run ``request`` from this step on."""
         block_ids = self._memory.pool.allocate(num_blocks)
         assert block_ids is not None
         self._memory.cache.remove_waiting(request.adapter_id)
-        self._running.start(request, block_ids, num_promised)
+        self._running.start(request, block_ids)
         threshold = self._config.recompute_at_tokens
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
         request.is_cold = self._memory.cache.state(request.adapter_id) is AdapterState.LOADING

@@ -27,13 +27,6 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def expected_blocks(request: Request, block_size: int) -> int:
-    """Blocks that the request is predicted to come to, those of its known tokens at least."""
-    num_tokens = request.num_prompt_tokens + request.num_predicted_output_tokens
-    num_tokens = min(num_tokens, request.max_total_tokens) - 1  # the last token needs no KV
-    return blocks_for(max(num_tokens, request.num_known_tokens), block_size)
-
-
 def _check_memory(
     request: Request, total_tokens: int, config: SchedulerConfig, memory: DeviceMemory
 ) -> None:

@@ -34,10 +34,8 @@ class RunningSet:
         """Whether the request no longer runs and its memory is not free yet."""
         return request_id in self._draining
 
-    def start(
-        self, request: Request, block_ids: tuple[BlockId, ...], num_promised_blocks: int
-    ) -> None:
-        """Run ``request`` in these blocks, from its first token on, and promise it more."""
+    def start(self, request: Request, block_ids: tuple[BlockId, ...]) -> None:
+        """Run ``request`` in these blocks, from its first token on."""
         assert not request.block_ids, request.request_id
         assert request.num_in_flight_steps == 0, request.request_id
         self._memory.cache.acquire(request.adapter_id)
@@ -45,45 +43,60 @@ class RunningSet:
         request.num_computed_tokens = 0
         request.block_ids.extend(block_ids)
         request.num_allocated_tokens = len(block_ids) * self._block_size
-        self._memory.pool.promise(num_promised_blocks)
-        request.num_promised_blocks = num_promised_blocks
         self._requests[request.request_id] = request
 
+    def num_blocks_to_come(self, newcomer: Request | None = None) -> int:
+        """Blocks that all need at once, at most, beyond those that they have.
+
+        If they end as predicted: each gives its blocks back then, so the need is highest just
+        before one of them ends. What others will have given back by then, is not needed twice.
+        """
+        requests = [*self._requests.values()]
+        if newcomer is not None:
+            requests.append(newcomer)
+        size = self._block_size
+        ends = sorted(
+            [(r.num_tokens_to_come, blocks_for(r.num_known_tokens, size)) for r in requests],
+            reverse=True,
+        )
+        num_blocks = most_blocks = 0
+        for number, (num_tokens, num_known_blocks) in enumerate(ends, start=1):
+            num_blocks += num_known_blocks
+            # Of as many requests one in ``size`` begins a block with each token.
+            most_blocks = max(most_blocks, num_blocks + blocks_for(number * num_tokens, size))
+        return max(0, most_blocks - sum(len(request.block_ids) for request in requests))
+
+    def promise_growth(self) -> None:
+        """Keep for running requests what they are predicted to need."""
+        self._memory.pool.promise(self.num_blocks_to_come())
+
     def make_room(self) -> None:
-        """Let go what must be evicted for the growth that was promised in this step or the next."""
+        """Let go what must be evicted for growth in this step or the next."""
         num_blocks = 0
         for request in self._requests.values():
-            if request.num_promised_blocks and (
-                request.num_known_tokens >= request.num_allocated_tokens
-            ):
+            if request.num_known_tokens >= request.num_allocated_tokens:
                 num_blocks += 1
         if num_blocks:
-            self._memory.reclaim(
-                num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER, num_promised=num_blocks
-            )
+            self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
     def grow(self, request: Request) -> bool:
         """Allocate what the known tokens lack if it is free; say whether it was."""
-        num_missing, num_promised = self._num_missing_blocks(request)
-        block_ids = self._memory.pool.allocate(num_missing, num_promised=num_promised)
+        block_ids = self._memory.pool.allocate(self._num_missing_blocks(request))
         if block_ids is None:
             return False
-        request.num_promised_blocks -= num_promised
         request.block_ids.extend(block_ids)
         request.num_allocated_tokens = len(request.block_ids) * self._block_size
         return True
 
     def reclaim_for(self, request: Request) -> bool:
         """Whether room for the growth of ``request`` comes without preempting anybody."""
-        num_missing, num_promised = self._num_missing_blocks(request)
         return self._memory.reclaim(
-            num_missing, 0, include_waiting=True, keep=BASE_ADAPTER, num_promised=num_promised
+            self._num_missing_blocks(request), 0, include_waiting=True, keep=BASE_ADAPTER
         )
 
     def is_growth_promised(self, request: Request) -> bool:
-        """Whether all blocks that the known tokens lack were promised."""
-        num_missing, num_promised = self._num_missing_blocks(request)
-        return num_missing == num_promised
+        """Whether the blocks that the known tokens lack were promised."""
+        return self._num_missing_blocks(request) <= self._memory.pool.num_promised_blocks
 
     def stop(self, request: Request, status: RequestStatus) -> None:
         """Let ``request`` no longer run; its memory is freed once no step refers to it."""
@@ -91,8 +104,6 @@ class RunningSet:
         request.status = status
         request.num_computed_tokens = 0
         request.num_allocated_tokens = 0
-        self._memory.pool.withdraw(request.num_promised_blocks)
-        request.num_promised_blocks = 0
         if request.num_in_flight_steps:
             self._memory.retire(request.block_ids)
             self._draining[request.request_id] = request
@@ -120,17 +131,13 @@ class RunningSet:
             assert request.num_allocated_tokens == len(request.block_ids) * self._block_size
             assert request.num_computed_tokens <= request.num_allocated_tokens
             assert request.num_computed_tokens <= request.num_known_tokens
-        num_promised = sum(request.num_promised_blocks for request in self._requests.values())
-        assert num_promised == self._memory.pool.num_promised_blocks
         for request in self._draining.values():
             assert request.status is not RequestStatus.RUNNING
             assert request.num_in_flight_steps > 0
 
-    def _num_missing_blocks(self, request: Request) -> tuple[int, int]:
-        """Blocks that the known tokens lack, and how many of them were promised."""
-        num_blocks = blocks_for(request.num_known_tokens, self._block_size)
-        num_missing = num_blocks - len(request.block_ids)
-        return num_missing, min(num_missing, request.num_promised_blocks)
+    def _num_missing_blocks(self, request: Request) -> int:
+        """Blocks between what is allocated and what the known tokens need."""
+        return blocks_for(request.num_known_tokens, self._block_size) - len(request.block_ids)
 
     def _let_go(self, request: Request) -> None:
         """Forget the freed blocks and end the hold on the adapter."""
