@@ -103,8 +103,6 @@ class LatencyExecutor:
         self._settle(now_s)
         assert plan.step_id > self._last_step_id, "steps are submitted in order"
         self._last_step_id = plan.step_id
-        for request_id in plan.forget_requests:
-            self._known.pop(request_id, None)
         for new in plan.new_requests:
             self._announce(new)
         for transfer in plan.transfers:
@@ -200,7 +198,10 @@ class LatencyExecutor:
         return used
 
     def _begin_step(self, now_s: float) -> None:
-        self._steps[0].start_s = now_s
+        step = self._steps[0]
+        step.start_s = now_s
+        for request_id in step.plan.forget_requests:  # steps before this one may have had its rows
+            self._known.pop(request_id, None)
         self._expect_end()
 
     def _expect_end(self) -> None:
@@ -230,10 +231,10 @@ class LatencyExecutor:
         rows = []
         for row, split_layer in enumerate(batch.split_layers):
             adapter_id = self._known[batch.request_ids[row]].adapter_id
-            if adapter_id in self._loading.values() or split_layer:
-                arrival_s = self._loads.arrival_s(adapter_id)
-                if arrival_s is not None:
-                    arrival_s = tuple(time_s - start_s for time_s in arrival_s)
+            if adapter_id == BASE_ADAPTER:
+                continue
+            arrival_s = [time_s - start_s for time_s in self._loads.arrival_s(adapter_id)]
+            if split_layer or arrival_s[-1] > 0.0:
                 rows.append(WaitingRow(row, self._facts_of(adapter_id), arrival_s))
         return rows
 

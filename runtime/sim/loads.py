@@ -48,6 +48,8 @@ class SimulatedLoads:
         self._num_bytes = dict.fromkeys(Direction, 0)
         self._loads: dict[TransferId, _Load] = {}
         self._reading: _Reading | None = None
+        # Of loads that have ended, the newest of each adapter.
+        self._ended_s: dict[AdapterId, tuple[float, ...]] = {}
         # (time, transfer, group) of what is on the link, the next one last.
         self._arrivals: list[tuple[float, TransferId, int]] = []
 
@@ -88,29 +90,34 @@ class SimulatedLoads:
         load.num_arrived = group + 1
         if load.num_arrived < len(load.group_bytes):
             return TransferProgress(transfer_id, load.num_arrived)
+        self._ended_s[load.transfer.adapter_id] = self._arrival_s(load)
         self._lanes[Direction.TO_DEVICE].forget(transfer_id, now_s)
         del self._loads[transfer_id]
         return TransferResult(transfer_id)
 
-    def arrival_s(self, adapter_id: AdapterId) -> tuple[float, ...] | None:
-        """By layer group: when it is, or was, on the device; None if no load is under way.
+    def arrival_s(self, adapter_id: AdapterId) -> tuple[float, ...]:
+        """By layer group: when it is, or was, on the device, by the newest load.
 
         As far as it is known: whatever begins later may make it later.
         """
-        for transfer_id, load in self._loads.items():
+        for load in self._loads.values():
             if load.transfer.adapter_id == adapter_id:
-                lane = self._lanes[Direction.TO_DEVICE]
-                ends_s = list(lane.ends_s()[transfer_id]) if load.num_on_host else []
-                read_s = self._read_ends_s(load)
-                for num_bytes, end_s in zip(load.group_bytes[len(ends_s) :], read_s, strict=True):
-                    ends_s.append(max([end_s, *ends_s[-1:]]) + num_bytes / self._link.bytes_per_s)
-                return tuple(end_s + self._link.latency_s for end_s in ends_s)
-        return None
+                return self._arrival_s(load)
+        return self._ended_s[adapter_id]
 
     def stats(self, direction: Direction, now_s: float) -> LinkStats:
         """What one direction has carried, and how much is under way."""
         busy_s, num_transfers = self._lanes[direction].at(now_s)
         return LinkStats(self._num_bytes[direction], busy_s, num_transfers)
+
+    def _arrival_s(self, load: _Load) -> tuple[float, ...]:
+        ends_s: list[float] = []
+        if load.num_on_host:
+            ends_s += self._lanes[Direction.TO_DEVICE].ends_s()[load.transfer.transfer_id]
+        unread_bytes = load.group_bytes[len(ends_s) :]
+        for num_bytes, read_s in zip(unread_bytes, self._read_ends_s(load), strict=True):
+            ends_s.append(max([read_s, *ends_s[-1:]]) + num_bytes / self._link.bytes_per_s)
+        return tuple(end_s + self._link.latency_s for end_s in ends_s)
 
     def _copy(self, load: _Load, group_bytes: tuple[int, ...], now_s: float) -> None:
         """Let layer groups have the link, behind those of this load that have it."""

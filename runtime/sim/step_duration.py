@@ -18,8 +18,7 @@ class WaitingRow:
 
     row: int  # in its sub-batch
     facts: AdapterFacts
-    # When each layer group is there, in seconds from the step's start; None = all are.
-    arrival_s: tuple[float, ...] | None
+    arrival_s: Sequence[float]  # when each layer group is there, from the step's start
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,11 @@ def _part(batch: SubBatch, waiting: WaitingRow) -> ColdPart:
     """A row that waits as the planner sees it."""
     row, layers = waiting.row, waiting.facts.layers
     assert layers is not None
-    ready_s = (0.0,) * len(layers.group_of_layer)
-    if waiting.arrival_s is not None:
-        by_group = [max(0.0, time_s) for time_s in waiting.arrival_s]
-        ready_s = by_layer(layers.group_of_layer, by_group)
+    by_group = [max(0.0, time_s) for time_s in waiting.arrival_s]
     return ColdPart(
         batch.num_tokens[row],
         AdapterShape(waiting.facts.num_bytes, layers.rank_sums),
         batch.split_layers[row],
-        ready_s,
+        by_layer(layers.group_of_layer, by_group),
         batch.start_positions[row],
     )

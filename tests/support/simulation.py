@@ -72,9 +72,11 @@ class DrivenExecutor:
     def submit(
         self, *batches: SubBatch, new: tuple[NewRequest, ...] = (),
         transfers: tuple[Transfer, ...] = (), promoted: tuple[int, ...] = (),
+        forget: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         plan = StepPlan(
             StepId(self._next_step_id), batches, new, transfers=transfers,
+            forget_requests=tuple(RequestId(number) for number in forget),
             promoted_transfers=tuple(TransferId(number) for number in promoted),
         )  # fmt: skip
         self._next_step_id += 1

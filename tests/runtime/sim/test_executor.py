@@ -194,6 +194,27 @@ def test_a_load_that_begins_during_a_step_delays_the_rows_that_wait_for_another(
     assert steps == [(3.5, stepped(1, (1, ORDINARY_TOKEN))), (3.5, stepped(2))]
 
 
+def test_a_load_that_has_ended_has_still_held_up_the_step_that_began_before() -> None:
+    driven = DrivenExecutor(NO_LATENCY)
+    driven.submit(
+        row(1, 0, 4, split_layer=0), new=(request(1, 4, adapter=1),), transfers=(load(1),)
+    )
+    driven.results(3.0)
+    driven.submit(transfers=(load(2),))
+    steps = [told for told in driven.results() if isinstance(told[1], StepResult)]
+    assert steps == [(5.0, stepped(1, (1, ORDINARY_TOKEN))), (5.0, stepped(2))]
+
+
+def test_a_request_is_forgotten_when_no_step_has_its_rows() -> None:
+    driven = DrivenExecutor(NO_LATENCY, output_tokens=1)
+    driven.submit(row(1, 0, 4), new=(request(1, 4),))
+    driven.submit(row(1, 4, 1))
+    driven.results(4.0)  # the request has ended, and is in the next step
+    driven.submit(transfers=(load(1),), forget=(1,))
+    assert [time_s for time_s, one in driven.results() if isinstance(one, StepResult)] == [5.0, 5.0]
+    driven.submit(new=(request(1, 4),))  # it is not known any more
+
+
 def test_rows_without_their_adapter_are_refused() -> None:
     driven = DrivenExecutor()
     with pytest.raises(AssertionError, match="not there"):

@@ -1,10 +1,16 @@
 """Replays: the engine's own core over a simulated machine, on virtual and on real time."""
 
+import itertools
 import time
 from dataclasses import replace
 
 import msgspec
 import pytest
+from corun.profiles.models import LinkModel
+from corun.runtime.coldstart.cold import AdapterShape, ColdRequest
+from corun.runtime.coldstart.link import by_layer
+from corun.runtime.coldstart.predict import predict
+from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.engine.messages import AddRequest
 from corun.runtime.errors import ConfigError
 from corun.runtime.sampling import SamplingParams
@@ -45,6 +51,31 @@ def test_a_request_alone_takes_what_its_load_and_its_steps_take() -> None:
     decode_s = 2 * (12e-3 + 23e-3 + 0.05e-3 + 4e-6 * 8) + 1e-6 * (701 + 702)
     assert record.end_s == pytest.approx(3.0 + first_s + second_s + decode_s)
     assert (record.num_output_tokens, record.finish_reason) == (3, "stop")
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [50.0, 1e3, 1e5])
+@pytest.mark.parametrize("num_prompt_tokens", [1, 4, 13])
+def test_what_the_planner_predicts_of_a_request_alone_comes_true(
+    link_bytes_per_s: float, num_prompt_tokens: int
+) -> None:
+    model = replace(MODEL, link=LinkModel(link_bytes_per_s, 0.5))
+    machine = replace(MACHINE, model=model)
+    replayed = simulate(machine, workload((0.0, 0, num_prompt_tokens, 2)), SimulationOptions())
+    (strategy,) = replayed.stats.cold_starts
+    facts = machine.adapter_facts("one", 8)
+    assert facts.layers is not None
+    lane_s = [size / link_bytes_per_s for size in facts.layers.group_bytes]
+    arrival_s = [end_s + 0.5 for end_s in itertools.accumulate(lane_s)]
+    cold = ColdRequest(
+        num_tokens=num_prompt_tokens,
+        adapter=AdapterShape(facts.num_bytes, facts.layers.rank_sums),
+        ready_s=by_layer(facts.layers.group_of_layer, arrival_s),
+        max_chunk_tokens=machine.max_num_batched_tokens,
+        max_assisted_tokens=MODEL.tokens_per_worker,
+        num_workers=1,
+    )
+    predicted = predict(model, cold, LoadStrategy(strategy))
+    assert replayed.records[0].first_token_s == pytest.approx(predicted.first_token_s)
 
 
 def test_the_same_replay_gives_the_same_bytes() -> None:

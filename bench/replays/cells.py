@@ -1,0 +1,199 @@
+"""One recipe at one rate under one policy, on virtual time, and what comes of it."""
+
+import functools
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from corun.runtime.memory.adapter_cache import AdapterCache
+from corun.runtime.plan import RequestId
+from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
+from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor, OutputPredictor
+from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
+from corun.runtime.sim.engine import SimulationOptions, simulate
+from corun.runtime.sim.machines import MACHINES, SimulatedMachine
+from corun.runtime.sim.recipes import RECIPES
+from corun.runtime.sim.replay import Replayed, RequestRecord
+from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
+
+BASELINE = "slora"  # fcfs without headroom, which drops idle adapters, as S-LoRA does
+POLICIES = (BASELINE, *SCHEDULER_POLICIES)
+DROPPED_SHARE = 0.05  # of the requests: while the engine fills
+ACCURACY = 0.8  # of the oracle
+
+# Far longer than any request takes alone: between two of them the engine is idle.
+_ALONE_GAP_S = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is run. The same seed gives all policies the same requests at the same times."""
+
+    recipe: str
+    rate_rps: float
+    policy: str  # of POLICIES
+    accuracy: float | None  # of the oracle; None = the predictor is ``history``
+    seed: int
+    num_requests: int
+
+    @property
+    def name(self) -> str:
+        """For people and files."""
+        return (
+            f"{self.recipe}-{self.rate_rps:g}rps-{self.policy}-{predictor_name(self.accuracy)}"
+            f"-seed{self.seed}-{self.num_requests}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one cell; times in seconds. First tokens count from arrivals."""
+
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    slowdown_p99: float  # first tokens, in times of the same request's alone on an idle engine
+    unloaded_p99_s: float  # first tokens of the same requests, each alone
+    e2e_mean_s: float
+    tpot_mean_s: float  # of requests with two tokens or more: (last - first) / (n - 1)
+    num_preempted: int  # requests, squashed ones among them
+    num_squashes: int
+    num_lanes: int  # at the end; 1 for policies without lanes
+    quota_tokens: tuple[int, ...]  # of the lanes at the end
+    num_requests: int  # that these figures are of
+    num_refused: int
+    served_rps: float
+
+
+def predictor_name(accuracy: float | None) -> str:
+    """``history``, or the oracle with its accuracy in percent."""
+    return "history" if accuracy is None else f"oracle{accuracy * 100:g}"
+
+
+def machine_of(recipe: str) -> SimulatedMachine:
+    """The one that the recipe is meant for."""
+    return MACHINES[RECIPES[recipe].machine]
+
+
+def run_cell(cell: Cell, traces: Path | None) -> Figures:
+    """Simulate. Raises ``ConfigError`` if there is no such recipe, policy or trace."""
+    workload = make_workload(
+        cell.recipe, rate_rps=cell.rate_rps, num_requests=cell.num_requests, seed=cell.seed,
+        traces=traces,
+    )  # fmt: skip
+    policies: list[SchedulerPolicy] = []
+
+    def policy(facts: PolicyFacts) -> SchedulerPolicy:
+        policies.append(make_policy("fcfs" if cell.policy == BASELINE else cell.policy, facts))
+        return policies[0]
+
+    options = SimulationOptions(
+        scheduling_policy=policy,
+        make_predictor=functools.partial(_predictor, cell.accuracy, cell.seed),
+    )
+    if cell.policy == BASELINE:
+        options = replace(
+            options,
+            growth_headroom=0.0,
+            make_adapter_cache=functools.partial(AdapterCache, keeps_idle=False),
+        )
+    machine = machine_of(cell.recipe)
+    replayed = simulate(machine, workload, options)
+    return _figures(replayed, workload, _alone_s(machine, workload), policies[0])
+
+
+def _predictor(
+    accuracy: float | None, seed: int, output_tokens: dict[RequestId, int]
+) -> OutputPredictor:
+    if accuracy is None:
+        return HistoryPredictor()
+    return OraclePredictor(output_tokens, accuracy, random.Random(seed))
+
+
+def _figures(
+    replayed: Replayed, workload: Workload, alone_s: Sequence[float], policy: SchedulerPolicy
+) -> Figures:
+    num_dropped = math.ceil(DROPPED_SHARE * len(workload.requests))
+    records = [record for record in replayed.records if record.request_id > num_dropped]
+    ttft_s = np.array([_first_token_s(record) - record.arrival_s for record in records])
+    unloaded_s = np.array([alone_s[record.request_id - 1] for record in records])
+    counts = policy.counts()
+    return Figures(
+        ttft_mean_s=float(ttft_s.mean()),
+        ttft_p50_s=_percentile(ttft_s, 50),
+        ttft_p99_s=_percentile(ttft_s, 99),
+        slowdown_p99=_percentile(ttft_s / unloaded_s, 99),
+        unloaded_p99_s=_percentile(unloaded_s, 99),
+        e2e_mean_s=statistics.fmean(_end_s(record) - record.arrival_s for record in records),
+        tpot_mean_s=_tpot_mean_s(records),
+        num_preempted=sum(record.num_preemptions > 0 for record in records),
+        num_squashes=int(counts.get("num_squashed", 0)),
+        num_lanes=int(counts.get("num_lanes", 1)),
+        quota_tokens=tuple(
+            int(tokens) for name, tokens in counts.items() if name.startswith("quota_tokens_")
+        ),
+        num_requests=len(records),
+        num_refused=sum(replayed.refused.values()),
+        served_rps=len(replayed.records) / replayed.duration_s,
+    )
+
+
+def _tpot_mean_s(records: Sequence[RequestRecord]) -> float:
+    gaps_s = [
+        (_end_s(record) - _first_token_s(record)) / (record.num_output_tokens - 1)
+        for record in records
+        if record.num_output_tokens > 1
+    ]
+    return statistics.fmean(gaps_s)
+
+
+def _first_token_s(record: RequestRecord) -> float:
+    assert record.first_token_s is not None, record
+    return record.first_token_s
+
+
+def _end_s(record: RequestRecord) -> float:
+    assert record.end_s is not None, record
+    return record.end_s
+
+
+def _percentile(values: np.ndarray, percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
+# By machine, prompt tokens and rank.
+_known_alone_s: dict[tuple[str, int, int], float] = {}
+
+
+def _alone_s(machine: SimulatedMachine, workload: Workload) -> list[float]:
+    """First token of each request alone on an idle engine, its adapter not on the device.
+
+    This is what any rate comes to that is low enough, under ``slora``; here a request each 1000
+    seconds.
+    """
+    keys = [
+        (machine.name, request.prompt_tokens, workload.ranks[request.adapter])
+        for request in workload.requests
+    ]
+    unknown = sorted(set(keys) - _known_alone_s.keys())
+    if unknown:
+        ranks = sorted({rank for _, _, rank in unknown})
+        requests = tuple(
+            WorkloadRequest(index * _ALONE_GAP_S, ranks.index(rank), prompt_tokens, 1)
+            for index, (_, prompt_tokens, rank) in enumerate(unknown)
+        )
+        options = SimulationOptions(
+            make_adapter_cache=functools.partial(AdapterCache, keeps_idle=False)
+        )
+        alone = simulate(machine, Workload(requests, tuple(ranks), 1), options)
+        known_by_id = dict(zip(itertools.count(1), unknown, strict=False))
+        for record in alone.records:
+            key = known_by_id[record.request_id]
+            _known_alone_s[key] = _first_token_s(record) - record.arrival_s
+    # One that can never fit has no time alone, and is in no figure.
+    return [_known_alone_s.get(key, math.nan) for key in keys]

@@ -1,0 +1,105 @@
+"""What cells came to, on disk: a run that was stopped goes on with those that are not there yet.
+
+A cell is kept under the digest of the code that decides it: of the scheduler, memory, cold starts,
+engine core and simulator, of its own policy and of this folder's ``cells.py``, but not of the other
+policies. Comments and docstrings do not count.
+"""
+
+import ast
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import corun
+
+from replays.cells import BASELINE, Cell, Figures
+
+PRODUCT = Path(corun.__file__).parent
+_CELLS = Path(__file__).with_name("cells.py")
+_DECIDING = (
+    "profiles/*.py", "runtime/*.py", "runtime/adapters/*.py", "runtime/coldstart/*.py",
+    "runtime/engine/core.py", "runtime/engine/messages.py", "runtime/memory/*.py",
+    "runtime/scheduler/**/*.py", "runtime/sim/*.py", "shm/arena_ranges.py",
+)  # fmt: skip
+_LANES = ("chameleon.py", "bypass.py", "lane_queues.py", "lanes/*.py")
+_OWN: Mapping[str, Sequence[str]] = {
+    BASELINE: ("fcfs.py",),
+    "fcfs": ("fcfs.py",),
+    "sjf": ("sjf.py",),
+    "corun": ("corun.py",),
+    "chameleon": _LANES,
+    "chameleon-paper": _LANES,
+    "output-only": _LANES,
+}
+
+
+class KeptCells:
+    """Figures of cells in a folder, a file each."""
+
+    def __init__(self, folder: Path, traces: Path | None) -> None:
+        self._folder = folder
+        self._traces = _traces_digest(traces)
+
+    def get(self, cell: Cell) -> Figures | None:
+        """What was kept of the very same cell; None if nothing was."""
+        try:
+            kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        figures = kept["figures"]
+        return Figures(**figures | {"quota_tokens": tuple(figures["quota_tokens"])})
+
+    def put(self, cell: Cell, figures: Figures) -> None:
+        """Keep; the file is there whole or not at all."""
+        path = self._path(cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"cell": asdict(cell), "figures": asdict(figures)}, indent=1)
+        part = path.with_suffix(".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, path)
+
+    def _path(self, cell: Cell) -> Path:
+        digest = hashlib.sha256((code_digest(cell.policy) + self._traces).encode()).hexdigest()
+        return self._folder / f"{cell.name}-{digest[:16]}.json"
+
+
+@functools.cache
+def code_digest(policy: str) -> str:
+    """Of all code that decides the cells of ``policy``."""
+    digest = hashlib.sha256()
+    for path in deciding_files(policy):
+        digest.update(f"{path.name}\n{_code_of(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def deciding_files(policy: str) -> list[Path]:
+    """Their paths, in a fixed order."""
+    scheduler = PRODUCT / "runtime/scheduler"
+    found = {path for pattern in _DECIDING for path in PRODUCT.glob(pattern)}
+    of_policies = {path for own in _OWN.values() for name in own for path in scheduler.glob(name)}
+    own = {path for name in _OWN[policy] for path in scheduler.glob(name)}
+    return [*sorted(found - of_policies | own), _CELLS]
+
+
+def _code_of(path: Path) -> str:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+            and isinstance(node.body[0].value, ast.Constant)
+        ):
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def _traces_digest(traces: Path | None) -> str:
+    """Of the files' names and sizes; without traces lengths are of a table in the code."""
+    if traces is None:
+        return ""
+    return repr(sorted((path.name, path.stat().st_size) for path in traces.iterdir()))

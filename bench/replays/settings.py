@@ -1,0 +1,50 @@
+"""Which cells are run: recipes at loads, policies, predictors."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from replays.cells import ACCURACY, POLICIES, predictor_name
+
+DEFAULT_POLICIES = ("corun", "slora", "fcfs", "chameleon")
+# Loads of these are shares of what is served when requests never stop coming, those of the others
+# are in units of the largest rate that ``slora`` bears.
+IN_UNITS_OF_CAPACITY = frozenset({"S4"})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A recipe at a load, and how well outputs are predicted."""
+
+    recipe: str
+    load: float
+    accuracy: float | None = ACCURACY  # of the oracle; None = ``history``
+
+    @property
+    def name(self) -> str:
+        """Without the predictor where it is the usual one."""
+        name = f"{self.recipe} at {self.load:g}"
+        is_usual = self.accuracy == ACCURACY
+        return name if is_usual else f"{name}, {predictor_name(self.accuracy)}"
+
+
+DEFAULT_SETTINGS = (Setting("S1", 1.1), Setting("S3", 1.0))
+FULL_SETTINGS = (
+    *(Setting("S1", load) for load in (1.0, 1.1, 1.2)),
+    *(Setting(recipe, load) for recipe in ("S2", "S3", "S5") for load in (1.0, 1.1)),
+    *(Setting("S4", load) for load in (0.15, 0.5)),
+)
+# Run by ``corun`` alone; the oracle at 80 % is among those above.
+ACCURACY_SETTINGS = tuple(
+    Setting("S1", load, accuracy) for load in (1.0, 1.1, 1.2) for accuracy in (1.0, 0.6, None)
+)
+LIMITED_RECIPES = ("S1", "S2", "S3", "S4", "S5")  # of which the largest load is looked for
+LIMITED_POLICY = "corun"
+
+
+def runs_of(
+    settings: Iterable[Setting], policies: Sequence[str]
+) -> list[tuple[Setting, str]]:
+    """Every policy in every setting, in the order of ``POLICIES``."""
+    return [
+        (setting, policy) for setting in settings for policy in POLICIES if policy in policies
+    ]

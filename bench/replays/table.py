@@ -1,0 +1,46 @@
+"""All policies in one table."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from replays.cells import Figures
+from replays.settings import Setting
+from replays.verdicts import METRICS, Results, median_of
+
+_HEAD = (
+    "setting", "policy", *METRICS, "E2E", "TPOT ms", "preempted", "squashed", "refused", "K",
+    "quotas",
+)  # fmt: skip
+
+
+def table(results: Results) -> str:
+    """Medians over seeds; times in seconds. Lanes and quotas are the first seed's, at its end."""
+    rows: list[Sequence[str]] = [_HEAD]
+    rows += [_row(setting, policy, figures) for (setting, policy), figures in results.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def _row(setting: Setting, policy: str, figures: Sequence[Figures]) -> Sequence[str]:
+    num_requests = sum(one.num_requests for one in figures)
+    quotas = figures[0].quota_tokens
+    return (
+        setting.name,
+        policy,
+        *(f"{median_of(figures, metric):.2f}" for metric in METRICS),
+        f"{statistics.median(one.e2e_mean_s for one in figures):.1f}",
+        f"{1e3 * statistics.median(one.tpot_mean_s for one in figures):.0f}",
+        f"{sum(one.num_preempted for one in figures) / num_requests:.2%}",
+        f"{sum(one.num_squashes for one in figures) / num_requests:.2%}",
+        str(sum(one.num_refused for one in figures)),
+        str(figures[0].num_lanes) if quotas else "-",
+        "/".join(map(str, quotas)) or "-",
+    )
+
+
+def _line(row: Iterable[str], widths: Sequence[int]) -> str:
+    cells = [
+        text.ljust(width) if index < 2 else text.rjust(width)  # noqa: PLR2004
+        for index, (text, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()

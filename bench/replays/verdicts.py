@@ -1,0 +1,175 @@
+"""What policies are held to, and what the figures say of it."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paired import Ratio, ratio_of
+
+from replays.cells import ACCURACY, BASELINE, Figures, predictor_name
+from replays.settings import ACCURACY_SETTINGS, FULL_SETTINGS, Setting
+
+# By setting and policy; one element per seed, in the same order everywhere.
+Results = Mapping[tuple[Setting, str], Sequence[Figures]]
+
+METRICS: Mapping[str, Callable[[Figures], float]] = {
+    "mean": lambda one: one.ttft_mean_s,
+    "P50": lambda one: one.ttft_p50_s,
+    "P99": lambda one: one.ttft_p99_s,
+    "P99 slowdown": lambda one: one.slowdown_p99,
+}
+MAX_PREEMPTED = 0.002
+MAX_PREEMPTED_HISTORY = 0.01
+MAX_SQUASHED = 0.05
+MAX_P99_OF_WORSE_PREDICTIONS = 1.10
+MIN_LARGEST_LOAD = 1.00
+MAX_CHAMELEON = 1.03  # up to which it is preferred to ``corun``
+
+_MAX_P99 = 1.02
+_SLACK = 0.04  # of the interval's end, where something is not to be above a value
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What one policy is held to against another one on the same arrivals."""
+
+    setting: Setting
+    policy: str
+    other: str
+    metric: str  # of METRICS
+    most: float  # of the ratio of the two
+    is_lower: bool  # the ratio is to be below 1, all of its interval
+
+    @property
+    def name(self) -> str:
+        """Says what is held to what."""
+        held = f"{self.setting.name}: {self.metric} of {self.policy}"
+        if self.is_lower:
+            return f"{held} {100 * (1 - self.most):g} % below {self.other}"
+        return f"{held} <= {self.most:.2f} x {self.other}"
+
+    def holds(self, ratio: Ratio) -> bool:
+        """Whether the median meets it, and the interval does not say otherwise."""
+        end = 1.0 if self.is_lower else self.most + _SLACK
+        is_inside = ratio.high < end if self.is_lower else ratio.high <= end
+        return ratio.median <= self.most and is_inside
+
+
+def all_bounds() -> list[Bound]:
+    """Those between two policies."""
+    bounds = []
+    for setting in FULL_SETTINGS:
+        for other, metric, share in _lower(setting):
+            bounds.append(Bound(setting, "corun", other, metric, 1.0 - share, is_lower=True))
+        for other in _not_above(setting):
+            bounds.append(Bound(setting, "corun", other, "P99", _MAX_P99, is_lower=False))
+        if setting.recipe == "S3":
+            paper = "chameleon-paper"
+            bounds.append(Bound(setting, "chameleon", paper, "P99", 1.0, is_lower=False))
+    return bounds
+
+
+def _lower(setting: Setting) -> Iterable[tuple[str, str, float]]:
+    """Whom ``corun`` is held to be below in ``setting``, in what, and by which share."""
+    recipe, load = setting.recipe, setting.load
+    if recipe == "S4":
+        return [(BASELINE, "mean", 0.10)]
+    if load == 1.2:  # noqa: PLR2004
+        return [(BASELINE, "P99", 0.20), (BASELINE, "mean", 0.40)]
+    against_baseline = [
+        (BASELINE, "P50", 0.08),
+        (BASELINE, "mean", 0.08 if recipe == "S5" else 0.15),
+        (BASELINE, "P99 slowdown", 0.20 if recipe == "S2" else 0.50),
+    ]
+    if recipe == "S5":
+        return against_baseline
+    slowdown = 0.20 if recipe == "S2" else 0.30
+    return [*against_baseline, ("fcfs", "mean", 0.12), ("fcfs", "P99 slowdown", slowdown)]
+
+
+def _not_above(setting: Setting) -> Sequence[str]:
+    """Whose P99 that of ``corun`` is not to be above."""
+    if setting.recipe == "S4" or setting.load == 1.2:  # noqa: PLR2004
+        return ()
+    return (BASELINE,) if setting.recipe == "S5" else (BASELINE, "fcfs")
+
+
+def ratio(results: Results, setting: Setting, policy: str, other: str, metric: str) -> Ratio | None:
+    """``policy`` over ``other`` on the same arrivals; None where one of them was not run."""
+    ours, theirs = results.get((setting, policy)), results.get((setting, other))
+    if ours is None or theirs is None:
+        return None
+    value = METRICS[metric]
+    return ratio_of([value(a) / value(b) for a, b in zip(ours, theirs, strict=True)])
+
+
+def judge_pairs(results: Results) -> dict[str, tuple[Ratio, bool]]:
+    """Ratios of all bounds whose two policies were run, and whether they hold."""
+    judged = {}
+    for bound in all_bounds():
+        found = ratio(results, bound.setting, bound.policy, bound.other, bound.metric)
+        if found is not None:
+            judged[bound.name] = found, bound.holds(found)
+    return judged
+
+
+def judge_preemptions(results: Results) -> dict[str, tuple[float, bool]]:
+    """Shares of requests, of all seeds together: preempted by ``corun``, squashed."""
+    judged = {}
+    for (setting, policy), figures in results.items():
+        num_requests = sum(one.num_requests for one in figures)
+        if policy == "corun" and setting.recipe == "S1":
+            most = MAX_PREEMPTED_HISTORY if setting.accuracy is None else MAX_PREEMPTED
+            share = sum(one.num_preempted for one in figures) / num_requests
+            name = f"{_with_predictor(setting)}: preempted by corun <= {most:.1%}"
+            judged[name] = share, share <= most
+        if policy == "chameleon":
+            share = sum(one.num_squashes for one in figures) / num_requests
+            name = f"{setting.name}: squashed by chameleon <= {MAX_SQUASHED:.0%}"
+            judged[name] = share, share <= MAX_SQUASHED
+    return judged
+
+
+def judge_accuracy(results: Results) -> dict[str, tuple[Ratio, bool]]:
+    """P99 of ``corun`` where the oracle is right in 60 %, over where it always is."""
+    judged = {}
+    for load in sorted({setting.load for setting in ACCURACY_SETTINGS}):
+        worse = results.get((Setting("S1", load, 0.6), "corun"))
+        best = results.get((Setting("S1", load, 1.0), "corun"))
+        if worse is None or best is None:
+            continue
+        found = ratio_of([a.ttft_p99_s / b.ttft_p99_s for a, b in zip(worse, best, strict=True)])
+        most = MAX_P99_OF_WORSE_PREDICTIONS
+        name = f"S1 at {load:g}: P99 of corun at 60 % <= {most:.2f} x that at 100 %"
+        is_held = found.median <= most and found.high <= most + _SLACK
+        judged[name] = found, is_held
+    return judged
+
+
+def chameleon_over_corun(results: Results) -> dict[str, float]:
+    """Medians of the ratio in mean and P99, by setting."""
+    found = {}
+    for setting in dict.fromkeys(setting for setting, _ in results):
+        for metric in ("mean", "P99"):
+            one = ratio(results, setting, "chameleon", "corun", metric)
+            if one is not None:
+                found[f"{setting.name}: {metric}"] = one.median
+    return found
+
+
+def default_policy(bounds: Mapping[str, bool | None], over_corun: Mapping[str, float]) -> str:
+    """Which policy is to be the default, as far as these cells go."""
+    if over_corun and max(over_corun.values()) <= MAX_CHAMELEON:
+        return "chameleon"
+    of_corun = [is_held for name, is_held in bounds.items() if "corun" in name]
+    return "corun" if of_corun and all(of_corun) else "fcfs"
+
+
+def median_of(figures: Sequence[Figures], metric: str) -> float:
+    """Over seeds."""
+    return statistics.median(map(METRICS[metric], figures))
+
+
+def _with_predictor(setting: Setting) -> str:
+    is_usual = setting.accuracy == ACCURACY
+    return f"{setting.name}, {predictor_name(setting.accuracy)}" if is_usual else setting.name
