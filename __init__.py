@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .runtime.frontend.async_engine import AsyncEngine
     from .runtime.frontend.engine import Engine
     from .runtime.frontend.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from .runtime.request import Request
     from .runtime.sampling import SamplingParams
+    from .runtime.scheduler.policy import PolicyFacts, SchedulerPolicy, Verdict
 
 __version__ = "0.1.0"
 
@@ -42,13 +44,17 @@ __all__ = [
     "ModelError",
     "NotServedError",
     "OverloadedError",
+    "PolicyFacts",
+    "Request",
     "RequestError",
     "RequestOutput",
     "ResourceError",
     "SamplingParams",
+    "SchedulerPolicy",
     "StepFailedError",
     "TooManySequencesError",
     "UnknownModelError",
+    "Verdict",
     "__version__",
 ]
 
@@ -62,6 +68,10 @@ _MODULES = {
     "Logprob": ".runtime.frontend.outputs",
     "CompletionOutput": ".runtime.frontend.outputs",
     "RequestOutput": ".runtime.frontend.outputs",
+    "SchedulerPolicy": ".runtime.scheduler.policy",
+    "PolicyFacts": ".runtime.scheduler.policy",
+    "Verdict": ".runtime.scheduler.policy",
+    "Request": ".runtime.request",
 }
 
 

@@ -1,4 +1,4 @@
-"""How long a prompt may be and how many requests may wait: one rule and one wording for each.
+"""What a request may be and how many may wait: one rule and one wording for each.
 
 A front end asks before it troubles the engine; the scheduler asks whoever comes. Pure.
 """
@@ -16,6 +16,15 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
             f"{max_model_len - 1}, as prompt and output together have at most {max_model_len} "
             "(--max-model-len)",
             param="prompt",
+        )
+
+
+def check_predicted_output(num_tokens: int | None) -> None:
+    """Raise ``RequestError`` if a request's own prediction is none; None = the engine predicts."""
+    if num_tokens is not None and not 1 <= num_tokens < 2**31:
+        raise RequestError(
+            f"predicted_output_tokens is {num_tokens}, must be in [1, {2**31 - 1}]",
+            param="predicted_output_tokens",
         )
 
 

@@ -40,7 +40,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[BlockId] = field(default_factory=list)
     max_total_tokens: int = 0  # prompt and output; set when the scheduler accepts the request
-    # Fixed when the scheduler accepts the request; what comes true may be more, or less.
+    # 0 until the scheduler accepts the request, unless its client knows; then fixed. What comes
+    # true may be more, or less.
     num_predicted_output_tokens: int = 0
     num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # as scheduled

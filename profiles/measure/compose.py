@@ -14,7 +14,7 @@ from .invocation import InvocationTimes
 from .link import LinkTimes
 from .lora import LoraTimes
 from .step_shapes import with_steps
-from .steps import StepTimes
+from .steps import WholeStepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Parts:
     max_tokens: int  # of a step
     base: BaseTimes
     decode: DecodeTimes
-    steps: StepTimes
+    steps: WholeStepTimes
     link: LinkTimes
     deltas: DeltaTimes
     invocation: InvocationTimes | None

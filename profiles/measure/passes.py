@@ -106,14 +106,11 @@ class Passes:
         assert timer is not None
         return timer.spans()
 
-    def forward(self, rows: PackedRows, wrap: Callable[[DeltaPass], DeltaPass] | None) -> None:
+    def forward(self, rows: PackedRows, wrap: Callable[[DeltaPass], DeltaPass]) -> None:
         """Lower and run ``rows``; ``wrap`` makes the pass of the deltas from the usual one."""
         inputs = self._lower(rows)
-        deltas: DeltaPass | None = None
-        if wrap is not None:
-            usual = NO_DELTAS if inputs.lora is None else ResidentDeltas(self.backend, inputs.lora)
-            deltas = wrap(usual)
-        self._runner.forward(inputs, inputs.last_indices, deltas)
+        usual = NO_DELTAS if inputs.lora is None else ResidentDeltas(self.backend, inputs.lora)
+        self._runner.forward(inputs, inputs.last_indices, wrap(usual))
 
     def _lower(self, rows: PackedRows) -> ForwardInputs:
         return lower(rows, self._runner.block_size, self._runner.device)

@@ -29,8 +29,8 @@ from .link import LinkBench, LinkTimes
 from .lora import LoraBench, LoraTimes
 from .passes import Passes
 from .shape import model_groups
-from .step_shapes import StepShape, StepSizes, step_shapes
-from .steps import StepBench, StepTimes, make_step_executor
+from .step_shapes import StepSizes, step_shapes
+from .steps import StepBench, WholeStepTimes, make_step_executor
 from .stopwatch import stopwatch_of
 
 _LOG = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class _Profiler(contextlib.ExitStack):
         self._link = LinkBench(bench.device, self._where, bench.effort.concurrency)
         self._exchange = self._make_exchange()
         self._groups = model_groups(bench.loaded)
-        self._shapes = self._step_shapes()
+        self._sizes = self._step_sizes()
+        self._shapes = step_shapes(self._sizes)
         self._passes, self._steps = self._make_passes()
 
     def measure(self) -> Parts:
@@ -135,18 +136,17 @@ class _Profiler(contextlib.ExitStack):
         device.adopt(compute)
         return Exchange(device, compute, transfer)
 
-    def _step_shapes(self) -> list[StepShape]:
+    def _step_sizes(self) -> StepSizes:
         bench, effort, layout = self._bench, self._effort, self._bench.loaded.layout
         kv_tokens = effort.max_kv_bytes * layout.block_size // layout.block_bytes
         max_chunk = min(max(effort.chunk_tokens), bench.max_tokens)
         max_context = min(max(effort.context_tokens), bench.max_context)
-        sizes = StepSizes(
+        return StepSizes(
             decode_rows=effort.decode_rows,
             chunk_tokens=cut(effort.chunk_tokens, max_chunk),
             context_tokens=cut(effort.context_tokens, max_context),
             max_kv_tokens=min(effort.max_kv_tokens, kv_tokens),
         )
-        return step_shapes(sizes)
 
     def _make_passes(self) -> tuple[Passes, StepBench]:
         """What runs forwards, and what runs whole steps, with one pool."""
@@ -161,7 +161,7 @@ class _Profiler(contextlib.ExitStack):
         for layer in range(len(loaded.layout.layers)):
             for part in runner.pool.layer(layer):
                 part.zero_()  # memory that nobody has written is read faster
-        executor = make_step_executor(loaded, runner, self._bench.max_context)
+        executor = make_step_executor(loaded, runner, self._sizes.context_tokens[-1])
         self.callback(executor.close)
         passes = Passes(
             runner, loaded.lora_backend, stopwatch_of(self._where),
@@ -193,7 +193,7 @@ class _Profiler(contextlib.ExitStack):
             ),
         )  # fmt: skip
 
-    def _step_times(self, base: BaseTimes, decode: DecodeTimes, meter: Meter) -> StepTimes:
+    def _step_times(self, base: BaseTimes, decode: DecodeTimes, meter: Meter) -> WholeStepTimes:
         on_progress = meter.begin("steps", "whole steps")
         curves = base.step_s, decode.step_s
         return self._steps.measure(self._shapes, curves, self._effort.steps, on_progress)

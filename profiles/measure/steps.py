@@ -38,7 +38,7 @@ _SAMPLING = SamplingParams(max_tokens=1, seed=0)  # else what a request has that
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class WholeStepTimes:
     """Points with the plane through them."""
 
     record: FitRecord
@@ -75,7 +75,7 @@ class StepBench:
     def measure(
         self, shapes: Sequence[StepShape], curves: tuple[Curve, Curve], repeats: Repeats,
         on_progress: Progress,
-    ) -> StepTimes:  # fmt: skip
+    ) -> WholeStepTimes:  # fmt: skip
         """``curves``: of forwards, as ``step_point`` takes them."""
         measured = measure_rounds(
             [Case(s.name, partial(self._step_s, self._announce(s))) for s in shapes],
@@ -87,7 +87,7 @@ class StepBench:
         kept = [shape for shape in shapes if shape.name in measured.values]
         points = tuple(step_point(shape, *curves) for shape in kept)
         y = tuple(median(measured.values[shape.name]) for shape in kept)
-        return StepTimes(
+        return WholeStepTimes(
             FitRecord(fit_with_held_out(points, y, num_known=1), points, y),
             tuple(relative_spread(values) for values in measured.values.values()),
             measured.left_out,

@@ -116,7 +116,9 @@ class EngineConfig:
         check=parse_num_bytes,
     )
     scheduling_policy: str = option(
-        "fcfs", choices=tuple(SCHEDULER_POLICIES), help="Who is admitted next."
+        "fcfs",
+        choices=tuple(SCHEDULER_POLICIES),
+        help="Who is admitted next, whose prompt is computed first, and who gives way.",
     )
     output_predictor: str = option(
         "history",
@@ -128,25 +130,27 @@ class EngineConfig:
         None,
         above=0,
         maximum=86400,
-        help="Time to first token that policies aim at; default: 5 times that of an idle engine.",
+        help="Seconds to a first token that policies aim at; default: 5 times what an idle engine "
+        "takes.",
     )
     refresh_s: float = option(
         300.0,
         above=0,
         maximum=86400,
-        help="How often policies with several queues cut them anew.",
+        help="Seconds after which policies that have several queues cut them anew.",
     )
     queues: str = option(
         "auto",
-        metavar="auto|fixed:K",
-        help="Queues of such policies, 1 to 4; auto = as many as the sizes of requests suggest.",
+        metavar="QUEUES",
+        help="How many queues such policies have: fixed:K, K from 1 to 4, or auto = as many as the "
+        "sizes of requests suggest.",
         check=parse_queues,
     )
     prefetch_requests: int = option(
         16,
         minimum=0,
         maximum=2**16,
-        help="Waiting requests whose adapters are loaded ahead.",
+        help="Waiting requests whose adapters are loaded ahead at most.",
     )
     growth_headroom: float = option(
         0.01,

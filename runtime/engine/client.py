@@ -5,6 +5,7 @@ Owns the life and death of that process or thread; what is said over the channel
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from ..config.engine import EngineConfig
 from ..errors import CorunError
 from .channel import Channel
 from .channel_client import DEATH_GRACE_S, ChannelClient, EngineClient
-from .loop import serve_channel
+from .loop import OwnPolicy, serve_channel
 from .messages import ToEngine
 from .process import load_factory
 from .spawn import DEFAULT_FACTORY, SpawnedEngine, spawn_engine
@@ -115,9 +116,14 @@ class ProcessClient(ChannelClient):
 class ThreadClient(ChannelClient):
     """An engine in a thread of this process, which changes nothing that other threads share."""
 
-    def __init__(self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY) -> None:
+    def __init__(
+        self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY,
+        own_policy: OwnPolicy | None = None,
+    ) -> None:  # fmt: skip
+        """``own_policy`` makes the scheduling policy instead of the one that ``config`` names."""
         super().__init__(config)
         self._factory = factory
+        self._own_policy = own_policy
         self._thread: threading.Thread | None = None
         self._failures: list[str] = []  # what ended the thread, if not we
 
@@ -127,7 +133,7 @@ class ThreadClient(ChannelClient):
         # interpreter exit the finalizer ends the thread in an orderly way.
         thread = threading.Thread(
             target=_serve_in_thread,
-            args=(theirs, self.config, self._factory, self._failures),
+            args=(theirs, self.config, self._factory, self._own_policy, self._failures),
             name="corun-engine",
             daemon=True,
         )
@@ -148,12 +154,19 @@ class ThreadClient(ChannelClient):
 
 
 def _serve_in_thread(
-    sock: socket.socket, config: EngineConfig, factory: str, failures: list[str]
+    sock: socket.socket,
+    config: EngineConfig,
+    factory: str,
+    own_policy: OwnPolicy | None,
+    failures: list[str],
 ) -> None:
     """Serve until the end; notes in ``failures`` what went wrong, without what it refers to."""
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     try:
-        serve_channel(channel, config, load_factory(factory), own_process=False)
+        build = load_factory(factory)
+        if own_policy is not None:
+            build = functools.partial(build, own_policy=own_policy)
+        serve_channel(channel, config, build, own_process=False)
     except CorunError as error:
         _logger.error("the engine stops: %s", error)
         failures.append(f"the engine failed: {error}")

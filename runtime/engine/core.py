@@ -5,6 +5,7 @@ adapter versions. It knows nothing of channels, processes, text or tensors.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,7 +66,7 @@ class CoreConfig:
 class EngineCore:
     """Requests in, tokens out. Not thread-safe: one thread calls it.
 
-    A caller waits on ``fileno()`` and its own inbox, without a deadline, unless ``is_ready``.
+    Unless ``is_ready``, a caller waits on ``fileno()`` and its own inbox, until ``wake_at_s``.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class EngineCore:
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._updates: list[RequestUpdate] = []  # for the next step to return
         self._has_news = False  # something happened since nothing could be scheduled
+        self._asked_s = -math.inf  # when the scheduler was asked last
         self._num_steps = 0
 
     @property
@@ -110,8 +112,18 @@ class EngineCore:
     @property
     def is_ready(self) -> bool:
         """Whether ``step`` might get on right now, without waiting for the executor."""
-        can_submit = self._scheduler.num_in_flight < self._config.max_steps_in_flight
-        return bool(self._updates) or (self._has_news and can_submit)
+        return bool(self._updates) or (self._has_news and self._can_submit)
+
+    def wake_at_s(self) -> float | None:
+        """When ``step`` may get on although nothing has happened, on the clock; None = never.
+
+        A deadline counts until the scheduler is asked at it or later: what cannot be scheduled
+        then waits for news, so that nobody is woken again and again by what has passed.
+        """
+        wake_at_s = self._scheduler.wake_at_s()
+        if wake_at_s is None or wake_at_s <= self._asked_s or not self._can_submit:
+            return None
+        return wake_at_s
 
     def add_request(self, message: AddRequest) -> None:
         """Take a request. Raises ``RequestError`` if it is refused."""
@@ -132,6 +144,7 @@ class EngineCore:
             namespace=kv_namespace(
                 self._config.base_fingerprint, self._config.dtype, adapters, message.cache_salt
             ),
+            num_predicted_output_tokens=message.predicted_output_tokens or 0,
         )
         self._scheduler.add_request(request, now_s)
         self._adapter_of[request.request_id] = adapter_id
@@ -183,10 +196,11 @@ class EngineCore:
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
         """Submit what can be scheduled, take in what has ended, and return what is new.
 
-        Waits up to ``timeout_s`` for the executor if something is in flight and nothing is new.
-        If it returns nothing, there is nothing to do before ``fileno()`` is readable or a request
-        comes. If it returns updates, the next step may be due: whoever brings new requests first
-        has them in it.
+        Waits up to ``timeout_s``, and not beyond ``wake_at_s``, for the executor if something is
+        in flight or the policy wants to be woken, and nothing is new. If it returns nothing, there
+        is nothing to do before ``fileno()`` is readable, a request comes or it is time to wake. If
+        it returns updates, the next step may be due: whoever brings new requests first has them
+        in it.
         """
         if not self._scheduler.num_in_flight:  # what is to be known before a step is planned
             self._take(self._executor.poll(0.0))
@@ -232,8 +246,9 @@ class EngineCore:
 
     def _fill(self) -> None:
         """Submit steps until as many as allowed are in flight or nothing can be scheduled."""
-        while self._scheduler.num_in_flight < self._config.max_steps_in_flight:
-            plan = self._scheduler.schedule(self._clock())
+        while self._can_submit:
+            self._asked_s = self._clock()
+            plan = self._scheduler.schedule(self._asked_s)
             if plan is None:
                 self._has_news = False
                 break
@@ -264,7 +279,10 @@ class EngineCore:
         ``EngineDeadError``.
         """
         scheduler = self._scheduler
-        if not self._is_waiting:
+        wake_at_s = self.wake_at_s()
+        if wake_at_s is not None:
+            timeout_s = min(timeout_s, max(0.0, wake_at_s - self._clock()))
+        elif not self._is_waiting:
             is_stuck = scheduler.has_work() and not (
                 self._has_news or scheduler.memory.num_registrations
             )
@@ -283,6 +301,11 @@ class EngineCore:
             self._has_news = True
             return
         self._take(results)
+
+    @property
+    def _can_submit(self) -> bool:
+        """Whether one more step may be in flight."""
+        return self._scheduler.num_in_flight < self._config.max_steps_in_flight
 
     @property
     def _is_waiting(self) -> bool:

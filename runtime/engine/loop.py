@@ -9,12 +9,14 @@ of what is at the channel's other end.
 import contextlib
 import logging
 import selectors
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from ..adapters.registry import AdapterInfo
 from ..config.engine import EngineConfig
 from ..errors import CorunError, EngineDeadError, RequestError
+from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from .channel import Channel
 from .messages import (
     AbortRequests,
@@ -38,6 +40,8 @@ from .messages import (
     TokenizerSpec,
 )
 
+OwnPolicy = Callable[[PolicyFacts], SchedulerPolicy]  # makes one that has no name
+
 _LAST_WORDS_TIMEOUT_S = 2.0
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +52,11 @@ class Core(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``step`` might get on now; if not, ``fileno`` or a request must come first."""
+        """Whether ``step`` might get on now; if not, something of what follows must come first."""
+        ...
+
+    def wake_at_s(self) -> float | None:
+        """When ``step`` may get on although nothing has happened, on the monotonic clock."""
         ...
 
     def add_request(self, message: AddRequest) -> None:
@@ -124,9 +132,17 @@ class BuildEngine(Protocol):
     """Makes an engine from its configuration."""
 
     def __call__(
-        self, config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[str], None],
+        own_process: bool,
+        own_policy: OwnPolicy | None = None,
     ) -> BuiltEngine:
-        """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process."""
+        """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process.
+
+        ``own_policy`` makes the scheduling policy instead of the one that ``config`` names.
+        """
         ...
 
 
@@ -149,8 +165,12 @@ class EngineHost:
 
     @property
     def can_turn(self) -> bool:
-        """Whether a turn would get on now; otherwise a descriptor or a message must come first."""
+        """Whether a turn would get on now; if not, a descriptor, a message or a time must."""
         return self._has_messages or self._core.is_ready
+
+    def wake_at_s(self) -> float | None:
+        """When a turn may get on although nothing has happened, on the monotonic clock."""
+        return self._core.wake_at_s()
 
     def filenos(self) -> list[int]:
         """Descriptors of which one is readable when a turn would get on."""
@@ -261,12 +281,13 @@ class EngineLoop:
         return not self._channel.at_end
 
     def _sleep(self, selector: selectors.BaseSelector) -> None:
-        """Wait until something can be read, or sent where something is left to send."""
+        """Wait until there is something to read, to send if something is left, or time to wake."""
         events = selectors.EVENT_READ
         if self._channel.has_unsent:
             events |= selectors.EVENT_WRITE
         selector.modify(self._channel, events)
-        selector.select()
+        wake_at_s = self._host.wake_at_s()
+        selector.select(None if wake_at_s is None else max(0.0, wake_at_s - time.monotonic()))
 
 
 def serve_channel(

@@ -27,6 +27,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams  # n is 1, seed and max_tokens are set
     adapter_name: str | None = None  # None = the base model
     cache_salt: str = ""
+    predicted_output_tokens: int | None = None  # None = the engine predicts
 
 
 class AddRequests(EngineMessage, frozen=True):

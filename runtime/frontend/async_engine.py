@@ -22,10 +22,10 @@ from ..engine.messages import (
     TokenizerSpec,
 )
 from ..engine.tokenizer import load_tokenizer
-from ..errors import EngineDeadError
+from ..errors import ConfigError, EngineDeadError
 from ..sampling import SamplingParams
 from .codec import codec_from_spec, codec_of
-from .inputs import BatchItem, Lora, Prompt, default_sampling, make_config
+from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
 from .outputs import LoRARequest, RequestOutput
@@ -39,14 +39,25 @@ class AsyncEngine:
 
     ``AsyncEngine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``. By
     default the engine computes in a thread of this process; with ``own_process=True`` in a
-    process of its own, where nothing that this process does can slow it down.
+    process of its own, where nothing that this process does can slow it down. Where it computes in
+    a thread, ``scheduling_policy`` may also be what makes a ``SchedulerPolicy`` from
+    ``PolicyFacts``, such as a class.
     """
 
     def __init__(
         self, config: EngineConfig | None = None, *, own_process: bool = False, **options: Any
     ) -> None:
-        config = make_config(config, options)
-        client: EngineClient = ProcessClient(config) if own_process else ThreadClient(config)
+        config, own_policy = read_options(config, options)
+        client: EngineClient
+        if not own_process:
+            client = ThreadClient(config, own_policy=own_policy)
+        elif own_policy is None:
+            client = ProcessClient(config)
+        else:
+            raise ConfigError(
+                f"scheduling_policy is {own_policy!r}, which no other process can have: with "
+                "own_process=True it must be a name"
+            )
         self._set_up(client, None)
 
     @classmethod
@@ -204,20 +215,28 @@ class AsyncEngine:
         *,
         lora_request: Lora = None,
         cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's state whenever there is something new, the last one ``finished``.
 
         ``prompt`` is text or token ids; a prompt that a chat template rendered needs
         ``add_special_tokens=False``. Without ``sampling_params`` the model's own defaults apply.
-        ``lora_request`` may be the name of a registered adapter.
+        ``lora_request`` may be the name of a registered adapter. Where the caller knows roughly how
+        long each choice will be, ``predicted_output_tokens`` helps the engine to fit them in.
         Closing the generator aborts the request. Raises ``RequestError``, ``AdapterError``,
         ``EngineDeadError``.
         """
         await self.start()
         await self._loras.resolve(lora_request)
         prepared = await self._requests.prepare(
-            prompt, sampling_params, request_id, lora_request, cache_salt, add_special_tokens
+            prompt,
+            sampling_params,
+            request_id,
+            lora_request,
+            add_special_tokens=add_special_tokens,
+            cache_salt=cache_salt,
+            predicted_output_tokens=predicted_output_tokens,
         )
         waker = Waker()
         generation = self._requests.open(prepared, lambda _: waker.set())
@@ -234,14 +253,23 @@ class AsyncEngine:
             self._requests.close(generation)
 
     async def generate_batch(
-        self, items: Sequence[BatchItem], *, cache_salt: str = ""
+        self,
+        items: Sequence[BatchItem],
+        *,
+        cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output per item, however many wait. See ``Engine.generate``."""
         await self.start()
         batch = []
         for item in items:
             prepared = await self._requests.prepare(
-                item.prompt, item.sampling_params, None, item.lora_request, cache_salt, True
+                item.prompt,
+                item.sampling_params,
+                None,
+                item.lora_request,
+                cache_salt=cache_salt,
+                predicted_output_tokens=predicted_output_tokens,
             )
             batch.append(prepared)
             await asyncio.sleep(0)  # those that run get their tokens meanwhile

@@ -19,7 +19,7 @@ from ..engine.messages import EngineStats, ModelInfo
 from ..engine.spawn import DEFAULT_FACTORY
 from ..sampling import SamplingParams
 from .async_engine import AsyncEngine
-from .inputs import Lora, Prompt, make_config, read_batch
+from .inputs import Lora, Prompt, read_batch, read_options
 from .loop_thread import LoopThread
 from .outputs import LoRARequest, RequestOutput
 
@@ -27,9 +27,10 @@ from .outputs import LoRARequest, RequestOutput
 class Engine:
     """A model with its adapters, for programs that want answers to lists of prompts.
 
-    ``Engine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``. Raises
-    ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a context manager or ``close``
-    it.
+    ``Engine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``; as
+    ``scheduling_policy`` also what makes a ``SchedulerPolicy`` from ``PolicyFacts``, such as a
+    class. Raises ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a context manager
+    or ``close`` it.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class Engine:
         factory: str = DEFAULT_FACTORY,
         **options: Any,
     ) -> None:
-        client = ThreadClient(make_config(config, options), factory=factory)
+        config, own_policy = read_options(config, options)
+        client = ThreadClient(config, factory=factory, own_policy=own_policy)
         self._engine = AsyncEngine.from_client(client)
         self._thread = LoopThread()
         try:
@@ -110,18 +112,23 @@ class Engine:
         lora_request: Lora | Sequence[Lora] = None,
         *,
         cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output per prompt, in their order.
 
         A prompt is text or a list of token ids. ``sampling_params`` and ``lora_request`` are one
-        for all or one per prompt; None means the model's own defaults and the base model. Prompts
+        for all or one per prompt; None means the model's own defaults and the base model.
+        ``predicted_output_tokens``, roughly how long each will be, helps to fit them in. Prompts
         are checked before anything is computed. Raises ``RequestError`` or ``AdapterError``; if a
         request fails later, the others are aborted and its error is raised.
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         items = read_batch(prompts, sampling_params, lora_request)
-        return self._thread.run(self._engine.generate_batch(items, cache_salt=cache_salt))
+        batch = self._engine.generate_batch(
+            items, cache_salt=cache_salt, predicted_output_tokens=predicted_output_tokens
+        )
+        return self._thread.run(batch)
 
 
 def _close(thread: LoopThread, engine: AsyncEngine, pid: int) -> None:

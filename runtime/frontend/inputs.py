@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 from ..config.engine import EngineConfig
+from ..engine.loop import OwnPolicy
 from ..engine.messages import AddRequest, ModelInfo
 from ..errors import RequestError
 from ..limits import check_prompt_length
@@ -44,6 +45,7 @@ class PreparedRequest:
     samplings: Sequence[SamplingParams]  # of the engine, one per choice
     lora_request: Lora
     cache_salt: str = ""
+    predicted_output_tokens: int | None = None  # of each choice; None = the engine predicts
 
     def engine_requests(self, engine_ids: Iterator[int]) -> list[AddRequest]:
         """Return one engine request per choice, with ids drawn from ``engine_ids``."""
@@ -51,18 +53,30 @@ class PreparedRequest:
         adapter_name = lora.lora_name if isinstance(lora, LoRARequest) else lora
         prompt = tuple(self.prompt_token_ids)
         return [
-            AddRequest(next(engine_ids), prompt, sampling, adapter_name, self.cache_salt)
+            AddRequest(
+                next(engine_ids), prompt, sampling, adapter_name,
+                self.cache_salt, self.predicted_output_tokens,
+            )
             for sampling in self.samplings
-        ]
+        ]  # fmt: skip
 
 
-def make_config(config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
-    """Return ``config``, or one made of ``options``; giving both is an error of the caller."""
+def read_options(
+    config: EngineConfig | None, options: dict[str, Any]
+) -> tuple[EngineConfig, OwnPolicy | None]:
+    """Return ``config``, or one made of ``options``; giving both is an error of the caller.
+
+    A scheduling policy that is no name is apart: no configuration can hold it.
+    """
+    own_policy: OwnPolicy | None = None
+    if callable(options.get("scheduling_policy")):
+        options = options.copy()
+        own_policy = options.pop("scheduling_policy")
     if config is None:
-        return EngineConfig(**options)
+        return EngineConfig(**options), own_policy
     if options:
         raise TypeError(f"give a config or options, not both: {', '.join(sorted(options))}")
-    return config
+    return config, own_policy
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 from ..engine.client import EngineClient
 from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, StepOutputs
 from ..errors import EngineDeadError, RequestError
-from ..limits import check_num_open, check_num_sequences
+from ..limits import check_num_open, check_num_sequences, check_predicted_output
 from ..sampling import SamplingParams
 from .generation import Choice, Generation, Notify
 from .inputs import Lora, PreparedRequest, Prompt, check_prompt, default_sampling, engine_sampling
@@ -81,11 +81,13 @@ class RequestClient:
         sampling_params: SamplingParams | None,
         request_id: str | None,
         lora_request: Lora,
-        cache_salt: str,
-        add_special_tokens: bool,
+        add_special_tokens: bool = True,
+        cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
     ) -> PreparedRequest:
         """Check what is asked, and turn its prompt into tokens. Raises ``RequestError``."""
         model, tokenizer = self._ready()
+        check_predicted_output(predicted_output_tokens)
         token_ids: Sequence[int] | str = prompt
         if isinstance(token_ids, str):
             token_ids = await tokenizer.encode_async(
@@ -106,6 +108,7 @@ class RequestClient:
             ),
             lora_request=lora_request,
             cache_salt=cache_salt,
+            predicted_output_tokens=predicted_output_tokens,
         )
 
     def open(self, prepared: PreparedRequest, notify: Notify) -> Generation:

@@ -4,6 +4,7 @@ A request that ends or is preempted while steps in flight refer to its blocks ke
 hold on its adapter, until the last of these steps has returned.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Collection
 
 from ..memory.device_memory import DeviceMemory
@@ -55,15 +56,16 @@ class RunningSet:
         if newcomer is not None:
             requests.append(newcomer)
         size = self._block_size
-        ends = sorted(
-            [(r.num_tokens_to_come, blocks_for(r.num_known_tokens, size)) for r in requests],
-            reverse=True,
-        )
+        ends = sorted([(r.num_tokens_to_come, r.num_known_tokens) for r in requests], reverse=True)
+        rooms: list[int] = []  # tokens that their last known blocks still take, ascending
         num_blocks = most_blocks = 0
-        for number, (num_tokens, num_known_blocks) in enumerate(ends, start=1):
+        for number, (num_tokens, num_known_tokens) in enumerate(ends, start=1):
+            num_known_blocks = blocks_for(num_known_tokens, size)
             num_blocks += num_known_blocks
-            # Of as many requests one in ``size`` begins a block with each token.
-            most_blocks = max(most_blocks, num_blocks + blocks_for(number * num_tokens, size))
+            insort(rooms, num_known_blocks * size - num_known_tokens)
+            num_whole, num_left = divmod(num_tokens, size)
+            num_more = number * num_whole + bisect_left(rooms, num_left)
+            most_blocks = max(most_blocks, num_blocks + num_more)
         return max(0, most_blocks - sum(len(request.block_ids) for request in requests))
 
     def promise_growth(self) -> None:

@@ -192,6 +192,7 @@ class GenerationEndpoint(ABC):
             request_id if len(request.prompts) == 1 else f"{request_id}-{index}",
             lora_request=request.adapter_name,
             cache_salt=request.body.cache_salt or "",
+            predicted_output_tokens=request.body.predicted_output_tokens,
         )
         async with aclosing(outputs):
             async for output in outputs:

@@ -52,6 +52,7 @@ class EnginePort(Protocol):
         *,
         lora_request: str | None = None,
         cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what is new whenever it is asked for, until all choices have ended.
 

@@ -78,6 +78,7 @@ class GenerationFields(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    predicted_output_tokens: int | None = None
     return_timing: bool | None = None
     user: str | None = None  # accepted for compatibility; nothing depends on it
     safety_identifier: str | None = None  # likewise

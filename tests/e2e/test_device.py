@@ -151,7 +151,9 @@ def test_more_requests_than_fit(many: ParityCase, where: str) -> None:
     options = room(where, many, num_tokens=num_tokens, num_adapters=1)
     with Engine(model=str(many.directory), max_model_len=max_model_len, **options) as engine:
         loras = [name and LoRARequest(name, 1, str(many.adapters[name])) for name in names]
-        outputs = engine.generate([[5, 6, 7, 8]] * len(names), params, loras)
+        prompts = [[5, 6, 7, 8]] * len(names)
+        # A prediction that all outgrow.
+        outputs = engine.generate(prompts, params, loras, predicted_output_tokens=1)
         assert engine.get_stats().num_preemptions > 0
     for name, asked, output in zip(names, params, outputs, strict=True):
         assert len(output.outputs) == asked.n

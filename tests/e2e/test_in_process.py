@@ -5,21 +5,27 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from corun import (
     AsyncEngine,
+    ConfigError,
     Engine,
     LoRARequest,
+    PolicyFacts,
+    Request,
     RequestError,
     RequestOutput,
     SamplingParams,
     StepFailedError,
     UnknownModelError,
+    Verdict,
 )
 from corun.runtime.demo import chat_prompt, demo_adapters_path
+from corun.runtime.scheduler.fcfs import FcfsPolicy
 from demo.tasks import unseen_examples
 from support.demo_answers import ADAPTERS
 from support.overflow import make_overflowing
@@ -157,3 +163,42 @@ def test_script_without_a_main_guard() -> None:
         "threads": [],
     }
     assert done.stderr == ""
+
+
+HOLD_S = 0.1
+WAIT_S = 30.0
+
+
+class HeldBack(FcfsPolicy):
+    """Lets a request in only some time after its arrival, when nothing else happens."""
+
+    def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
+        wake_at_s = self.wake_at_s()
+        if wake_at_s is not None and now_s >= wake_at_s:
+            yield from super().candidates(now_s)
+
+    def wake_at_s(self) -> float | None:
+        waiting = self.upcoming(1)
+        return waiting[0].arrival_s + HOLD_S if waiting else None
+
+
+def test_a_policy_of_ones_own_is_woken_when_it_wants() -> None:
+    """An engine that sleeps until something happens would never admit its request."""
+
+    async def ask() -> tuple[str, float]:
+        async with AsyncEngine(scheduling_policy=HeldBack) as engine, asyncio.timeout(WAIT_S):
+            asked_s = time.monotonic()
+            outputs = [output async for output in engine.generate(chat_prompt("hello"), GREEDY)]
+            return outputs[-1].outputs[0].text, time.monotonic() - asked_s
+
+    text, duration_s = asyncio.run(ask())
+    assert text == "You said: hello"
+    assert duration_s >= HOLD_S
+
+
+def test_a_policy_that_cannot_be_made_keeps_the_engine_from_starting() -> None:
+    def broken(facts: PolicyFacts) -> FcfsPolicy:
+        raise ConfigError(f"{facts.capacity_tokens} tokens of KV are not enough for me")
+
+    with pytest.raises(ConfigError, match=r"\d tokens of KV are not enough"):
+        Engine(scheduling_policy=broken)

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from corun import PolicyFacts, SchedulerPolicy
+from corun.runtime.engine.assembly import build
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from support.demo_answers import Question, ask_all
@@ -31,13 +33,25 @@ def test_answers_of_the_demo(server: Served, readme: str) -> None:
 
 
 def test_engine_example(readme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    source = python_example(readme, "with Engine(")
+    source = python_example(readme, "with Engine(model")
     exec(compile(source, "README.md", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["You said: hello world", "HELLO WORLD"]
     promised = re.search(r"print\(.*# (.*), then (.*)$", source, re.MULTILINE)
     assert promised is not None
     assert list(promised.groups()) == printed
+
+
+def test_policy_example(
+    readme: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, facts: PolicyFacts) -> SchedulerPolicy:
+        raise AssertionError(f"the policy {name} was made")
+
+    monkeypatch.setattr(build, "make_policy", refuse)
+    source = python_example(readme, "def candidates")
+    exec(compile(source, "README.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.splitlines() == ["You said: one two three", "You said: one"]
 
 
 def test_fastapi_example(readme: str) -> None:

@@ -47,7 +47,7 @@ def test_preempted_while_loading(engine: ColdEngine, case: ParityCase) -> None:
     """Computed again from the first token, by workers as before."""
     with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS, 9)):
         asked = [
-            engine.ask(name, prompt, max_tokens=10)
+            engine.ask(name, prompt, max_tokens=10, predicted_output_tokens=1)
             for name, prompt in zip(PAIR * 3, prompts(6, seed=10, num_tokens=16), strict=True)
         ]
         engine.run_until(lambda: all(answer.finish_reason for answer in asked))

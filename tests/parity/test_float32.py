@@ -45,6 +45,8 @@ def check(
     case: ParityCase,
     requests: list[tuple[list[int], str | None]],
     params: list[SamplingParams],
+    *,
+    predicted_output_tokens: int | None = None,
     **options: Any,
 ) -> EngineStats:
     """Run the requests together and hold every choice to the truth."""
@@ -54,7 +56,10 @@ def check(
             None if name is None else LoRARequest(name, 1, str(case.adapters[name]))
             for _, name in requests
         ]
-        outputs = engine.generate([tokens for tokens, _ in requests], params, loras)
+        outputs = engine.generate(
+            [tokens for tokens, _ in requests], params, loras,
+            predicted_output_tokens=predicted_output_tokens,
+        )  # fmt: skip
         stats = engine.get_stats()
     for (_, adapter), output, asked in zip(requests, outputs, params, strict=True):
         lengths = [len(choice.token_ids) for choice in output.outputs]
@@ -80,6 +85,7 @@ def test_preempted_requests(case: ParityCase) -> None:
     stats = check(
         case, requests, params, max_num_batched_tokens=64, block_size=4,
         max_model_len=32, memory_gib=room_gib(case, num_blocks=25, adapters=1.0),
+        predicted_output_tokens=1,  # which all outgrow
     )  # fmt: skip
     assert stats.num_preemptions > 0
 

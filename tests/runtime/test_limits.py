@@ -5,6 +5,7 @@ from corun.runtime.errors import OverloadedError, RequestError, TooManySequences
 from corun.runtime.limits import (
     check_num_open,
     check_num_sequences,
+    check_predicted_output,
     check_prompt_length,
     check_queue,
 )
@@ -19,6 +20,15 @@ def test_prompts() -> None:
         with pytest.raises(RequestError) as caught:
             check_prompt_length(num_tokens, 10)
         assert caught.value.param == "prompt"
+
+
+def test_predictions_of_clients() -> None:
+    for num_tokens in (None, 1, 2**31 - 1):
+        check_predicted_output(num_tokens)
+    for num_tokens in (0, -1, 2**31):
+        with pytest.raises(RequestError, match=f"is {num_tokens}, must be in") as caught:
+            check_predicted_output(num_tokens)
+        assert caught.value.param == "predicted_output_tokens"
 
 
 def test_sequences_of_one_caller() -> None:

@@ -168,13 +168,19 @@ class ColdEngine:
     # Requests.
 
     def ask(
-        self, adapter: str | None, prompt: Sequence[int], max_tokens: int = 6, **params: Any
-    ) -> Answer:
+        self, adapter: str | None, prompt: Sequence[int], max_tokens: int = 6,
+        *, predicted_output_tokens: int | None = None, **params: Any,
+    ) -> Answer:  # fmt: skip
         """Begin a greedy request; ``run`` ends it."""
         request_id = next(self._ids)
         values = {"temperature": 0.0, "logprobs": 20, "ignore_eos": True, "seed": 0} | params
         sampling = SamplingParams(max_tokens=max_tokens, **values)
-        self.core.add_request(AddRequest(request_id, tuple(prompt), sampling, adapter))
+        self.core.add_request(
+            AddRequest(
+                request_id, tuple(prompt), sampling, adapter,
+                predicted_output_tokens=predicted_output_tokens,
+            )
+        )  # fmt: skip
         self.answers[request_id] = Answer(adapter, tuple(prompt))
         return self.answers[request_id]
 

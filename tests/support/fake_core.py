@@ -67,6 +67,9 @@ class FakeCore:
     def is_ready(self) -> bool:
         return self._has_news
 
+    def wake_at_s(self) -> float | None:
+        return None
+
     def add_request(self, message: AddRequest) -> None:
         if len(self._open) >= self._config.max_num_waiting:
             raise OverloadedError(

@@ -24,6 +24,7 @@ from corun.runtime.frontend.outputs import (
     LoRARequest,
     RequestOutput,
 )
+from corun.runtime.limits import check_predicted_output
 from corun.runtime.sampling import SamplingParams
 
 BASE_NAME = "tiny"
@@ -95,6 +96,7 @@ class FakeEngine:
         self.num_continued = 0  # outputs asked for after a first one
         self.num_aborted = 0
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
+        self.seen_predictions: list[int | None] = []
 
     def get_model_info(self) -> ModelInfo:
         return ModelInfo(
@@ -142,8 +144,11 @@ class FakeEngine:
         *,
         lora_request: str | None = None,
         cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        check_predicted_output(predicted_output_tokens)
         self.seen.append((prompt, sampling_params, lora_request, cache_salt))
+        self.seen_predictions.append(predicted_output_tokens)
         prompt_ids = list(map(ord, prompt)) if isinstance(prompt, str) else prompt
         if len(prompt_ids) >= MAX_MODEL_LEN:
             raise RequestError(

@@ -20,7 +20,7 @@ from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 from corun.runtime.scheduler.predictor import OutputPredictor
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
-from corun.runtime.scheduler.step_times import LearnedTimes
+from corun.runtime.scheduler.step_times import LearnedTimes, StepTimes
 from support.fake_executor import FakeExecutor
 from support.fake_host import FakeHost
 
@@ -77,6 +77,7 @@ def make_scheduler(
     eos_token_ids: Iterable[int] = (),
     cold_starts: ColdStarts | None = None,
     predictor: OutputPredictor | None = None,
+    times: StepTimes | None = None,
     **limits: Any,
 ) -> Scheduler:
     """``limits``: fields of ``SchedulerConfig``."""
@@ -94,6 +95,7 @@ def make_scheduler(
         eos_token_ids,
         cold_starts,
         predictor=predictor,
+        times=times,
     )
 
 

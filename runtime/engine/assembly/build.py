@@ -34,6 +34,7 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.step_times import LearnedTimes, ProfiledTimes, StepTimes
 from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
+from ..loop import OwnPolicy
 from ..messages import CpuWorkerStats, ModelInfo, TokenizerSpec
 from ..tokenizer import load_tokenizer, spec_of
 from .adapter_wiring import (
@@ -97,7 +98,11 @@ class EngineAssembly:
 
 
 def build_engine(
-    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
+    config: EngineConfig,
+    *,
+    on_progress: Callable[[str], None],
+    own_process: bool,
+    own_policy: OwnPolicy | None = None,
 ) -> EngineAssembly:
     """Load model and adapters and connect everything.
 
@@ -106,6 +111,7 @@ def build_engine(
         on_progress: Told what is being done, for people.
         own_process: Whether the front end is in another process, so that what is this one's
             (threads, collector) may be set.
+        own_policy: Makes the scheduling policy instead of the one that ``config`` names.
 
     Raises:
         CorunError: With the reason why the engine cannot start.
@@ -116,7 +122,7 @@ def build_engine(
         from ....gpu.execution.compilation import compilation_told
 
     with compilation_told(on_progress):
-        built = _build(config, on_progress, own_process=own_process)
+        built = _build(config, on_progress, own_policy, own_process=own_process)
     if own_process:
         keep_living()
     return built
@@ -134,8 +140,9 @@ def _imports(*, own_process: bool) -> Iterator[None]:
 
 
 def _build(
-    config: EngineConfig, on_progress: Callable[[str], None], *, own_process: bool
-) -> EngineAssembly:
+    config: EngineConfig, on_progress: Callable[[str], None], own_policy: OwnPolicy | None,
+    *, own_process: bool,
+) -> EngineAssembly:  # fmt: skip
     assert config.model is not None
     remove_stale_names()
     with _imports(own_process=own_process):
@@ -174,7 +181,9 @@ def _build(
             from .profiling import profile_for
 
             profile = profile_for(config, loaded, placement, facts)
-        assembly = _connect(config, source, loaded, adapters, on_progress, placement, profile)
+        assembly = _connect(
+            config, source, loaded, adapters, on_progress, placement, profile, own_policy
+        )
     except BaseException:
         loaded.close()
         raise
@@ -201,6 +210,7 @@ def _connect(
     on_progress: Callable[[str], None],
     placement: Placement,
     profile: "Profile | None",
+    own_policy: OwnPolicy | None,
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
     from ....gpu.execution import assemble
@@ -230,8 +240,9 @@ def _connect(
         )  # fmt: skip
         undo.callback(executor.close)
         scheduler = make_scheduler(
-            config, loaded, memory, _host_cache(arena, host), defaults.eos_token_ids, coexecution
-        )
+            config, loaded, memory, _host_cache(arena, host), defaults.eos_token_ids, coexecution,
+            own_policy,
+        )  # fmt: skip
         core = EngineCore(
             scheduler, executor, manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype)),
@@ -306,6 +317,7 @@ def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
 def make_scheduler(
     config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
     eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
+    own_policy: OwnPolicy | None = None,
 ) -> Scheduler:  # fmt: skip
     """Make the scheduler and the accounts that it keeps."""
     budget = MemoryBudget(plan.capacity_bytes)
@@ -345,9 +357,10 @@ def make_scheduler(
         refresh_s=config.refresh_s,
         num_queues=parse_queues(config.queues, "--queues"),
     )
+    policy = own_policy(facts) if own_policy else make_policy(config.scheduling_policy, facts)
     return Scheduler(
-        scheduler_config, make_policy(config.scheduling_policy, facts), memory, eos_token_ids,
-        cold_starts, predictor=make_predictor(config.output_predictor), times=times,
+        scheduler_config, policy, memory, eos_token_ids, cold_starts,
+        predictor=make_predictor(config.output_predictor), times=times,
     )  # fmt: skip
 
 

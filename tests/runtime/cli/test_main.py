@@ -17,6 +17,7 @@ from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.demo import demo_adapters_path, demo_model_path
 from corun.runtime.errors import ConfigError
+from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
@@ -58,6 +59,25 @@ def test_flags_set_fields(tmp_path: Path) -> None:
     assert serve.port == 0
 
 
+def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "scheduling-policy: fcfs\noutput-predictor: limit\nslo-ttft-s: 2\nrefresh-s: 30\n"
+        "queues: fixed:3\nprefetch-requests: 0\ngrowth-headroom: 0.05\n"
+    )
+    engine, _ = _configs("m", "--config", str(file), "--queues", "fixed:2")
+    assert engine == EngineConfig(
+        model="m",
+        scheduling_policy="fcfs",
+        output_predictor="limit",
+        slo_ttft_s=2.0,
+        refresh_s=30.0,
+        queues="fixed:2",
+        prefetch_requests=0,
+        growth_headroom=0.05,
+    )
+
+
 def test_every_option_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
@@ -76,6 +96,19 @@ def test_every_option_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--port"], "--port: expected one argument"),
         (["serve", "--memory-gib", "nan"], "must be a finite number"),
         (["serve", "--device", "gpu"], "must be one of auto, cuda, cpu"),
+        (
+            ["serve", "--scheduling-policy", "fifo"],
+            f"is 'fifo', must be one of {', '.join(SCHEDULER_POLICIES)}",
+        ),
+        (
+            ["serve", "--output-predictor", "bert"],
+            "--output-predictor is 'bert', must be one of history, limit",
+        ),
+        (["serve", "--queues", "fixed:5"], "--queues is 'fixed:5', must be auto, or fixed:K with"),
+        (["serve", "--slo-ttft-s", "0"], "--slo-ttft-s is 0.0, must be more than 0"),
+        (["serve", "--refresh-s", "-1"], "--refresh-s is -1.0, must be more than 0"),
+        (["serve", "--prefetch-requests", "-1"], "--prefetch-requests is -1, must be at least 0"),
+        (["serve", "--growth-headroom", "0.6"], "--growth-headroom is 0.6, must be at most 0.5"),
         (["serve", "--lora-dir", "/no/such"], "--lora-dir /no/such: no such directory"),
         (["serve", "--lora-modules", "a=/no/such"], "--lora-modules a /no/such: no such directory"),
         (["serve", "--lora-modules", "a"], "must be NAME=PATH"),

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from mmap import PAGESIZE
 from typing import Any
 
@@ -14,10 +14,13 @@ from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpd
 from corun.runtime.errors import EngineDeadError, RequestError, UnknownModelError
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, StepId, StepPlan, WorkersChanged
+from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import StepRows, WarmStarts
+from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.policy import Verdict
 from support.fake_executor import FakeExecutor, expected_output
-from support.scheduling import make_executor, make_memory, make_scheduler
+from support.scheduling import Guess, make_executor, make_memory, make_scheduler, policy_facts
 
 MAX_MODEL_LEN = 64
 
@@ -42,12 +45,13 @@ class Engine:
         self.registry = AdapterRegistry(lambda: AdapterId(next(ids)))
         self.gone: list[AdapterId] = []
         self.workers = CpuWorkerStats()
+        self.now_s = 0.0
         self.core = EngineCore(
             self.scheduler,
             self.executor,
             self.registry,
             CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth),
-            clock=lambda: 0.0,
+            clock=lambda: self.now_s,
             on_adapter_gone=self.gone.append,
             cpu_workers=lambda: self.workers,
         )
@@ -88,7 +92,8 @@ def ends_of(updates: list[RequestUpdate]) -> dict[int, str | None]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_come_in_order_and_everything_is_let_go(depth: int) -> None:
-    engine = Engine(depth=depth, num_blocks=17)
+    # Admitted as if they put out little, so that they grow into each other.
+    engine = Engine(depth=depth, num_blocks=17, predictor=Guess(1))
     adapter_id = engine.register("a")
     messages = [
         engine.add(request_id, "a" if request_id % 2 else None, max_tokens=20)
@@ -194,6 +199,85 @@ def test_refused_requests_hold_nothing() -> None:
         engine.core.add_request(AddRequest(2, (1,) * 64, SamplingParams(), adapter_name="a"))
     assert not engine.core.has_work
     assert engine.registry.remove("a") == (1,)
+
+
+class OpensAt(FcfsPolicy):
+    """Lets nobody in before a time, and never lets go of its deadline."""
+
+    def __init__(self, opens_at_s: float) -> None:
+        super().__init__(policy_facts())
+        self._opens_at_s = opens_at_s
+
+    def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
+        if now_s >= self._opens_at_s:
+            yield from super().candidates(now_s)
+
+    def wake_at_s(self) -> float | None:
+        return self._opens_at_s
+
+
+class TestDeadlineOfThePolicy:
+    def test_whoever_waits_is_told_until_when(self) -> None:
+        engine = Engine(policy=OpensAt(5.0))
+        engine.add(1)
+        for engine.now_s in (0.0, 4.9):
+            assert engine.core.step() == []
+            assert not engine.core.is_ready
+            assert engine.core.wake_at_s() == 5.0
+            assert engine.executor.plans == []
+        engine.now_s = 5.0
+        assert ends_of(engine.run()) == {1: "length"}
+
+    def test_a_step_does_not_wait_beyond_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = Engine(policy=OpensAt(5.0))
+        engine.add(1)
+        timeouts_s = []
+
+        def poll(timeout_s: float) -> list[Any]:
+            timeouts_s.append(timeout_s)
+            engine.now_s += timeout_s
+            return []
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.executor, "poll", poll)
+            assert engine.core.step(timeout_s=3.0) == []
+            assert engine.core.step(timeout_s=3.0) == []
+        assert timeouts_s == [0.0, 3.0, 0.0, 2.0]
+        assert ends_of(engine.run()) == {1: "length"}
+
+    def test_one_that_has_passed_wakes_nobody_again(self) -> None:
+        engine = Engine(policy=OpensAt(5.0), depth=2, is_automatic=False, max_num_seqs=1)
+        engine.now_s = 4.0
+        engine.core.step()
+        assert engine.core.wake_at_s() == 5.0
+        engine.now_s = 6.0
+        engine.add(1, max_tokens=1)
+        engine.add(2)
+        for _ in range(2):  # the second waits for a seat, whatever the time
+            assert engine.core.step() == []
+            assert len(engine.executor.steps) == 1
+            assert not engine.core.is_ready
+            assert engine.core.wake_at_s() is None
+
+    def test_while_no_step_can_be_submitted_there_is_none(self) -> None:
+        engine = Engine(policy=OpensAt(5.0), is_automatic=False)
+        engine.now_s = 5.0
+        engine.add(1)
+        engine.core.step()
+        engine.now_s = 4.0  # as if the policy had set itself another one
+        assert len(engine.executor.steps) == 1
+        assert engine.core.wake_at_s() is None
+
+
+def test_a_prediction_of_the_client_is_kept_within_the_limit() -> None:
+    engine = Engine()
+    for request_id, predicted in ((1, 3), (2, 1000), (3, None)):
+        message = AddRequest(
+            request_id, (1, 2), SamplingParams(max_tokens=9), predicted_output_tokens=predicted
+        )
+        engine.core.add_request(message)
+    predictions = [r.num_predicted_output_tokens for r in engine.scheduler.requests]
+    assert predictions == [3, 9, 9]  # nothing has ended: as long as may be
 
 
 class TestAdapters:

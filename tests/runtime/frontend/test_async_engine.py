@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ProcessClient, ThreadClient
+from corun.runtime.engine.messages import AddRequests, ToEngine
 from corun.runtime.errors import (
     AdapterError,
+    ConfigError,
     EngineDeadError,
     ModelError,
     OverloadedError,
@@ -23,8 +25,10 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
+from corun.runtime.frontend.inputs import BatchItem
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.fcfs import FcfsPolicy
 from support import fake_core
 from support.fake_core import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
 
@@ -164,6 +168,28 @@ def test_without_max_tokens_the_context_is_filled(harness: Harness) -> None:
             assert last.outputs[0].finish_reason == "length"
 
     harness.run(test)
+
+
+def test_every_choice_takes_the_prediction_along(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictions: list[int | None] = []
+    send = ThreadClient.send
+
+    def note(client: ThreadClient, message: ToEngine) -> None:
+        if isinstance(message, AddRequests):
+            predictions.extend(request.predicted_output_tokens for request in message.requests)
+        send(client, message)
+
+    async def test(engine: AsyncEngine) -> None:
+        await collect(engine, "text", params(n=2), predicted_output_tokens=7)
+        await collect(engine, "text", params())
+        item = BatchItem("text", params(), None)
+        await engine.generate_batch([item], predicted_output_tokens=8)
+
+    monkeypatch.setattr(ThreadClient, "send", note)
+    harness.run(test)
+    assert predictions == [7, 7, None, 8]
 
 
 @pytest.mark.parametrize(
@@ -384,3 +410,8 @@ def test_a_given_chat_template_and_the_tokenizer_of_transformers(
 def test_options_make_a_config(tokenizer_dir: str) -> None:
     with pytest.raises(TypeError, match="max_num_seqs"):
         AsyncEngine(EngineConfig(model=tokenizer_dir), max_num_seqs=3)
+
+
+def test_another_process_takes_policies_by_name_only(tokenizer_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"FcfsPolicy.* own_process=True .*a name"):
+        AsyncEngine(own_process=True, model=tokenizer_dir, scheduling_policy=FcfsPolicy)

@@ -143,6 +143,14 @@ def test_bad_arguments_are_refused_before_anything_runs(
     assert engine.get_stats().num_steps == 0
 
 
+@pytest.mark.parametrize("predicted", [0, -1, 2**31])
+def test_a_prediction_of_no_tokens_is_refused(engine: Engine, predicted: int) -> None:
+    with pytest.raises(RequestError, match=f"predicted_output_tokens is {predicted}") as caught:
+        engine.generate("text", params(), predicted_output_tokens=predicted)
+    assert caught.value.param == "predicted_output_tokens"
+    assert engine.get_stats().num_steps == 0
+
+
 def test_an_empty_text_is_a_prompt_if_special_tokens_make_it_one(engine: Engine) -> None:
     (output,) = engine.generate("", params())
     assert (output.prompt_token_ids, output.outputs[0].text) == ([BOS_ID], "")

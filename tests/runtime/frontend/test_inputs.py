@@ -5,14 +5,19 @@ from itertools import count
 from typing import Any
 
 import msgspec
+import pytest
+from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import AddRequest
+from corun.runtime.errors import ConfigError
 from corun.runtime.frontend.inputs import (
     PreparedRequest,
     choice_seed,
     default_sampling,
     engine_sampling,
+    read_options,
 )
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.fcfs import FcfsPolicy
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_core import MAX_MODEL_LEN, model_info
@@ -31,6 +36,7 @@ def engine_requests(*, first_id: int = 0, **sampling: Any) -> list[AddRequest]:
         samplings=samplings,
         lora_request="name",
         cache_salt="salt",
+        predicted_output_tokens=5,
     )
     return prepared.engine_requests(count(first_id))
 
@@ -49,6 +55,7 @@ def test_one_engine_request_per_choice() -> None:
     for request in requests:
         assert (request.sampling.n, request.sampling.stop) == (1, ())
         assert (request.adapter_name, request.cache_salt) == ("name", "salt")
+        assert request.predicted_output_tokens == 5
         assert request.prompt_token_ids == (1, 2, 3)
     assert [request.sampling.seed for request in requests] == [
         choice_seed(9, index) for index in range(3)
@@ -69,3 +76,15 @@ def test_the_model_states_the_defaults() -> None:
     params = default_sampling(model)
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 50, 1.0)
     assert isinstance(params.top_k, int)
+
+
+def test_options_make_a_configuration_and_a_policy_beside_it() -> None:
+    config = EngineConfig(seed=3)
+    assert read_options(None, {"seed": 3}) == (config, None)
+    assert read_options(config, {}) == (config, None)
+    assert read_options(None, {"seed": 3, "scheduling_policy": FcfsPolicy}) == (config, FcfsPolicy)
+    assert read_options(config, {"scheduling_policy": FcfsPolicy}) == (config, FcfsPolicy)
+    with pytest.raises(TypeError, match="not both: scheduling_policy"):
+        read_options(config, {"scheduling_policy": "fcfs"})
+    with pytest.raises(ConfigError, match=r"--scheduling-policy is .*object"):
+        read_options(None, {"scheduling_policy": object()})

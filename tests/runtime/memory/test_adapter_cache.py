@@ -1,7 +1,10 @@
+import hypothesis.strategies as st
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterCache, AdapterState
+from corun.runtime.memory.adapter_slab import AdapterSlab
 from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
+from hypothesis import given
 
 
 def make_cache(capacity_bytes: int = 1000, **num_bytes_of: int) -> AdapterCache:
@@ -97,3 +100,124 @@ def test_misuse_is_a_bug() -> None:
     cache.begin_evict(AdapterId(1))
     with pytest.raises(AssertionError):
         cache.acquire(AdapterId(1))
+
+
+def test_idle_adapters_back_promises_and_used_ones_do_not() -> None:
+    budget = MemoryBudget(100)
+    cache = AdapterCache(budget)
+    adapter_id = AdapterId(1)
+    assert cache.begin_load(adapter_id, 60)
+    assert budget.unpromised_bytes == 40, "it cannot be evicted while it loads"
+    cache.finish_load(adapter_id)
+    assert (budget.free_bytes, budget.unpromised_bytes) == (40, 100)
+    cache.acquire(adapter_id)
+    cache.acquire(adapter_id)
+    assert budget.unpromised_bytes == 40
+    cache.release(adapter_id)
+    assert budget.unpromised_bytes == 40, "another request uses it"
+    cache.release(adapter_id)
+    assert budget.unpromised_bytes == 100
+    cache.begin_evict(adapter_id)
+    assert (budget.free_bytes, budget.unpromised_bytes) == (40, 100)
+    cache.fail_evict(adapter_id)
+    assert (budget.free_bytes, budget.unpromised_bytes) == (40, 100)
+    cache.begin_evict(adapter_id)
+    cache.finish_evict(adapter_id)
+    assert (budget.free_bytes, budget.unpromised_bytes) == (100, 100)
+
+
+def test_a_load_takes_nothing_that_was_promised() -> None:
+    budget = MemoryBudget(100)
+    cache = AdapterCache(budget)
+    budget.promise(50)
+    assert not cache.begin_load(AdapterId(1), 51)
+    assert cache.begin_load(AdapterId(1), 50)
+    assert cache.used_bytes == 50
+
+
+def test_a_failed_load_in_use_backs_nothing_until_it_is_let_go() -> None:
+    budget = MemoryBudget(100)
+    cache = AdapterCache(budget)
+    adapter_id = AdapterId(1)
+    assert cache.begin_load(adapter_id, 60)
+    cache.acquire(adapter_id)  # by a request that did not wait for it
+    cache.fail_load(adapter_id)
+    assert budget.unpromised_bytes == 40
+    cache.release(adapter_id)
+    assert budget.unpromised_bytes == budget.free_bytes == 100
+
+
+def test_a_slab_backs_no_promises() -> None:
+    """KV blocks cannot have what lies in it."""
+    budget = MemoryBudget(2048)
+    cache = AdapterCache(budget, AdapterSlab(1024))
+    assert cache.begin_load(AdapterId(1), 512)
+    cache.finish_load(AdapterId(1))
+    assert cache.is_idle(AdapterId(1))
+    assert budget.unpromised_bytes == budget.free_bytes == 2048 - 512
+
+
+_LIFE = st.tuples(
+    st.sampled_from(("load", "arrive", "fail", "acquire", "release", "evict", "gone", "stay")),
+    st.integers(1, 4),
+)
+
+
+class Lives:
+    """Four adapters of 20 to 80 bytes in 100, and what may happen to each."""
+
+    def __init__(self) -> None:
+        self.budget = MemoryBudget(100)
+        self.cache = AdapterCache(self.budget)
+        self.num_references = dict.fromkeys(map(AdapterId, range(1, 5)), 0)
+
+    def happen(self, name: str, adapter_id: AdapterId) -> None:
+        """Let it happen if it can in the adapter's state."""
+        cache, state = self.cache, self.cache.state(adapter_id)
+        if name == "load" and state is AdapterState.ABSENT:
+            fits = 20 * adapter_id <= self.budget.available_bytes
+            assert cache.begin_load(adapter_id, 20 * adapter_id) == fits
+        elif name in ("acquire", "release"):
+            self._refer(name, adapter_id, state)
+        elif name == "evict" and cache.is_idle(adapter_id):
+            cache.begin_evict(adapter_id)
+        elif state is AdapterState.LOADING and name == "arrive":
+            cache.finish_load(adapter_id)
+        elif state is AdapterState.LOADING and name == "fail":
+            if not self.num_references[adapter_id]:
+                cache.fail_load(adapter_id)
+        elif state is AdapterState.EVICTING and name in ("gone", "stay"):
+            (cache.finish_evict if name == "gone" else cache.fail_evict)(adapter_id)
+
+    def _refer(self, name: str, adapter_id: AdapterId, state: AdapterState) -> None:
+        if name == "acquire" and state in (AdapterState.LOADING, AdapterState.RESIDENT):
+            self.cache.acquire(adapter_id)
+            self.num_references[adapter_id] += 1
+        elif name == "release" and self.num_references[adapter_id]:
+            self.cache.release(adapter_id)
+            self.num_references[adapter_id] -= 1
+
+    def backing_bytes(self) -> int:
+        """What lies there and will go if somebody needs its place."""
+        return sum(
+            20 * adapter_id
+            for adapter_id in self.num_references
+            if self.cache.is_idle(adapter_id)
+            or self.cache.state(adapter_id) is AdapterState.EVICTING
+        )
+
+
+@given(st.lists(_LIFE, max_size=60), st.integers(0, 100))
+def test_any_life_keeps_what_is_promised(
+    operations: list[tuple[str, int]], wanted_bytes: int
+) -> None:
+    lives = Lives()
+    budget = lives.budget
+    for name, number in operations:
+        lives.happen(name, AdapterId(number))
+        backed_bytes = budget.free_bytes + lives.backing_bytes()
+        assert budget.backed_bytes == backed_bytes
+        assert budget.promise(wanted_bytes) == min(wanted_bytes, backed_bytes)
+        lives.cache.check_invariants()
+        budget.check_invariants()
+        assert budget.free_bytes == 100 - lives.cache.used_bytes

@@ -19,7 +19,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
-from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -33,6 +33,7 @@ from support.fake_executor import expected_output
 from support.random_cold_starts import RandomColdStarts
 from support.scheduling import (
     BLOCK_BYTES,
+    BLOCK_SIZE,
     Guess,
     make_executor,
     make_memory,
@@ -44,6 +45,7 @@ from support.scheduling import (
 EOS = frozenset({3})
 MAX_MODEL_LEN = 24
 NUM_ADAPTERS = 4
+REFRESH_S = 20.0  # of policies that cut queues
 OUTCOMES = (Outcome.TOKENS, Outcome.RETRY, Outcome.FAILED)
 
 
@@ -51,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """A scheduler, an executor that ends steps and transfers when told to, and bad luck."""
 
     depth = 1
+    policy = "fcfs"
 
     @initialize(
         num_blocks=st.integers(5, 14),
@@ -103,7 +106,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 slab_bytes=slab_bytes,
                 host=host,
             ),
-            policy=FcfsPolicy(policy_facts(max_overtaking_tokens=max_overtaking_tokens)),
+            policy=make_policy(
+                self.policy,
+                policy_facts(
+                    max_overtaking_tokens=max_overtaking_tokens,
+                    capacity_tokens=capacity_bytes * BLOCK_SIZE // BLOCK_BYTES,
+                    refresh_s=REFRESH_S,
+                ),
+            ),
             eos_token_ids=EOS,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -365,8 +375,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_everything_ends_with_the_right_tokens(depth: int) -> None:
-    machine = type(f"Depth{depth}", (SchedulerMachine,), {"depth": depth})
+@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
+def test_everything_ends_with_the_right_tokens(policy: str, depth: int) -> None:
+    machine = type("Machine", (SchedulerMachine,), {"depth": depth, "policy": policy})
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -380,23 +391,31 @@ def test_everything_ends_with_the_right_tokens(depth: int) -> None:
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_long_crowded_histories(depth: int) -> None:
+# All policies at all depths; the default's, and one depth of the others, in every run.
+CROWDS = [
+    pytest.param(policy, depth, marks=() if policy == "fcfs" or depth == 2 else pytest.mark.full)
+    for policy in SCHEDULER_POLICIES
+    for depth in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("policy", "depth"), CROWDS)
+def test_long_crowded_histories(policy: str, depth: int) -> None:
     """More requests than fit, in histories longer than hypothesis makes them."""
     num_preemptions = num_cold_starts = 0
     for seed in range(60):
-        preemptions, cold_starts = live_through(seed, depth)
+        preemptions, cold_starts = live_through(seed, policy, depth)
         num_preemptions += preemptions
         num_cold_starts += cold_starts
     assert num_preemptions > 40
     assert num_cold_starts > 40
 
 
-def live_through(seed: int, depth: int) -> tuple[int, int]:
+def live_through(seed: int, policy: str, depth: int) -> tuple[int, int]:
     """Run one random history; return how many requests were preempted and started cold in it."""
     rng, host_rng = random.Random(seed), random.Random(f"host {seed}")
     machine = SchedulerMachine()
-    machine.depth = depth
+    machine.depth, machine.policy = depth, policy
     machine.build(
         num_blocks=rng.randint(6, 12),
         spare_bytes=rng.choice([0, 0, 130, 400, 900]),

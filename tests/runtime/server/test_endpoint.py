@@ -214,9 +214,10 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: Any) -> No
         "ignore_eos": True, "logprobs": 1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "repetition_penalty": 1.25,
     }  # fmt: skip
-    complete(http, **given, user="me", cache_salt="tenant")
+    complete(http, **given, user="me", cache_salt="tenant", predicted_output_tokens=7)
     _, params, _, salt = engine.seen[-1]
     assert salt == "tenant"
+    assert engine.seen_predictions[-1] == 7
     for name, value in given.items():
         wanted = tuple(value) if isinstance(value, list) else value
         assert getattr(params, name) == wanted, name

@@ -1,0 +1,66 @@
+"""The engine's loop, with a core without a model: where it sleeps, and until when."""
+
+import socket
+import threading
+import time
+
+import pytest
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.channel import Channel
+from corun.runtime.engine.loop import EngineLoop
+from corun.runtime.engine.messages import FromEngine, RequestUpdate, Shutdown, ToEngine
+from support.fake_core import FakeAssembly, FakeCore
+
+_PATIENCE_S = 10.0  # before a loop that sleeps for ever is ended
+
+
+class WakingCore(FakeCore):
+    """Wants to be woken at a time, and ends its front end's patience once it was."""
+
+    def __init__(self, deadline_s: float | None, peer: Channel[FromEngine]) -> None:
+        super().__init__(EngineConfig(), {})
+        self._deadline_s = deadline_s
+        self._peer = peer
+        self.num_turns = 0
+        self.woken_s: float | None = None
+
+    def wake_at_s(self) -> float | None:
+        return self._deadline_s
+
+    def step(self) -> list[RequestUpdate]:
+        self.num_turns += 1
+        if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+            self.woken_s = time.monotonic()
+            self._deadline_s = None
+            self._peer.send(Shutdown())
+        return super().step()
+
+
+def run_loop(wait_s: float) -> WakingCore:
+    """Run a loop whose core has its deadline so many seconds from now, until it has been woken."""
+    ours, theirs = socket.socketpair()
+    peer: Channel[FromEngine] = Channel(ours, FromEngine)
+    channel: Channel[ToEngine] = Channel(theirs, ToEngine)
+    assembly = FakeAssembly(EngineConfig())
+    assembly.core.close()
+    assembly.core = core = WakingCore(time.monotonic() + wait_s, peer)
+    watchdog = threading.Timer(_PATIENCE_S, ours.shutdown, (socket.SHUT_RDWR,))
+    watchdog.start()
+    try:
+        EngineLoop(assembly, channel).run()
+    finally:
+        watchdog.cancel()
+        assembly.close()
+        channel.close()
+        peer.close()
+    return core
+
+
+@pytest.mark.parametrize("wait_s", [0.05, -1.0])
+def test_a_deadline_of_the_core_gets_a_turn_and_nobody_spins(wait_s: float) -> None:
+    started_s = time.monotonic()
+    core = run_loop(wait_s)
+    assert core.woken_s is not None, "nobody woke the engine"
+    assert core.woken_s >= started_s + wait_s
+    # One at the start, one when it is time; a clock of another resolution may cost one more.
+    assert core.num_turns <= 3

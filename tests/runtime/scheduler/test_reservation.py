@@ -1,0 +1,324 @@
+"""What admission keeps for the growth of those that run, and who may not have it."""
+
+import hypothesis.strategies as st
+import pytest
+from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.plan import AdapterId, StepPlan
+from corun.runtime.request import Request, RequestStatus
+from corun.runtime.scheduler.limits import blocks_for
+from corun.runtime.scheduler.running_set import RunningSet
+from corun.runtime.scheduler.scheduler import Scheduler
+from hypothesis import given
+from support.fake_executor import FakeExecutor, expected_output
+from support.scheduling import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    Guess,
+    make_executor,
+    make_memory,
+    make_request,
+    make_scheduler,
+    outputs_of,
+    rows_of,
+    run_to_end,
+)
+
+# Prompts of two blocks whose requests come to ten: the last token of 33 needs no KV.
+PROMPT, LONG = 8, 33
+
+
+def turn(scheduler: Scheduler, executor: FakeExecutor) -> StepPlan:
+    """One step, with the transfers that it commands at its end."""
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    executor.submit(plan)
+    for result in executor.poll():
+        scheduler.update(result, 0.0)
+    scheduler.check_invariants()
+    return plan
+
+
+def is_running(request: Request) -> bool:
+    return request.status is RequestStatus.RUNNING
+
+
+class TestPrediction:
+    """Tokens whose KV is to come, of a request with a prompt of 8."""
+
+    @pytest.mark.parametrize(
+        ("predicted", "produced", "expected"),
+        [
+            (12, 0, 11),
+            (12, 5, 6),
+            (12, 11, 0),
+            (12, 12, 2),  # outgrown: a quarter of the prediction more, the last without KV
+            (12, 30, 2),
+            (2, 2, 0),
+            (33, 33, 6),  # the limit of 40 is nearer than a quarter of 33
+            (12, 39, 0),
+        ],
+    )
+    def test_tokens_to_come(self, predicted: int, produced: int, expected: int) -> None:
+        request = make_request(1, prompt=PROMPT, max_tokens=40)
+        request.max_total_tokens = PROMPT + 40
+        request.num_predicted_output_tokens = predicted
+        request.num_known_tokens += produced
+        assert request.num_tokens_to_come == expected
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 30)),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def test_blocks_to_come_are_those_of_the_worst_moment(
+        self, sizes: list[tuple[int, int, int]]
+    ) -> None:
+        """Against letting all grow in step, token by token."""
+        memory = make_memory(num_blocks=256)
+        running = RunningSet(memory, BLOCK_SIZE)
+        requests = []
+        for request_id, (prompt, predicted, produced) in enumerate(sizes, start=1):
+            request = make_request(request_id, prompt=prompt)
+            request.max_total_tokens = 100
+            request.num_predicted_output_tokens = predicted
+            request.num_known_tokens += produced
+            requests.append(request)
+        most_blocks = max(
+            sum(
+                blocks_for(request.num_known_tokens + now, BLOCK_SIZE)
+                for request in requests
+                if request.num_tokens_to_come >= now
+            )
+            for now in range(64)
+        )
+        num_held = 0
+        for request in requests[1:]:
+            block_ids = memory.pool.allocate(blocks_for(request.num_known_tokens, BLOCK_SIZE))
+            assert block_ids is not None
+            running.start(request, block_ids)
+            num_held += len(block_ids)
+        assert running.num_blocks_to_come(requests[0]) == most_blocks - num_held
+
+
+class TestAdmission:
+    def test_who_would_not_find_the_predicted_room_waits_for_an_end(self) -> None:
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=10), growth_headroom=0.0, predictor=Guess(9)
+        )
+        executor = make_executor(scheduler)
+        requests = [make_request(number, prompt=PROMPT, max_tokens=9) for number in (1, 2, 3)]
+        for request in requests:
+            scheduler.add_request(request, 0.0)
+        for _ in range(9):  # known tokens of three need six blocks, what they come to twelve
+            turn(scheduler, executor)
+            if is_running(requests[0]):
+                assert [is_running(request) for request in requests] == [True, True, False]
+        assert requests[0].status is RequestStatus.ENDED
+        turn(scheduler, executor)
+        assert is_running(requests[2])
+        run_to_end(scheduler, executor)
+        assert scheduler.counters.num_preemptions == 0
+
+    @pytest.mark.parametrize(("told", "fits"), [(None, False), (1, True)])
+    def test_a_client_that_expects_little_gets_in_sooner(
+        self, told: int | None, fits: bool
+    ) -> None:
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=15), growth_headroom=0.0, predictor=Guess(LONG)
+        )
+        executor = make_executor(scheduler)
+        first, second = (make_request(n, prompt=PROMPT, max_tokens=LONG) for n in (1, 2))
+        first.num_predicted_output_tokens = 25
+        second.num_predicted_output_tokens = told or 0
+        for request in (first, second):
+            scheduler.add_request(request, 0.0)
+        turn(scheduler, executor)
+        assert (is_running(first), is_running(second)) == (True, fits)
+        assert len(outputs_of(run_to_end(scheduler, executor))) == 2
+
+    def test_alone_a_request_needs_room_for_what_is_known_only(self) -> None:
+        """It fits the device, and whatever else lies there can be evicted."""
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=10), growth_headroom=0.5, predictor=Guess(LONG)
+        )
+        executor = make_executor(scheduler)
+        scheduler.add_request(make_request(1, prompt=PROMPT, max_tokens=LONG), 0.0)
+        run_to_end(scheduler, executor)
+        assert scheduler.counters.num_preemptions == 0
+
+
+class TestHeadroom:
+    def test_admission_leaves_it_to_those_that_run(self) -> None:
+        """Three of sixteen blocks would be left, four are kept."""
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=16), growth_headroom=0.25, predictor=Guess(1)
+        )
+        executor = make_executor(scheduler)
+        first = make_request(1, prompt=20, max_tokens=40)
+        scheduler.add_request(first, 0.0)
+        turn(scheduler, executor)
+        turn(scheduler, executor)
+        too_long, short = make_request(2, prompt=28), make_request(3, prompt=20)
+        scheduler.add_request(too_long, 0.0)
+        turn(scheduler, executor)
+        assert not is_running(too_long)
+        scheduler.abort(too_long.request_id, 0.0)
+        scheduler.add_request(short, 0.0)
+        turn(scheduler, executor)
+        assert is_running(short)
+        assert is_running(first)
+
+    def test_who_outgrows_the_prediction_takes_it(self) -> None:
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=16), growth_headroom=0.25, predictor=Guess(1)
+        )
+        executor = make_executor(scheduler)
+        for number in (1, 2):  # known blocks four, in the end 2 x 8
+            scheduler.add_request(make_request(number, prompt=PROMPT, max_tokens=25), 0.0)
+        most_used = 0
+        while scheduler.has_work():
+            turn(scheduler, executor)
+            most_used = max(most_used, scheduler.memory.pool.num_used_blocks)
+        assert scheduler.counters.num_preemptions == 0
+        assert most_used > 12
+
+
+class TestAdapters:
+    @pytest.mark.parametrize("max_num_seqs", [1, 8])  # its adapter is prefetched, or demanded
+    @pytest.mark.parametrize(("num_bytes", "is_loaded"), [(600, True), (700, False)])
+    def test_loads_take_nothing_that_was_promised(
+        self, max_num_seqs: int, num_bytes: int, is_loaded: bool
+    ) -> None:
+        """Of sixteen blocks of 100 bytes ten are the first one's to come."""
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=16),
+            growth_headroom=0.0,
+            max_num_seqs=max_num_seqs,
+            predictor=Guess(LONG),
+        )
+        executor = make_executor(scheduler)
+        scheduler.add_request(make_request(1, prompt=PROMPT, max_tokens=LONG), 0.0)
+        turn(scheduler, executor)
+        second = make_request(2, prompt=PROMPT, adapter_id=AdapterId(1), adapter_bytes=num_bytes)
+        scheduler.add_request(second, 0.0)
+        for _ in range(3):
+            turn(scheduler, executor)
+        state = scheduler.memory.cache.state(AdapterId(1))
+        assert (state is not AdapterState.ABSENT) == is_loaded
+        assert len(outputs_of(run_to_end(scheduler, executor))) == 2
+        assert scheduler.counters.num_preemptions == 0
+
+    @pytest.mark.parametrize("num_late_turns", [0, 1, 2])
+    def test_idle_adapters_make_way_in_time_and_nobody_is_preempted(
+        self, num_late_turns: int
+    ) -> None:
+        """What must be evicted is commanded a step ahead; if that takes longer, growth waits."""
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=10), growth_headroom=0.0, predictor=Guess(LONG)
+        )
+        executor = make_executor(scheduler)
+        adapter = AdapterId(1)
+        scheduler.add_request(make_request(1, adapter_id=adapter, adapter_bytes=300), 0.0)
+        run_to_end(scheduler, executor)
+        assert scheduler.memory.cache.is_idle(adapter)
+        executor.is_automatic = False
+        request = make_request(2, prompt=PROMPT, max_tokens=LONG)
+        scheduler.add_request(request, 0.0)
+        num_without_row = num_open = 0
+        while scheduler.requests:
+            plan = scheduler.schedule(0.0)
+            if plan is not None:
+                executor.submit(plan)
+            num_without_row += plan is None or request.request_id not in rows_of(plan)
+            num_open += bool(executor.transfers)
+            if num_open > num_late_turns:
+                for transfer_id in list(executor.transfers):
+                    executor.finish_transfer(transfer_id)
+            if executor.steps:
+                executor.finish_step()
+            for result in executor.poll():
+                scheduler.update(result, 0.0)
+            scheduler.check_invariants()
+        assert num_without_row == num_late_turns
+        assert scheduler.memory.cache.state(adapter) is AdapterState.ABSENT
+        assert (request.num_preemptions, request.num_output_tokens) == (0, LONG)
+
+    def test_adapters_with_a_slab_and_promises_are_apart(self) -> None:
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=16, slab_bytes=1024),
+            growth_headroom=0.0,
+            predictor=Guess(LONG),
+        )
+        executor = make_executor(scheduler)
+        scheduler.add_request(make_request(1, prompt=PROMPT, max_tokens=LONG), 0.0)
+        turn(scheduler, executor)
+        second = make_request(
+            2, prompt=PROMPT, max_tokens=LONG, adapter_id=AdapterId(1), adapter_bytes=1000
+        )
+        scheduler.add_request(second, 0.0)
+        for _ in range(3):
+            turn(scheduler, executor)
+        assert scheduler.memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
+        assert not is_running(second), "its blocks are promised"
+        assert len(outputs_of(run_to_end(scheduler, executor))) == 2
+        assert scheduler.counters.num_preemptions == 0
+
+
+class TestPreemption:
+    def test_who_comes_back_has_room_for_all_that_it_had(self) -> None:
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=8), growth_headroom=0.0, predictor=Guess(1)
+        )
+        executor = make_executor(scheduler)
+        requests = [make_request(number, prompt=PROMPT, max_tokens=17) for number in (1, 2)]
+        for request in requests:
+            scheduler.add_request(request, 0.0)
+        while not scheduler.counters.num_preemptions:
+            turn(scheduler, executor)
+        (preempted,) = (request for request in requests if not is_running(request))
+        num_produced = preempted.num_output_tokens
+        assert num_produced > preempted.num_predicted_output_tokens
+        while not is_running(preempted):
+            turn(scheduler, executor)
+        assert preempted.num_allocated_tokens >= PROMPT + num_produced
+        outputs = outputs_of(run_to_end(scheduler, executor))
+        assert outputs[preempted.request_id][1] == "length"
+        assert preempted.num_preemptions == 1
+
+
+_REQUEST = st.tuples(
+    st.integers(1, 24),  # tokens of the prompt
+    st.integers(1, 24),  # of the output
+    st.integers(0, 24),  # as predicted by the client, 0 = not
+    st.integers(0, 3),  # adapter
+)
+
+
+@given(st.lists(_REQUEST, min_size=1, max_size=12), st.sampled_from((1, 2)), st.booleans())
+def test_whatever_is_predicted_all_get_their_tokens(
+    sizes: list[tuple[int, int, int, int]], depth: int, has_slab: bool
+) -> None:
+    """After every turn the account adds up, and no more is promised than can be had."""
+    memory = make_memory(num_blocks=16, slab_bytes=BLOCK_BYTES * 8 if has_slab else None)
+    scheduler = make_scheduler(memory=memory, predictor=Guess(6), growth_headroom=0.1)
+    requests = []
+    for number, (prompt, max_tokens, predicted, adapter) in enumerate(sizes, start=1):
+        request = make_request(
+            number,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            adapter_id=AdapterId(adapter),
+            adapter_bytes=128 * adapter,
+        )
+        request.num_predicted_output_tokens = predicted
+        scheduler.add_request(request, 0.0)
+        requests.append(request)
+    outputs = outputs_of(run_to_end(scheduler, make_executor(scheduler), depth=depth))
+    for request in requests:
+        assert outputs[request.request_id] == expected_output(
+            request.prompt_token_ids, request.sampling, request.adapter_id, max_model_len=64
+        )
+    assert memory.pool.num_used_blocks == 0
+    assert memory.budget.free_bytes == memory.budget.capacity_bytes - memory.cache.used_bytes
