@@ -32,6 +32,7 @@ class Bypass:
         self._is_as_printed = is_as_printed
         self._passings: dict[RequestId, _Passing] = {}  # by those who run
         self._squashed: set[RequestId] = set()  # these never pass again
+        self._decode_s: dict[int, float] = {}  # by rows, in this step: it is asked for often
         self._looked_at_s = 0.0
         self.num_squashed = 0
 
@@ -48,7 +49,10 @@ class Bypass:
         """
         num_known_output = request.num_known_tokens - request.num_prompt_tokens
         num_left = max(1, abs(request.num_predicted_output_tokens - num_known_output))
-        end_s = now_s + num_left * self._times.decode_step_s(num_rows)
+        decode_s = self._decode_s.get(num_rows)
+        if decode_s is None:
+            decode_s = self._decode_s[num_rows] = self._times.decode_step_s(num_rows)
+        end_s = now_s + num_left * decode_s
         num_pending = request.num_pending_tokens
         if num_pending > 1:
             end_s += self._times.prefill_s(num_pending, request.adapter_bytes)
@@ -80,6 +84,7 @@ class Bypass:
         ``refused``: who waits for memory.
         """
         self._looked_at_s = now_s
+        self._decode_s.clear()
         if not self._passings:
             return []
         late: dict[RequestId, list[_Passing]] = {}  # by whom they passed

@@ -13,6 +13,7 @@ from typing import Protocol
 from ..errors import ConfigError
 from ..request import Request
 from .config import DEFAULT_MAX_OVERTAKING_TOKENS
+from .lanes.cuts import MAX_LANES
 from .step_times import StepTimes
 
 
@@ -27,15 +28,13 @@ class Verdict(enum.Enum):
 
 NO_ROOM = frozenset({Verdict.NO_KV, Verdict.NO_ADAPTER})
 
-MAX_QUEUES = 4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
     """What a policy is told once. Raises ``ConfigError`` that names the flag."""
 
     times: StepTimes
-    capacity_tokens: int  # KV that the device holds without adapters
+    capacity_tokens: int  # KV that would fit into all memory of KV and adapters
     bytes_per_token: float  # of KV
     slo_ttft_s: float | None = None  # None = 5 times what first tokens take on an idle engine
     refresh_s: float = 300.0  # how often lanes are cut anew, by policies that have them
@@ -43,8 +42,8 @@ class PolicyFacts:
     max_overtaking_tokens: int = DEFAULT_MAX_OVERTAKING_TOKENS
 
     def __post_init__(self) -> None:
-        if self.num_queues is not None and not 1 <= self.num_queues <= MAX_QUEUES:
-            raise ConfigError(f"--queues is {self.num_queues}, must be from 1 to {MAX_QUEUES}")
+        if self.num_queues is not None and not 1 <= self.num_queues <= MAX_LANES:
+            raise ConfigError(f"--queues is {self.num_queues}, must be from 1 to {MAX_LANES}")
         if not self.refresh_s > 0:
             raise ConfigError(f"--refresh-s is {self.refresh_s:g}, must be above 0")
         if self.slo_ttft_s is not None and not self.slo_ttft_s > 0:

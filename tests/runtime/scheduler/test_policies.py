@@ -109,7 +109,7 @@ def live_through(name: str, seed: int) -> list[tuple[int, int]]:
 
 
 @every_policy
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_in_any_order_everything_ends_and_the_same_comes_again(name: str, seed: int) -> None:
     admitted = live_through(name, seed)
