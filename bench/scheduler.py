@@ -1,15 +1,20 @@
-"""Does scheduling stay cheap beside a step? Microseconds of one schedule + update.
+"""Does scheduling stay cheap beside a step? Microseconds of one schedule + update, by policy.
 
-All rows decode, spread over as many adapters as asked for; the executor is a stub that returns a
-token per row, whose time is not counted. The last line is JSON.
+64 rows decode while others wait, of mixed sizes, outputs and adapters. In three situations: nobody
+gets in for want of KV; or for want of room for adapters; or a row ends now and then and somebody
+is admitted. The executor is a stub that returns a token per row, whose time is not counted. A
+refresh is the schedule in which a policy with lanes cuts them anew. The last line is JSON.
 
-    python bench/scheduler.py [--steps 400] [--adapters 10]
+    python bench/scheduler.py [--steps 300] [--policies corun chameleon]
 """
 
 import argparse
+import gc
+import random
 import statistics
 import time
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from corun.runtime.adapter import AdapterFacts
@@ -30,51 +35,147 @@ from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.policy import PolicyFacts
-from corun.runtime.scheduler.registry import make_policy
+from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes
-from load import Workload, make_jobs
 from paired import report
 
-BOUND_US = {64: 300.0}  # a step on a fast accelerator takes a few milliseconds
-BLOCK_BYTES = 1 << 20
-PROMPT_TOKENS = 128
+NUM_ROWS = 64
+NUM_WAITING = (1_000, 100_000)
+MAX_US = 300.0  # a step on a fast accelerator takes a few milliseconds
+MAX_GROWTH = 1.5  # from 1,000 that wait to 100,000
+MAX_REFRESH_MS = 5.0
+
+_BLOCK_BYTES = 1 << 20
+_BLOCK_TOKENS = 16
+_ROW_PROMPT_TOKENS = 1024
+_NUM_ADAPTERS = 32
+_RANKS = (8, 16, 32, 64, 128)
+_STEP_S = 0.05
+_MAX_ENDS = 6  # rows that end in one step, of those that do
+_REFRESH_S = 300.0
+_NUM_REFRESHES = 5
+_PROMPTS = {
+    num_tokens: (3,) * num_tokens
+    for num_tokens in (_ROW_PROMPT_TOKENS, *range(128, 2049, 64), *range(16_384, 49_153, 2048))
+}
 
 
-def make_scheduler(num_rows: int, max_tokens: int) -> Scheduler:
-    """A scheduler with room for ``num_rows`` requests to their end."""
-    blocks_per_row = (PROMPT_TOKENS + max_tokens) // 16 + 1
-    budget = MemoryBudget(2 * num_rows * blocks_per_row * BLOCK_BYTES)
-    pool = BlockPool(2 * num_rows * blocks_per_row, BLOCK_BYTES, budget)
-    config = SchedulerConfig(
-        max_num_batched_tokens=num_rows * PROMPT_TOKENS,
-        max_num_seqs=num_rows,
-        max_model_len=PROMPT_TOKENS + max_tokens,
-        block_size=16,
-    )
-    facts = PolicyFacts(
-        times=LearnedTimes(config.max_num_batched_tokens),
-        capacity_tokens=pool.num_blocks * config.block_size,
-        bytes_per_token=BLOCK_BYTES / config.block_size,
-    )
-    return Scheduler(
-        config, make_policy("fcfs", facts), DeviceMemory(budget, pool, AdapterCache(budget)), [0]
-    )
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What those who wait lack."""
+
+    name: str
+    prompt_tokens: Sequence[int]  # of those who wait, one of these each
+    first_adapter: int  # of theirs; those of the rows are 1 to 32
+    blocks_per_adapter: int
+    num_free_blocks: int  # beside what the rows and their adapters come to
+    row_ends: bool
 
 
-def add_requests(scheduler: Scheduler, workload: Workload) -> None:
-    """Let all requests of ``workload`` wait."""
-    for index, job in enumerate(make_jobs(workload)):
-        adapter = workload.adapters.index(job.model)
-        request = Request(
-            request_id=RequestId(index + 1),
-            prompt_token_ids=tuple(job.prompt),
-            sampling=SamplingParams(max_tokens=job.output_tokens),
-            arrival_s=float(index),
-            adapter_id=AdapterId(adapter),
-            adapter=AdapterFacts(job.model, 8, BLOCK_BYTES) if adapter else None,
+SITUATIONS = (
+    # The smallest of them has more blocks than the rows are going to grow by.
+    Situation("no KV", range(16_384, 49_153, 2048), 1, 1, 0, row_ends=False),
+    # An adapter has more blocks than are free or are going to be grown by.
+    Situation("no adapter", range(128, 2049, 64), 1001, 4096, 512, row_ends=False),
+    Situation("turnover", range(128, 2049, 64), 1, 1, 64 * 256, row_ends=True),
+)
+
+
+class _Load:
+    """A scheduler with its requests."""
+
+    def __init__(self, policy: str, situation: Situation, num_steps: int) -> None:
+        self._rng = random.Random(0)
+        self._situation = situation
+        self._num_steps = num_steps
+        self.num_requests = 0
+        row_tokens = _ROW_PROMPT_TOKENS + num_steps
+        adapter_blocks = _NUM_ADAPTERS * situation.blocks_per_adapter
+        num_blocks = NUM_ROWS * (row_tokens // _BLOCK_TOKENS + 1) + situation.num_free_blocks
+        num_blocks = round((num_blocks + adapter_blocks) * 1.02)  # what is left to growth
+        budget = MemoryBudget(num_blocks * _BLOCK_BYTES)
+        pool = BlockPool(num_blocks, _BLOCK_BYTES, budget)
+        config = SchedulerConfig(
+            max_num_batched_tokens=NUM_ROWS * _ROW_PROMPT_TOKENS,
+            max_num_seqs=NUM_ROWS + (0 if situation.row_ends else 1),
+            max_model_len=num_blocks * _BLOCK_TOKENS,
+            block_size=_BLOCK_TOKENS,
         )
-        scheduler.add_request(request, 0.0)
+        times = LearnedTimes(config.max_num_batched_tokens)
+        facts = PolicyFacts(
+            times=times,
+            capacity_tokens=num_blocks * _BLOCK_TOKENS,
+            bytes_per_token=_BLOCK_BYTES / _BLOCK_TOKENS,
+            refresh_s=_REFRESH_S,
+        )
+        self.scheduler = Scheduler(
+            config, make_policy(policy, facts), DeviceMemory(budget, pool, AdapterCache(budget)),
+            [0], times=times,
+        )  # fmt: skip
+
+    def add_rows(self) -> None:
+        """Let those come who will be running."""
+        for index in range(NUM_ROWS):
+            num_tokens = self._num_steps
+            if self._situation.row_ends:
+                num_tokens = 4 + index * self._num_steps // NUM_ROWS
+            self._add(_ROW_PROMPT_TOKENS, num_tokens, 1 + index % _NUM_ADAPTERS, 0.0)
+
+    def add_waiting(self, number: int) -> None:
+        """Let ``number`` others arrive, all before the next refresh."""
+        for index in range(number):
+            self._add(
+                self._rng.choice(self._situation.prompt_tokens),
+                self._rng.randrange(16, 512),
+                self._situation.first_adapter + self._rng.randrange(_NUM_ADAPTERS),
+                1.0 + index * (_REFRESH_S - 2.0) / number,
+            )
+
+    def _add(self, prompt_tokens: int, output_tokens: int, adapter: int, now_s: float) -> None:
+        self.num_requests += 1
+        num_bytes = self._situation.blocks_per_adapter * _BLOCK_BYTES
+        rank = _RANKS[adapter % len(_RANKS)]
+        request = Request(
+            request_id=RequestId(self.num_requests),
+            prompt_token_ids=_PROMPTS[prompt_tokens],
+            sampling=SamplingParams(max_tokens=output_tokens),
+            arrival_s=now_s,
+            adapter_id=AdapterId(adapter),
+            adapter=AdapterFacts(f"adapter-{adapter}", rank, num_bytes * rank // _RANKS[-1]),
+            num_predicted_output_tokens=output_tokens,
+        )
+        self.scheduler.add_request(request, now_s)
+
+
+class _Costs:
+    """What steps took, in seconds."""
+
+    def __init__(self) -> None:
+        self.schedule_s: list[float] = []
+        self.update_s: list[float] = []
+
+    def note(self, costs_s: tuple[float, float]) -> None:
+        """Count a step in."""
+        self.schedule_s.append(costs_s[0])
+        self.update_s.append(costs_s[1])
+
+    @property
+    def both_us(self) -> float:
+        """Median of schedule + update."""
+        return 1e6 * statistics.median(self._both_s())
+
+    def to_json(self) -> dict[str, float]:
+        """For the report: medians and the 99th percentile."""
+        return {
+            "schedule_us": round(1e6 * statistics.median(self.schedule_s), 1),
+            "update_us": round(1e6 * statistics.median(self.update_s), 1),
+            "both_us": round(self.both_us, 1),
+            "both_us_p99": round(1e6 * statistics.quantiles(self._both_s(), n=100)[98], 1),
+        }
+
+    def _both_s(self) -> list[float]:
+        return [one + other for one, other in zip(self.schedule_s, self.update_s, strict=True)]
 
 
 def results_of(plan: StepPlan) -> list[StepResult | TransferResult]:
@@ -89,56 +190,109 @@ def results_of(plan: StepPlan) -> list[StepResult | TransferResult]:
     return [*transfers, StepResult(plan.step_id, rows)]
 
 
-def measure(num_rows: int, workload: Workload, num_steps: int) -> dict[str, float]:
-    """Time ``num_steps`` decode steps of ``num_rows`` rows; microseconds."""
-    scheduler = make_scheduler(num_rows, workload.output_tokens)
-    add_requests(scheduler, workload)
-    schedule_us: list[float] = []
-    update_us: list[float] = []
-    while len(schedule_us) < num_steps:
-        start_s = time.perf_counter()
-        plan = scheduler.schedule(0.0)
-        scheduled_s = time.perf_counter()
-        assert plan is not None
-        results = results_of(plan)
-        begin_s = time.perf_counter()
-        for result in results:
-            scheduler.update(result, 0.0)
-        end_s = time.perf_counter()
-        if plan.num_tokens == num_rows == scheduler.num_running:
-            schedule_us.append((scheduled_s - start_s) * 1e6)
-            update_us.append((end_s - begin_s) * 1e6)
-    both_us = [one + other for one, other in zip(schedule_us, update_us, strict=True)]
-    return {
-        "num_rows": num_rows,
-        "num_waiting": workload.num_requests - num_rows,
-        "schedule_us": round(statistics.median(schedule_us), 1),
-        "update_us": round(statistics.median(update_us), 1),
-        "both_us": round(statistics.median(both_us), 1),
-        "both_us_p99": round(statistics.quantiles(both_us, n=100)[98], 1),
-    }
+def step(scheduler: Scheduler, now_s: float) -> tuple[float, float]:
+    """Schedule and update once; seconds of each."""
+    start_s = time.perf_counter()
+    plan = scheduler.schedule(now_s)
+    scheduled_s = time.perf_counter()
+    assert plan is not None
+    results = results_of(plan)
+    begin_s = time.perf_counter()
+    for result in results:
+        scheduler.update(result, now_s + _STEP_S)
+    return scheduled_s - start_s, time.perf_counter() - begin_s
+
+
+def measure(policy: str, situation: Situation, num_steps: int) -> list[_Costs]:
+    """Time steps of 64 rows by how many wait, in turn: what disturbs one disturbs the others."""
+    loads = [_waiting_load(policy, situation, number, num_steps) for number in NUM_WAITING]
+    costs = [_Costs() for _ in loads]
+    now_s = _REFRESH_S + 1.0
+    for load in loads:
+        step(load.scheduler, now_s)
+    for _ in range(num_steps - 32):
+        now_s += _STEP_S
+        for load, cost in zip(loads, costs, strict=True):
+            cost.note(step(load.scheduler, now_s))
+            num_running = load.scheduler.num_running
+            assert abs(num_running - NUM_ROWS) <= _MAX_ENDS, num_running
+    return costs
+
+
+def measure_refresh(policy: str, num_waiting: int) -> float:
+    """Milliseconds of a schedule in which lanes are cut by all those who wait; median."""
+    samples = []
+    for _ in range(_NUM_REFRESHES):
+        load = _waiting_load(policy, SITUATIONS[0], num_waiting, NUM_ROWS)
+        samples.append(1e3 * step(load.scheduler, _REFRESH_S + 1.0)[0])
+    return statistics.median(samples)
+
+
+def _waiting_load(policy: str, situation: Situation, num_waiting: int, num_steps: int) -> _Load:
+    """64 rows that decode, and so many that have come since."""
+    load = _Load(policy, situation, num_steps)
+    load.add_rows()
+    now_s = 0.0
+    while load.scheduler.num_waiting:
+        step(load.scheduler, now_s)
+        now_s += _STEP_S
+    load.add_waiting(num_waiting)
+    # As an engine's process does: what was made once is not looked through again and again.
+    gc.collect()
+    gc.freeze()
+    return load
+
+
+def judge(
+    costs: Mapping[tuple[str, str], Sequence[_Costs]], refresh_ms: Mapping[tuple[str, int], float]
+) -> dict[str, bool | None]:
+    """All bounds."""
+    few, many = NUM_WAITING
+    bounds: dict[str, bool | None] = {}
+    for (policy, situation), (one, other) in costs.items():
+        name = f"{policy}, {situation}"
+        bounds[f"{name}: <= {MAX_US:g} us"] = one.both_us <= MAX_US
+        is_flat = other.both_us <= MAX_GROWTH * one.both_us
+        bounds[f"{name}: {many} wait <= {MAX_GROWTH:g} x {few}"] = is_flat
+    for (policy, num_waiting), value in refresh_ms.items():
+        name = f"{policy}, {num_waiting} wait: refresh <= {MAX_REFRESH_MS:g} ms"
+        bounds[name] = value <= MAX_REFRESH_MS
+    return bounds
+
+
+def has_lanes(policy: str) -> bool:
+    """Whether it has anything to refresh."""
+    facts = PolicyFacts(times=LearnedTimes(1), capacity_tokens=1, bytes_per_token=1.0)
+    return "num_lanes" in make_policy(policy, facts).counts()
 
 
 def main() -> None:
-    """Measure 64 and 256 rows, with and without a queue."""
+    """Measure every policy in every situation."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=400, help="decode steps per setting")
-    parser.add_argument("--adapters", type=int, default=10, help="adapters beside the base")
+    parser.add_argument("--steps", type=int, default=300, help="decode steps per setting, above 64")
+    parser.add_argument(
+        "--policies", nargs="+", choices=SCHEDULER_POLICIES, default=list(SCHEDULER_POLICIES)
+    )
     options = parser.parse_args()
-    adapters = ("", *(f"adapter-{index}" for index in range(options.adapters)))
+    if options.steps <= NUM_ROWS:
+        parser.error(f"--steps is {options.steps}, must be above {NUM_ROWS}")
+    costs: dict[tuple[str, str], list[_Costs]] = {}
+    refresh_ms: dict[tuple[str, int], float] = {}
     figures: dict[str, Any] = {}
-    bounds: dict[str, bool | None] = {}
-    for num_rows in (64, 256):
-        for num_waiting in (0, 512):
-            workload = Workload(num_rows + num_waiting, PROMPT_TOKENS, options.steps + 32, adapters)
-            figure = measure(num_rows, workload, options.steps)
-            name = f"{num_rows} rows, {num_waiting} waiting"
-            print(name, figure, flush=True)
-            figures[name] = figure
-            if num_rows in BOUND_US:
-                bound_us = BOUND_US[num_rows]
-                bounds[f"{name}: <= {bound_us:g} us"] = figure["both_us"] <= bound_us
-    report("scheduler", asdict(workload) | vars(options), figures, bounds)
+    for policy in options.policies:
+        for situation in SITUATIONS:
+            found = costs[policy, situation.name] = measure(policy, situation, options.steps)
+            for num_waiting, cost in zip(NUM_WAITING, found, strict=True):
+                name = f"{policy}, {situation.name}, {num_waiting} wait"
+                figures[name] = cost.to_json()
+                print(name, figures[name], flush=True)
+        for num_waiting in NUM_WAITING if has_lanes(policy) else ():
+            value = refresh_ms[policy, num_waiting] = measure_refresh(policy, num_waiting)
+            name = f"{policy}, refresh, {num_waiting} wait"
+            figures[name] = {"schedule_ms": round(value, 2)}
+            print(name, figures[name], flush=True)
+    workload = vars(options) | {"rows": NUM_ROWS}
+    report("scheduler", workload, figures, judge(costs, refresh_ms))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import corun
 
-from replays.cells import BASELINE, Cell, Figures
+from replays.cells import BASELINE, POLICIES, Cell, Figures
 
 PRODUCT = Path(corun.__file__).parent
 _CELLS = Path(__file__).with_name("cells.py")
@@ -42,7 +42,12 @@ class KeptCells:
 
     def __init__(self, folder: Path, traces: Path | None) -> None:
         self._folder = folder
-        self._traces = _traces_digest(traces)
+        # Now, before anybody changes the code that is about to run.
+        digests = {policy: code_digest(policy) + _traces_digest(traces) for policy in POLICIES}
+        self._digests = {
+            policy: hashlib.sha256(digest.encode()).hexdigest()[:16]
+            for policy, digest in digests.items()
+        }
 
     def get(self, cell: Cell) -> Figures | None:
         """What was kept of the very same cell; None if nothing was."""
@@ -63,11 +68,9 @@ class KeptCells:
         os.replace(part, path)
 
     def _path(self, cell: Cell) -> Path:
-        digest = hashlib.sha256((code_digest(cell.policy) + self._traces).encode()).hexdigest()
-        return self._folder / f"{cell.name}-{digest[:16]}.json"
+        return self._folder / f"{cell.name}-{self._digests[cell.policy]}.json"
 
 
-@functools.cache
 def code_digest(policy: str) -> str:
     """Of all code that decides the cells of ``policy``."""
     digest = hashlib.sha256()
@@ -85,6 +88,7 @@ def deciding_files(policy: str) -> list[Path]:
     return [*sorted(found - of_policies | own), _CELLS]
 
 
+@functools.cache
 def _code_of(path: Path) -> str:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

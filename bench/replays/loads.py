@@ -7,7 +7,7 @@ from replays.cells import Cell, Figures
 from replays.runner import Runner
 
 SLOWDOWN = 5.0  # of the P99 of first tokens over that of the same requests alone
-_FIRST_FACTOR = 1.25
+_FIRST_FACTOR = 1.1  # its square is the next, and so on
 _PRECISION = 1.02  # between the rate that is borne and one that is not
 _MAX_FACTOR = 1000.0  # from where the search starts
 
@@ -21,7 +21,7 @@ def largest_rate(cells_at: Callable[[float], Sequence[Cell]], start_rps: float) 
     it was not.
     """
     low_rps, high_rps = 0.0, 0.0  # 0 = not found yet
-    rate_rps = start_rps
+    rate_rps, factor = start_rps, _FIRST_FACTOR
     while not (low_rps and high_rps and high_rps <= low_rps * _PRECISION):
         if not start_rps / _MAX_FACTOR <= rate_rps <= start_rps * _MAX_FACTOR:
             raise RuntimeError(f"{rate_rps:g} requests/s is no limit of {cells_at(rate_rps)[0]}")
@@ -31,10 +31,9 @@ def largest_rate(cells_at: Callable[[float], Sequence[Cell]], start_rps: float) 
             low_rps = rate_rps
         else:
             high_rps = rate_rps
-        if not high_rps:
-            rate_rps = _rounded(low_rps * _FIRST_FACTOR)
-        elif not low_rps:
-            rate_rps = _rounded(high_rps / _FIRST_FACTOR)
+        if not (low_rps and high_rps):
+            rate_rps = _rounded(low_rps * factor if low_rps else high_rps / factor)
+            factor *= factor
         else:
             rate_rps = _rounded((low_rps * high_rps) ** 0.5)
             if rate_rps in (low_rps, high_rps):

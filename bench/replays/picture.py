@@ -22,9 +22,7 @@ def draw(results: Results, path: Path, title: str) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    settings = [
-        setting for setting, policy in results if policy == BASELINE
-    ]
+    settings = [setting for setting, policy in results if policy == BASELINE]
     policies = [
         policy for policy in POLICIES
         if policy != BASELINE and any((setting, policy) in results for setting in settings)

@@ -41,10 +41,6 @@ LIMITED_RECIPES = ("S1", "S2", "S3", "S4", "S5")  # of which the largest load is
 LIMITED_POLICY = "corun"
 
 
-def runs_of(
-    settings: Iterable[Setting], policies: Sequence[str]
-) -> list[tuple[Setting, str]]:
+def runs_of(settings: Iterable[Setting], policies: Sequence[str]) -> list[tuple[Setting, str]]:
     """Every policy in every setting, in the order of ``POLICIES``."""
-    return [
-        (setting, policy) for setting in settings for policy in POLICIES if policy in policies
-    ]
+    return [(setting, policy) for setting in settings for policy in POLICIES if policy in policies]

@@ -40,7 +40,7 @@ def _row(setting: Setting, policy: str, figures: Sequence[Figures]) -> Sequence[
 
 def _line(row: Iterable[str], widths: Sequence[int]) -> str:
     cells = [
-        text.ljust(width) if index < 2 else text.rjust(width)  # noqa: PLR2004
+        text.ljust(width) if index < 2 else text.rjust(width)
         for index, (text, width) in enumerate(zip(row, widths, strict=True))
     ]
     return "  ".join(cells).rstrip()

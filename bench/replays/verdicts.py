@@ -74,7 +74,7 @@ def _lower(setting: Setting) -> Iterable[tuple[str, str, float]]:
     recipe, load = setting.recipe, setting.load
     if recipe == "S4":
         return [(BASELINE, "mean", 0.10)]
-    if load == 1.2:  # noqa: PLR2004
+    if load == 1.2:
         return [(BASELINE, "P99", 0.20), (BASELINE, "mean", 0.40)]
     against_baseline = [
         (BASELINE, "P50", 0.08),
@@ -89,7 +89,7 @@ def _lower(setting: Setting) -> Iterable[tuple[str, str, float]]:
 
 def _not_above(setting: Setting) -> Sequence[str]:
     """Whose P99 that of ``corun`` is not to be above."""
-    if setting.recipe == "S4" or setting.load == 1.2:  # noqa: PLR2004
+    if setting.recipe == "S4" or setting.load == 1.2:
         return ()
     return (BASELINE,) if setting.recipe == "S5" else (BASELINE, "fcfs")
 

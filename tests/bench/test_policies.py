@@ -1,0 +1,236 @@
+"""The judging of scheduling policies, and what is kept of a run that was stopped."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import policies
+import pytest
+from paired import Ratio
+from replays import kept, verdicts
+from replays.cells import BASELINE, POLICIES, Cell, Figures, run_cell
+from replays.kept import KeptCells, code_digest, deciding_files
+from replays.loads import largest_rate
+from replays.runner import Runner
+from replays.settings import Setting
+from replays.table import table
+from replays.verdicts import Bound
+
+_CELL = Cell("S1", 2.0, "fcfs", 0.8, 1, 40)
+_SETTING = Setting("S1", 1.1)
+
+
+def _figures(ttft_s: float = 1.0, **values: Any) -> Figures:
+    made = Figures(
+        ttft_mean_s=ttft_s, ttft_p50_s=ttft_s, ttft_p99_s=ttft_s, slowdown_p99=ttft_s,
+        unloaded_p99_s=1.0, e2e_mean_s=10.0, tpot_mean_s=0.05, num_preempted=0, num_squashes=0,
+        num_lanes=1, quota_tokens=(), num_requests=1000, num_refused=0, served_rps=1.0,
+    )  # fmt: skip
+    return dataclasses.replace(made, **values)
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """Run the benchmark in a folder of its own; returns the lines that it printed."""
+    monkeypatch.delenv("CORUN_TRACES", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run_with(*arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["policies.py", "--results", "kept", *arguments])
+        policies.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run_with
+
+
+@pytest.mark.parametrize(
+    ("median", "high", "is_held"),
+    [(0.85, 0.99, True), (0.86, 0.99, False), (0.85, 1.0, False)],
+)
+def test_lower_needs_the_median_and_all_of_the_interval(
+    median: float, high: float, is_held: bool
+) -> None:
+    bound = Bound(_SETTING, "corun", BASELINE, "mean", 0.85, is_lower=True)
+    assert bound.holds(Ratio(median, 0.5, high, 7)) is is_held
+
+
+@pytest.mark.parametrize(
+    ("median", "high", "is_held"),
+    [(1.02, 1.06, True), (1.03, 1.05, False), (1.0, 1.07, False)],
+)
+def test_not_above_leaves_room_to_the_end_of_the_interval(
+    median: float, high: float, is_held: bool
+) -> None:
+    bound = Bound(_SETTING, "corun", "fcfs", "P99", 1.02, is_lower=False)
+    assert bound.holds(Ratio(median, 0.9, high, 7)) is is_held
+
+
+def test_ratios_are_of_the_same_seeds() -> None:
+    results = {
+        (_SETTING, "corun"): [_figures(1.0), _figures(20.0), _figures(3.0)],
+        (_SETTING, BASELINE): [_figures(2.0), _figures(40.0), _figures(6.0)],
+    }
+    judged = verdicts.judge_pairs(results)
+    assert judged
+    for found, is_held in judged.values():
+        assert (found.median, found.low, found.high) == (0.5, 0.5, 0.5)
+        assert is_held
+    assert not any("fcfs" in name for name in judged)  # it was not run
+
+
+def test_every_bound_has_a_name_of_its_own() -> None:
+    bounds = verdicts.all_bounds()
+    assert len({bound.name for bound in bounds}) == len(bounds)
+    held = {(bound.setting.recipe, bound.metric, bound.other): bound.most for bound in bounds}
+    assert held["S2", "P99 slowdown", BASELINE] == pytest.approx(0.8)
+    assert held["S3", "P99 slowdown", "fcfs"] == pytest.approx(0.7)
+    assert held["S5", "mean", BASELINE] == pytest.approx(0.92)
+    assert held["S3", "P99", "chameleon-paper"] == 1.0
+    assert ("S5", "mean", "fcfs") not in held
+
+
+def test_preemptions_of_all_seeds_count_together() -> None:
+    results = {
+        (_SETTING, "corun"): [_figures(num_preempted=4), _figures(), _figures()],
+        (Setting("S1", 1.1, None), "corun"): [_figures(num_preempted=11)],
+        (_SETTING, "chameleon"): [_figures(num_squashes=60), _figures(num_squashes=30)],
+    }
+    held = [is_held for _, is_held in verdicts.judge_preemptions(results).values()]
+    assert held == [True, False, True]
+
+
+def test_worse_predictions_are_held_to_the_best() -> None:
+    def results(p99_s: float) -> dict[tuple[Setting, str], Sequence[Figures]]:
+        return {
+            (Setting("S1", 1.2, 0.6), "corun"): [_figures(p99_s)] * 3,
+            (Setting("S1", 1.2, 1.0), "corun"): [_figures(1.0)] * 3,
+        }
+
+    assert [is_held for _, is_held in verdicts.judge_accuracy(results(1.1)).values()] == [True]
+    assert [is_held for _, is_held in verdicts.judge_accuracy(results(1.2)).values()] == [False]
+
+
+def test_the_default_is_corun_only_if_all_holds() -> None:
+    far = {"S1 at 1.1: mean": 1.2}
+    assert verdicts.default_policy({"mean of corun": True}, far) == "corun"
+    assert verdicts.default_policy({"mean of corun": False}, far) == "fcfs"
+    assert verdicts.default_policy({"mean of corun": True}, {"S1": 1.03}) == "chameleon"
+
+
+def test_bisection_finds_the_largest_rate_that_is_borne() -> None:
+    search = largest_rate(lambda rate_rps: [dataclasses.replace(_CELL, rate_rps=rate_rps)], 1.0)
+    limit_rps, tried = 3.3, []
+    cells = next(search)
+    with pytest.raises(StopIteration) as end:  # noqa: PT012 - it ends at an unknown turn
+        while True:
+            tried.append(cells[0].rate_rps)
+            ttft_s = 5.0 if cells[0].rate_rps <= limit_rps else 5.1
+            cells = search.send({cells[0]: _figures(ttft_s)})
+    assert limit_rps / 1.02 <= end.value.value <= limit_rps
+    assert end.value.value in tried
+    assert len(tried) < 15
+
+
+def test_a_search_without_a_limit_ends() -> None:
+    search = largest_rate(lambda rate_rps: [dataclasses.replace(_CELL, rate_rps=rate_rps)], 1.0)
+    cells = next(search)
+    with pytest.raises(RuntimeError, match="no limit"):  # noqa: PT012
+        while True:
+            cells = search.send({cells[0]: _figures(1.0)})
+
+
+def test_a_kept_cell_is_not_run_again(tmp_path: Path) -> None:
+    kept_cells = KeptCells(tmp_path, None)
+    made_up = _figures(123.0, num_lanes=2)
+    kept_cells.put(_CELL, made_up)
+    other = dataclasses.replace(_CELL, seed=2)
+    with Runner(KeptCells(tmp_path, None), None, num_processes=1) as runner:
+        found = runner.run([_CELL, other, other])
+        assert found[_CELL] == made_up
+        assert runner.num_run == 1
+    assert KeptCells(tmp_path, None).get(other) == found[other] == run_cell(other, None)
+
+
+def test_other_code_and_other_traces_are_other_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_cells = KeptCells(tmp_path, None)
+    kept_cells.put(_CELL, _figures())
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    assert KeptCells(tmp_path, traces).get(_CELL) is None
+    monkeypatch.setattr(kept, "code_digest", lambda policy: "another")
+    assert KeptCells(tmp_path, None).get(_CELL) is None
+    assert kept_cells.get(_CELL) == _figures()
+
+
+def test_the_digest_is_of_all_code_that_decides() -> None:
+    """But of no other policy's."""
+    listing = (
+        "import sys, corun.runtime.sim.engine\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('corun.')))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+    decided = {path for policy in POLICIES for path in deciding_files(policy)}
+    missing = {Path(name) for name in loaded} - decided
+    assert not {path for path in missing if path.name != "__init__.py"}
+    names = {path.name for path in deciding_files("corun")}
+    assert {"corun.py", "keyed.py", "scheduler.py", "cells.py"} <= names
+    assert not {"chameleon.py", "sjf.py"} & names
+    assert len({code_digest(policy) for policy in ("corun", "sjf", "chameleon")}) == 3
+
+
+def test_lanes_are_in_the_table() -> None:
+    results = {(_SETTING, "chameleon"): [_figures(2.5, num_lanes=2, quota_tokens=(10, 20))]}
+    assert table(results).splitlines()[1].split()[:4] == ["S1", "at", "1.1", "chameleon"]
+    assert "10/20" in table(results)
+
+
+def test_a_small_run_to_the_end_without_traces(
+    run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    arguments = (
+        "--cells", "S1@1.1", "--policies", "corun", BASELINE, "chameleon", "--seeds", "2",
+        "--requests", "40", "--processes", "1", "--picture", "policies.png",
+    )  # fmt: skip
+    first = run(*arguments)
+    line = json.loads(first[-1])
+    assert line["figures"]["simulated"] == {"S1": "a40-llama7b"}
+    assert line["figures"]["default"] is None  # not by so little
+    assert any("corun" in name for name in line["pass"])
+    assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
+    again = run(*arguments)
+    assert json.loads(again[-1])["figures"] == line["figures"]
+    assert any(" left: " in text for text in first)
+    assert not any(" left: " in text for text in again)  # all of it was kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cells", "S3@1.0"], "needs the Azure LLM inference trace"),
+        (["--cells", "S9@1.0"], "--cells has 'S9@1.0'"),
+        (["--cells", "S1@fast"], "--cells has 'S1@fast'"),
+        (["--policies", "best"], "--policies has 'best'"),
+        (["--accuracy", "1.5"], "--accuracy is 1.5"),
+        (["--seeds", "0"], "--seeds is 0"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    arguments: list[str], message: str, run: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        run(*arguments)
+    assert end.value.code == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert len(errors.splitlines()) == 1
