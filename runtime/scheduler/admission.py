@@ -32,7 +32,7 @@ class Admission:
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
-        """Admit candidates until seats or the policy stop that, into ``draft`` while it has room."""
+        """Admit until no seat is left or the policy stops, into ``draft`` while it has room."""
         if not len(self._policy):
             return
         if self._has_seat():
