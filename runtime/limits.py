@@ -5,6 +5,8 @@ A front end asks before it troubles the engine; the scheduler asks whoever comes
 
 from .errors import OverloadedError, RequestError, TooManySequencesError
 
+MAX_LANES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
+
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
     """Raise ``RequestError`` if the prompt is empty or leaves no room for output."""

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..scheduler.config import MAX_LANES
+from ..limits import MAX_LANES
 
 _CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MAX_CPU = 2**16

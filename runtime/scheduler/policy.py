@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import ConfigError
+from ..limits import MAX_LANES
 from ..request import Request
-from .config import DEFAULT_MAX_OVERTAKING_TOKENS, MAX_LANES
+from .config import DEFAULT_MAX_OVERTAKING_TOKENS
 from .step_times import StepTimes
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...limits import MAX_LANES
 from ...request import Request
-from ..config import MAX_LANES
 from .kmeans import Floats, clusterings, elbow
 from .quotas import LaneLoad, Quotas, assign_quotas
 from .recent import Column
