@@ -1,9 +1,9 @@
 """Whole steps through a real executor: what is run is what was asked for, and failures are told."""
 
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from corun.gpu.execution.executor import DeviceExecutor
 from corun.gpu.forward.lower import ForwardInputs
 from corun.profiles.curve import Curve
+from corun.profiles.measure import steps
 from corun.profiles.measure.step_shapes import StepShape, StepSizes, step_point, step_shapes
 from corun.profiles.measure.steps import StepBench
 from corun.profiles.profile import ProfileError
@@ -75,7 +76,7 @@ def test_of_repeats_the_least_disturbed_counts(
         return forward(inputs, *others)
 
     monkeypatch.setattr(device.runner, "forward", take_time)
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: now_s))
     times = _measure(device.executor, _SHAPES, Repeats(1e9, 3, 3))
     assert times.record.y == tuple(2.0 * shape.total_tokens for shape in _SHAPES)
 
