@@ -54,7 +54,7 @@ _NUM_REQUESTS = 2500
 _DEFAULT_SEEDS, _FULL_SEEDS = 7, 9
 _UNIT_SEEDS = 5  # of the rates that loads are in units of
 # Where the search begins, near what was found before; 1 for other recipes.
-_START_RPS: Mapping[str, float] = {"S1": 1.2, "S2": 6.0, "S3": 0.95, "S4": 1.0, "S5": 0.9}
+_START_RPS: Mapping[str, float] = {"S1": 1.2, "S2": 7.0, "S3": 0.95, "S4": 0.3, "S5": 0.9}
 _SATURATING_RPS = 1000.0
 _RESULTS = Path(__file__).with_name("results") / "policies"
 # For what is said before anything was run: seconds that a cell takes on one core, and how many
