@@ -82,6 +82,9 @@ def _run(options: argparse.Namespace) -> None:
         limited = []
     for recipe in recipes:
         make_workload(recipe, rate_rps=1.0, num_requests=1, seed=1, traces=traces)
+    _make(options.results)
+    if options.picture is not None:
+        _make(options.picture.parent)
     runs = _runs(options, settings, policies)
     _announce(options, len(runs), len(recipes) + len(limited))
     with Runner(KeptCells(options.results, traces), traces, options.processes) as runner:
@@ -94,6 +97,13 @@ def _run(options: argparse.Namespace) -> None:
             run: [figures[cell] for cell in of_run] for run, of_run in cells.items()
         }  # fmt: skip
     _report(options, results, units, largest)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
 
 
 def _loads(

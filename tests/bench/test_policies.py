@@ -222,6 +222,7 @@ def test_a_small_run_to_the_end_without_traces(
         (["--policies", "best"], "--policies has 'best'"),
         (["--accuracy", "1.5"], "--accuracy is 1.5"),
         (["--seeds", "0"], "--seeds is 0"),
+        (["--cells", "S1@1", "--results", "/dev/null/kept"], "/dev/null/kept cannot be made"),
     ],
 )
 def test_wrong_use_is_one_line(
