@@ -103,6 +103,8 @@ class RunningSet:
     def stop(self, request: Request, status: RequestStatus) -> None:
         """Let ``request`` no longer run; its memory is freed once no step refers to it."""
         del self._requests[request.request_id]
+        if not self._requests:  # nobody may ask before the next one begins
+            self._memory.pool.promise(0)
         request.status = status
         request.num_computed_tokens = 0
         request.num_allocated_tokens = 0

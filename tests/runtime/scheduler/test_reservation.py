@@ -266,6 +266,23 @@ class TestAdapters:
         assert scheduler.counters.num_preemptions == 0
 
 
+class TestEnd:
+    def test_what_was_kept_for_the_last_one_is_free_for_all(self) -> None:
+        """Nobody waits who would have it counted anew, but an adapter may be registered."""
+        scheduler = make_scheduler(
+            memory=make_memory(num_blocks=10), growth_headroom=0.0, predictor=Guess(LONG)
+        )
+        executor = make_executor(scheduler)
+        request = make_request(1, prompt=PROMPT, max_tokens=LONG)
+        scheduler.add_request(request, 0.0)
+        turn(scheduler, executor)
+        budget = scheduler.memory.budget
+        assert budget.available_bytes == 0, "all is taken or promised"
+        scheduler.abort(request.request_id, 0.0)
+        assert budget.available_bytes == budget.capacity_bytes
+        assert not scheduler.memory.pool.num_promised_blocks
+
+
 class TestPreemption:
     def test_who_comes_back_has_room_for_all_that_it_had(self) -> None:
         scheduler = make_scheduler(
