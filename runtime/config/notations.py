@@ -9,11 +9,12 @@ import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..scheduler.config import MAX_LANES
 
 _CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MAX_CPU = 2**16
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_FIXED_QUEUES = re.compile(r"fixed:([1-4])")
+_FIXED_QUEUES = re.compile(rf"fixed:([1-{MAX_LANES}])")
 _UNITS = {
     "": 1,
     "B": 1,
@@ -136,5 +137,6 @@ def parse_queues(text: str, flag: str) -> int | None:
         return None
     match = _FIXED_QUEUES.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{flag} is {text!r}, must be auto, or fixed:K with K from 1 to 4")
+        wanted = f"auto, or fixed:K with K from 1 to {MAX_LANES}"
+        raise ConfigError(f"{flag} is {text!r}, must be {wanted}")
     return int(match[1])

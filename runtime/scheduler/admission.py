@@ -32,15 +32,15 @@ class Admission:
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
-        """Admit candidates into ``draft`` until it is full or the policy stops."""
+        """Admit until no seat is left or the policy stops, into ``draft`` while it has room."""
         if not len(self._policy):
             return
-        if self._has_seat(draft):
+        if self._has_seat():
             self._running.promise_growth()
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
-        while request is not None and self._has_seat(draft):
+        while request is not None and self._has_seat():
             verdict = self._try(request, draft, now_s, is_first=is_first)
             is_first = False
             try:
@@ -51,9 +51,13 @@ class Admission:
         if verdict not in NO_ROOM:
             self._prefetch(now_s)
 
-    def _has_seat(self, draft: StepDraft) -> bool:
-        """Whether the step could take one more request."""
-        return draft.num_free_tokens > 0 and len(self._running) < self._config.max_num_seqs
+    def _has_seat(self) -> bool:
+        """Whether one more request may run.
+
+        The step may be full: who runs is in the order in which prompts are computed, where a short
+        one need not wait for the rest of a long one.
+        """
+        return len(self._running) < self._config.max_num_seqs
 
     def _try(self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool) -> Verdict:
         """Admit ``request`` if its adapter is there and what all come to, it among them, fits.
@@ -131,7 +135,8 @@ class Admission:
         draft.announce(request)
         draft.append_blocks(request, 0)
         if not request.is_cold:
-            draft.add_chunk(request)
+            if draft.num_free_tokens:
+                draft.add_chunk(request)
             return
         chunk = self._cold_starts.next_chunk(
             request, draft.max_cold_tokens, len(self._running) - 1, draft.rows, now_s

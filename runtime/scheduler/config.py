@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 
 DEFAULT_MAX_OVERTAKING_TOKENS = 32_768
+MAX_LANES = 4  # K_max of Chameleon, section 4.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

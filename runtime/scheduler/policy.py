@@ -12,8 +12,7 @@ from typing import Protocol
 
 from ..errors import ConfigError
 from ..request import Request
-from .config import DEFAULT_MAX_OVERTAKING_TOKENS
-from .lanes.cuts import MAX_LANES
+from .config import DEFAULT_MAX_OVERTAKING_TOKENS, MAX_LANES
 from .step_times import StepTimes
 
 

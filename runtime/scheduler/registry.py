@@ -2,22 +2,35 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from ..errors import ConfigError
-from .chameleon import ChameleonPolicy
 from .corun import CorunPolicy
 from .fcfs import FcfsPolicy
-from .lanes.cuts import OUTPUT_ONLY_WEIGHTS
 from .policy import PolicyFacts, SchedulerPolicy
 from .sjf import SjfPolicy
+
+
+def _chameleon(facts: PolicyFacts, **options: Any) -> SchedulerPolicy:
+    """Loaded when asked for: it needs numpy, which reading options does not."""
+    from .chameleon import ChameleonPolicy
+
+    return ChameleonPolicy(facts, **options)
+
+
+def _output_only(facts: PolicyFacts) -> SchedulerPolicy:
+    from .lanes.cuts import OUTPUT_ONLY_WEIGHTS
+
+    return _chameleon(facts, weights=OUTPUT_ONLY_WEIGHTS)
+
 
 SCHEDULER_POLICIES: Mapping[str, Callable[[PolicyFacts], SchedulerPolicy]] = {
     "fcfs": FcfsPolicy,
     "sjf": SjfPolicy,
     "corun": CorunPolicy,
-    "chameleon": ChameleonPolicy,
-    "chameleon-paper": partial(ChameleonPolicy, is_as_printed=True),
-    "output-only": partial(ChameleonPolicy, weights=OUTPUT_ONLY_WEIGHTS),
+    "chameleon": _chameleon,
+    "chameleon-paper": partial(_chameleon, is_as_printed=True),
+    "output-only": _output_only,
 }
 
 

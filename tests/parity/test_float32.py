@@ -74,7 +74,7 @@ def test_mixed_batch_in_small_chunks(case: ParityCase, where: str) -> None:
     """Base and adapters of all ranks together, some with two choices, in chunks of all sizes."""
     requests = make_requests(case, seed=1, count=10)
     params = [SAMPLED if i % 3 == 2 else GREEDY for i in range(len(requests))]
-    options = {"max_num_batched_tokens": 23, "block_size": 4, "memory_gib": 0.05}
+    options: dict[str, Any] = {"max_num_batched_tokens": 23, "block_size": 4, "memory_gib": 0.05}
     check(case, requests, params, device=where, **options)
 
 

@@ -351,7 +351,7 @@ def make_scheduler(
     times = _step_times(config, coexecution)
     facts = PolicyFacts(
         times=times,
-        capacity_tokens=plan.num_blocks * config.block_size,
+        capacity_tokens=plan.capacity_bytes * config.block_size // loaded.layout.block_bytes,
         bytes_per_token=loaded.layout.block_bytes / config.block_size,
         slo_ttft_s=config.slo_ttft_s,
         refresh_s=config.refresh_s,

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...request import Request
+from ..config import MAX_LANES
 from .kmeans import Floats, clusterings, elbow
 from .quotas import LaneLoad, Quotas, assign_quotas
 from .recent import Column
-
-MAX_LANES = 4  # K_max
 
 _SLOWDOWN = 5.0  # SLO, in times of an idle engine's
 _MAX_SLOWDOWN = 3.0  # that D is believed to have

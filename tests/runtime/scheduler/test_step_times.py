@@ -29,6 +29,7 @@ _MODEL: MachineModel = replace(
     decode_s_per_key=0.0001,
     read_s=0.0,
     decode_token_share=0.0,
+    decode_step_s=None,
 )
 
 

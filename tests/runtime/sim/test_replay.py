@@ -24,6 +24,7 @@ from corun.runtime.sim.engine import (
 from corun.runtime.sim.machines import MACHINES, Factors, slowed
 from corun.runtime.sim.replay import Replayed, replay
 from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
+from support.scheduling import Guess
 from support.simulation import MACHINE, MODEL
 
 A40 = MACHINES["a40-llama7b"]
@@ -90,7 +91,11 @@ def test_the_same_replay_gives_the_same_bytes() -> None:
 def test_preemption_changes_no_length(max_steps_in_flight: int) -> None:
     many = workload(*((0.5 * index, index % 3, 30, 20 + index) for index in range(24)))
     machine = replace(MACHINE, memory_bytes=3 * 2000 + 300 * MACHINE.kv_bytes_per_token)
-    options = SimulationOptions(growth_headroom=0.0, max_steps_in_flight=max_steps_in_flight)
+    options = SimulationOptions(
+        growth_headroom=0.0,
+        max_steps_in_flight=max_steps_in_flight,
+        make_predictor=lambda _: Guess(1),
+    )
     replayed = simulate(machine, many, options)
     assert lengths(replayed) == [20 + index for index in range(24)]
     assert {record.finish_reason for record in replayed.records} == {"stop"}
