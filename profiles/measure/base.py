@@ -15,8 +15,8 @@ from .passes import Passes
 class BaseTimes:
     """Curves over tokens, seconds."""
 
-    step_s: Curve
-    base_s: tuple[Curve, ...]  # by input group, of one layer
+    step_s: Curve  # the fastest, see ``StepBench.measure``
+    base_s: tuple[Curve, ...]  # by input group, of one layer; medians, as the deltas beside them
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
 
@@ -41,7 +41,7 @@ def measure_prefill(
         for group in range(num_groups)
     ]
     return BaseTimes(
-        Curve.rising({n: median(values) for n, values in steps.items()}),
+        Curve.rising({n: min(values) for n, values in steps.items()}),
         tuple(groups),
         tuple(relative_spread(values) for values in steps.values()),
         tuple(f"a prefill of {name} tokens" for name in measured.left_out),
@@ -52,7 +52,7 @@ def measure_prefill(
 class DecodeTimes:
     """Curve over rows of one token, seconds."""
 
-    step_s: Curve
+    step_s: Curve  # the fastest
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
 
@@ -66,7 +66,7 @@ def measure_decode(
         cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress
     )
     return DecodeTimes(
-        Curve.rising({int(name): median(values) for name, values in measured.values.items()}),
+        Curve.rising({int(name): min(values) for name, values in measured.values.items()}),
         tuple(relative_spread(values) for values in measured.values.values()),
         tuple(f"a decode step of {name} rows" for name in measured.left_out),
     )

@@ -28,7 +28,7 @@ from ...runtime.plan import (
 )
 from ...runtime.sampling import SamplingParams
 from ..busy import relative_spread
-from ..curve import Curve, median
+from ..curve import Curve
 from ..fit import fit_with_held_out
 from ..profile import FitRecord, ProfileError
 from ..rounds import Case, Progress, Repeats, measure_rounds
@@ -76,7 +76,11 @@ class StepBench:
         self, shapes: Sequence[StepShape], curves: tuple[Curve, Curve], repeats: Repeats,
         on_progress: Progress,
     ) -> WholeStepTimes:  # fmt: skip
-        """``curves``: of forwards, as ``step_point`` takes them."""
+        """The fastest of each; ``curves``: of forwards likewise, as ``step_point`` takes them.
+
+        Whoever computes beside a step makes it longer, never shorter, and the rows' shares are
+        small against that: medians of few repeats would show the others.
+        """
         measured = measure_rounds(
             [Case(s.name, partial(self._step_s, self._announce(s))) for s in shapes],
             repeats,
@@ -86,7 +90,7 @@ class StepBench:
         )
         kept = [shape for shape in shapes if shape.name in measured.values]
         points = tuple(step_point(shape, *curves) for shape in kept)
-        y = tuple(median(measured.values[shape.name]) for shape in kept)
+        y = tuple(min(measured.values[shape.name]) for shape in kept)
         return WholeStepTimes(
             FitRecord(fit_with_held_out(points, y, num_known=1), points, y),
             tuple(relative_spread(values) for values in measured.values.values()),

@@ -1,6 +1,7 @@
 """Whole steps through a real executor: what is run is what was asked for, and failures are told."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ def device(tmp_path: Path) -> Iterator[ExecutorDevice]:
     device.loaded.close()
 
 
-def _measure(executor: DeviceExecutor, shapes: list[StepShape]) -> Any:
+def _measure(executor: DeviceExecutor, shapes: list[StepShape], repeats: Repeats = _ONCE) -> Any:
     bench = StepBench(executor, _BLOCK_SIZE, vocab_size=96)
-    return bench.measure(shapes, _CURVES, _ONCE, lambda done, total: None)
+    return bench.measure(shapes, _CURVES, repeats, lambda done, total: None)
 
 
 def test_steps_run_as_they_are_said(
@@ -59,6 +60,24 @@ def test_steps_run_as_they_are_said(
     assert times.record.points == tuple(step_point(shape, *_CURVES) for shape in _SHAPES)
     assert len(times.record.y) == len(_SHAPES) and min(times.record.y) > 0.0
     assert times.left_out == ()
+
+
+def test_of_repeats_the_least_disturbed_counts(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    token_s = iter([s for s in (9.0, 3.0, 2.0, 5.0) for _ in _SHAPES])  # the first warm up
+    forward = device.runner.forward
+
+    def take_time(inputs: ForwardInputs, *others: Any) -> torch.Tensor:
+        nonlocal now_s
+        now_s += next(token_s) * inputs.attention.num_tokens
+        return forward(inputs, *others)
+
+    monkeypatch.setattr(device.runner, "forward", take_time)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    times = _measure(device.executor, _SHAPES, Repeats(1e9, 3, 3))
+    assert times.record.y == tuple(2.0 * shape.total_tokens for shape in _SHAPES)
 
 
 def test_a_step_that_fails_is_no_measurement(
