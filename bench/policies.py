@@ -54,7 +54,7 @@ _NUM_REQUESTS = 2500
 _DEFAULT_SEEDS, _FULL_SEEDS = 7, 9
 _UNIT_SEEDS = 5  # of the rates that loads are in units of
 # Where the search begins, near what was found before; 1 for other recipes.
-_START_RPS: Mapping[str, float] = {"S1": 1.2, "S2": 6.0, "S3": 0.95, "S4": 1.0, "S5": 0.9}
+_START_RPS: Mapping[str, float] = {"S1": 1.2, "S2": 7.0, "S3": 0.95, "S4": 0.3, "S5": 0.9}
 _SATURATING_RPS = 1000.0
 _RESULTS = Path(__file__).with_name("results") / "policies"
 # For what is said before anything was run: seconds that a cell takes on one core, and how many
@@ -82,6 +82,9 @@ def _run(options: argparse.Namespace) -> None:
         limited = []
     for recipe in recipes:
         make_workload(recipe, rate_rps=1.0, num_requests=1, seed=1, traces=traces)
+    _make(options.results)
+    if options.picture is not None:
+        _make(options.picture.parent)
     runs = _runs(options, settings, policies)
     _announce(options, len(runs), len(recipes) + len(limited))
     with Runner(KeptCells(options.results, traces), traces, options.processes) as runner:
@@ -94,6 +97,13 @@ def _run(options: argparse.Namespace) -> None:
             run: [figures[cell] for cell in of_run] for run, of_run in cells.items()
         }  # fmt: skip
     _report(options, results, units, largest)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
 
 
 def _loads(

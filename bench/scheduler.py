@@ -148,7 +148,7 @@ class _Load:
         self.scheduler.add_request(request, now_s)
 
 
-class _Costs:
+class Costs:
     """What steps took, in seconds."""
 
     def __init__(self) -> None:
@@ -203,10 +203,10 @@ def step(scheduler: Scheduler, now_s: float) -> tuple[float, float]:
     return scheduled_s - start_s, time.perf_counter() - begin_s
 
 
-def measure(policy: str, situation: Situation, num_steps: int) -> list[_Costs]:
+def measure(policy: str, situation: Situation, num_steps: int) -> list[Costs]:
     """Time steps of 64 rows by how many wait, in turn: what disturbs one disturbs the others."""
     loads = [_waiting_load(policy, situation, number, num_steps) for number in NUM_WAITING]
-    costs = [_Costs() for _ in loads]
+    costs = [Costs() for _ in loads]
     now_s = _REFRESH_S + 1.0
     for load in loads:
         step(load.scheduler, now_s)
@@ -244,7 +244,7 @@ def _waiting_load(policy: str, situation: Situation, num_waiting: int, num_steps
 
 
 def judge(
-    costs: Mapping[tuple[str, str], Sequence[_Costs]], refresh_ms: Mapping[tuple[str, int], float]
+    costs: Mapping[tuple[str, str], Sequence[Costs]], refresh_ms: Mapping[tuple[str, int], float]
 ) -> dict[str, bool | None]:
     """All bounds."""
     few, many = NUM_WAITING
@@ -276,7 +276,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps <= NUM_ROWS:
         parser.error(f"--steps is {options.steps}, must be above {NUM_ROWS}")
-    costs: dict[tuple[str, str], list[_Costs]] = {}
+    costs: dict[tuple[str, str], list[Costs]] = {}
     refresh_ms: dict[tuple[str, int], float] = {}
     figures: dict[str, Any] = {}
     for policy in options.policies:

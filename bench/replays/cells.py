@@ -1,7 +1,6 @@
 """One recipe at one rate under one policy, on virtual time, and what comes of it."""
 
 import functools
-import itertools
 import math
 import random
 import statistics
@@ -25,9 +24,6 @@ BASELINE = "slora"  # fcfs without headroom, which drops idle adapters, as S-LoR
 POLICIES = (BASELINE, *SCHEDULER_POLICIES)
 DROPPED_SHARE = 0.05  # of the requests: while the engine fills
 ACCURACY = 0.8  # of the oracle
-
-# Far longer than any request takes alone: between two of them the engine is idle.
-_ALONE_GAP_S = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +99,7 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
             make_adapter_cache=functools.partial(AdapterCache, keeps_idle=False),
         )
     machine = machine_of(cell.recipe)
-    replayed = simulate(machine, workload, options)
-    return _figures(replayed, workload, _alone_s(machine, workload), policies[0])
+    return _figures(simulate(machine, workload, options), workload, machine.name, policies[0])
 
 
 def _predictor(
@@ -116,12 +111,15 @@ def _predictor(
 
 
 def _figures(
-    replayed: Replayed, workload: Workload, alone_s: Sequence[float], policy: SchedulerPolicy
+    replayed: Replayed, workload: Workload, machine: str, policy: SchedulerPolicy
 ) -> Figures:
     num_dropped = math.ceil(DROPPED_SHARE * len(workload.requests))
     records = [record for record in replayed.records if record.request_id > num_dropped]
     ttft_s = np.array([_first_token_s(record) - record.arrival_s for record in records])
-    unloaded_s = np.array([alone_s[record.request_id - 1] for record in records])
+    requests = [workload.requests[record.request_id - 1] for record in records]
+    unloaded_s = np.array(
+        [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
+    )
     counts = policy.counts()
     return Figures(
         ttft_mean_s=float(ttft_s.mean()),
@@ -166,34 +164,12 @@ def _percentile(values: np.ndarray, percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-# By machine, prompt tokens and rank.
-_known_alone_s: dict[tuple[str, int, int], float] = {}
+@functools.cache
+def alone_s(machine: str, prompt_tokens: int, rank: int) -> float:
+    """First token of a request alone on an idle engine, its adapter not on the device.
 
-
-def _alone_s(machine: SimulatedMachine, workload: Workload) -> list[float]:
-    """First token of each request alone on an idle engine, its adapter not on the device.
-
-    This is what any rate comes to that is low enough, under ``slora``; here a request each 1000
-    seconds.
+    This is what any rate comes to that is low enough, under ``slora``.
     """
-    keys = [
-        (machine.name, request.prompt_tokens, workload.ranks[request.adapter])
-        for request in workload.requests
-    ]
-    unknown = sorted(set(keys) - _known_alone_s.keys())
-    if unknown:
-        ranks = sorted({rank for _, _, rank in unknown})
-        requests = tuple(
-            WorkloadRequest(index * _ALONE_GAP_S, ranks.index(rank), prompt_tokens, 1)
-            for index, (_, prompt_tokens, rank) in enumerate(unknown)
-        )
-        options = SimulationOptions(
-            make_adapter_cache=functools.partial(AdapterCache, keeps_idle=False)
-        )
-        alone = simulate(machine, Workload(requests, tuple(ranks), 1), options)
-        known_by_id = dict(zip(itertools.count(1), unknown, strict=False))
-        for record in alone.records:
-            key = known_by_id[record.request_id]
-            _known_alone_s[key] = _first_token_s(record) - record.arrival_s
-    # One that can never fit has no time alone, and is in no figure.
-    return [_known_alone_s.get(key, math.nan) for key in keys]
+    workload = Workload((WorkloadRequest(0.0, 0, prompt_tokens, 1),), (rank,), 1)
+    replayed = simulate(MACHINES[machine], workload, SimulationOptions())
+    return _first_token_s(replayed.records[0])

@@ -12,7 +12,7 @@ import policies
 import pytest
 from paired import Ratio
 from replays import kept, verdicts
-from replays.cells import BASELINE, POLICIES, Cell, Figures, run_cell
+from replays.cells import BASELINE, POLICIES, Cell, Figures, alone_s, run_cell
 from replays.kept import KeptCells, code_digest, deciding_files
 from replays.loads import largest_rate
 from replays.runner import Runner
@@ -157,6 +157,15 @@ def test_a_kept_cell_is_not_run_again(tmp_path: Path) -> None:
     assert KeptCells(tmp_path, None).get(other) == found[other] == run_cell(other, None)
 
 
+def test_the_same_cell_gives_the_same_bytes(tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        alone_s.cache_clear()
+        KeptCells(tmp_path / folder, None).put(_CELL, run_cell(_CELL, None))
+        run_cell(dataclasses.replace(_CELL, seed=2), None)
+    (one,), (other,) = ((tmp_path / name).iterdir() for name in ("one", "other"))
+    assert (one.name, one.read_bytes()) == (other.name, other.read_bytes())
+
+
 def test_other_code_and_other_traces_are_other_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +231,7 @@ def test_a_small_run_to_the_end_without_traces(
         (["--policies", "best"], "--policies has 'best'"),
         (["--accuracy", "1.5"], "--accuracy is 1.5"),
         (["--seeds", "0"], "--seeds is 0"),
+        (["--cells", "S1@1", "--results", "/dev/null/kept"], "/dev/null/kept cannot be made"),
     ],
 )
 def test_wrong_use_is_one_line(
