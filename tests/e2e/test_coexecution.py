@@ -24,7 +24,7 @@ LINK_GIB_PER_S = 0.001  # an adapter takes a good part of a second
 NUM_QUESTIONS = 3  # of each adapter
 HIT_EVERY_S = 0.25
 RESTART_TIMEOUT_S = 60.0
-MAX_ROUNDS = 3  # until a hit falls into a pass that workers assist
+MAX_ROUNDS = 6  # until a hit falls into a pass that workers assist
 FAULTS = ("corun:cpu_worker_failed_jobs_total", "corun:retried_rows_total")
 
 
