@@ -182,12 +182,13 @@ def test_other_code_and_other_traces_are_other_cells(
 def test_the_digest_is_of_all_code_that_decides() -> None:
     """But of no other policy's."""
     listing = (
-        "import sys, corun.runtime.sim.engine\n"
-        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('corun.')))"
+        "import sys, corun.runtime.sim.engine, corun.runtime.scheduler.chameleon\n"
+        "files = [m.__file__ for n, m in sys.modules.items() if n.startswith('corun.')]\n"
+        "print(*files, sep='\\n')"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=60
-    ).stdout.split()
+    ).stdout.splitlines()
     decided = {path for policy in POLICIES for path in deciding_files(policy)}
     missing = {Path(name) for name in loaded} - decided
     assert not {path for path in missing if path.name != "__init__.py"}
