@@ -35,8 +35,6 @@ class Admission:
         """Admit until no seat is left or the policy stops, into ``draft`` while it has room."""
         if not len(self._policy):
             return
-        if self._has_seat():
-            self._running.promise_growth()
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
@@ -116,6 +114,8 @@ class Admission:
     def _load(self, request: Request, now_s: float, *, is_demand: bool) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
         assert request.adapter is not None, request.request_id
+        if is_demand:
+            self._running.promise_growth()  # which the load must leave alone
         transfer = self._memory.load(request.adapter_id, request.adapter, is_demand=is_demand)
         if transfer is None:
             return False
@@ -154,6 +154,7 @@ class Admission:
             if memory.cache.state(request.adapter_id) is not AdapterState.ABSENT:
                 continue
             needed_bytes = request.adapter_bytes + reserve_bytes
+            self._running.promise_growth()
             if not memory.has_adapter_room(needed_bytes):
                 memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
                 return
