@@ -1,11 +1,14 @@
 """Runs cells in several processes, keeps each as it ends, and says what is left to do."""
 
+import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
+
+from corun.cpu_workers.process_life import own_child_process
 
 from replays.cells import Cell, Figures, run_cell
 from replays.kept import KeptCells
@@ -20,7 +23,9 @@ class Runner:
         self._traces = traces
         self._num_processes = num_processes
         # Spawned, not forked: torch, which a parent may have loaded, does not survive a fork.
-        self._pool = ProcessPoolExecutor(num_processes, get_context("spawn"))
+        self._pool = ProcessPoolExecutor(
+            num_processes, get_context("spawn"), own_child_process, (os.getpid(),)
+        )
         self.num_run = 0  # cells that were not kept
 
     def __enter__(self) -> "Runner":

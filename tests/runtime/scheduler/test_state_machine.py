@@ -99,6 +99,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if host_pages is not None:
             is_host_shared &= slab_bytes is None
             host = HostCache(host_pages * PAGESIZE, is_device_memory=is_host_shared)
+        self.made_policy = make_policy(
+            self.policy,
+            policy_facts(
+                max_overtaking_tokens=max_overtaking_tokens,
+                capacity_tokens=capacity_bytes * BLOCK_SIZE // BLOCK_BYTES,
+                refresh_s=REFRESH_S,
+            ),
+        )
         self.scheduler = make_scheduler(
             memory=make_memory(
                 num_blocks=num_blocks,
@@ -106,14 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 slab_bytes=slab_bytes,
                 host=host,
             ),
-            policy=make_policy(
-                self.policy,
-                policy_facts(
-                    max_overtaking_tokens=max_overtaking_tokens,
-                    capacity_tokens=capacity_bytes * BLOCK_SIZE // BLOCK_BYTES,
-                    refresh_s=REFRESH_S,
-                ),
-            ),
+            policy=self.made_policy,
             eos_token_ids=EOS,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -404,15 +405,27 @@ def test_long_crowded_histories(policy: str, depth: int) -> None:
     """More requests than fit, in histories longer than hypothesis makes them."""
     num_preemptions = num_cold_starts = 0
     for seed in range(60):
-        preemptions, cold_starts = live_through(seed, policy, depth)
+        preemptions, cold_starts, _ = live_through(seed, policy, depth)
         num_preemptions += preemptions
         num_cold_starts += cold_starts
     assert num_preemptions > 40
     assert num_cold_starts > 40
 
 
-def live_through(seed: int, policy: str, depth: int) -> tuple[int, int]:
-    """Run one random history; return how many requests were preempted and started cold in it."""
+@pytest.mark.full
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["chameleon", "chameleon-paper", "output-only"])
+def test_lanes_are_cut_while_requests_run(policy: str, depth: int) -> None:
+    """In histories of so many requests that sizes are known, which is from 64 on."""
+    lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(12)]
+    assert max(num_lanes for *_, num_lanes in lived) > 1
+
+
+def live_through(seed: int, policy: str, depth: int, num_acts: int = 80) -> tuple[int, int, int]:
+    """Run one random history.
+
+    Returns how many requests were preempted and started cold in it, and the lanes at its end.
+    """
     rng, host_rng = random.Random(seed), random.Random(f"host {seed}")
     machine = SchedulerMachine()
     machine.depth, machine.policy = depth, policy
@@ -433,12 +446,13 @@ def live_through(seed: int, policy: str, depth: int) -> tuple[int, int]:
         guess_tokens=host_rng.choice([1, 1, 1, 5]),
     )
     curses = rng.choice([0, 0, 3])
-    for _ in range(80):
+    for _ in range(num_acts):
         act(machine, rng, curses=curses)
         machine.parts_agree()
     num_preemptions = machine.scheduler.counters.num_preemptions
     machine.teardown()
-    return num_preemptions, machine.cold_starts.num_started
+    num_lanes = int(machine.made_policy.counts().get("num_lanes", 1))
+    return num_preemptions, machine.cold_starts.num_started, num_lanes
 
 
 def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
