@@ -109,6 +109,7 @@ class ChameleonPolicy:
             unloaded_s=self._bypass.end_s(request, 1, 0.0),
             now_s=now_s,
         )
+        self._prefill_order.arrived(request)
         self._queues.add_last(request, lane)
 
     def remove(self, request: Request) -> None:

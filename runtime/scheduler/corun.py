@@ -6,32 +6,19 @@ time, and ``max_overtaking_tokens`` and one request while its adapter is being l
 the SLO of the first token.
 
 Within a step (``prefill_order``) a running request's chunk waits for those with less left to
-compute, at most as long as five times the difference; admission does not depend on it.
+compute, at most as long as 15 times what a mean prompt takes; admission does not depend on it.
 """
 
 from collections.abc import Sequence
 
 from ..request import Request
 from .keyed import KeyedPolicy
+from .means import RunningMean
 from .policy import PolicyFacts
 from .prefill_order import ShortPrefillFirst
 
 _SLOWDOWN = 5.0  # SLO of a first token, in times of an idle engine's
 _WINDOW_SLOS = 8.0  # W
-_MEAN_OF = 1000  # newest requests that a mean goes by, about
-
-
-class _RunningMean:
-    """Of all values at first, then with little weight on old ones."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._num_values = 0
-
-    def add(self, value: float) -> None:
-        """Count a value in."""
-        self._num_values = min(self._num_values + 1, _MEAN_OF)
-        self.value += (value - self.value) / self._num_values
 
 
 class CorunPolicy(KeyedPolicy):
@@ -39,10 +26,8 @@ class CorunPolicy(KeyedPolicy):
 
     def __init__(self, facts: PolicyFacts) -> None:
         super().__init__(facts)
-        self._times = facts.times
         self._slo_ttft_s = facts.slo_ttft_s
-        self._mean_ttft_s = _RunningMean()  # on an idle engine
-        self._mean_tokens = _RunningMean()
+        self._mean_tokens = RunningMean()
         self._prefill_order = ShortPrefillFirst(facts.times)
 
     def ended(self, request: Request, now_s: float) -> None:
@@ -55,11 +40,7 @@ class CorunPolicy(KeyedPolicy):
     def _key_s(self, request: Request) -> float:
         num_tokens = request.num_prompt_tokens
         self._mean_tokens.add(num_tokens)
-        slo_s = self._slo_ttft_s
-        if slo_s is None:
-            ttft_s = self._times.prefill_s(num_tokens, request.adapter_bytes)
-            if ttft_s:  # 0 = nothing is known yet
-                self._mean_ttft_s.add(ttft_s)
-            slo_s = _SLOWDOWN * self._mean_ttft_s.value
+        self._prefill_order.arrived(request)
+        slo_s = self._slo_ttft_s or _SLOWDOWN * self._prefill_order.mean_s
         share = min(1.0, num_tokens / self._mean_tokens.value)
         return request.arrival_s + _WINDOW_SLOS * slo_s * share

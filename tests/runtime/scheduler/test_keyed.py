@@ -68,6 +68,7 @@ def test_corun_computes_short_remainders_first_and_lets_long_ones_age() -> None:
     policy = CorunPolicy(facts_for())
     long, short = make_request(1, prompt=500, arrival_s=0.0), make_request(2, prompt=20)
     late = make_request(3, prompt=20, arrival_s=2.6)
+    add_all(policy, [long, short, late])  # 1.5 mean prompts take 0.27 s, and the long one 0.5 s
     assert list(policy.prefill_order([long, short, late], 9.0)) == [short, long, late]
     long.num_computed_tokens = 480  # a chunk of it has been computed
     assert list(policy.prefill_order([short, long, late], 9.0)) == [long, short, late]
