@@ -116,7 +116,7 @@ class EngineConfig:
         check=parse_num_bytes,
     )
     scheduling_policy: str = option(
-        "fcfs",
+        "corun",
         choices=tuple(SCHEDULER_POLICIES),
         help="Who is admitted next, whose prompt is computed first, and who gives way.",
     )

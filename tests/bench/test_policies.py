@@ -118,9 +118,11 @@ def test_worse_predictions_are_held_to_the_best() -> None:
 
 def test_the_default_is_corun_only_if_all_holds() -> None:
     far = {"S1 at 1.1: mean": 1.2}
-    assert verdicts.default_policy({"mean of corun": True}, far) == "corun"
-    assert verdicts.default_policy({"mean of corun": False}, far) == "fcfs"
-    assert verdicts.default_policy({"mean of corun": True}, {"S1": 1.03}) == "chameleon"
+    holds = {"mean of corun below fcfs": True, "P99 of corun <= fcfs": True}
+    assert verdicts.default_policy({**holds, "mean of corun below slora": False}, far) == "corun"
+    assert verdicts.default_policy({**holds, "P99 of corun <= fcfs": False}, far) == "fcfs"
+    assert verdicts.default_policy({"mean of corun below slora": True}, far) == "fcfs"
+    assert verdicts.default_policy(holds, {"S1": 1.03}) == "chameleon"
 
 
 def test_bisection_finds_the_largest_rate_that_is_borne() -> None:
