@@ -66,13 +66,6 @@ class BlockUpdate:
     block_ids: tuple[BlockId, ...]
 
 
-class TransferKind(StrEnum):
-    """What a transfer moves."""
-
-    LOAD_ADAPTER = "load_adapter"  # to the device; rows may use it after its completion
-    EVICT_ADAPTER = "evict_adapter"  # free the device copy; no row in flight uses it
-
-
 @dataclass(frozen=True, slots=True)
 class HostPlace:
     """Where an adapter lies in the host's memory, or is to be read to."""
@@ -83,31 +76,34 @@ class HostPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """A command that completes later, through ``Executor.poll``."""
+class AdapterTransfer:
+    """Bring an adapter to the device; rows may use it after the transfer's end."""
 
     transfer_id: TransferId
-    kind: TransferKind
     adapter_id: AdapterId
     num_bytes: int
     is_demand: bool = True  # a request waits for it; prefetches give way
     offset_bytes: int | None = None  # of the adapter in their slab; None = they have none
-    host: HostPlace | None = None  # of a load: where it comes from; None = nobody plans that
+    host: HostPlace | None = None  # where it comes from; None = nobody plans that
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. ``sub_batches`` may be empty: a plan can carry only transfers."""
+    """One step. ``sub_batches`` may be empty: a plan can carry only transfers and evictions."""
 
     step_id: StepId
     sub_batches: tuple[SubBatch, ...]
     new_requests: tuple[NewRequest, ...] = ()
     block_updates: tuple[BlockUpdate, ...] = ()
     forget_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
-    transfers: tuple[Transfer, ...] = ()
+    # Leave the device before anything else happens; no step in flight refers to them. Unknown ones
+    # are no error. One may be loaded again by the same plan.
+    evict_adapters: tuple[AdapterId, ...] = ()
+    freed_blocks: tuple[BlockId, ...] = ()  # free, and their memory is for others from now on
+    transfers: tuple[AdapterTransfer, ...] = ()
     promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
-    # Taken out of the host's memory before anything else happens; nothing refers to them. Places
-    # that never came to be are no error.
+    # Taken out of the host's memory behind ``evict_adapters``; nothing refers to them. Places that
+    # never came to be are no error.
     host_evictions: tuple[HostPlaceId, ...] = ()
 
     @property
@@ -207,10 +203,11 @@ class Executor(Protocol):
         A plan is run as it is: rows that cannot be computed in the sub-batch that they are in
         come back as RETRY. Each plan has one ``StepResult``, also one without rows, and each
         transfer one ``TransferResult``, perhaps with ``TransferProgress`` before it; after it
-        nobody reads or writes a load's place on the host. The host's evictions come first, then
-        transfers begin, then rows, which may use the layer groups of loads that have not ended if
-        they are ASSISTED. A token sampled by a row has position ``start_position + num_tokens`` and
-        is kept there: a row that is computed again replaces it and what was kept behind it.
+        nobody reads or writes a load's place on the host. Adapters are evicted first, on the
+        device, then on the host; then transfers begin, then rows, which may use the layer groups
+        of loads that have not ended if they are ASSISTED. A token sampled by a row has position
+        ``start_position + num_tokens`` and is kept there: a row that is computed again replaces it
+        and what was kept behind it.
         Requests to forget may be unknown. Never raises for what happens inside the step: that is
         a result.
         """

@@ -14,28 +14,28 @@ from functools import partial
 
 from ...cpu_workers.affinity import place_thread
 from ...runtime.errors import CorunError
-from ...runtime.plan import Transfer, TransferId
+from ...runtime.plan import AdapterTransfer, TransferId
 from .arrival import AdapterLoad
 
 _LOG = logging.getLogger(__name__)
 
 
 # Fetches the adapter of a load on the host; raises ``CorunError`` with the reason.
-FetchAdapter = Callable[[Transfer], AdapterLoad]
+FetchAdapter = Callable[[AdapterTransfer], AdapterLoad]
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """An adapter that has its place on the host, or the reason why it has none."""
 
-    transfer: Transfer
+    transfer: AdapterTransfer
     arrival: AdapterLoad | None
     error: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    transfer: Transfer
+    transfer: AdapterTransfer
     is_prefetch: bool
 
 
@@ -68,7 +68,7 @@ class AdapterFetcher:
         """Whether everything that was asked for has been taken."""
         return not self._by_id
 
-    def ask(self, transfer: Transfer) -> None:
+    def ask(self, transfer: AdapterTransfer) -> None:
         """Fetch the adapter of a load; ``take`` tells of it."""
         waiting = _Waiting(transfer, not transfer.is_demand)
         self._by_id[transfer.transfer_id] = waiting
@@ -132,7 +132,7 @@ class AdapterFetcher:
                 return
             self._fetch_next()
 
-    def _fetch_one(self, transfer: Transfer) -> Fetched:
+    def _fetch_one(self, transfer: AdapterTransfer) -> Fetched:
         try:
             return Fetched(transfer, self._fetch(transfer))
         except CorunError as error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...runtime.errors import CorunError, EngineDeadError
-from ...runtime.plan import AdapterId, Transfer, TransferId
+from ...runtime.plan import AdapterId, AdapterTransfer, TransferId
 from ..device.lost import raise_if_lost
 from ..lora.table import DeviceAdapter
 from .arrival import AdapterLoad, Copied, Reading
@@ -67,7 +67,7 @@ LoadEvent: TypeAlias = StartedLoad | LoadProgress | ReadProgress | LoadedAdapter
 
 @dataclass(slots=True, eq=False)
 class _Started:
-    transfer: Transfer
+    transfer: AdapterTransfer
     arrival: AdapterLoad
     is_gradual: bool  # a prefetch, which moves only while no demand load does
     num_seen: int = 0  # layer groups that were told of; of the watching thread
@@ -110,7 +110,7 @@ class AdapterLoader:
         """Whether all loads have ended."""
         return not self._under_way and self._fetcher.is_idle
 
-    def start(self, transfer: Transfer) -> None:
+    def start(self, transfer: AdapterTransfer) -> None:
         """Begin a load: at once if it is on the host, else when its files are read.
 
         What comes of it is told by ``take_events``.
@@ -274,7 +274,7 @@ class AdapterLoader:
         return has_news
 
 
-def _failed(transfer: Transfer, error: str) -> LoadedAdapter:
+def _failed(transfer: AdapterTransfer, error: str) -> LoadedAdapter:
     return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, error)
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ...runtime.plan import (
     BASE_ADAPTER,
     AdapterId,
+    AdapterTransfer,
     Result,
-    Transfer,
     TransferId,
     TransferProgress,
     TransferRead,
@@ -61,7 +61,7 @@ class ResidentAdapters:
     def __getitem__(self, adapter_id: AdapterId) -> ResidentAdapter:
         return _BASE if adapter_id == BASE_ADAPTER else self._resident[adapter_id]
 
-    def load(self, transfer: Transfer) -> None:
+    def load(self, transfer: AdapterTransfer) -> None:
         """Begin to bring an adapter to the device."""
         self._loader.start(transfer)
 
@@ -69,12 +69,11 @@ class ResidentAdapters:
         """Let a prefetch go before others: a request waits for it."""
         self._loader.promote(transfer_id)
 
-    def evict(self, transfer: Transfer) -> None:
-        """Take an adapter out of the table, which frees it."""
-        resident = self._resident.pop(transfer.adapter_id, None)
+    def evict(self, adapter_id: AdapterId) -> None:
+        """Take an adapter out of the table, which frees it. Unknown ones are no error."""
+        resident = self._resident.pop(adapter_id, None)
         if resident is not None:
             self._table.remove(resident.table_row)
-        self._results.append(TransferResult(transfer.transfer_id))
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

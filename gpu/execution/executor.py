@@ -21,8 +21,6 @@ from ...runtime.plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
-    Transfer,
-    TransferKind,
     WorkersChanged,
 )
 from ...shm.errors import ShmError
@@ -78,7 +76,6 @@ class DeviceExecutor:
         self._evict_from_host = fetch.evict
         loader = AdapterLoader(fetch.fetch, self._notify, fetch.cpus)
         self._adapters = ResidentAdapters(loader, table, self._results)
-        self._num_touched_blocks = 0  # blocks below this one may hold memory of the machine
         self._closed = False
 
     def submit(self, plan: StepPlan) -> None:
@@ -86,16 +83,16 @@ class DeviceExecutor:
 
         Raises ``EngineDeadError`` if the device is lost.
         """
+        for adapter_id in plan.evict_adapters:
+            self._adapters.evict(adapter_id)
         self._requests.forget(plan.forget_requests)
         self._requests.add(plan.new_requests)
         self._requests.update_blocks(plan.block_updates)
-        for update in plan.block_updates:
-            highest = max(update.block_ids, default=-1)
-            self._num_touched_blocks = max(self._num_touched_blocks, highest + 1)
         if plan.host_evictions:
             self._evict_from_host(plan.host_evictions)
+        self._runner.pool.release(plan.freed_blocks)
         for transfer in plan.transfers:
-            self._start_transfer(transfer)
+            self._adapters.load(transfer)
         for transfer_id in plan.promoted_transfers:
             self._adapters.promote(transfer_id)
         self._adapters.take_loads()
@@ -279,19 +276,6 @@ class DeviceExecutor:
 
     def _adapters_of(self, states: Iterable[RequestState]) -> list[ResidentAdapter]:
         return [self._adapters[state.adapter_id] for state in states]
-
-    def _start_transfer(self, transfer: Transfer) -> None:
-        if transfer.kind is TransferKind.LOAD_ADAPTER:
-            self._give_back_free_blocks()
-            self._adapters.load(transfer)
-        else:
-            self._adapters.evict(transfer)
-
-    def _give_back_free_blocks(self) -> None:
-        """Return the memory of blocks that were used once: the adapter is about to take it."""
-        used = self._requests.blocks_in_use()
-        self._runner.pool.release(b for b in range(self._num_touched_blocks) if b not in used)
-        self._num_touched_blocks = max(used, default=-1) + 1
 
 
 def _result_of(request_id: RequestId, sampled: SampledRow) -> RowResult:

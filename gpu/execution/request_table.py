@@ -107,13 +107,6 @@ class RequestTable:
                 self._num_blocks[state.slot] = 0
                 self._free_slots.append(state.slot)
 
-    def blocks_in_use(self) -> set[int]:
-        """Every block that some request's table names."""
-        used: set[int] = set()
-        for state in self._states.values():
-            used.update(self.block_tables[state.slot, : self._num_blocks[state.slot]].tolist())
-        return used
-
     def _grow(self) -> None:
         old = len(self.block_tables)
         self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])

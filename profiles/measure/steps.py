@@ -14,6 +14,7 @@ from ...gpu.execution.executor import AdapterFetch, DeviceExecutor
 from ...gpu.execution.runner import ModelRunner
 from ...runtime.plan import (
     BASE_ADAPTER,
+    AdapterTransfer,
     BlockId,
     BlockUpdate,
     NewRequest,
@@ -24,7 +25,6 @@ from ...runtime.plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
-    Transfer,
 )
 from ...runtime.sampling import SamplingParams
 from ..busy import relative_spread
@@ -54,7 +54,7 @@ def make_step_executor(
     return make_executor(loaded, runner, fetch, eos_token_ids=(), max_model_len=max_model_len)
 
 
-def _fetch_nothing(transfer: Transfer) -> NoReturn:
+def _fetch_nothing(transfer: AdapterTransfer) -> NoReturn:
     raise AssertionError(f"adapter {transfer.adapter_id} is loaded, but no step has one")
 
 

@@ -21,15 +21,11 @@ class AdapterState(enum.Enum):
     ABSENT = "absent"
     LOADING = "loading"  # its bytes are taken, its tensors not there yet
     RESIDENT = "resident"
-    EVICTING = "evicting"  # its bytes are still taken
-
-
-_HOLDABLE = (AdapterState.LOADING, AdapterState.RESIDENT)
 
 
 @dataclass(slots=True, eq=False)
 class _DeviceCopy:
-    """A device copy, or one that is coming or going."""
+    """A device copy, or one that is coming."""
 
     num_bytes: int
     state: AdapterState
@@ -64,18 +60,12 @@ class AdapterCache:
         self._entries = {BASE_ADAPTER: _DeviceCopy(0, AdapterState.RESIDENT, num_references=1)}
         self._idle: dict[AdapterId, _DeviceCopy] = {}  # resident and unreferenced, oldest use first
         self._num_waiting: dict[AdapterId, int] = {}
-        self._evicting_bytes = 0
         self._num_evictions = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes of device copies in any state."""
         return self._budget.reserved_bytes(ADAPTER_OWNER)
-
-    @property
-    def evicting_bytes(self) -> int:
-        """Bytes that will be free when the evictions under way have ended."""
-        return self._evicting_bytes
 
     @property
     def num_evictions(self) -> int:
@@ -135,7 +125,7 @@ class AdapterCache:
     def acquire(self, adapter_id: AdapterId) -> None:
         """Hold a resident or loading adapter for one running request."""
         entry = self._entries[adapter_id]
-        assert entry.state in _HOLDABLE and not entry.has_failed, (adapter_id, entry)
+        assert not entry.has_failed, (adapter_id, entry)
         entry.num_references += 1
         self._touch(entry)
         if self._idle.pop(adapter_id, None) is not None:
@@ -205,57 +195,31 @@ class AdapterCache:
     ) -> tuple[AdapterId, ...] | None:
         """``victims`` that leave a range of ``num_bytes`` in the slab; None if none do.
 
-        Empty if there is such a range, or will be when the evictions under way have ended.
+        Empty if there is such a range.
         """
         assert self.slab is not None
-        evicting = [
-            adapter_id
-            for adapter_id, entry in self._entries.items()
-            if entry.state is AdapterState.EVICTING
-        ]
         ranked = (one for one in self._ranked(include_waiting=include_waiting) if one != keep)
-        return self.slab.victims(num_bytes, evicting, ranked)
+        return self.slab.victims(num_bytes, ranked)
 
-    def begin_evict(self, adapter_id: AdapterId) -> int:
-        """Make an idle adapter unusable; return its bytes, which stay taken until the end."""
+    def evict(self, adapter_id: AdapterId) -> None:
+        """Give up an idle adapter: its bytes are free."""
         entry = self._idle.pop(adapter_id)
-        entry.state = AdapterState.EVICTING
-        self._evicting_bytes += entry.num_bytes
-        return entry.num_bytes
-
-    def finish_evict(self, adapter_id: AdapterId) -> None:
-        """The device copy is gone."""
-        entry = self._expect(adapter_id, AdapterState.EVICTING)
-        self._evicting_bytes -= entry.num_bytes
         self._mark_evictable(-entry.num_bytes)
         self._num_evictions += 1
         self._drop(adapter_id, entry)
 
-    def fail_evict(self, adapter_id: AdapterId) -> None:
-        """The device copy is still there, and as good as before."""
-        entry = self._expect(adapter_id, AdapterState.EVICTING)
-        self._evicting_bytes -= entry.num_bytes
-        entry.state = AdapterState.RESIDENT
-        self._touch(entry)
-        self._idle[adapter_id] = entry
-
     def check_invariants(self) -> None:
         """Assert that states, reference counts and bytes agree."""
-        total_bytes = evicting_bytes = 0
+        total_bytes = 0
         for adapter_id, entry in self._entries.items():
             total_bytes += entry.num_bytes
-            if entry.state is AdapterState.EVICTING:
-                evicting_bytes += entry.num_bytes
             idle = entry.state is AdapterState.RESIDENT and entry.num_references == 0
             assert idle == (adapter_id in self._idle), (adapter_id, entry)
-            if entry.state not in _HOLDABLE:
-                assert entry.num_references == 0, (adapter_id, entry)
             assert not entry.has_failed or entry.num_references, (adapter_id, entry)
         assert total_bytes == self.used_bytes, (total_bytes, self.used_bytes)
         if self.slab is not None:
             self.slab.check_invariants()
             assert total_bytes == self.slab.taken_bytes, (total_bytes, self.slab.taken_bytes)
-        assert evicting_bytes == self._evicting_bytes
         assert all(count > 0 for count in self._num_waiting.values())
         uses = [entry.last_use for entry in self._idle.values()]
         assert uses == sorted(uses), "idle adapters are not in order of use"

@@ -49,21 +49,16 @@ class AdapterSlab:
         """Take an adapter's range back."""
         self._ranges.free(*self._places.pop(adapter_id))
 
-    def victims(
-        self, num_bytes: int, leaving: Iterable[AdapterId], ranked: Iterable[AdapterId]
-    ) -> tuple[AdapterId, ...] | None:
+    def victims(self, num_bytes: int, ranked: Iterable[AdapterId]) -> tuple[AdapterId, ...] | None:
         """Choose who must go so that ``num_bytes`` fit; None if that is not enough.
 
         Args:
             num_bytes: Of the adapter to come.
-            leaving: Adapters that go anyway.
             ranked: Adapters that may go, those to go first in front. No more of them go than lie
                 where the newcomer would.
         """
         size = room_bytes(num_bytes)
         ranges = self._ranges.copy()
-        for adapter_id in leaving:
-            ranges.free(*self._places[adapter_id])
         freed: list[AdapterId] = []
         for adapter_id in ranked:
             if ranges.largest_free_bytes >= size:

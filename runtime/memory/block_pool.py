@@ -10,10 +10,11 @@ KV_OWNER = "kv"
 
 
 class BlockPool:
-    """Hands out the lowest free block ids, bounded by their number and by the budget's bytes.
+    """Hands out free block ids, bounded by their number and by the budget's bytes.
 
-    Lowest first keeps the upper end of the pool untouched, so that memory which is committed on
-    first write stays uncommitted. O(log n) per block.
+    Where memory is committed on first write, a block that was used holds some of the machine's
+    until it is given back: these are handed out first, and of all others the lowest, which keeps
+    the upper end of the pool untouched. O(log n) per block.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
@@ -23,9 +24,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._budget = budget
-        self._returned: list[int] = []  # heap; every id in it is below _num_touched
+        self._warm: list[int] = []  # heap; free, and may hold memory
+        self._cold: list[int] = []  # heap; free, and was given back
         self._num_touched = 0  # ids from here on were never handed out
-        self._num_written = 0  # as ``written_bytes`` counts them
         self._allocated: set[int] = set()
         self.num_promised_blocks = 0
 
@@ -53,18 +54,18 @@ class BlockPool:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes up to the last block that was handed out since ``give_back``.
+        """What the blocks may hold of the machine's memory, where that is taken on first write."""
+        return (len(self._allocated) + len(self._warm)) * self.block_bytes
 
-        Where memory is committed on first write, that is what the pool may hold of the machine's.
-        """
-        return self._num_written * self.block_bytes
-
-    def give_back(self) -> None:
-        """The memory of the blocks that are free now goes back to the machine."""
-        self._num_written = max(self._allocated, default=-1) + 1
+    def give_back(self) -> tuple[BlockId, ...]:
+        """Return the free blocks that may hold memory, which goes back to the machine."""
+        blocks, self._warm = self._warm, []
+        for block_id in blocks:
+            heapq.heappush(self._cold, block_id)
+        return tuple(BlockId(block_id) for block_id in sorted(blocks))
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
-        """Hand out ``num_blocks`` blocks, lowest ids first, or None if there are not as many.
+        """Hand out ``num_blocks`` blocks, or None if there are not as many.
 
         Blocks fulfil the promise that was made for them, as far as it goes.
         """
@@ -80,13 +81,14 @@ class BlockPool:
         if not has_bytes:
             return None
         self.num_promised_blocks -= num_promised
-        num_recycled = min(num_blocks, len(self._returned))
-        block_ids = [heapq.heappop(self._returned) for _ in range(num_recycled)]
-        end = self._num_touched + num_blocks - num_recycled
-        block_ids.extend(range(self._num_touched, end))
+        block_ids: list[int] = []
+        for free in (self._warm, self._cold):
+            num_taken = min(num_blocks - len(block_ids), len(free))
+            block_ids += [heapq.heappop(free) for _ in range(num_taken)]
+        end = self._num_touched + num_blocks - len(block_ids)
+        block_ids += range(self._num_touched, end)
         self._num_touched = end
         self._allocated.update(block_ids)
-        self._num_written = max(self._num_written, max(block_ids, default=-1) + 1)
         return tuple(BlockId(block_id) for block_id in block_ids)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
@@ -95,14 +97,14 @@ class BlockPool:
         for block_id in block_ids:
             assert block_id in self._allocated, f"block {block_id} is freed but not allocated"
             self._allocated.remove(block_id)
-            heapq.heappush(self._returned, block_id)
+            heapq.heappush(self._warm, block_id)
             num_freed += 1
         self._budget.release(KV_OWNER, num_freed * self.block_bytes)
 
     def check_invariants(self) -> None:
         """Assert that every block is in exactly one place and that its bytes are accounted for."""
-        returned = set(self._returned)
-        assert len(returned) == len(self._returned), "a block is free twice"
+        returned = {*self._warm, *self._cold}
+        assert len(returned) == len(self._warm) + len(self._cold), "a block is free twice"
         assert not returned & self._allocated, "a block is free and allocated"
         assert returned | self._allocated == set(range(self._num_touched))
         assert self._num_touched <= self.num_blocks

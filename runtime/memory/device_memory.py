@@ -1,7 +1,8 @@
-"""Room on the device: KV blocks, adapters and the transfers that make or take room.
+"""Room on the device: KV blocks, adapters and the loads that take room.
 
 One object so that whoever needs room sees all of it: what is free, what is about to be free, and
-what could be evicted. Pure account keeping; the transfers are commands for an executor.
+what could be evicted. Pure account keeping; loads and evictions are commands for an executor, whose
+next plan gives and takes at once: what is evicted is free here as soon as that is decided.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +12,11 @@ from ..adapter import AdapterFacts
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,
+    AdapterTransfer,
     BlockId,
     HostPlace,
     HostPlaceId,
-    Transfer,
     TransferId,
-    TransferKind,
     TransferResult,
 )
 from .adapter_cache import AdapterCache, AdapterState
@@ -56,11 +56,13 @@ class DeviceMemory:
         self._host_uses: dict[AdapterId, tuple[HostPlace, str]] = {}  # with the content
         self._registrations: dict[HostPlaceId, int] = {}  # under way, and what they reserve
         self._num_draining_blocks = 0
-        self._commands: list[Transfer] = []  # not yet in a plan
-        self._open: dict[TransferId, Transfer] = {}
-        self._prefetches: dict[TransferId, Transfer] = {}  # open loads nobody waits for
+        self._commands: list[AdapterTransfer] = []  # not yet in a plan
+        self._open: dict[TransferId, AdapterTransfer] = {}
+        self._prefetches: dict[TransferId, AdapterTransfer] = {}  # open loads nobody waits for
         self._promoted: list[TransferId] = []  # not yet in a plan
         self._next_transfer_id = 1
+        self._evictions: list[AdapterId] = []  # not yet in a plan
+        self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
         self._gone: list[AdapterId] = []
 
@@ -76,8 +78,9 @@ class DeviceMemory:
 
     @property
     def has_evictions(self) -> bool:
-        """Whether an adapter that was dropped is still on the device, or has to leave the host."""
-        return bool(self._dropped) or (self.host is not None and self.host.has_evictions)
+        """Whether a dropped adapter is still on the device, or evictions are to be told."""
+        is_left = self._dropped or self._evictions or self._asked_evictions
+        return bool(is_left) or (self.host is not None and self.host.has_evictions)
 
     @property
     def num_host_evictions(self) -> int:
@@ -127,7 +130,7 @@ class DeviceMemory:
         The blocks may be promised ones, the bytes may not. Evicts idle adapters (all but ``keep``)
         where what is free, or about to be, is too little. Where adapters have a slab the bytes are
         a range of that, and blocks need no eviction. Returns whether the room is there or will come
-        by itself; False leaves all as it was.
+        by itself, with what drains; False leaves all as it was.
         """
         pool, num_draining = self.pool, self._num_draining_blocks
         num_new_blocks = max(0, num_blocks - pool.num_promised_blocks)
@@ -139,8 +142,8 @@ class DeviceMemory:
         draining_bytes = num_draining * block_bytes
         if num_new_blocks * block_bytes + num_bytes > self.budget.unpromised_bytes + draining_bytes:
             return False
-        coming_bytes = draining_bytes + self.cache.evicting_bytes
-        short_bytes = num_blocks * block_bytes + num_bytes - self.budget.free_bytes - coming_bytes
+        needed_bytes = num_blocks * block_bytes + num_bytes
+        short_bytes = needed_bytes - self.budget.free_bytes - draining_bytes
         if short_bytes <= 0:
             return True
         victims = self.cache.victims(short_bytes, include_waiting=include_waiting, keep=keep)
@@ -150,7 +153,7 @@ class DeviceMemory:
 
     def load(
         self, adapter_id: AdapterId, adapter: AdapterFacts, *, is_demand: bool = True
-    ) -> Transfer | None:
+    ) -> AdapterTransfer | None:
         """Command a load if there is room for it now, on the device and on the host; else None."""
         num_bytes = adapter.num_bytes
         if self.cache.slab is not None:
@@ -165,19 +168,20 @@ class DeviceMemory:
             self._host_uses[adapter_id] = place, adapter.digest
         has_begun = self.cache.begin_load(adapter_id, num_bytes)
         assert has_begun, (adapter_id, num_bytes)
-        return self._command(
-            TransferKind.LOAD_ADAPTER, adapter_id, num_bytes, is_demand=is_demand, host=place
-        )
+        return self._command(adapter_id, num_bytes, is_demand=is_demand, host=place)
 
-    def reclaim_load(self, adapter: AdapterFacts, *, include_waiting: bool) -> None:
-        """Evict idle adapters where a load has found no room; see ``reclaim``."""
-        if not self.has_adapter_room(adapter.num_bytes):
-            self.reclaim(0, adapter.num_bytes, include_waiting=include_waiting, keep=BASE_ADAPTER)
-        elif self.host is not None and self.host.is_device_memory:
-            # Its layers fit between those that are read in place only when some of these go. Where
-            # they are copied, the loads under way end by themselves.
-            for adapter_id in self.cache.victims(1, include_waiting=include_waiting):
-                self._evict(adapter_id)
+    def reclaim_load(self, adapter: AdapterFacts, *, include_waiting: bool) -> bool:
+        """Evict idle adapters where a load has found no room; whether it may find some now."""
+        num_bytes = adapter.num_bytes
+        if not self.has_adapter_room(num_bytes):
+            return self.reclaim(0, num_bytes, include_waiting=include_waiting, keep=BASE_ADAPTER)
+        if self.host is None or not self.host.is_device_memory:
+            return False  # the loads under way end by themselves
+        # Its layers fit between those that are read in place only when some of these go.
+        victims = self.cache.victims(1, include_waiting=include_waiting)
+        for adapter_id in victims:
+            self._evict(adapter_id)
+        return bool(victims)
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
         """Make room on the host for an adapter that is registered now, if it may have any."""
@@ -207,17 +211,12 @@ class DeviceMemory:
             self.host.forget(digest)
 
     def take_host_evictions(self) -> tuple[HostPlaceId, ...]:
-        """Return the host's evictions for the next plan, behind ``take_commands``."""
+        """Return the host's evictions for the next plan, when its loads and blocks are known."""
         if self.host is None:
             return ()
         if self.host.is_device_memory:
             self.host.keep_within(max(0, self.budget.capacity_bytes - self.pool.written_bytes))
         return self.host.take_evictions()
-
-    def evict_again(self, place_ids: Sequence[HostPlaceId]) -> None:
-        """A plan with these evictions has failed: command them again."""
-        if self.host is not None:
-            self.host.evict_again(place_ids)
 
     def promote(self, adapter_id: AdapterId) -> bool:
         """A request waits for a load under way; say whether it was a prefetch until now."""
@@ -234,29 +233,48 @@ class DeviceMemory:
         self._dropped[adapter_id] = None
 
     def evict(self, adapter_id: AdapterId) -> bool:
-        """Command the eviction of an adapter if it is idle; say whether it was.
+        """Evict an adapter with the next step if it is idle; say whether it is now.
 
-        It may be loaded again: who names it next finds it cold.
+        It may be loaded again: who names it next finds it cold. Nothing is free before the step:
+        else somebody else could write to it while the device still has it.
         """
-        if not self.cache.is_idle(adapter_id):
-            return False
-        self._evict(adapter_id)
-        return True
+        is_idle = self.cache.is_idle(adapter_id)
+        if is_idle:
+            self._asked_evictions.append(adapter_id)
+        return is_idle
 
     def take_gone(self) -> list[AdapterId]:
         """Return the dropped adapters that have left the device since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
-    def take_commands(self) -> tuple[Transfer, ...]:
-        """Return the transfers for the next plan."""
-        if self._dropped:
-            self._advance_drops()
+    def evict_asked(self) -> None:
+        """Carry out what ``evict`` and ``drop`` asked for; the next plan tells of it."""
+        asked, self._asked_evictions = self._asked_evictions, []
+        for adapter_id in (*asked, *self._dropped):
+            if self.cache.is_idle(adapter_id):
+                self._evict(adapter_id)
+        self._collect_gone()
+
+    def take_evictions(self) -> tuple[AdapterId, ...]:
+        """Return the adapters that leave the device with the next plan."""
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id)
+        evictions, self._evictions = tuple(self._evictions), []
+        return evictions
+
+    def evict_again(
+        self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]
+    ) -> None:
+        """Nobody knows whether these evictions were carried out."""
+        absent = AdapterState.ABSENT
+        self._evictions += [one for one in adapter_ids if self.cache.state(one) is absent]
+        if self.host is not None:
+            self.host.evict_again(place_ids)
+
+    def take_commands(self) -> tuple[AdapterTransfer, ...]:
+        """Return the transfers for the next plan."""
         commands, self._commands = tuple(self._commands), []
-        if any(command.kind is TransferKind.LOAD_ADAPTER for command in commands):
-            self.pool.give_back()  # as the executor does before it begins a load
         return commands
 
     def take_promoted(self) -> tuple[TransferId, ...]:
@@ -264,26 +282,23 @@ class DeviceMemory:
         promoted, self._promoted = tuple(self._promoted), []
         return promoted
 
-    def open_transfer(self, transfer_id: TransferId) -> Transfer | None:
+    def open_transfer(self, transfer_id: TransferId) -> AdapterTransfer | None:
         """A transfer that was commanded and has not ended."""
         return self._open.get(transfer_id)
 
-    def settle(self, result: TransferResult) -> Transfer | None:
+    def settle(self, result: TransferResult) -> AdapterTransfer | None:
         """Note the end of a transfer and return it; None if it is not known (any more)."""
         transfer = self._open.pop(result.transfer_id, None)
         if transfer is None:
             return None
         self._prefetches.pop(result.transfer_id, None)
-        is_load = transfer.kind is TransferKind.LOAD_ADAPTER
-        if result.error is None:
-            finish = self.cache.finish_load if is_load else self.cache.finish_evict
+        has_failed = result.error is not None
+        if has_failed:
+            self.cache.fail_load(transfer.adapter_id)
         else:
-            finish = self.cache.fail_load if is_load else self.cache.fail_evict
-        finish(transfer.adapter_id)
+            self.cache.finish_load(transfer.adapter_id)
         if self.host is not None:
-            self._end_host_use(transfer, self.host, has_failed=result.error is not None)
-        if self._dropped:
-            self._collect_gone()
+            self._end_load_of_host(transfer, self.host, has_failed=has_failed)
         return transfer
 
     def check_invariants(self) -> None:
@@ -293,25 +308,23 @@ class DeviceMemory:
         self.cache.check_invariants()
         assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
         for transfer in self._open.values():
-            is_load = transfer.kind is TransferKind.LOAD_ADAPTER
-            expected = AdapterState.LOADING if is_load else AdapterState.EVICTING
-            assert self.cache.state(transfer.adapter_id) is expected, transfer
+            assert self.cache.state(transfer.adapter_id) is AdapterState.LOADING, transfer
         if self.host is not None:
             self.host.check_invariants()
 
-    def _end_host_use(self, transfer: Transfer, host: HostCache, *, has_failed: bool) -> None:
-        """What a transfer used of the host's memory it uses no more."""
-        is_load = transfer.kind is TransferKind.LOAD_ADAPTER
-        if transfer.adapter_id not in self._host_uses:  # an eviction of what was copied
-            return
+    def _end_load_of_host(
+        self, transfer: AdapterTransfer, host: HostCache, *, has_failed: bool
+    ) -> None:
+        """A load needs its place on the host no more, unless it is read there."""
         place, digest = self._host_uses[transfer.adapter_id]
-        if is_load and not (has_failed or place.is_filled):
+        if not (has_failed or place.is_filled):
             host.filled(place.place_id, digest)
-        # Where adapters are read in place, that is as long as they are on the device.
-        is_over = has_failed or not host.is_device_memory if is_load else not has_failed
-        if is_over:
-            del self._host_uses[transfer.adapter_id]
-            host.end_use(place.place_id)
+        if has_failed or not host.is_device_memory:
+            self._end_host_use(transfer.adapter_id, host)
+
+    def _end_host_use(self, adapter_id: AdapterId, host: HostCache) -> None:
+        place, _ = self._host_uses.pop(adapter_id)
+        host.end_use(place.place_id)
 
     def _reclaim_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
         """``reclaim`` in the adapters' slab."""
@@ -323,32 +336,28 @@ class DeviceMemory:
         return victims is not None
 
     def _evict(self, adapter_id: AdapterId) -> None:
-        """Command the eviction of an idle adapter."""
-        num_bytes = self.cache.begin_evict(adapter_id)
-        self._command(TransferKind.EVICT_ADAPTER, adapter_id, num_bytes)
+        """Evict an idle adapter with the next plan."""
+        self.cache.evict(adapter_id)
+        self._evictions.append(adapter_id)
+        if self.host is not None and self.host.is_device_memory:
+            self._end_host_use(adapter_id, self.host)
 
     def _command(
-        self, kind: TransferKind, adapter_id: AdapterId, num_bytes: int, *,
-        is_demand: bool = True, host: HostPlace | None = None,
-    ) -> Transfer:  # fmt: skip
-        """Queue a transfer for the next plan."""
+        self, adapter_id: AdapterId, num_bytes: int, *, is_demand: bool, host: HostPlace | None
+    ) -> AdapterTransfer:
+        """Queue a load for the next plan."""
         transfer_id = TransferId(self._next_transfer_id)
         slab = self.cache.slab
         offset_bytes = None if slab is None else slab.offset_bytes(adapter_id)
-        transfer = Transfer(transfer_id, kind, adapter_id, num_bytes, is_demand, offset_bytes, host)
+        transfer = AdapterTransfer(
+            transfer_id, adapter_id, num_bytes, is_demand, offset_bytes, host
+        )
         self._next_transfer_id += 1
         self._open[transfer_id] = transfer
         if not is_demand:
             self._prefetches[transfer_id] = transfer
         self._commands.append(transfer)
         return transfer
-
-    def _advance_drops(self) -> None:
-        """Evict dropped adapters that are idle."""
-        self._collect_gone()
-        for adapter_id in self._dropped:
-            if self.cache.is_idle(adapter_id):
-                self._evict(adapter_id)
 
     def _collect_gone(self) -> None:
         """Move dropped adapters that have left the device to ``_gone``."""

@@ -60,7 +60,7 @@ class Admission:
     def _try(self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool) -> Verdict:
         """Admit ``request`` if its adapter is there and what all come to, it among them, fits.
 
-        What they have not yet is promised. What must be evicted first, goes now.
+        What they have not yet is promised.
         Only the first candidate may displace adapters that other waiting requests name:
         otherwise two requests could displace each other's adapter for ever.
         """
@@ -76,7 +76,8 @@ class Admission:
         memory = self._memory
         if memory.pool.num_available_blocks < num_blocks:
             memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
-            return Verdict.NO_KV
+            if memory.pool.num_available_blocks < num_blocks:
+                return Verdict.NO_KV
         self._start(request, num_blocks, draft, now_s)
         memory.pool.promise(max(0, num_to_come - num_blocks))
         return Verdict.ADMITTED
@@ -97,15 +98,14 @@ class Admission:
         state = self._memory.cache.state(request.adapter_id)
         if state is AdapterState.RESIDENT:
             return None
-        if state is AdapterState.EVICTING:
-            return Verdict.NO_ADAPTER
         if state is AdapterState.LOADING:
             if self._memory.promote(request.adapter_id):
                 self._cold_starts.load_promoted(request.adapter_id, now_s)
         elif not self._load(request, now_s, is_demand=True):
             assert request.adapter is not None, request.request_id
-            self._memory.reclaim_load(request.adapter, include_waiting=is_first)
-            return Verdict.NO_ADAPTER
+            has_evicted = self._memory.reclaim_load(request.adapter, include_waiting=is_first)
+            if not (has_evicted and self._load(request, now_s, is_demand=True)):
+                return Verdict.NO_ADAPTER
         may_start = draft.max_cold_tokens > 0 and self._cold_starts.may_start(
             request, len(self._running), draft.rows, now_s
         )
@@ -157,5 +157,6 @@ class Admission:
             self._running.promise_growth()
             if not memory.has_adapter_room(needed_bytes):
                 memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
-                return
+                if not memory.has_adapter_room(needed_bytes):
+                    return
             self._load(request, now_s, is_demand=False)

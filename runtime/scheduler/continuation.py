@@ -61,7 +61,6 @@ class Continuation:
 
     def _grow_running(self, draft: StepDraft, now_s: float) -> bool:
         """Give requests the blocks that their known tokens need; False if memory was short."""
-        self._running.make_room()
         short = [r for r in self._running.requests if r.num_known_tokens > r.num_allocated_tokens]
         has_room = True
         for request in short:
@@ -72,15 +71,16 @@ class Continuation:
     def _grow(self, request: Request, draft: StepDraft, now_s: float) -> bool:
         """Grow one request, preempting as many as it takes; False if memory was short.
 
-        It is not short where what was promised has yet to be evicted: nobody else can have that.
+        It is not short where what was promised still drains: nobody else can have that.
         """
         has_preempted = False
         while request.status is RequestStatus.RUNNING:
             first_index = len(request.block_ids)
+            is_coming = self._running.reclaim_for(request)
             if self._running.grow(request):
                 draft.append_blocks(request, first_index)
                 return not has_preempted
-            if self._running.reclaim_for(request):
+            if is_coming:
                 return self._running.is_growth_promised(request)
             self._preempt(self._policy.victim(self._running.requests), draft, now_s)
             has_preempted = True

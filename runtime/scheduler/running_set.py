@@ -72,15 +72,6 @@ class RunningSet:
         """Keep for running requests what they are predicted to need."""
         self._memory.pool.promise(self.num_blocks_to_come())
 
-    def make_room(self) -> None:
-        """Let go what must be evicted for growth in this step or the next."""
-        num_blocks = 0
-        for request in self._requests.values():
-            if request.num_known_tokens >= request.num_allocated_tokens:
-                num_blocks += 1
-        if num_blocks:
-            self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
-
     def grow(self, request: Request) -> bool:
         """Allocate what the known tokens lack if it is free; say whether it was."""
         block_ids = self._memory.pool.allocate(self._num_missing_blocks(request))

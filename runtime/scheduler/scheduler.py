@@ -17,7 +17,6 @@ from ..plan import (
     Result,
     StepId,
     StepPlan,
-    TransferKind,
     TransferProgress,
     TransferRead,
     TransferResult,
@@ -156,17 +155,21 @@ class Scheduler:
         Growth comes first, then decode rows, prefill chunks of running requests, new requests.
         """
         draft = StepDraft(self.config, self._recovery)
+        self.memory.evict_asked()
         self._continuation.reset_outgrown()
         if not self._cold_starts.stops_everybody():
             self._continuation.squash(draft, now_s)
             if self._continuation.go_on(draft, now_s):
                 self._admission.admit(draft, now_s)
+        transfers = self.memory.take_commands()
         step_id = StepId(self._next_step_id)
         self._cold_starts.step_closed(step_id, draft.rows, now_s)
         step = draft.build(
             step_id,
             now_s,
-            transfers=self.memory.take_commands(),
+            evict_adapters=self.memory.take_evictions(),
+            freed_blocks=self.memory.pool.give_back() if transfers else (),
+            transfers=transfers,
             host_evictions=self.memory.take_host_evictions(),
             promoted_transfers=self.memory.take_promoted(),
             forget_requests=tuple(self._forget),
@@ -215,7 +218,7 @@ class Scheduler:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
         self._end_finished(events, now_s)
         self._forget.extend(step.plan.forget_requests)
-        self.memory.evict_again(step.plan.host_evictions)
+        self.memory.evict_again(step.plan.evict_adapters, step.plan.host_evictions)
         for transfer in step.plan.transfers:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
         return events
@@ -299,7 +302,7 @@ class Scheduler:
     def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:
         """Note a transfer's end; a failed load fails the requests that wait for it."""
         transfer = self.memory.settle(result)
-        if transfer is None or transfer.kind is not TransferKind.LOAD_ADAPTER:
+        if transfer is None:
             return []
         self._cold_starts.load_ended(transfer.adapter_id, now_s)
         for request in self._running.requests:

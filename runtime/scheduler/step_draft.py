@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ..plan import (
+    AdapterId,
+    AdapterTransfer,
+    BlockId,
     BlockUpdate,
     HostPlaceId,
     NewRequest,
@@ -12,7 +15,6 @@ from ..plan import (
     StepPlan,
     SubBatch,
     SubBatchKind,
-    Transfer,
     TransferId,
 )
 from ..request import Request
@@ -114,14 +116,16 @@ class StepDraft:
         step_id: StepId,
         now_s: float,
         *,
-        transfers: tuple[Transfer, ...],
+        evict_adapters: tuple[AdapterId, ...],
+        freed_blocks: tuple[BlockId, ...],
+        transfers: tuple[AdapterTransfer, ...],
         promoted_transfers: tuple[TransferId, ...],
         forget_requests: tuple[RequestId, ...],
         host_evictions: tuple[HostPlaceId, ...],
     ) -> InFlightStep | None:
         """Close the draft and note in the requests what the step computes; None if it is idle."""
         decodes, passes = self._lay_out()
-        commands = transfers or promoted_transfers or host_evictions
+        commands = evict_adapters or transfers or promoted_transfers or host_evictions
         if not (decodes or passes or commands or self._block_updates):
             return None
         sub_batches: list[SubBatch] = []
@@ -138,6 +142,8 @@ class StepDraft:
             tuple(self._new_requests),
             tuple(self._block_updates.values()),
             forget_requests,
+            evict_adapters,
+            freed_blocks,
             transfers,
             promoted_transfers,
             host_evictions,

@@ -15,6 +15,7 @@ from ..adapter import AdapterFacts
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,
+    AdapterTransfer,
     NewRequest,
     Outcome,
     RequestId,
@@ -25,9 +26,7 @@ from ..plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
-    Transfer,
     TransferId,
-    TransferKind,
     TransferRead,
     TransferResult,
     WorkersChanged,
@@ -103,6 +102,8 @@ class LatencyExecutor:
         self._settle(now_s)
         assert plan.step_id > self._last_step_id, "steps are submitted in order"
         self._last_step_id = plan.step_id
+        for adapter_id in plan.evict_adapters:
+            self._evict(adapter_id)
         for new in plan.new_requests:
             self._announce(new)
         for transfer in plan.transfers:
@@ -169,15 +170,14 @@ class LatencyExecutor:
             RowResult(request_id, Outcome.TOKENS, (END_TOKEN,)),
         )
 
-    def _begin_transfer(self, transfer: Transfer, now_s: float) -> None:
+    def _evict(self, adapter_id: AdapterId) -> None:
+        assert adapter_id in self._resident, f"adapter {adapter_id} is evicted but not there"
+        in_use = any(adapter_id in step.adapters for step in self._steps)
+        assert not in_use, f"adapter {adapter_id} is evicted while a step uses it"
+        self._resident.remove(adapter_id)
+
+    def _begin_transfer(self, transfer: AdapterTransfer, now_s: float) -> None:
         adapter_id = transfer.adapter_id
-        if transfer.kind is TransferKind.EVICT_ADAPTER:
-            assert adapter_id in self._resident, f"adapter {adapter_id} is evicted but not there"
-            in_use = any(adapter_id in step.adapters for step in self._steps)
-            assert not in_use, f"adapter {adapter_id} is evicted while a step uses it"
-            self._resident.remove(adapter_id)
-            self._results.append(TransferResult(transfer.transfer_id))
-            return
         known = self._resident.union(self._loading.values())
         assert adapter_id not in known, f"adapter {adapter_id} is loaded twice"
         facts = self._facts_of(adapter_id)

@@ -11,8 +11,8 @@ from ...profiles.link import Direction, LinkStats, SharedLane
 from ...profiles.models import LinkModel
 from ..plan import (
     AdapterId,
+    AdapterTransfer,
     Result,
-    Transfer,
     TransferId,
     TransferProgress,
     TransferRead,
@@ -22,7 +22,7 @@ from ..plan import (
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    transfer: Transfer
+    transfer: AdapterTransfer
     group_bytes: tuple[int, ...]
     is_demand: bool
     num_arrived: int = 0  # groups on the device
@@ -53,7 +53,7 @@ class SimulatedLoads:
         # (time, transfer, group) of what is on the link, the next one last.
         self._arrivals: list[tuple[float, TransferId, int]] = []
 
-    def start(self, transfer: Transfer, group_bytes: tuple[int, ...], now_s: float) -> None:
+    def start(self, transfer: AdapterTransfer, group_bytes: tuple[int, ...], now_s: float) -> None:
         """Begin a load of these layer groups."""
         load = _Load(transfer, group_bytes, transfer.is_demand)
         self._loads[transfer.transfer_id] = load

@@ -16,6 +16,7 @@ from corun.runtime.errors import AdapterError
 from corun.runtime.plan import (
     BASE_ADAPTER,
     AdapterId,
+    AdapterTransfer,
     BlockId,
     BlockUpdate,
     NewRequest,
@@ -25,9 +26,7 @@ from corun.runtime.plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
-    Transfer,
     TransferId,
-    TransferKind,
     TransferProgress,
     TransferResult,
 )
@@ -142,7 +141,7 @@ class ExecutorDevice:
     def _begin(self, *arguments: Any) -> Any:
         return self.assistant.begin(*arguments)
 
-    def _fetch(self, transfer: Transfer) -> AdapterLoad:
+    def _fetch(self, transfer: AdapterTransfer) -> AdapterLoad:
         self.host_log.append(f"fetch {transfer.transfer_id}")
         if isinstance(self.adapter, Exception):
             raise self.adapter
@@ -184,8 +183,8 @@ def rows(*columns: tuple[int, int, int, bool]) -> SubBatch:
     return SubBatch(kind, tuple(RequestId(i) for i in ids), starts, counts, samples)
 
 
-def load(transfer_id: int, adapter_id: AdapterId = ADAPTER) -> Transfer:
-    return Transfer(TransferId(transfer_id), TransferKind.LOAD_ADAPTER, adapter_id, 100)
+def load(transfer_id: int, adapter_id: AdapterId = ADAPTER) -> AdapterTransfer:
+    return AdapterTransfer(TransferId(transfer_id), adapter_id, 100)
 
 
 def wait_progress(device: ExecutorDevice) -> None:

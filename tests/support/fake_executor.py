@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from corun.runtime.plan import (
     BASE_ADAPTER,
     AdapterId,
+    AdapterTransfer,
     BlockId,
     NewRequest,
     Outcome,
@@ -23,9 +24,7 @@ from corun.runtime.plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
-    Transfer,
     TransferId,
-    TransferKind,
     TransferProgress,
     TransferResult,
 )
@@ -122,11 +121,12 @@ class FakeExecutor:
         self.spoils: Spoils = lambda request_id, kind: False
         self.transfer_errors: dict[AdapterId, str] = {}  # loads that fail, in automatic mode
         self.plans: list[StepPlan] = []
-        self.transfers: dict[int, Transfer] = {}  # in flight
+        self.transfers: dict[int, AdapterTransfer] = {}  # in flight
         self.steps: deque[tuple[StepPlan, list[_Row]]] = deque()  # in flight
         self._known: dict[RequestId, _Known] = {}
-        self._adapters: dict[AdapterId, str] = {}  # loading | resident | evicting
+        self._adapters: dict[AdapterId, str] = {}  # loading | resident
         self._adapter_bytes: dict[AdapterId, int] = {}
+        self._lost_evictions: set[AdapterId] = set()
         self._places: dict[AdapterId, range] = {}  # of adapters in their slab
         self._kv: dict[tuple[int, int], tuple[RequestId, int, int, bool]] = {}
         self._results: list[Result] = []
@@ -138,6 +138,8 @@ class FakeExecutor:
         assert not self.plans or plan.step_id > self.plans[-1].step_id
         assert plan.num_tokens <= self.max_num_tokens
         self.plans.append(plan)
+        for adapter_id in plan.evict_adapters:
+            self._evict(adapter_id)
         for request_id in plan.forget_requests:
             self._known.pop(request_id, None)
         for new in plan.new_requests:
@@ -192,6 +194,7 @@ class FakeExecutor:
     def lose_step(self) -> StepPlan:
         """Drop the oldest step in flight without a result; transfers of its plan go on."""
         plan, rows = self.steps.popleft()
+        self._lost_evictions.update(plan.evict_adapters)
         for row in rows:
             known = self._known.get(row.request_id)
             if known is not None and known.poisoned_from is None:
@@ -203,15 +206,10 @@ class FakeExecutor:
         transfer = self.transfers.pop(transfer_id)
         if self.host is not None:
             self.host.finish(transfer, error)
-        is_load = transfer.kind is TransferKind.LOAD_ADAPTER
-        if is_load and error is None:
+        if error is None:
             self._adapters[transfer.adapter_id] = "resident"
-        elif is_load or error is None:
-            del self._adapters[transfer.adapter_id]
-            del self._adapter_bytes[transfer.adapter_id]
-            self._places.pop(transfer.adapter_id, None)
         else:
-            self._adapters[transfer.adapter_id] = "resident"
+            self._remove(transfer.adapter_id)
         self._results.append(TransferResult(transfer.transfer_id, error))
 
     def tell(self, result: Result) -> None:
@@ -220,7 +218,7 @@ class FakeExecutor:
 
     def progress_transfer(self, transfer_id: int, num_groups: int) -> None:
         """Let layer groups of a load arrive; ``poll`` tells of it."""
-        assert self.transfers[transfer_id].kind is TransferKind.LOAD_ADAPTER
+        assert transfer_id in self.transfers
         self._results.append(TransferProgress(TransferId(transfer_id), num_groups))
 
     @property
@@ -229,27 +227,33 @@ class FakeExecutor:
 
     # Checks.
 
-    def _begin_transfer(self, transfer: Transfer) -> None:
+    def _evict(self, adapter_id: AdapterId) -> None:
+        if adapter_id not in self._adapters and adapter_id in self._lost_evictions:
+            return  # its step was lost, and nobody knew that it had been carried out
+        assert self._adapters[adapter_id] == "resident", "evicted but not there"
+        for _, rows in self.steps:
+            users = {
+                self._known[row.request_id].new.adapter_id
+                for row in rows
+                if row.request_id in self._known
+            }
+            assert adapter_id not in users, "evicted while a step in flight uses it"
+        self._remove(adapter_id)
+
+    def _remove(self, adapter_id: AdapterId) -> None:
+        del self._adapters[adapter_id]
+        del self._adapter_bytes[adapter_id]
+        self._places.pop(adapter_id, None)
+
+    def _begin_transfer(self, transfer: AdapterTransfer) -> None:
         adapter_id = transfer.adapter_id
-        if transfer.kind is TransferKind.LOAD_ADAPTER:
-            assert adapter_id not in self._adapters, "loaded twice"
-            self._adapters[adapter_id] = "loading"
-            self._adapter_bytes[adapter_id] = transfer.num_bytes
-            self._place(transfer)
-        else:
-            assert self._adapters[adapter_id] == "resident", "evicted but not there"
-            assert self._adapter_bytes[adapter_id] == transfer.num_bytes
-            for _, rows in self.steps:
-                users = {
-                    self._known[row.request_id].new.adapter_id
-                    for row in rows
-                    if row.request_id in self._known
-                }
-                assert adapter_id not in users, "evicted while a step in flight uses it"
-            self._adapters[adapter_id] = "evicting"
+        assert adapter_id not in self._adapters, "loaded twice"
+        self._adapters[adapter_id] = "loading"
+        self._adapter_bytes[adapter_id] = transfer.num_bytes
+        self._place(transfer)
         self.transfers[transfer.transfer_id] = transfer
 
-    def _place(self, transfer: Transfer) -> None:
+    def _place(self, transfer: AdapterTransfer) -> None:
         assert (transfer.offset_bytes is None) == (self.slab_bytes is None)
         if transfer.offset_bytes is None or self.slab_bytes is None:
             return

@@ -2,11 +2,10 @@
 
 from corun.runtime.plan import (
     AdapterId,
+    AdapterTransfer,
     HostPlace,
     HostPlaceId,
     StepPlan,
-    Transfer,
-    TransferKind,
 )
 
 
@@ -21,21 +20,21 @@ class FakeHost:
         self._used: dict[AdapterId, HostPlaceId] = {}  # by loads, and where adapters stay
 
     def submit(self, plan: StepPlan) -> None:
+        if self.is_device_memory:
+            for adapter_id in plan.evict_adapters:
+                self._used.pop(adapter_id, None)
         for place_id in plan.host_evictions:
             assert place_id not in self._used.values(), "evicted while it is in use"
             self.places.pop(place_id, None)
         for transfer in plan.transfers:
-            if transfer.kind is TransferKind.LOAD_ADAPTER:
-                self._begin(transfer)
+            self._begin(transfer)
 
-    def finish(self, transfer: Transfer, error: str | None) -> None:
+    def finish(self, transfer: AdapterTransfer, error: str | None) -> None:
         """A transfer has ended."""
-        is_load = transfer.kind is TransferKind.LOAD_ADAPTER
-        stays = self.is_device_memory and is_load == (error is None)
-        if not stays:
+        if error is not None or not self.is_device_memory:
             self._used.pop(transfer.adapter_id, None)
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, transfer: AdapterTransfer) -> None:
         place = transfer.host
         assert place is not None
         if place.is_filled:

@@ -41,13 +41,13 @@ from corun.runtime.engine.assembly.resources import MemoryPlan
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
     AdapterId,
+    AdapterTransfer,
     HostPlace,
     Outcome,
     RequestId,
     StepPlan,
     StepResult,
     SubBatchKind,
-    Transfer,
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
@@ -408,7 +408,7 @@ class LoadingEngine:
                 self.num_failed += event.error_kind is not None
                 del self.live[event.request_id]
 
-    def _fetch(self, transfer: Transfer) -> AdapterLoad:
+    def _fetch(self, transfer: AdapterTransfer) -> AdapterLoad:
         assert transfer.host is not None
         name = self.contents[transfer.adapter_id]
         path = str(Path(_files()[0].name) / name)

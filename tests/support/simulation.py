@@ -7,6 +7,7 @@ from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.plan import (
     AdapterId,
+    AdapterTransfer,
     NewRequest,
     RequestId,
     Result,
@@ -14,9 +15,7 @@ from corun.runtime.plan import (
     StepPlan,
     SubBatch,
     SubBatchKind,
-    Transfer,
     TransferId,
-    TransferKind,
 )
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.sim.clock import VirtualClock
@@ -71,11 +70,12 @@ class DrivenExecutor:
 
     def submit(
         self, *batches: SubBatch, new: tuple[NewRequest, ...] = (),
-        transfers: tuple[Transfer, ...] = (), promoted: tuple[int, ...] = (),
-        forget: tuple[int, ...] = (),
+        transfers: tuple[AdapterTransfer, ...] = (), promoted: tuple[int, ...] = (),
+        forget: tuple[int, ...] = (), evict: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         plan = StepPlan(
             StepId(self._next_step_id), batches, new, transfers=transfers,
+            evict_adapters=tuple(AdapterId(number) for number in evict),
             forget_requests=tuple(RequestId(number) for number in forget),
             promoted_transfers=tuple(TransferId(number) for number in promoted),
         )  # fmt: skip
@@ -110,9 +110,9 @@ def row(
     )  # fmt: skip
 
 
-def load(number: int, *, is_demand: bool = True) -> Transfer:
+def load(number: int, *, is_demand: bool = True) -> AdapterTransfer:
     """Of adapter ``number``, from the host's memory."""
-    return Transfer(
-        TransferId(number), TransferKind.LOAD_ADAPTER, AdapterId(number), FACTS.num_bytes,
+    return AdapterTransfer(
+        TransferId(number), AdapterId(number), FACTS.num_bytes,
         is_demand,
     )  # fmt: skip

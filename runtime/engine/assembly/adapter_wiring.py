@@ -11,7 +11,7 @@ from ...adapters.sources import AdapterSource, parse_lora_module
 from ...config.demo import model_name
 from ...config.engine import EngineConfig
 from ...errors import AdapterError
-from ...plan import Transfer
+from ...plan import AdapterTransfer
 from ..adapter_manager import AdapterManager, MakeRoom, ReadAdapter
 from .resources import ArenaPlan
 
@@ -74,7 +74,7 @@ def adapter_fetch(
     """What the executor's loads do: a version's files must still be what was registered."""
     from ....gpu.execution.executor import AdapterFetch
 
-    def fetch(transfer: Transfer) -> "AdapterLoad":
+    def fetch(transfer: AdapterTransfer) -> "AdapterLoad":
         assert transfer.host is not None, transfer
         version = manager.version(transfer.adapter_id)
         return host.fetch(version.digest, version.path, transfer.host)

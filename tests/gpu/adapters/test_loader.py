@@ -9,7 +9,7 @@ from corun.gpu.adapters.arrival import Reading
 from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter, ReadProgress
 from corun.gpu.lora.table import DeviceAdapter
 from corun.runtime.errors import AdapterError, EngineDeadError
-from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
+from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
 from support.cuda.errors import accelerator_error
 
 TIMEOUT_S = 10.0
@@ -93,8 +93,8 @@ class Loading:
 
     def load(self, *adapter_ids: int, is_demand: bool = True) -> None:
         for number in adapter_ids:
-            transfer = Transfer(
-                TransferId(100 + number), TransferKind.LOAD_ADAPTER, AdapterId(number), 1,
+            transfer = AdapterTransfer(
+                TransferId(100 + number), AdapterId(number), 1,
                 is_demand, offset_bytes=64 * number,
             )  # fmt: skip
             self.loader.start(transfer)
@@ -109,7 +109,7 @@ class Loading:
         self.readings += [event.reading for event in events if isinstance(event, ReadProgress)]
         return [event for event in events if isinstance(event, LoadedAdapter)]
 
-    def _fetch(self, transfer: Transfer) -> Arrival:
+    def _fetch(self, transfer: AdapterTransfer) -> Arrival:
         adapter_id = transfer.adapter_id
         self.fetched.append(adapter_id)
         result = self.results[adapter_id]

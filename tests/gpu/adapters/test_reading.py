@@ -12,7 +12,7 @@ from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter
 from corun.gpu.adapters.store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.errors import AdapterError
-from corun.runtime.plan import AdapterId, Transfer, TransferId, TransferKind
+from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
 from support.gated_files import FileGate
 from support.host_adapters import Host, copied, shared
 from support.peft_adapters import edit_tensors, save_adapter
@@ -197,7 +197,7 @@ def test_where_kernels_read_the_arena_it_is_there_when_all_is_read(
     )
     gate.close()
     gate.let(7)
-    loader.start(Transfer(TransferId(1), TransferKind.LOAD_ADAPTER, AdapterId(1), 1))
+    loader.start(AdapterTransfer(TransferId(1), AdapterId(1), 1))
     deadline_s = time.monotonic() + TIMEOUT_S
     while gate.num_taken < 7:
         assert loader.take_events() == []

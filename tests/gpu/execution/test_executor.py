@@ -12,15 +12,14 @@ import pytest
 from corun.gpu.lora.table import DeviceAdapter
 from corun.runtime.errors import AdapterError, EngineDeadError, ResourceError
 from corun.runtime.plan import (
+    BlockId,
     HostPlaceId,
     Outcome,
     RequestId,
     RetryCause,
     StepId,
     StepResult,
-    Transfer,
     TransferId,
-    TransferKind,
     TransferResult,
 )
 from support.architectures import save_model
@@ -200,9 +199,7 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
     )  # fmt: skip
     base, adapted = (row.token_ids for row in result.rows)
     assert base != adapted
-    evict = Transfer(TransferId(2), TransferKind.EVICT_ADAPTER, ADAPTER, 100)
-    device.submit(transfers=(evict,))
-    assert wait_transfer(device) == TransferResult(TransferId(2))
+    device.run(evict_adapters=(ADAPTER,))
     assert device.loaded.lora_table.num_free_rows == device.loaded.lora_table.capacity
     (result,) = device.run(rows((1, 2, 1, True), (2, 2, 1, True)))
     outcomes = [(row.outcome, row.cause) for row in result.rows]
@@ -267,11 +264,13 @@ def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(
     )
     key, _ = device.runner.pool.layer(0)
     assert all(bool(key[block].any()) for block in (0, 1, 2))
-    released: list[int] = []
-    monkeypatch.setattr(device.runner.pool, "release", released.extend)
-    device.submit(forget_requests=(RequestId(1),), transfers=(load(1),))
-    assert released == [0, 1]
+    log = device.host_log
+    monkeypatch.setattr(device.runner.pool, "release", lambda ids: log.append(f"release {ids}"))
+    device.submit(
+        forget_requests=(RequestId(1),), freed_blocks=(BlockId(0), BlockId(1)), transfers=(load(1),)
+    )
     wait_transfer(device)
+    assert log == ["release (0, 1)", "fetch 1"]
 
 
 def test_close_twice(device: ExecutorDevice) -> None:

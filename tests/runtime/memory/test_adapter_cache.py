@@ -27,23 +27,18 @@ def test_states_and_bytes_of_a_life() -> None:
     assert not cache.begin_load(AdapterId(2), 50)
     cache.finish_load(adapter_id)
     assert cache.resident_ids() == (adapter_id,)
-    assert cache.begin_evict(adapter_id) == 60
-    assert cache.state(adapter_id) is AdapterState.EVICTING
-    assert (cache.used_bytes, cache.evicting_bytes) == (60, 60)
-    cache.finish_evict(adapter_id)
-    assert (cache.used_bytes, cache.evicting_bytes) == (0, 0)
+    cache.evict(adapter_id)
+    assert cache.used_bytes == 0
     assert cache.num_evictions == 1
     assert cache.state(adapter_id) is AdapterState.ABSENT
     cache.check_invariants()
 
 
-def test_a_failed_load_leaves_nothing_and_a_failed_eviction_everything() -> None:
+def test_a_failed_load_leaves_nothing() -> None:
     cache = make_cache(100, a1=60)
     assert cache.begin_load(AdapterId(2), 40)
     cache.fail_load(AdapterId(2))
     assert cache.used_bytes == 60
-    cache.begin_evict(AdapterId(1))
-    cache.fail_evict(AdapterId(1))
     assert cache.num_evictions == 0
     cache.acquire(AdapterId(1))
     cache.check_invariants()
@@ -76,7 +71,7 @@ def test_referenced_adapters_are_spared() -> None:
     assert cache.victims(10, include_waiting=True) == (2,)
     assert cache.referenced_ids() == (1,)
     with pytest.raises(KeyError):
-        cache.begin_evict(AdapterId(1))
+        cache.evict(AdapterId(1))
 
 
 def test_adapters_of_waiting_requests_go_last_and_only_if_asked_for() -> None:
@@ -97,8 +92,8 @@ def test_misuse_is_a_bug() -> None:
         cache.release(AdapterId(1))
     with pytest.raises(AssertionError, match="loaded twice"):
         cache.begin_load(AdapterId(1), 10)
-    cache.begin_evict(AdapterId(1))
-    with pytest.raises(AssertionError):
+    cache.evict(AdapterId(1))
+    with pytest.raises(KeyError):
         cache.acquire(AdapterId(1))
 
 
@@ -117,12 +112,7 @@ def test_idle_adapters_back_promises_and_used_ones_do_not() -> None:
     assert budget.unpromised_bytes == 40, "another request uses it"
     cache.release(adapter_id)
     assert budget.unpromised_bytes == 100
-    cache.begin_evict(adapter_id)
-    assert (budget.free_bytes, budget.unpromised_bytes) == (40, 100)
-    cache.fail_evict(adapter_id)
-    assert (budget.free_bytes, budget.unpromised_bytes) == (40, 100)
-    cache.begin_evict(adapter_id)
-    cache.finish_evict(adapter_id)
+    cache.evict(adapter_id)
     assert (budget.free_bytes, budget.unpromised_bytes) == (100, 100)
 
 
@@ -158,7 +148,7 @@ def test_a_slab_backs_no_promises() -> None:
 
 
 _LIFE = st.tuples(
-    st.sampled_from(("load", "arrive", "fail", "acquire", "release", "evict", "gone", "stay")),
+    st.sampled_from(("load", "arrive", "fail", "acquire", "release", "evict")),
     st.integers(1, 4),
 )
 
@@ -174,23 +164,21 @@ class Lives:
     def happen(self, name: str, adapter_id: AdapterId) -> None:
         """Let it happen if it can in the adapter's state."""
         cache, state = self.cache, self.cache.state(adapter_id)
+        num_references = self.num_references[adapter_id]
         if name == "load" and state is AdapterState.ABSENT:
             fits = 20 * adapter_id <= self.budget.available_bytes
             assert cache.begin_load(adapter_id, 20 * adapter_id) == fits
         elif name in ("acquire", "release"):
             self._refer(name, adapter_id, state)
         elif name == "evict" and cache.is_idle(adapter_id):
-            cache.begin_evict(adapter_id)
+            cache.evict(adapter_id)
         elif state is AdapterState.LOADING and name == "arrive":
             cache.finish_load(adapter_id)
-        elif state is AdapterState.LOADING and name == "fail":
-            if not self.num_references[adapter_id]:
-                cache.fail_load(adapter_id)
-        elif state is AdapterState.EVICTING and name in ("gone", "stay"):
-            (cache.finish_evict if name == "gone" else cache.fail_evict)(adapter_id)
+        elif state is AdapterState.LOADING and name == "fail" and not num_references:
+            cache.fail_load(adapter_id)
 
     def _refer(self, name: str, adapter_id: AdapterId, state: AdapterState) -> None:
-        if name == "acquire" and state in (AdapterState.LOADING, AdapterState.RESIDENT):
+        if name == "acquire" and state is not AdapterState.ABSENT:
             self.cache.acquire(adapter_id)
             self.num_references[adapter_id] += 1
         elif name == "release" and self.num_references[adapter_id]:
@@ -200,10 +188,7 @@ class Lives:
     def backing_bytes(self) -> int:
         """What lies there and will go if somebody needs its place."""
         return sum(
-            20 * adapter_id
-            for adapter_id in self.num_references
-            if self.cache.is_idle(adapter_id)
-            or self.cache.state(adapter_id) is AdapterState.EVICTING
+            20 * adapter_id for adapter_id in self.num_references if self.cache.is_idle(adapter_id)
         )
 
 

@@ -33,13 +33,14 @@ def test_what_is_free_in_sum_may_be_in_pieces() -> None:
 
 def test_only_those_go_in_whose_place_the_newcomer_comes() -> None:
     slab = full_of(1, 2, 1, 1)
-    assert slab.victims(KIB, (), ids(3, 1)) == ids(3)
+    assert slab.victims(KIB, ids(3, 1)) == ids(3)
     # 1 and 4 went first, but they are apart; with 2 there is room, and 4 need not go.
-    assert slab.victims(3 * KIB, (), ids(1, 4, 2, 3)) == ids(1, 2)
-    assert slab.victims(3 * KIB, (), ids(1, 4)) is None, "the sum would do"
-    assert slab.victims(2 * KIB, ids(3), ids(1, 4)) == ids(4), "what leaves anyway counts"
-    assert slab.victims(KIB, ids(3), ids(1)) == ()
+    assert slab.victims(3 * KIB, ids(1, 4, 2, 3)) == ids(1, 2)
+    assert slab.victims(3 * KIB, ids(1, 4)) is None, "the sum would do"
     assert slab.taken_bytes == slab.capacity_bytes, "nothing was done"
+    slab.free(AdapterId(3))
+    assert slab.victims(2 * KIB, ids(1, 4)) == ids(4), "what is free counts"
+    assert slab.victims(KIB, ids(1)) == ()
 
 
 def test_sizes_are_rounded_up_to_what_is_taken() -> None:
@@ -60,7 +61,7 @@ def test_victims_make_the_room_that_is_asked_for() -> None:
             size_bytes = room_bytes(rng.randint(1, 12 * KIB))
             ranked = rng.sample(there, len(there))
             held, may_go = ranked[: len(ranked) // 4], ranked[len(ranked) // 4 :]
-            victims = slab.victims(size_bytes, (), may_go)
+            victims = slab.victims(size_bytes, may_go)
             if victims is None:
                 assert held, "with nobody in the way there is always room"
                 continue

@@ -21,6 +21,20 @@ def test_lowest_ids_are_handed_out_first() -> None:
     pool.check_invariants()
 
 
+def test_blocks_that_hold_memory_are_used_again_before_others() -> None:
+    """So that no more of the machine's is taken than is needed."""
+    pool = make_pool()
+    assert pool.allocate(4) == (0, 1, 2, 3)
+    pool.free((BlockId(0), BlockId(1)))
+    assert pool.give_back() == (0, 1) and pool.give_back() == ()
+    assert pool.written_bytes == 2 * pool.block_bytes
+    pool.free((BlockId(3),))
+    assert pool.written_bytes == 2 * pool.block_bytes
+    assert pool.allocate(4) == (3, 0, 1, 4)
+    assert pool.written_bytes == 5 * pool.block_bytes
+    pool.check_invariants()
+
+
 def test_capacity_is_bounded_by_blocks_and_by_bytes() -> None:
     assert make_pool(2).allocate(3) is None
     pool = make_pool(8, capacity_bytes=350)

@@ -7,11 +7,10 @@ from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
     BASE_ADAPTER,
     AdapterId,
+    AdapterTransfer,
     StepId,
     StepPlan,
-    Transfer,
     TransferId,
-    TransferKind,
     TransferResult,
 )
 from support.fake_host import FakeHost
@@ -32,11 +31,7 @@ def test_a_load_is_one_command_and_ends_once() -> None:
     memory = make_memory(num_blocks=4)
     assert memory.load(AdapterId(1), facts(150))
     (transfer,) = memory.take_commands()
-    assert (transfer.kind, transfer.adapter_id, transfer.num_bytes) == (
-        TransferKind.LOAD_ADAPTER,
-        1,
-        150,
-    )
+    assert (transfer.adapter_id, transfer.num_bytes) == (1, 150)
     assert memory.take_commands() == ()
     assert memory.num_open_transfers == 1
     assert memory.settle(TransferResult(transfer.transfer_id)) == transfer
@@ -45,19 +40,15 @@ def test_a_load_is_one_command_and_ends_once() -> None:
     assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
 
 
-def test_blocks_push_out_idle_adapters_and_bytes_come_with_the_completion() -> None:
+def test_blocks_push_out_idle_adapters_and_have_their_bytes_at_once() -> None:
     memory = make_memory(num_blocks=4)
     load(memory, 1, 150)
     load(memory, 2, 50)
     assert memory.pool.allocate(3) is None
     assert reclaim(memory, 3)
-    (eviction,) = memory.take_commands()
-    assert (eviction.kind, eviction.adapter_id) == (TransferKind.EVICT_ADAPTER, 1)
-    assert memory.pool.allocate(3) is None
-    assert reclaim(memory, 3), "the room is coming"
-    assert memory.take_commands() == ()
-    memory.settle(TransferResult(eviction.transfer_id))
     assert memory.pool.allocate(3) is not None
+    assert memory.take_evictions() == (1,)
+    assert memory.take_evictions() == ()
     memory.check_invariants()
 
 
@@ -68,10 +59,9 @@ def test_nothing_is_evicted_where_it_would_not_be_enough() -> None:
     assert held is not None
     assert not reclaim(memory, 3)
     assert not memory.reclaim(5, 0, include_waiting=True, keep=BASE_ADAPTER)
-    assert memory.take_commands() == ()
     memory.retire(held)
     assert reclaim(memory, 3), "with what drains it is enough"
-    assert memory.take_commands() == ()
+    assert memory.take_evictions() == ()
     memory.free_retired(list(held))
     assert memory.pool.num_available_blocks == 3
 
@@ -81,12 +71,12 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
     load(memory, 1, 100)
     memory.cache.acquire(AdapterId(1))
     memory.drop(AdapterId(1))
-    assert memory.take_commands() == ()
-    assert memory.has_evictions
+    memory.evict_asked()
+    assert memory.take_evictions() == ()
+    assert memory.has_evictions and memory.take_gone() == []
     memory.cache.release(AdapterId(1))
-    (eviction,) = memory.take_commands()
-    assert memory.take_gone() == []
-    memory.settle(TransferResult(eviction.transfer_id))
+    memory.evict_asked()
+    assert memory.take_evictions() == (1,)
     assert memory.take_gone() == [1]
     assert memory.take_gone() == []
     assert not memory.has_evictions
@@ -95,19 +85,33 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
 def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
     memory = make_memory(num_blocks=4)
     memory.drop(AdapterId(7))
-    assert memory.take_commands() == ()
+    memory.evict_asked()
+    assert memory.take_evictions() == ()
     assert memory.take_gone() == [7]
     assert memory.load(AdapterId(1), facts(100))
     (transfer,) = memory.take_commands()
     memory.drop(AdapterId(1))
+    memory.evict_asked()
+    assert memory.take_gone() == []
     memory.settle(TransferResult(transfer.transfer_id))
-    (eviction,) = memory.take_commands()
-    memory.settle(TransferResult(eviction.transfer_id, "still mapped"))
-    (again,) = memory.take_commands()
-    assert again.transfer_id != eviction.transfer_id
-    memory.settle(TransferResult(again.transfer_id))
+    memory.evict_asked()
+    assert memory.take_evictions() == (1,)
     assert memory.take_gone() == [1]
     assert memory.budget.free_bytes == 4 * BLOCK_BYTES
+
+
+def test_evictions_of_a_lost_plan_are_told_again_but_not_of_what_has_come_since() -> None:
+    memory = make_memory(num_blocks=8)
+    for number in (1, 2):
+        load(memory, number, 100)
+        assert memory.evict(AdapterId(number))
+    memory.evict_asked()
+    lost = memory.take_evictions()
+    assert lost == (1, 2)
+    load(memory, 2, 100)
+    memory.evict_again(lost, ())
+    assert memory.has_evictions
+    assert memory.take_evictions() == (1,)
 
 
 def test_what_can_ever_be_held() -> None:
@@ -124,9 +128,11 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert not memory.evict(AdapterId(1)), "a request runs with it"
     memory.cache.release(AdapterId(1))
     assert memory.evict(AdapterId(1))
-    (eviction,) = memory.take_commands()
-    assert not memory.evict(AdapterId(1)), "it is on its way already"
-    memory.settle(TransferResult(eviction.transfer_id))
+    assert memory.evict(AdapterId(1)), "it is still there"
+    assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
+    memory.evict_asked()
+    assert memory.take_evictions() == (1,)
+    assert not memory.evict(AdapterId(1))
     assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
     assert memory.take_gone() == [], "nobody dropped it"
     load(memory, 1, 150)
@@ -144,9 +150,8 @@ def test_with_a_slab_each_keeps_to_its_own() -> None:
     blocks = memory.pool.allocate(8)
     assert blocks is not None and memory.budget.free_bytes == 0
     assert not reclaim(memory, 1), "adapters make no room for blocks"
-    assert memory.take_commands() == ()
     memory.pool.free(blocks)
-    assert reclaim(memory, 8) and memory.take_commands() == ()
+    assert reclaim(memory, 8) and memory.take_evictions() == ()
     assert memory.can_ever_hold(8, 256)
     assert not memory.can_ever_hold(1, 257)
     memory.check_invariants()
@@ -157,12 +162,9 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
     for number in (1, 2, 3, 4):
         load(memory, number, 64)
     assert memory.reclaim(0, 128, include_waiting=False, keep=AdapterId(2))
-    evictions = memory.take_commands()
-    assert [eviction.adapter_id for eviction in evictions] == [3, 4], "1 is apart from them"
-    assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is coming"
-    assert not memory.load(AdapterId(5), facts(128))
-    for eviction in evictions:
-        memory.settle(TransferResult(eviction.transfer_id))
+    assert memory.take_evictions() == (3, 4), "1 is apart from them"
+    assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is there"
+    assert memory.take_evictions() == ()
     assert memory.load(AdapterId(5), facts(128))
     (transfer,) = memory.take_commands()
     assert (transfer.num_bytes, transfer.offset_bytes) == (128, 128)
@@ -170,7 +172,7 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
     for number in (1, 2):
         memory.cache.acquire(AdapterId(number))
     assert not memory.reclaim(0, 128, include_waiting=True, keep=BASE_ADAPTER)
-    assert memory.take_commands() == ()
+    assert memory.take_evictions() == ()
 
 
 class InPlace:
@@ -198,9 +200,17 @@ class InPlace:
 
     def plan(self) -> None:
         """What is commanded comes to its end; the machine has no more than there is."""
+        self.memory.evict_asked()
+        evictions = self.memory.take_evictions()
         transfers = self.memory.take_commands()
-        evictions = self.memory.take_host_evictions()
-        self.fake.submit(StepPlan(StepId(1), (), transfers=transfers, host_evictions=evictions))
+        if transfers:
+            self.memory.pool.give_back()
+        self.fake.submit(
+            StepPlan(
+                StepId(1), (), evict_adapters=evictions, transfers=transfers,
+                host_evictions=self.memory.take_host_evictions(),
+            )
+        )  # fmt: skip
         held_bytes = sum(size for one in self.fake.places.values() for _, size in one.extents)
         assert held_bytes == self.host.taken_bytes
         assert held_bytes + self.memory.pool.written_bytes <= self.memory.budget.capacity_bytes
@@ -259,7 +269,7 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
     host = HostCache(3 * PAGESIZE)
     memory = make_memory(num_blocks=100, host=host)
 
-    def begin(number: int) -> Transfer | None:
+    def begin(number: int) -> AdapterTransfer | None:
         adapter = replace(facts(10, f"content {number}"), host_bytes=(PAGESIZE,) * 2)
         return memory.load(AdapterId(number), adapter)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.host_cache import HostCache
-from corun.runtime.plan import AdapterId, StepPlan, TransferKind, TransferResult
+from corun.runtime.plan import AdapterId, StepPlan
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.fcfs import FcfsPolicy
@@ -41,8 +41,8 @@ def schedule(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def transfers_of(plan: StepPlan) -> list[tuple[str, int]]:
-    return [(transfer.kind.value, transfer.adapter_id) for transfer in plan.transfers]
+def loads_of(plan: StepPlan) -> list[int]:
+    return [transfer.adapter_id for transfer in plan.transfers]
 
 
 def end_step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
@@ -76,7 +76,7 @@ def test_others_pass_while_an_adapter_loads_and_its_load_starts_at_once() -> Non
     scheduler.add_request(make_request(2), 0.0)
     scheduler.add_request(adapter_request(3, 2), 0.0)
     plan = schedule(scheduler)
-    assert transfers_of(plan) == [("load_adapter", 1), ("load_adapter", 2)]
+    assert loads_of(plan) == [1, 2]
     assert list(rows_of(plan)) == [2]
     executor.submit(plan)
     end_step(scheduler, executor)
@@ -117,12 +117,12 @@ def test_a_head_without_memory_blocks_those_behind() -> None:
     scheduler.add_request(adapter_request(2, 1, num_bytes=300), 0.0)
     scheduler.add_request(make_request(3, prompt=1), 0.0)
     plan = schedule(scheduler)
-    assert transfers_of(plan) == []
+    assert loads_of(plan) == []
     assert list(rows_of(plan)) == [1]
     executor.submit(plan)
     end_step(scheduler, executor)
     plan = schedule(scheduler)
-    assert transfers_of(plan) == [("load_adapter", 1)]
+    assert loads_of(plan) == [1]
     assert list(rows_of(plan)) == [3]
 
 
@@ -157,7 +157,7 @@ def test_requests_that_wait_for_a_seat_have_their_adapters_loaded_ahead() -> Non
     for request_id in range(2, 7):
         scheduler.add_request(adapter_request(request_id, request_id), 0.0)
     plan = schedule(scheduler)
-    assert transfers_of(plan) == [("load_adapter", adapter) for adapter in (2, 3, 4)]
+    assert loads_of(plan) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])
@@ -198,7 +198,7 @@ def test_who_is_offered_later_does_not_displace_the_adapters_of_those_in_front()
     scheduler.add_request(adapter_request(4, 4, num_bytes=300), 0.0)
     plan = schedule(scheduler)
     assert list(rows_of(plan)) == [2]
-    assert transfers_of(plan) == []
+    assert loads_of(plan) == []
 
 
 def test_loading_ahead_spares_the_adapters_of_those_in_front() -> None:
@@ -211,11 +211,11 @@ def test_loading_ahead_spares_the_adapters_of_those_in_front() -> None:
     scheduler.add_request(adapter_request(2, 2, num_bytes=400), 0.0)
     scheduler.add_request(adapter_request(3, 3, num_bytes=400), 0.0)
     plan = schedule(scheduler)
-    assert transfers_of(plan) == [("load_adapter", 2)]
+    assert loads_of(plan) == [2]
     executor.submit(plan)
     end_transfers(scheduler, executor)
     end_step(scheduler, executor)
-    assert transfers_of(schedule(scheduler)) == []
+    assert loads_of(schedule(scheduler)) == []
 
 
 def test_two_requests_whose_adapters_do_not_fit_together_both_end() -> None:
@@ -226,11 +226,7 @@ def test_two_requests_whose_adapters_do_not_fit_together_both_end() -> None:
         scheduler.add_request(adapter_request(request_id, adapter, num_bytes=500), 0.0)
     outputs = outputs_of(run_to_end(scheduler, executor))
     assert {reason for _, reason in outputs.values()} == {"length"}
-    num_loads = sum(
-        transfer.kind is TransferKind.LOAD_ADAPTER
-        for plan in executor.plans
-        for transfer in plan.transfers
-    )
+    num_loads = sum(len(plan.transfers) for plan in executor.plans)
     assert num_loads <= 8, "adapters push each other out without being used"
 
 
@@ -264,17 +260,44 @@ def test_a_dropped_adapter_is_evicted_after_its_last_step() -> None:
     assert scheduler.memory.cache.used_bytes == 0
 
 
-def test_an_eviction_that_fails_is_tried_again() -> None:
+def test_an_eviction_is_told_again_if_nobody_knows_what_became_of_its_plan() -> None:
     scheduler = make_scheduler()
     executor = make_executor(scheduler)
     scheduler.add_request(adapter_request(1, 1), 0.0)
     run_to_end(scheduler, executor)
     scheduler.drop_adapter(AdapterId(1))
     plan = schedule(scheduler)
-    (transfer,) = plan.transfers
-    scheduler.update(TransferResult(transfer.transfer_id, "busy"), 0.0)
+    assert plan.evict_adapters == (1,)
+    scheduler.fail_step(plan.step_id, "lost", 0.0)
     assert scheduler.has_work()
-    assert transfers_of(schedule(scheduler)) == [("evict_adapter", 1)]
+    assert schedule(scheduler).evict_adapters == (1,)
+
+
+def test_what_is_evicted_makes_room_in_the_same_step() -> None:
+    """For a load, which frees the memory of blocks that were used, and for blocks."""
+    scheduler = make_scheduler(memory=make_memory(num_blocks=16, capacity_bytes=1000))
+    executor = make_executor(scheduler, is_automatic=False)
+    for request_id in (1, 2):
+        scheduler.add_request(
+            adapter_request(request_id, request_id, num_bytes=400, max_tokens=1), 0.0
+        )
+    executor.submit(schedule(scheduler))
+    end_transfers(scheduler, executor)
+    end_step(scheduler, executor)
+    while (plan := scheduler.schedule(0.0)) is not None:
+        executor.submit(plan)
+        end_step(scheduler, executor)
+    assert executor.resident_adapters == {1, 2}
+    scheduler.add_request(adapter_request(3, 3, num_bytes=400), 0.0)
+    plan = schedule(scheduler)
+    assert plan.evict_adapters == (1,) and loads_of(plan) == [3]
+    assert plan.freed_blocks, "who computed has left blocks behind"
+    executor.submit(plan)
+    end_step(scheduler, executor)
+    scheduler.add_request(make_request(4, prompt=12, max_tokens=1), 0.0)
+    plan = schedule(scheduler)
+    assert plan.evict_adapters == (2,) and list(rows_of(plan)) == [4]
+    executor.submit(plan)
 
 
 def test_a_request_that_fits_is_admitted_in_spite_of_endless_later_arrivals() -> None:

@@ -15,7 +15,6 @@ from corun.runtime.plan import (
     RequestId,
     StepPlan,
     SubBatchKind,
-    TransferKind,
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
@@ -276,15 +275,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.transfers)
     @rule(index=st.integers(0, 10), num_groups=st.integers(1, 3))
     def progress_transfer(self, index: int, num_groups: int) -> None:
-        loads = [
-            transfer
-            for transfer in self.executor.transfers.values()
-            if transfer.kind is TransferKind.LOAD_ADAPTER
-        ]
-        if loads:
-            transfer = loads[index % len(loads)]
-            self.executor.progress_transfer(transfer.transfer_id, num_groups)
-            self.poll()
+        loads = list(self.executor.transfers)
+        self.executor.progress_transfer(loads[index % len(loads)], num_groups)
+        self.poll()
 
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 50))

@@ -6,7 +6,7 @@ import pytest
 from corun.profiles.link import Direction, LinkStats
 from corun.profiles.models import LinkModel
 from corun.runtime.plan import (
-    AdapterId,
+    AdapterTransfer,
     HostPlace,
     HostPlaceId,
     Outcome,
@@ -14,9 +14,7 @@ from corun.runtime.plan import (
     RowResult,
     StepId,
     StepResult,
-    Transfer,
     TransferId,
-    TransferKind,
     TransferProgress,
     TransferRead,
     TransferResult,
@@ -24,7 +22,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN
 from corun.runtime.sim.machines import Factors, slowed
-from support.simulation import FACTS, MODEL, DrivenExecutor, load, request, row
+from support.simulation import MODEL, DrivenExecutor, load, request, row
 
 NO_LATENCY = replace(MODEL, link=LinkModel(1000.0, 0.0), host_step_s=0.0)
 
@@ -110,7 +108,7 @@ def test_a_prefetch_has_the_link_while_nobody_waits_for_a_load() -> None:
 
 
 def test_files_are_read_one_after_the_other_and_prefetches_give_way() -> None:
-    def from_files(number: int, *, is_demand: bool) -> Transfer:
+    def from_files(number: int, *, is_demand: bool) -> AdapterTransfer:
         place = HostPlace(HostPlaceId(number), ((0, 4096), (4096, 4096)), is_filled=False)
         return replace(load(number, is_demand=is_demand), host=place)
 
@@ -231,18 +229,17 @@ def test_evictions_are_done_at_once_and_spare_what_steps_use() -> None:
     driven = DrivenExecutor()
     driven.submit(transfers=(load(1),))
     driven.results(10.0)
-    evict = Transfer(
-        TransferId(2), TransferKind.EVICT_ADAPTER, AdapterId(1), FACTS.num_bytes
-    )  # fmt: skip
     driven.submit(row(1, 0, 2), new=(request(1, 1, adapter=1),))
     with pytest.raises(AssertionError, match="while a step uses it"):
-        driven.submit(transfers=(evict,))
+        driven.submit(evict=(1,))
     driven.results(20.0)
     driven = DrivenExecutor()
     driven.submit(transfers=(load(1),))
     driven.results(10.0)
-    driven.submit(transfers=(evict,))
-    assert driven.results(11.0) == [(10.0, arrived(2)), (10.0, stepped(2))]
+    driven.submit(evict=(1,), transfers=(load(2),))
+    assert driven.results(11.0) == [(10.0, stepped(2))]
+    with pytest.raises(AssertionError, match="not there"):
+        driven.submit(evict=(1,))
 
 
 def test_a_closed_executor_can_be_closed_again() -> None:
