@@ -97,6 +97,7 @@ _POLICY_PACKAGES = (
     "runtime/coldstart",
     "runtime/machine",
     "runtime/memory",
+    "runtime/memory/policies",
     "runtime/config",
     "runtime/sim",
     "runtime/cli",

@@ -1,0 +1,113 @@
+"""Chameleon's score of adapters: frequency, recency and size (section 4.1). Pure."""
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from .facts import MemoryRules
+from .item_table import ItemTable
+from .lru import LruPolicy
+from .policy import MemoryItem
+
+PRINTED_WEIGHTS = (0.45, 0.10, 0.45)
+_WINDOW_S = 300.0  # the paper's "specific time frame", here how often its lanes are cut anew
+
+
+class ChameleonMemoryPolicy:
+    """KV of history goes before any adapter, least recently used first; then adapters by score.
+
+    The paper leaves open how the three are made comparable, and has no history. Here each is
+    within 0 and 1 among the adapters on the device: visits of the last ``window_s`` over the most
+    of any, 1 - age / the largest age, bytes over the most of any. Ranking takes O(n) of the
+    adapters, other calls O(log n).
+    """
+
+    def __init__(
+        self, weights: tuple[float, float, float] = PRINTED_WEIGHTS, window_s: float = _WINDOW_S
+    ) -> None:
+        """``weights``: of frequency, recency and size."""
+        self.rules = MemoryRules()
+        self._weights = weights
+        self._window_s = window_s
+        self._now_s = 0.0
+        self._visits: deque[tuple[float, MemoryItem]] = deque()  # of the window, the oldest first
+        self._adapters = ItemTable(("visits", "last_use_s", "bytes", "is_resident"))
+        self._blocks = LruPolicy()
+
+    def visit(self, item: MemoryItem, now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+        if not item.is_adapter:
+            self._blocks.visit(item, now_s)
+            return
+        row = self._use(item)
+        self._visits.append((self._now_s, item))
+        self._adapters.columns["visits"][row] += 1.0
+        while self._visits[0][0] < self._now_s - self._window_s:
+            self._expire(self._visits.popleft()[1])
+
+    def offer(self, item: MemoryItem) -> None:
+        if not item.is_adapter:
+            self._blocks.offer(item)
+            return
+        row = self._adapters.row(item)
+        if row is None or not self._adapters.columns["is_resident"][row]:
+            row = self._use(item)
+        self._adapters.offer(row)
+
+    def withdraw(self, item: MemoryItem) -> None:
+        if not item.is_adapter:
+            self._blocks.withdraw(item)
+            return
+        row = self._adapters.row(item)
+        assert row is not None, item
+        self._adapters.withdraw(row)
+
+    def forget(self, item: MemoryItem) -> None:
+        if not item.is_adapter:
+            self._blocks.forget(item)
+            return
+        if self._adapters.is_offered(item):
+            self.withdraw(item)
+        row = self._adapters.row(item)
+        if row is not None:
+            self._adapters.columns["is_resident"][row] = 0.0
+            self._drop_if_unknown(item, row)
+
+    def victims(self) -> Iterator[MemoryItem]:
+        yield from self._blocks.victims()
+        rows = self._adapters.offered_rows()
+        if not len(rows):
+            return
+        columns = self._adapters.columns
+        residents = np.flatnonzero(columns["is_resident"])
+        ages_s = self._now_s - columns["last_use_s"]
+        parts = (
+            columns["visits"][rows] / max(1.0, columns["visits"][residents].max()),
+            1.0 - ages_s[rows] / (ages_s[residents].max() or 1.0),
+            columns["bytes"][rows] / max(1.0, columns["bytes"][residents].max()),
+        )
+        scores = sum(weight * part for weight, part in zip(self._weights, parts, strict=True))
+        yield from self._adapters.lowest_first(rows, np.asarray(scores))
+
+    def _use(self, item: MemoryItem) -> int:
+        row = self._adapters.row(item)
+        if row is None:
+            row = self._adapters.add(item)
+        columns = self._adapters.columns
+        columns["last_use_s"][row] = self._now_s
+        columns["bytes"][row] = item.num_bytes
+        columns["is_resident"][row] = 1.0
+        return row
+
+    def _expire(self, item: MemoryItem) -> None:
+        row = self._adapters.row(item)
+        assert row is not None, item
+        self._adapters.columns["visits"][row] -= 1.0
+        self._drop_if_unknown(item, row)
+
+    def _drop_if_unknown(self, item: MemoryItem, row: int) -> None:
+        """An adapter that is away is remembered for the window."""
+        columns = self._adapters.columns
+        if not columns["visits"][row] and not columns["is_resident"][row]:
+            self._adapters.drop(item)

@@ -1,0 +1,163 @@
+"""FastLibra's benefit of keeping a block or an adapter (section 5.2, equations 3 to 6). Pure.
+
+As printed it cannot run; what was settled: the age in the sigmoid has a unit, the median age at
+reuse; visits decay with the same time, so that those of adapters come to at most 1; the reward for
+adapters applies to adapters alone, or it would cancel; and the product is a sum of logarithms,
+since 1 - sigmoid is exactly 0 from 37 such units on.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .facts import MemoryFacts, MemoryRules
+from .item_table import ItemTable
+from .policy import MemoryItem
+
+_FIRST_REUSE_AGE_S = 600.0
+_MIN_AGES, _MAX_AGES = 64, 1023  # before the median counts; that it is taken of
+_PRUNE_QUERIES = 1000
+_LOG_FADED = math.log(1e-3)  # visits: an adapter that is away and was visited less is forgotten
+
+
+class _ReuseAge:
+    """The running median of how long ago something was last used when it is used again."""
+
+    def __init__(self) -> None:
+        self.median_s = _FIRST_REUSE_AGE_S
+        self._ages_s: deque[float] = deque()
+        self._sorted_s: list[float] = []
+        self._last: tuple[float, float] | None = None
+
+    def add(self, now_s: float, age_s: float) -> None:
+        """The blocks of a prefix are used together: they count once."""
+        if age_s <= 0.0 or (now_s, age_s) == self._last:
+            return
+        self._last = now_s, age_s
+        self._ages_s.append(age_s)
+        insort(self._sorted_s, age_s)
+        if len(self._ages_s) > _MAX_AGES:
+            del self._sorted_s[bisect_left(self._sorted_s, self._ages_s.popleft())]
+        if len(self._ages_s) >= _MIN_AGES:
+            self.median_s = self._sorted_s[len(self._sorted_s) // 2]
+
+
+class LibraPolicy:
+    """The lowest Eval = LoRA_Eval x cost x prob x (1 - sigmoid(age / tau)) goes first.
+
+    The cost is what a reload costs: with a copy on the host and nobody to assist it is the paper's
+    transfer over the link, and elsewhere the paper has none. Ranking takes O(n), other calls O(1),
+    but for one in 1,000 visits of adapters, which looks through those that are away.
+    """
+
+    def __init__(self, facts: MemoryFacts) -> None:
+        self.rules = MemoryRules()
+        self._facts = facts
+        self._now_s = 0.0
+        # Seconds over the tau of their time, so that all visits have faded alike.
+        self._decay = 0.0
+        self._log_queries = -math.inf  # visits of adapters, as ``log_uses``
+        self._num_queries = 0
+        self._reuse_age = _ReuseAge()
+        # log_uses: the logarithm of decayed visits, plus the decay at which it was taken.
+        self._table = ItemTable(("log_uses", "last_use_s", "log_cost", "is_adapter", "is_resident"))
+        self._away: dict[MemoryItem, None] = {}  # adapters that are remembered
+
+    def visit(self, item: MemoryItem, now_s: float) -> None:
+        self._advance(now_s)
+        row = self._table.row(item)
+        if row is not None:
+            age_s = self._now_s - float(self._table.columns["last_use_s"][row])
+            self._reuse_age.add(self._now_s, age_s)
+        self._use(item)
+        if item.is_adapter and self._num_queries % _PRUNE_QUERIES == 0:
+            self._drop_faded()
+
+    def offer(self, item: MemoryItem) -> None:
+        row = self._table.row(item)
+        if row is None:
+            row = self._use(item)
+        self._settle(item, row)
+        cost_s = self._facts.reload_cost_s(item)
+        assert cost_s > 0, (item, cost_s)
+        self._table.columns["log_cost"][row] = math.log(cost_s)
+        self._table.offer(row)
+
+    def withdraw(self, item: MemoryItem) -> None:
+        row = self._table.row(item)
+        assert row is not None, item
+        self._table.withdraw(row)
+
+    def forget(self, item: MemoryItem) -> None:
+        row = self._table.row(item)
+        if row is None:
+            return
+        if not item.is_adapter:
+            self._table.drop(item)
+            return
+        if self._table.is_offered(item):
+            self._table.withdraw(row)
+        self._table.columns["is_resident"][row] = 0.0
+        self._away[item] = None
+
+    def victims(self) -> Iterator[MemoryItem]:
+        rows = self._table.offered_rows()
+        return self._table.lowest_first(rows, self._log_evals(rows))
+
+    def _log_evals(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Up to a constant."""
+        columns = self._table.columns
+        ages = (self._now_s - columns["last_use_s"][rows]) / self._reuse_age.median_s
+        log_evals = columns["is_adapter"][rows] * math.log(self._adapter_reward())
+        log_evals += columns["log_cost"][rows] + columns["log_uses"][rows]
+        log_evals -= ages + np.log(1.0 + np.exp(-ages))  # 1 - sigmoid(x) = 1 / (1 + e^x)
+        return log_evals
+
+    def _adapter_reward(self) -> float:
+        """Equation 4, with the adapters that are expected in a batch by equation 3."""
+        columns = self._table.columns
+        adapters = np.flatnonzero(columns["is_adapter"])
+        num_resident = float(columns["is_resident"][adapters].sum())
+        if not num_resident:
+            return 1.0
+        shares = np.minimum(1.0, np.exp(columns["log_uses"][adapters] - self._log_queries))
+        expected = (1.0 - (1.0 - shares) ** self._facts.mean_batch_size()).sum()
+        return max(1.0, float(expected) / num_resident)
+
+    def _advance(self, now_s: float) -> None:
+        if now_s > self._now_s:
+            self._decay += (now_s - self._now_s) / self._reuse_age.median_s
+            self._now_s = now_s
+
+    def _use(self, item: MemoryItem) -> int:
+        row = self._table.row(item)
+        columns = self._table.columns
+        if row is None:
+            row = self._table.add(item)
+            columns = self._table.columns
+            columns["log_uses"][row] = -math.inf
+            columns["is_adapter"][row] = item.is_adapter
+        columns["log_uses"][row] = np.logaddexp(columns["log_uses"][row], self._decay)
+        columns["last_use_s"][row] = self._now_s
+        self._settle(item, row)
+        if item.is_adapter:
+            self._num_queries += 1
+            self._log_queries = float(np.logaddexp(self._log_queries, self._decay))
+        return row
+
+    def _settle(self, item: MemoryItem, row: int) -> None:
+        """It is on the device, or on its way there."""
+        self._table.columns["is_resident"][row] = 1.0
+        self._away.pop(item, None)
+
+    def _drop_faded(self) -> None:
+        log_uses = self._table.columns["log_uses"]
+        for item in list(self._away):
+            row = self._table.row(item)
+            if row is not None and log_uses[row] - self._decay < _LOG_FADED:
+                self._table.drop(item)
+                del self._away[item]

@@ -1,0 +1,112 @@
+"""FastLibra's equations as they were settled, by closed forms."""
+
+import gc
+import math
+import weakref
+
+import pytest
+from corun.runtime.memory.policies.libra import LibraPolicy
+from support.memory_items import Item, facts_of
+
+TAU_S = 600.0
+
+
+def worth_of(age_s: float, tau_s: float) -> float:
+    """Of something used once, over the same thing used just now."""
+    fade = math.exp(-age_s / tau_s)  # of its visit; and 1 - sigmoid(x) = e^-x / (1 + e^-x)
+    return fade * 2.0 * fade / (1.0 + fade)
+
+
+def names_of(policy: LibraPolicy) -> list[str]:
+    return [item.name for item in policy.victims() if isinstance(item, Item)]
+
+
+@pytest.mark.parametrize("age_s", [10.0, 600.0, 100_000.0])
+@pytest.mark.parametrize(("factor", "first"), [(0.999, "new"), (1.001, "old")])
+def test_ages_count_in_units_of_tau_however_long(age_s: float, factor: float, first: str) -> None:
+    """In seconds all that is older than 37 would be alike."""
+    policy = LibraPolicy(facts_of())
+    old, new = Item("old"), Item("new", cost_s=factor * worth_of(age_s, TAU_S))
+    policy.visit(old, 0.0)
+    policy.visit(new, age_s)
+    policy.offer(old)
+    policy.offer(new)
+    assert names_of(policy)[0] == first
+
+
+@pytest.mark.parametrize(("factor", "first"), [(0.999, "once"), (1.001, "twice")])
+def test_visits_fade_with_the_same_time(factor: float, first: str) -> None:
+    policy = LibraPolicy(facts_of())
+    twice = Item("twice")
+    once = Item("once", cost_s=factor * (1.0 + math.exp(-300.0 / TAU_S)))
+    policy.visit(twice, 0.0)
+    policy.visit(twice, 300.0)
+    policy.visit(once, 300.0)
+    policy.offer(twice)
+    policy.offer(once)
+    assert names_of(policy)[0] == first
+
+
+@pytest.mark.parametrize(("factor", "first"), [(0.999, "new"), (1.001, "old")])
+def test_tau_is_the_median_of_ages_at_reuse(factor: float, first: str) -> None:
+    policy = LibraPolicy(facts_of())
+    block, prefix = Item("block"), [Item(f"{index}") for index in range(100)]
+    now_s = 0.0
+    for turn in range(150):
+        now_s += 50.0 if turn % 3 else 200.0
+        policy.visit(block, now_s)
+        if turn in (0, 149):  # used together: one age of many, not a hundred
+            for item in prefix:
+                policy.visit(item, now_s)
+    old, new = Item("old"), Item("new", cost_s=factor * worth_of(70.0, 50.0))
+    policy.visit(old, now_s)
+    policy.visit(new, now_s + 70.0)
+    policy.offer(old)
+    policy.offer(new)
+    assert names_of(policy)[0] == first
+
+
+@pytest.mark.parametrize(("batch_size", "first"), [(0.0, "adapter"), (50.0, "block")])
+def test_the_reward_is_for_adapters_alone(batch_size: float, first: str) -> None:
+    """With it on all, as printed, it would cancel."""
+    policy = LibraPolicy(facts_of(mean_batch_size=batch_size))
+    block, adapter = Item("block", cost_s=1.5), Item("adapter", is_adapter=True)
+    for index in range(9):
+        away = Item(f"{index}", is_adapter=True)
+        policy.visit(away, 0.0)
+        policy.forget(away)
+    policy.visit(adapter, 0.0)
+    policy.visit(block, 0.0)
+    policy.offer(block)
+    policy.offer(adapter)
+    # 10 (1 - .9^50) = 9.9 are expected in a batch of 50, and one is there.
+    assert names_of(policy)[0] == first
+
+
+def test_the_reward_is_what_equation_3_expects_over_what_is_there() -> None:
+    """Shares 1/4 and 3/4 of the visits: 2 - .75^10 - .25^10 adapters in a batch of ten."""
+    policy = LibraPolicy(facts_of(mean_batch_size=10.0))
+    there, away = (Item(name, is_adapter=True) for name in ("there", "away"))
+    for item, number in ((there, 2), (away, 6)):
+        for _ in range(number):
+            policy.visit(item, 0.0)
+    policy.forget(away)
+    reward = 2.0 - 0.75**10 - 0.25**10
+    policy.offer(there)
+    for name, factor in (("lower", 0.999), ("higher", 1.001)):
+        policy.offer(Item(name, cost_s=2 * reward * factor))
+    assert names_of(policy) == ["lower", "there", "higher"]
+
+
+def test_an_adapter_that_is_away_for_long_is_let_go() -> None:
+    policy = LibraPolicy(facts_of())
+    item, busy = Item("item", is_adapter=True), Item("busy", is_adapter=True)
+    policy.visit(item, 0.0)
+    policy.offer(item)
+    policy.forget(item)
+    reference = weakref.ref(item)
+    del item
+    for turn in range(2500):
+        policy.visit(busy, 10.0 * turn)
+    gc.collect()
+    assert reference() is None
