@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Protocol, TypeAlias
 
+from ..profiles.link import Direction
 from .sampling import SamplingParams
 
 RequestId = NewType("RequestId", int)  # chosen by the client, never reused
@@ -17,6 +18,7 @@ BlockId = NewType("BlockId", int)  # index into the KV pool
 TransferId = NewType("TransferId", int)
 StepId = NewType("StepId", int)
 HostPlaceId = NewType("HostPlaceId", int)  # a place in the host's memory; never reused
+HostSlot = NewType("HostSlot", int)  # a place for one KV block in the host's memory
 
 BASE_ADAPTER = AdapterId(0)  # the base model, no adapter
 
@@ -88,6 +90,21 @@ class AdapterTransfer:
 
 
 @dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """A copy of KV blocks, which has moved them when it ends."""
+
+    transfer_id: TransferId
+    direction: Direction
+    block_ids: tuple[BlockId, ...]
+    host_slots: tuple[HostSlot, ...]  # parallel
+    # A request waits for it; a prefetch gives way, a copy to the host gives way to both.
+    is_demand: bool = True
+
+
+Transfer: TypeAlias = AdapterTransfer | KvTransfer  # what completes later, through Executor.poll
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. ``sub_batches`` may be empty: a plan can carry only transfers and evictions."""
 
@@ -100,7 +117,7 @@ class StepPlan:
     # are no error. One may be loaded again by the same plan.
     evict_adapters: tuple[AdapterId, ...] = ()
     freed_blocks: tuple[BlockId, ...] = ()  # free, and their memory is for others from now on
-    transfers: tuple[AdapterTransfer, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
     promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
     # Taken out of the host's memory behind ``evict_adapters``; nothing refers to them. Places that
     # never came to be are no error.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...runtime.plan import (
+    AdapterTransfer,
     HostPlaceId,
     Outcome,
     RequestId,
@@ -92,6 +93,7 @@ class DeviceExecutor:
             self._evict_from_host(plan.host_evictions)
         self._runner.pool.release(plan.freed_blocks)
         for transfer in plan.transfers:
+            assert isinstance(transfer, AdapterTransfer), transfer
             self._adapters.load(transfer)
         for transfer_id in plan.promoted_transfers:
             self._adapters.promote(transfer_id)

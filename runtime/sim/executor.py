@@ -107,6 +107,7 @@ class LatencyExecutor:
         for new in plan.new_requests:
             self._announce(new)
         for transfer in plan.transfers:
+            assert isinstance(transfer, AdapterTransfer), transfer
             self._begin_transfer(transfer, now_s)
         for transfer_id in plan.promoted_transfers:
             self._loads.promote(transfer_id, now_s)

@@ -43,6 +43,7 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.shm.arena import HostArena
 from support.model_profiles import Figures, save_made_up_profile
+from support.scheduling import loads_of
 from support.worker_pool import supervisor, table_of, workers
 
 
@@ -365,9 +366,9 @@ class ColdEngine:
             rows = [row for batch in plan.sub_batches for row in batch.request_ids]
             num_cold = sum(row in open_requests and open_requests[row].is_cold for row in rows)
             self.max_cold_rows = max(self.max_cold_rows, num_cold)
-            loads.update({t.transfer_id: t.adapter_id for t in plan.transfers})
-            for transfer in plan.transfers:
-                self._num_arrived.pop(transfer.adapter_id, None)
+            for load in loads_of(plan):
+                loads[load.transfer_id] = load.adapter_id
+                self._num_arrived.pop(load.adapter_id, None)
             submit(plan)
 
         def note_results(timeout_s: float = 0.0) -> list[Result]:

@@ -30,7 +30,7 @@ from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.machines import MACHINES
 from corun.runtime.sim.workloads import make_workload
-from support.scheduling import policy_facts
+from support.scheduling import loads_of, policy_facts
 
 _NUM_LAYERS = 4
 _HOST_BYTES = (4096, 4096)  # of two layer groups
@@ -98,12 +98,12 @@ def start_cold_requests() -> None:
     scheduler.update(WorkersChanged(1), 0.0)
     policies.add(1, ON_HOST)
     plan = policies.schedule(0.0)
-    (load,), (batch,) = plan.transfers, plan.sub_batches
+    (load,), (batch,) = loads_of(plan), plan.sub_batches
     assert load.host is not None and load.host.is_filled
     assert batch.kind is SubBatchKind.ASSISTED and batch.split_layers == (_NUM_LAYERS,)
 
     policies.add(2, IN_FILES)
-    (load,) = policies.schedule(0.001).transfers
+    (load,) = loads_of(policies.schedule(0.001))
     assert load.host is not None and not load.host.is_filled
     # When its first layers are there, it starts.
     scheduler.update(TransferRead(load.transfer_id, 2, 0.001), 0.002)

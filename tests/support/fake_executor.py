@@ -1,19 +1,20 @@
 """An executor without a device that checks every plan and computes tokens by a pure function.
 
-It keeps what a device would keep: token lists, block tables, adapters, and in every KV slot which
-request, position and token it was computed for. Steps end in order, when told to; a row may then
-be told to fail or to be retried, or to spoil the sub-batch that it is in.
+It keeps what a device would keep: token lists, block tables, adapters, and in ``fake_kv`` what all
+KV was computed from. Steps end in order, when told to; a row may then be told to fail or to be
+retried, or to spoil the sub-batch that it is in.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from corun.runtime.plan import (
     BASE_ADAPTER,
     AdapterId,
     AdapterTransfer,
     BlockId,
+    KvTransfer,
     NewRequest,
     Outcome,
     RequestId,
@@ -24,12 +25,14 @@ from corun.runtime.plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
+    Transfer,
     TransferId,
     TransferProgress,
     TransferResult,
 )
 from corun.runtime.sampling import SamplingParams
 from support.fake_host import FakeHost
+from support.fake_kv import FakeKv, KvRow, KvSequence
 
 _USABLE = ("resident",)
 _USABLE_COLD = ("loading", "resident")
@@ -76,20 +79,18 @@ class _Known:
     """What the executor keeps of a request."""
 
     new: NewRequest
-    token_ids: list[int]
-    block_table: list[BlockId] = field(default_factory=list)
-    num_submitted_tokens: int = 0  # computed if everything in flight succeeds
+    kv: KvSequence
+    # Computed if everything in flight succeeds; None: no row since it has got its block table,
+    # the first of which may be there already.
+    num_submitted_tokens: int | None = None
     poisoned_from: int | None = None  # KV from this position on does not count
+    is_lost: bool = False  # with a step: nothing of it counts any more
 
 
 @dataclass(frozen=True)
-class _Row:
-    request_id: RequestId
-    start: int
-    num_tokens: int
+class _Row(KvRow):
     has_sample: bool
     is_cold: bool  # its adapter was still being loaded
-    block_ids: tuple[BlockId, ...]
 
 
 class FakeExecutor:
@@ -107,28 +108,32 @@ class FakeExecutor:
         is_automatic: bool = False,
         slab_bytes: int | None = None,
         host: FakeHost | None = None,
+        namespace_of: Callable[[AdapterId], Hashable] = lambda adapter_id: adapter_id,
     ) -> None:
+        """``namespace_of``: all that shapes KV computed with an adapter, but for ``salts``."""
         self.host = host
-        self.num_blocks = num_blocks
+        self.kv = FakeKv(
+            num_blocks=num_blocks, block_size=block_size, long_from_tokens=recompute_at_tokens
+        )
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.capacity_bytes = capacity_bytes
         self.slab_bytes = slab_bytes
         self.max_num_tokens = max_num_tokens
-        self.recompute_at_tokens = recompute_at_tokens
         self.is_automatic = is_automatic
+        self.namespace_of = namespace_of
+        self.salts: dict[RequestId, str] = {}  # of requests to be announced
         self.outcome_of: OutcomeOf = lambda request_id, start: Outcome.TOKENS
         self.spoils: Spoils = lambda request_id, kind: False
         self.transfer_errors: dict[AdapterId, str] = {}  # loads that fail, in automatic mode
         self.plans: list[StepPlan] = []
-        self.transfers: dict[int, AdapterTransfer] = {}  # in flight
+        self.transfers: dict[int, Transfer] = {}  # in flight
         self.steps: deque[tuple[StepPlan, list[_Row]]] = deque()  # in flight
         self._known: dict[RequestId, _Known] = {}
         self._adapters: dict[AdapterId, str] = {}  # loading | resident
         self._adapter_bytes: dict[AdapterId, int] = {}
         self._lost_evictions: set[AdapterId] = set()
         self._places: dict[AdapterId, range] = {}  # of adapters in their slab
-        self._kv: dict[tuple[int, int], tuple[RequestId, int, int, bool]] = {}
         self._results: list[Result] = []
         self.num_retries = 0
 
@@ -142,30 +147,43 @@ class FakeExecutor:
             self._evict(adapter_id)
         for request_id in plan.forget_requests:
             self._known.pop(request_id, None)
+            self.kv.forget(request_id)
         for new in plan.new_requests:
             assert new.request_id not in self._known, "announced twice"
-            self._known[new.request_id] = _Known(new, list(new.prompt_token_ids))
+            namespace = (self.namespace_of(new.adapter_id), self.salts.get(new.request_id, ""))
+            sequence = self.kv.announce(new.request_id, namespace, new.prompt_token_ids)
+            self._known[new.request_id] = _Known(new, sequence)
+        self.kv.free(plan.freed_blocks)
         if self.host is not None:
             self.host.submit(plan)
         for transfer in plan.transfers:
-            self._begin_transfer(transfer)
+            if isinstance(transfer, KvTransfer):
+                self.kv.begin(transfer)
+                self.transfers[transfer.transfer_id] = transfer
+            else:
+                self._begin_transfer(transfer)
         for transfer_id in plan.promoted_transfers:
             promoted = self.transfers.get(transfer_id)  # None: its end has not been polled yet
             assert promoted is None or not promoted.is_demand, "nobody prefetched it"
-        handed_out = [block_id for update in plan.block_updates for block_id in update.block_ids]
-        assert len(set(handed_out)) == len(handed_out), "a block goes to two requests"
         for update in plan.block_updates:
             self._update_blocks(update.request_id, update.first_index, update.block_ids)
+        in_flight = self._rows_in_flight()
+        for update in plan.block_updates:
+            self.kv.check_handed_out(
+                update.request_id, update.first_index, update.block_ids, in_flight
+            )
         rows = [row for batch in plan.sub_batches for row in self._accept(batch)]
         assert len({row.request_id for row in rows}) == len(rows), "two rows of one request"
         self.steps.append((plan, rows))
-        self._check_ownership()
+        self.kv.check_use(self._rows_in_flight(), plan.freed_blocks)
         self._check_bytes()
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
         if self.is_automatic:
-            for transfer_id in list(self.transfers):
-                error = self.transfer_errors.get(self.transfers[transfer_id].adapter_id)
+            for transfer_id, transfer in list(self.transfers.items()):
+                error = None
+                if not isinstance(transfer, KvTransfer):
+                    error = self.transfer_errors.get(transfer.adapter_id)
                 self.finish_transfer(transfer_id, error)
             if self.steps:
                 self.finish_step()
@@ -196,21 +214,27 @@ class FakeExecutor:
         plan, rows = self.steps.popleft()
         self._lost_evictions.update(plan.evict_adapters)
         for row in rows:
-            known = self._known.get(row.request_id)
-            if known is not None and known.poisoned_from is None:
-                known.poisoned_from = row.start - 1  # nothing after it in flight counts
+            self.kv.spoil(row)
+            if row.request_id in self._known:
+                self._known[row.request_id].is_lost = True
         return plan
 
     def finish_transfer(self, transfer_id: int, error: str | None = None) -> None:
         """End a transfer in flight; ``poll`` returns its result."""
         transfer = self.transfers.pop(transfer_id)
+        if isinstance(transfer, KvTransfer):
+            self.kv.finish(transfer, error)
+        else:
+            self._finish_adapter(transfer, error)
+        self._results.append(TransferResult(transfer.transfer_id, error))
+
+    def _finish_adapter(self, transfer: AdapterTransfer, error: str | None) -> None:
         if self.host is not None:
             self.host.finish(transfer, error)
         if error is None:
             self._adapters[transfer.adapter_id] = "resident"
         else:
             self._remove(transfer.adapter_id)
-        self._results.append(TransferResult(transfer.transfer_id, error))
 
     def tell(self, result: Result) -> None:
         """Let ``poll`` return this."""
@@ -267,14 +291,12 @@ class FakeExecutor:
         self, request_id: RequestId, first_index: int, block_ids: tuple[BlockId, ...]
     ) -> None:
         known = self._known[request_id]
-        assert first_index <= len(known.block_table)
-        for block_id in block_ids:
-            assert 0 <= block_id < self.num_blocks
-            for _, rows in self.steps:
-                assert not any(block_id in row.block_ids for row in rows), "in use by a step"
-        known.block_table[first_index:] = block_ids
+        assert first_index <= len(known.kv.block_table)
+        known.kv.block_table[first_index:] = block_ids
         if first_index == 0:
-            known.num_submitted_tokens = 0
+            in_flight = any(row.request_id == request_id for row in self._rows_in_flight())
+            assert not in_flight, "a table is replaced while a step uses it"
+            known.num_submitted_tokens = known.poisoned_from = None
 
     def _accept(self, batch: SubBatch) -> list[_Row]:
         rows = []
@@ -292,29 +314,31 @@ class FakeExecutor:
             assert num_tokens == 1 or batch.kind is not SubBatchKind.DECODE
             usable = _USABLE_COLD if batch.kind is SubBatchKind.ASSISTED else _USABLE
             assert adapter_id == BASE_ADAPTER or self._adapters.get(adapter_id) in usable
-            in_flight = any(row.request_id == request_id for _, rs in self.steps for row in rs)
-            if start != known.num_submitted_tokens:  # goes back: recomputed or retried
+            if known.num_submitted_tokens is None:
+                assert start % self.block_size == 0, "begins within a block"
+            elif start != known.num_submitted_tokens:  # goes back: recomputed or retried
+                in_flight = any(row.request_id == request_id for row in self._rows_in_flight())
                 assert not in_flight, "rows are not contiguous"
                 assert start < known.num_submitted_tokens
             end = start + num_tokens
             known.num_submitted_tokens = end
-            assert end <= len(known.block_table) * self.block_size, "blocks are too few"
-            num_blocks = -(-end // self.block_size)
+            assert end <= len(known.kv.block_table) * self.block_size, "blocks are too few"
+            block_ids = tuple(known.kv.block_table[: -(-end // self.block_size)])
+            written_block_ids = block_ids[start // self.block_size :]
             is_cold = self._adapters.get(adapter_id) == "loading"
-            block_ids = tuple(known.block_table[:num_blocks])
-            rows.append(_Row(request_id, start, num_tokens, has_sample, is_cold, block_ids))
+            rows.append(
+                _Row(
+                    request_id, start, num_tokens, block_ids, written_block_ids, has_sample, is_cold
+                )
+            )
         return rows
 
-    def _check_ownership(self) -> None:
-        """No block is referred to by two requests among the steps in flight."""
-        owner: dict[BlockId, RequestId] = {}
-        for _, rows in self.steps:
-            for row in rows:
-                for block_id in row.block_ids:
-                    assert owner.setdefault(block_id, row.request_id) == row.request_id
+    def _rows_in_flight(self) -> list[_Row]:
+        return [row for _, rows in self.steps for row in rows]
 
     def _check_bytes(self) -> None:
-        blocks = {block_id for _, rows in self.steps for row in rows for block_id in row.block_ids}
+        blocks = {block_id for row in self._rows_in_flight() for block_id in row.block_ids}
+        blocks |= self.kv.copied_blocks()
         used_bytes = len(blocks) * self.block_bytes + sum(self._adapter_bytes.values())
         assert used_bytes <= self.capacity_bytes, "more bytes in use than there are"
 
@@ -335,22 +359,27 @@ class FakeExecutor:
         ]  # fmt: skip
 
     def _poison(self, row: _Row) -> None:
+        self.kv.spoil(row)
         known = self._known.get(row.request_id)
         if known is not None and (known.poisoned_from is None or row.start <= known.poisoned_from):
             known.poisoned_from = row.start
 
-    def _execute(self, row: _Row) -> RowResult | None:
+    def _counts(self, row: _Row) -> bool:
+        """Whether nothing has happened so far because of which the row would come to nothing."""
         known = self._known.get(row.request_id)
-        if known is None:  # ended while it was in flight
+        if known is None or known.is_lost:  # has ended while it was in flight, or is about to
+            return False
+        if known.poisoned_from is not None and row.start > known.poisoned_from:
+            return False
+        known.poisoned_from = None  # computed again from there, or from before
+        return True
+
+    def _execute(self, row: _Row) -> RowResult | None:
+        if not self._counts(row):
+            self.kv.spoil(row)
             if not row.has_sample:
                 return None
             return RowResult(row.request_id, Outcome.TOKENS, (GARBAGE_TOKEN,))
-        end = row.start + row.num_tokens
-        if known.poisoned_from is not None:
-            if row.start <= known.poisoned_from:
-                known.poisoned_from = None  # computed again from there, or from before
-            else:
-                return RowResult(row.request_id, Outcome.TOKENS, (GARBAGE_TOKEN,))
         outcome = self.outcome_of(row.request_id, row.start)
         if outcome is not Outcome.TOKENS:
             self._poison(row)
@@ -359,22 +388,14 @@ class FakeExecutor:
             self.num_retries += 1
             cause = outcome if isinstance(outcome, RetryCause) else RetryCause.DELTAS
             return RowResult(row.request_id, Outcome.RETRY, error="told to retry", cause=cause)
-        self._compute_kv(known, row, end)
+        known = self._known[row.request_id]
+        end = row.start + row.num_tokens
+        num_known_tokens = len(known.kv.prefix_ids)
+        self.kv.compute(row)
         if not row.has_sample:
-            assert end < len(known.token_ids), "the last known token is computed unsampled"
+            assert end < num_known_tokens, "the last known token is computed unsampled"
             return None
-        assert end == len(known.token_ids), "samples before the last known token"
+        assert end == num_known_tokens, "samples before the last known token"
         token_id = token_of(known.new.prompt_token_ids, known.new.adapter_id, end)
-        known.token_ids.append(token_id)
+        self.kv.append(known.kv, token_id)
         return RowResult(row.request_id, Outcome.TOKENS, (token_id,))
-
-    def _compute_kv(self, known: _Known, row: _Row, end: int) -> None:
-        """Write the row's KV and check everything that its attention reads."""
-        threshold = self.recompute_at_tokens
-        is_long = threshold is not None and len(known.token_ids) >= threshold
-        for position in range(end):
-            slot = (row.block_ids[position // self.block_size], position % self.block_size)
-            value = (row.request_id, position, known.token_ids[position], is_long)
-            if position >= row.start:
-                self._kv[slot] = value
-            assert self._kv.get(slot) == value, "foreign, stale or missing KV"

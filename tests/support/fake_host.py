@@ -27,7 +27,8 @@ class FakeHost:
             assert place_id not in self._used.values(), "evicted while it is in use"
             self.places.pop(place_id, None)
         for transfer in plan.transfers:
-            self._begin(transfer)
+            if isinstance(transfer, AdapterTransfer):
+                self._begin(transfer)
 
     def finish(self, transfer: AdapterTransfer, error: str | None) -> None:
         """A transfer has ended."""

@@ -5,7 +5,7 @@ from corun.runtime.plan import AdapterId, RequestId, StepId, StepPlan, SubBatchK
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import ColdStart
-from support.scheduling import make_executor, make_memory, make_request, make_scheduler
+from support.scheduling import loads_of, make_executor, make_memory, make_request, make_scheduler
 
 ADAPTER = AdapterId(7)
 
@@ -98,7 +98,7 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
         (SubBatchKind.ASSISTED, (1,)),  # decoding while it is still loading
         (SubBatchKind.DECODE, (1,)),
     ]
-    assert executor.plans[0].transfers[0].adapter_id == ADAPTER
+    assert loads_of(executor.plans[0])[0].adapter_id == ADAPTER
     assert executor.plans[0].sub_batches[0].split_layers == (2,)
     assert cold_starts.log == [
         "load 7", "first token of 1", "1 groups of 7", "ended 7", "forgot 1",
