@@ -46,6 +46,9 @@ class Request:
     num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # as scheduled
     num_allocated_tokens: int = 0  # room in block_ids
+    num_kept_tokens: int = 0  # in whole blocks whose KV others may find
+    num_cached_tokens: int | None = None  # of the prompt, found when it ran first
+    num_known_prefix_tokens: int = 0  # of the prompt, whose KV was there when it arrived
     num_in_flight_samples: int = 0
     num_in_flight_steps: int = 0
     num_preemptions: int = 0
@@ -71,6 +74,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def num_uncached_prompt_tokens(self) -> int:
+        """Tokens of the prompt that were to be computed when it arrived."""
+        return self.num_prompt_tokens - self.num_known_prefix_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         """Sampled tokens whose values have come back."""
         return len(self.output_token_ids)
@@ -88,6 +96,33 @@ class Request:
         if num_left <= 0:
             num_left = num_predicted // _OUTGROWN_DIVISOR
         return max(0, min(num_left, self.max_total_tokens - self.num_known_tokens) - 1)
+
+    @property
+    def kv_namespace(self) -> bytes:
+        """Under which its KV is found. What short contexts make is of no use in long ones."""
+        return self.namespace + b"short" if self.has_short_kv else self.namespace
+
+    def found(self, num_tokens: int) -> None:
+        """It begins to run behind so many tokens whose KV was there."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_tokens
+        self.num_counted_prompt_tokens = max(
+            self.num_counted_prompt_tokens, min(num_tokens, self.num_prompt_tokens)
+        )
+
+    def token_ids_of(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens from position ``start`` up to ``end``."""
+        num_prompt_tokens = self.num_prompt_tokens
+        prompt = self.prompt_token_ids[start:end]
+        if end <= num_prompt_tokens:
+            return prompt
+        first = max(0, start - num_prompt_tokens)
+        return prompt + tuple(self.output_token_ids[first : end - num_prompt_tokens])
+
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """All tokens whose values are known."""
+        return self.prompt_token_ids + tuple(self.output_token_ids)
 
     @property
     def num_pending_tokens(self) -> int:

@@ -17,6 +17,7 @@ ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 FUSED_KERNELS = ("auto", "off")
 DECODE_GRAPHS = ("auto", "off")
+PREFIX_CACHES = ("on", "off")
 LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy))
 DEVICE_SYNCS = ("auto", "stream", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
@@ -114,6 +115,12 @@ class EngineConfig:
         "stay where they are, in the memory of KV blocks and adapters, and this limits what of it "
         "holds adapters that no request uses.",
         check=parse_num_bytes,
+    )
+    prefix_cache: str = option(
+        "on",
+        choices=PREFIX_CACHES,
+        help="Keep the KV of requests that have ended, for others that begin alike, until its "
+        "memory is needed.",
     )
     scheduling_policy: str = option(
         "corun",

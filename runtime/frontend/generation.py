@@ -32,6 +32,7 @@ class Choice:
         "_detokenizer",
         "_history",
         "_index",
+        "_num_cached_tokens",
         "_num_pieces_told",
         "_num_tokens_told",
         "_params",
@@ -62,6 +63,7 @@ class Choice:
         self._num_pieces_told = 0
         self._num_tokens_told = 0
         self._stop_reason: str | int | None = None
+        self._num_cached_tokens = 0
         self._adapter_start: AdapterStart | None = None
         self.finish_reason: str | None = None
         self.error: CorunError | None = None
@@ -73,6 +75,8 @@ class Choice:
 
     def update(self, update: RequestUpdate) -> bool:
         """Take what the engine says of an open choice; return whether the engine can stop it."""
+        if update.num_cached_tokens:
+            self._num_cached_tokens = update.num_cached_tokens
         if update.cold_start is not None:
             start = update.cold_start
             self._adapter_start = AdapterStart(start.strategy, start.reason)
@@ -115,6 +119,7 @@ class Choice:
             history=history,
             num_pieces=self._num_pieces_told,
             num_tokens=self._num_tokens_told,
+            num_cached_tokens=self._num_cached_tokens,
             adapter_start=self._adapter_start,
         )
 

@@ -71,6 +71,7 @@ class CompletionOutput:
     history: ChoiceHistory
     num_pieces: int
     num_tokens: int
+    num_cached_tokens: int = 0  # of the prompt, not computed again because its KV was there
     adapter_start: AdapterStart | None = None  # None = the adapter was there, or none was asked for
 
     @property

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ..plan import BASE_ADAPTER, AdapterId
 from .adapter_slab import AdapterSlab
 from .budget import MemoryBudget
+from .policies.lru import LruPolicy
+from .policies.policy import MemoryItem, MemoryPolicy
 
 ADAPTER_OWNER = "adapters"
 
@@ -24,18 +26,22 @@ class AdapterState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _DeviceCopy:
-    """A device copy, or one that is coming."""
+class DeviceCopy:
+    """A device copy of an adapter, or one that is coming."""
 
+    adapter_id: AdapterId
     num_bytes: int
     state: AdapterState
     num_references: int = 0  # running requests, and ended ones that a step in flight refers to
     has_failed: bool = False  # its load; the entry goes with the last reference
-    last_use: int = 0  # logical time
+
+    @property
+    def is_adapter(self) -> bool:
+        return True
 
 
 class AdapterCache:
-    """States, reference counts and least-recently-used order of the adapters on the device.
+    """States and reference counts of the adapters on the device. A policy ranks the idle ones.
 
     Adapters with references are never victims; one that is loading has them if requests started
     without waiting for it. Those that waiting requests name are victims only
@@ -43,22 +49,27 @@ class AdapterCache:
     """
 
     def __init__(
-        self, budget: MemoryBudget, slab: AdapterSlab | None = None, *, keeps_idle: bool = True
-    ) -> None:
+        self, budget: MemoryBudget, slab: AdapterSlab | None = None,
+        policy: MemoryPolicy | None = None, *, keeps_idle: bool = True,
+    ) -> None:  # fmt: skip
         """Nothing is on the device yet.
 
         Args:
             budget: Shared with the KV pool.
             slab: Memory that KV blocks cannot have.
+            policy: Least recently used, unless another is given.
             keeps_idle: An adapter that no request names stays until others need its room; if not,
                 it is to be evicted at once, as S-LoRA does.
         """
         self._budget = budget
         self.keeps_idle = keeps_idle
         self.slab = slab
-        self._clock = 0
-        self._entries = {BASE_ADAPTER: _DeviceCopy(0, AdapterState.RESIDENT, num_references=1)}
-        self._idle: dict[AdapterId, _DeviceCopy] = {}  # resident and unreferenced, oldest use first
+        self.policy: MemoryPolicy = LruPolicy() if policy is None else policy
+        self._entries = {
+            BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)
+        }
+        self._idle: dict[AdapterId, DeviceCopy] = {}  # resident and unreferenced
+        self._idle_bytes = 0
         self._num_waiting: dict[AdapterId, int] = {}
         self._num_evictions = 0
 
@@ -101,6 +112,17 @@ class AdapterCache:
         """Idle adapters that are to leave the device at once: none where they are kept."""
         return () if self.keeps_idle else tuple(self._ranked(include_waiting=False))
 
+    def may_go(self, item: MemoryItem, *, include_waiting: bool, keep: AdapterId) -> bool:
+        """Whether an idle adapter may make room for others."""
+        assert isinstance(item, DeviceCopy)
+        is_wanted = item.adapter_id in self._num_waiting and not include_waiting
+        return item.adapter_id != keep and not is_wanted
+
+    def evictable_bytes(self, *, include_waiting: bool, keep: AdapterId) -> int:
+        """What all idle adapters together take that may make room for others."""
+        spared = {keep} if include_waiting else {keep, *self._num_waiting}
+        return self._idle_bytes - sum(map(self.idle_bytes, spared))
+
     def is_idle(self, adapter_id: AdapterId) -> bool:
         """Whether it is resident and nothing refers to it."""
         return adapter_id in self._idle
@@ -122,27 +144,26 @@ class AdapterCache:
         else:
             del self._num_waiting[adapter_id]
 
-    def acquire(self, adapter_id: AdapterId) -> None:
-        """Hold a resident or loading adapter for one running request."""
+    def acquire(self, adapter_id: AdapterId, now_s: float = 0.0) -> None:
+        """Hold a resident or loading adapter for one running request, which begins now."""
         entry = self._entries[adapter_id]
         assert not entry.has_failed, (adapter_id, entry)
         entry.num_references += 1
-        self._touch(entry)
-        if self._idle.pop(adapter_id, None) is not None:
-            self._mark_evictable(-entry.num_bytes)
+        if adapter_id in self._idle:
+            self._withdraw(entry)
+        self.policy.visit(entry, now_s)
 
     def release(self, adapter_id: AdapterId) -> None:
         """End one hold; the last one makes the adapter the most recently used idle one."""
         entry = self._entries[adapter_id]
         assert entry.num_references > 0, f"adapter {adapter_id} is released but not held"
         entry.num_references -= 1
-        self._touch(entry)
         if entry.num_references:
             return
         if entry.has_failed:
             self._drop(adapter_id, entry)
         elif entry.state is AdapterState.RESIDENT:
-            self._rest(adapter_id, entry)
+            self._rest(entry)
 
     def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
         """Take the bytes of an absent adapter if they are free; say whether they were."""
@@ -153,16 +174,15 @@ class AdapterCache:
             return False
         if self.slab is not None:
             self.slab.take(adapter_id, num_bytes)
-        self._entries[adapter_id] = _DeviceCopy(num_bytes, AdapterState.LOADING)
+        self._entries[adapter_id] = DeviceCopy(adapter_id, num_bytes, AdapterState.LOADING)
         return True
 
     def finish_load(self, adapter_id: AdapterId) -> None:
         """The tensors are there."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
         entry.state = AdapterState.RESIDENT
-        self._touch(entry)
         if entry.num_references == 0:
-            self._rest(adapter_id, entry)
+            self._rest(entry)
 
     def fail_load(self, adapter_id: AdapterId) -> None:
         """The load failed; its bytes are free as soon as no step in flight refers to them."""
@@ -177,7 +197,7 @@ class AdapterCache:
     ) -> tuple[AdapterId, ...]:
         """Rank, without evicting, idle adapters that together hold at least ``num_bytes``.
 
-        Least recently used first; those that waiting requests name come last, and only with
+        The worst first; those that waiting requests name come last, and only with
         ``include_waiting``; ``keep`` is spared. Empty if all of them together are too small.
         """
         chosen: list[AdapterId] = []
@@ -203,8 +223,9 @@ class AdapterCache:
 
     def evict(self, adapter_id: AdapterId) -> None:
         """Give up an idle adapter: its bytes are free."""
-        entry = self._idle.pop(adapter_id)
-        self._mark_evictable(-entry.num_bytes)
+        entry = self._idle[adapter_id]
+        self._withdraw(entry)
+        self.policy.forget(entry)
         self._num_evictions += 1
         self._drop(adapter_id, entry)
 
@@ -221,40 +242,45 @@ class AdapterCache:
             self.slab.check_invariants()
             assert total_bytes == self.slab.taken_bytes, (total_bytes, self.slab.taken_bytes)
         assert all(count > 0 for count in self._num_waiting.values())
-        uses = [entry.last_use for entry in self._idle.values()]
-        assert uses == sorted(uses), "idle adapters are not in order of use"
+        assert self._idle_bytes == sum(entry.num_bytes for entry in self._idle.values())
 
     def _ranked(self, *, include_waiting: bool) -> Iterator[AdapterId]:
         """Yield idle adapters, those to evict first in front."""
-        for adapter_id in self._idle:
-            if adapter_id not in self._num_waiting:
-                yield adapter_id
+        waiting = []
+        for item in self.policy.victims():
+            if not isinstance(item, DeviceCopy):
+                continue
+            if item.adapter_id in self._num_waiting:
+                waiting.append(item.adapter_id)
+            else:
+                yield item.adapter_id
         if include_waiting:
-            for adapter_id in self._idle:
-                if adapter_id in self._num_waiting:
-                    yield adapter_id
+            yield from waiting
 
-    def _rest(self, adapter_id: AdapterId, entry: _DeviceCopy) -> None:
+    def _rest(self, entry: DeviceCopy) -> None:
         """Nothing refers to a resident adapter any more: it can be evicted."""
-        self._idle[adapter_id] = entry
+        self._idle[entry.adapter_id] = entry
+        self._idle_bytes += entry.num_bytes
         self._mark_evictable(entry.num_bytes)
+        self.policy.offer(entry)
+
+    def _withdraw(self, entry: DeviceCopy) -> None:
+        del self._idle[entry.adapter_id]
+        self._idle_bytes -= entry.num_bytes
+        self._mark_evictable(-entry.num_bytes)
+        self.policy.withdraw(entry)
 
     def _mark_evictable(self, num_bytes: int) -> None:
         if self.slab is None:  # else KV blocks cannot have them
             self._budget.mark_evictable(num_bytes)
 
-    def _touch(self, entry: _DeviceCopy) -> None:
-        """Mark a use."""
-        self._clock += 1
-        entry.last_use = self._clock
-
-    def _expect(self, adapter_id: AdapterId, state: AdapterState) -> _DeviceCopy:
+    def _expect(self, adapter_id: AdapterId, state: AdapterState) -> DeviceCopy:
         """Return the entry, which must be in ``state``."""
         entry = self._entries[adapter_id]
         assert entry.state is state, (adapter_id, entry.state, state)
         return entry
 
-    def _drop(self, adapter_id: AdapterId, entry: _DeviceCopy) -> None:
+    def _drop(self, adapter_id: AdapterId, entry: DeviceCopy) -> None:
         """Forget a device copy and give its bytes back."""
         del self._entries[adapter_id]
         self._budget.release(ADAPTER_OWNER, entry.num_bytes)

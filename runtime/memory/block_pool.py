@@ -28,22 +28,42 @@ class BlockPool:
         self._cold: list[int] = []  # heap; free, and was given back
         self._num_touched = 0  # ids from here on were never handed out
         self._allocated: set[int] = set()
+        self._num_cached = 0
         self.num_promised_blocks = 0
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that are handed out."""
-        return len(self._allocated)
+        """Blocks that requests hold."""
+        return len(self._allocated) - self._num_cached
 
     @property
     def num_unused_blocks(self) -> int:
-        """Physical blocks that are not handed out, whether or not the budget has their bytes."""
+        """Physical blocks that no request holds, whether or not the budget has their bytes."""
+        return self.num_blocks - self.num_used_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks with prefixes that no request uses."""
+        return self._num_cached
+
+    @property
+    def num_free_ids(self) -> int:
+        """Physical blocks that are not handed out."""
         return self.num_blocks - len(self._allocated)
+
+    def mark_cached(self, num_blocks: int) -> None:
+        """So many of the blocks that are handed out hold prefixes which no request uses now.
+
+        They can be freed whenever somebody needs them.
+        """
+        assert 0 <= num_blocks <= len(self._allocated), num_blocks
+        self._budget.mark_evictable((num_blocks - self._num_cached) * self.block_bytes)
+        self._num_cached = num_blocks
 
     @property
     def num_available_blocks(self) -> int:
         """Blocks that lie free now, promised or not."""
-        return min(self.num_unused_blocks, self._budget.free_bytes // self.block_bytes)
+        return min(self.num_free_ids, self._budget.free_bytes // self.block_bytes)
 
     def promise(self, num_blocks: int) -> None:
         """Keep blocks for growth, or as many as there are, instead of those promised before."""
@@ -71,7 +91,7 @@ class BlockPool:
         """
         assert num_blocks >= 0, num_blocks
         num_promised = min(num_blocks, self.num_promised_blocks)
-        if num_blocks > self.num_unused_blocks:
+        if num_blocks > self.num_free_ids:
             return None
         has_bytes = self._budget.reserve(
             KV_OWNER,

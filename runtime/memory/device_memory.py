@@ -24,6 +24,9 @@ from .adapter_slab import room_bytes
 from .block_pool import BlockPool
 from .budget import MemoryBudget
 from .host_cache import HostCache
+from .kv_tree import KvNode, KvTree
+from .prefix_cache import PrefixCache
+from .room import RoomMaker
 
 _REGISTRATION_OWNER = "registrations"
 
@@ -41,18 +44,23 @@ class DeviceMemory:
 
     def __init__(
         self, budget: MemoryBudget, pool: BlockPool, cache: AdapterCache,
-        host: HostCache | None = None,
+        host: HostCache | None = None, tree: KvTree | None = None,
+        *, max_history_blocks: int | None = None,
     ) -> None:  # fmt: skip
         """``pool`` and ``cache`` must take from ``budget``.
 
         ``host``: where adapters come from, and are in use if that is the device's memory: those
         that nothing uses have what KV blocks and the others leave of the budget. None = nobody
-        plans that.
+        plans that. ``tree``: keeps the KV of prefixes, by the policy of ``cache``; None = nobody
+        does. ``max_history_blocks``: of those that no request uses; None = all.
         """
         self.budget = budget
         self.pool = pool
         self.cache = cache
         self.host = host
+        self.prefixes = PrefixCache(pool, tree, cache.policy)
+        self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
+        self._max_history_blocks = max_history_blocks
         self._host_uses: dict[AdapterId, tuple[HostPlace, str]] = {}  # with the content
         self._registrations: dict[HostPlaceId, int] = {}  # under way, and what they reserve
         self._num_draining_blocks = 0
@@ -100,12 +108,16 @@ class DeviceMemory:
             return self.cache.slab.fits(num_bytes)
         return self.budget.available_bytes >= num_bytes
 
-    def has_room_for(self, adapter_id: AdapterId, num_blocks: int) -> bool:
+    def has_room_for(
+        self, adapter_id: AdapterId, num_blocks: int, path: Sequence[KvNode] = ()
+    ) -> bool:
         """Whether running requests may come to ``num_blocks`` blocks more, with one that begins.
 
-        What is evictable counts; the newcomer's adapter, if it is idle, no longer will.
+        What is evictable counts; the newcomer's adapter, if it is idle, and the blocks of its
+        ``path``, if nobody else holds them, no longer will.
         """
         pool = self.pool
+        num_blocks += sum(not node.num_references for node in path)
         if num_blocks > pool.num_unused_blocks:
             return False
         if self.cache.slab is not None:
@@ -113,43 +125,57 @@ class DeviceMemory:
         most_bytes = self.budget.backed_bytes - self.cache.idle_bytes(adapter_id)
         return num_blocks * pool.block_bytes <= most_bytes
 
-    def retire(self, block_ids: Iterable[BlockId]) -> None:
-        """Announce that these blocks will be freed when the steps in flight have ended."""
-        self._num_draining_blocks += sum(1 for _ in block_ids)
+    def retire(self, path: Sequence[KvNode], block_ids: Sequence[BlockId]) -> int:
+        """Announce what will be let go when the steps in flight have ended; see ``let_go``.
 
-    def free_retired(self, block_ids: list[BlockId]) -> None:
-        """Free blocks that were announced by ``retire``."""
-        self._num_draining_blocks -= len(block_ids)
+        Returns how many blocks will be free or evictable then, which ``let_go`` wants to be told.
+        """
+        num_blocks = len(block_ids)
+        for node in reversed(path):
+            if node.num_references > 1:  # and so all before it
+                break
+            num_blocks += 1
+        self._num_draining_blocks += num_blocks
+        return num_blocks
+
+    def let_go(
+        self, path: Sequence[KvNode], block_ids: Sequence[BlockId], *, num_retired_blocks: int = 0
+    ) -> None:
+        """A request no longer holds ``path``, and ``block_ids``, which are its own, are free."""
+        self._num_draining_blocks -= num_retired_blocks
         self.pool.free(block_ids)
+        self.prefixes.let_go(path)
 
     def reclaim(
         self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
     ) -> bool:
         """See to it that ``num_blocks`` blocks and ``num_bytes`` further bytes get free.
 
-        The blocks may be promised ones, the bytes may not. Evicts idle adapters (all but ``keep``)
-        where what is free, or about to be, is too little. Where adapters have a slab the bytes are
-        a range of that, and blocks need no eviction. Returns whether the room is there or will come
-        by itself, with what drains; False leaves all as it was.
+        The blocks may be promised ones, the bytes may not. Evicts prefixes that nobody uses and
+        idle adapters (all but ``keep``) where what is free, or about to be, is too little. Where
+        adapters have a slab the bytes are a range of that, and no adapter goes for blocks. Returns
+        whether the room is there or will come by itself, with what drains; False leaves all as it
+        was.
         """
         pool, num_draining = self.pool, self._num_draining_blocks
         num_new_blocks = max(0, num_blocks - pool.num_promised_blocks)
         if num_new_blocks > pool.num_unused_blocks - pool.num_promised_blocks + num_draining:
             return False
+        short_blocks = num_blocks - pool.num_free_ids - num_draining
         if self.cache.slab is not None:
-            return self._reclaim_range(num_bytes, include_waiting=include_waiting, keep=keep)
+            has_blocks = self._room.free_up(0, short_blocks, include_waiting=False, keep=keep)
+            return has_blocks and self._room.free_range(
+                num_bytes, include_waiting=include_waiting, keep=keep
+            )
         block_bytes = pool.block_bytes
         draining_bytes = num_draining * block_bytes
         if num_new_blocks * block_bytes + num_bytes > self.budget.unpromised_bytes + draining_bytes:
             return False
         needed_bytes = num_blocks * block_bytes + num_bytes
         short_bytes = needed_bytes - self.budget.free_bytes - draining_bytes
-        if short_bytes <= 0:
-            return True
-        victims = self.cache.victims(short_bytes, include_waiting=include_waiting, keep=keep)
-        for adapter_id in victims:
-            self._evict(adapter_id)
-        return bool(victims)
+        return self._room.free_up(
+            short_bytes, short_blocks, include_waiting=include_waiting, keep=keep
+        )
 
     def load(
         self, adapter_id: AdapterId, adapter: AdapterFacts, *, is_demand: bool = True
@@ -257,7 +283,13 @@ class DeviceMemory:
         self._collect_gone()
 
     def take_evictions(self) -> tuple[AdapterId, ...]:
-        """Return the adapters that leave the device with the next plan."""
+        """Return the adapters that leave the device with the next plan.
+
+        What history holds too much of goes, too.
+        """
+        if self._max_history_blocks is not None:
+            num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
+            self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id)
         evictions, self._evictions = tuple(self._evictions), []
@@ -306,6 +338,7 @@ class DeviceMemory:
         self.budget.check_invariants()
         self.pool.check_invariants()
         self.cache.check_invariants()
+        self.prefixes.check_invariants()
         assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
         for transfer in self._open.values():
             assert self.cache.state(transfer.adapter_id) is AdapterState.LOADING, transfer
@@ -325,15 +358,6 @@ class DeviceMemory:
     def _end_host_use(self, adapter_id: AdapterId, host: HostCache) -> None:
         place, _ = self._host_uses.pop(adapter_id)
         host.end_use(place.place_id)
-
-    def _reclaim_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """``reclaim`` in the adapters' slab."""
-        if not num_bytes:
-            return True
-        victims = self.cache.slab_victims(num_bytes, include_waiting=include_waiting, keep=keep)
-        for adapter_id in victims or ():
-            self._evict(adapter_id)
-        return victims is not None
 
     def _evict(self, adapter_id: AdapterId) -> None:
         """Evict an idle adapter with the next plan."""
@@ -364,4 +388,5 @@ class DeviceMemory:
         for adapter_id in tuple(self._dropped):
             if self.cache.state(adapter_id) is AdapterState.ABSENT:
                 del self._dropped[adapter_id]
+                self.prefixes.drop_version(adapter_id)
                 self._gone.append(adapter_id)

@@ -1,7 +1,10 @@
 """Lets waiting requests in, as far as the step and the device have room, and loads adapters."""
 
+from collections.abc import Sequence
+
 from ..memory.adapter_cache import AdapterState
 from ..memory.device_memory import DeviceMemory
+from ..memory.kv_tree import KvNode
 from ..plan import BASE_ADAPTER
 from ..request import Request
 from .cold import ColdStarts
@@ -49,6 +52,10 @@ class Admission:
         if verdict not in NO_ROOM:
             self._prefetch(now_s)
 
+    def num_known_prefix_tokens(self, request: Request) -> int:
+        """Tokens of a request whose KV is there now."""
+        return len(self._match(request)) * self._config.block_size
+
     def _has_seat(self) -> bool:
         """Whether one more request may run.
 
@@ -69,27 +76,44 @@ class Admission:
         verdict = self._ready_adapter(request, draft, now_s, is_first=is_first)
         if verdict is not None:
             return verdict
-        num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
-        num_to_come = self._running.num_blocks_to_come(request)
-        if not self._has_room(request, num_blocks, num_to_come):
+        path = self._match(request)
+        num_blocks = blocks_for(request.num_known_tokens, self._config.block_size) - len(path)
+        num_to_come = self._running.num_blocks_to_come(request, len(path))
+        if not self._has_room(request, path, num_blocks, num_to_come):
             return Verdict.NO_KV
         memory = self._memory
+        memory.prefixes.hold(path)
         if memory.pool.num_available_blocks < num_blocks:
             memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
-            if memory.pool.num_available_blocks < num_blocks:
+            if memory.pool.num_available_blocks < num_blocks:  # what drains is not there yet
+                memory.prefixes.let_go(path)
                 return Verdict.NO_KV
-        self._start(request, num_blocks, draft, now_s)
+        self._start(request, path, num_blocks, draft, now_s)
         memory.pool.promise(max(0, num_to_come - num_blocks))
         return Verdict.ADMITTED
 
-    def _has_room(self, request: Request, num_blocks: int, num_to_come: int) -> bool:
+    def _match(self, request: Request) -> Sequence[KvNode]:
+        """Find what has been computed of the known tokens.
+
+        Not of the last one, which is to be computed: so nobody ever writes to a block that others
+        may read.
+        """
+        threshold = self._config.recompute_at_tokens
+        request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
+        return self._memory.prefixes.match(
+            request.kv_namespace, request.known_token_ids, request.num_known_tokens - 1
+        )
+
+    def _has_room(
+        self, request: Request, path: Sequence[KvNode], num_blocks: int, num_to_come: int
+    ) -> bool:
         """Whether the running requests may come to so many blocks more, with ``request``.
 
         Alone it needs ``num_blocks`` for what is known, and is sure to find what it grows by.
         """
         if len(self._running):
             num_blocks = num_to_come + self._headroom_blocks
-        return self._memory.has_room_for(request.adapter_id, num_blocks)
+        return self._memory.has_room_for(request.adapter_id, num_blocks, path)
 
     def _ready_adapter(
         self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool
@@ -101,15 +125,26 @@ class Admission:
         if state is AdapterState.LOADING:
             if self._memory.promote(request.adapter_id):
                 self._cold_starts.load_promoted(request.adapter_id, now_s)
-        elif not self._load(request, now_s, is_demand=True):
-            assert request.adapter is not None, request.request_id
-            has_evicted = self._memory.reclaim_load(request.adapter, include_waiting=is_first)
-            if not (has_evicted and self._load(request, now_s, is_demand=True)):
-                return Verdict.NO_ADAPTER
+        elif not self._make_room_and_load(request, now_s, include_waiting=is_first):
+            return Verdict.NO_ADAPTER
         may_start = draft.max_cold_tokens > 0 and self._cold_starts.may_start(
             request, len(self._running), draft.rows, now_s
         )
         return None if may_start else Verdict.LOADING
+
+    def _make_room_and_load(self, request: Request, now_s: float, *, include_waiting: bool) -> bool:
+        """Command the load of a request's adapter, evicting what must go for it.
+
+        First for room on the device, then for room on the host. Whatever goes here has to help at
+        once: a plan without anything else in it may not come to be.
+        """
+        assert request.adapter is not None, request.request_id
+        for _ in range(2):
+            if self._load(request, now_s, is_demand=True):
+                return True
+            if not self._memory.reclaim_load(request.adapter, include_waiting=include_waiting):
+                return False
+        return self._load(request, now_s, is_demand=True)
 
     def _load(self, request: Request, now_s: float, *, is_demand: bool) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
@@ -123,14 +158,17 @@ class Admission:
         self._cold_starts.load_started(request, now_s, is_demand=is_demand, is_on_host=is_on_host)
         return True
 
-    def _start(self, request: Request, num_blocks: int, draft: StepDraft, now_s: float) -> None:
+    def _start(
+        self, request: Request, path: Sequence[KvNode], num_blocks: int, draft: StepDraft,
+        now_s: float,
+    ) -> None:  # fmt: skip
         """Run ``request`` from this step on."""
         block_ids = self._memory.pool.allocate(num_blocks)
         assert block_ids is not None
         self._memory.cache.remove_waiting(request.adapter_id)
-        self._running.start(request, block_ids)
-        threshold = self._config.recompute_at_tokens
-        request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
+        self._running.start(request, path, block_ids, now_s)
+        self._memory.prefixes.visit(path, now_s)
+        request.found(len(path) * self._config.block_size)
         request.is_cold = self._memory.cache.state(request.adapter_id) is AdapterState.LOADING
         draft.announce(request)
         draft.append_blocks(request, 0)

@@ -31,15 +31,20 @@ class Continuation:
         self._counters = counters
         self._let_wait = let_wait
 
-    def reset_outgrown(self) -> None:
-        """Recompute requests that have reached the length from which their KV is of no use."""
+    def reset_outgrown(self, draft: StepDraft, now_s: float) -> None:
+        """Recompute requests that have reached the length from which their KV is of no use.
+
+        In their blocks, unless others may read some of these.
+        """
         threshold_tokens = self._config.recompute_at_tokens
         if threshold_tokens is None:
             return
-        for request in self._running.requests:
+        for request in tuple(self._running.requests):
             if request.has_short_kv and request.num_known_tokens >= threshold_tokens:
                 if request.num_in_flight_steps:
                     request.is_held = True
+                elif request.num_kept_tokens:
+                    self._preempt(request, draft, now_s)
                 else:
                     request.has_short_kv = False
                     request.num_computed_tokens = 0

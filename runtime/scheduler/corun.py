@@ -38,7 +38,7 @@ class CorunPolicy(KeyedPolicy):
         return self._prefill_order.sorted(requests)
 
     def _key_s(self, request: Request) -> float:
-        num_tokens = request.num_prompt_tokens
+        num_tokens = request.num_uncached_prompt_tokens
         self._mean_tokens.add(num_tokens)
         self._prefill_order.arrived(request)
         slo_s = self._slo_ttft_s or _SLOWDOWN * self._prefill_order.mean_s

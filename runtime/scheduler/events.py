@@ -35,6 +35,7 @@ class RequestEvent(NamedTuple):
     error_kind: str | None = None  # a class in errors, for ERROR
     error: str | None = None
     num_preemptions: int = 0  # of a request that has ended by itself
+    num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
     cold_start: ColdStart | None = None  # with the first token, of a request that came cold
 
 

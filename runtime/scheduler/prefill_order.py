@@ -32,7 +32,7 @@ class ShortPrefillFirst:
 
     def arrived(self, request: Request) -> None:
         """Count a new request's prompt in."""
-        prefill_s = self._times.prefill_s(request.num_prompt_tokens, request.adapter_bytes)
+        prefill_s = self._times.prefill_s(request.num_uncached_prompt_tokens, request.adapter_bytes)
         if prefill_s:  # 0 = nothing is known yet
             self._mean_s.add(prefill_s)
 

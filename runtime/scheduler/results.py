@@ -35,6 +35,7 @@ class ResultReader:
         step: InFlightStep,
         results: Iterable[RowResult],
         later_steps: Collection[InFlightStep],
+        now_s: float,
     ) -> list[RequestEvent]:
         """Return the events of one step; ``later_steps`` are those still in flight."""
         result_of = {result.request_id: result for result in results}
@@ -49,6 +50,7 @@ class ResultReader:
                 if self._recovery:
                     self._recovery.forget(request_id)
                 self._count_prompt(request, start + num_tokens)
+                self._running.computed(request, start + num_tokens, now_s)
                 if has_sample:
                     events.append(self._take_token(request, result))
             elif result.outcome is Outcome.RETRY and self._recovery.may_retry(

@@ -2,15 +2,40 @@
 
 A request that ends or is preempted while steps in flight refer to its blocks keeps them, and its
 hold on its adapter, until the last of these steps has returned.
+
+Whole blocks that have been computed are entered into the tree of prefixes and held there; all other
+blocks are a request's own. Nobody writes to a block in the tree: a request begins behind what it
+has found, and enters a block when the step that filled it has come back.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from ..memory.device_memory import DeviceMemory
+from ..memory.kv_tree import KvNode
 from ..plan import BASE_ADAPTER, BlockId, RequestId
 from ..request import Request, RequestStatus
 from .limits import blocks_for
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A request with its blocks in the tree, in order, and what of its own drains."""
+
+    request: Request
+    path: list[KvNode] = field(default_factory=list)
+    num_retired_blocks: int = 0
+
+    def own_block_ids(self) -> list[BlockId]:
+        """Blocks that are not in the tree: others may have computed the same before."""
+        block_ids, path = self.request.block_ids, self.path
+        own = [
+            block_id
+            for block_id, node in zip(block_ids, path, strict=False)
+            if node.block_id != block_id
+        ]
+        return own + block_ids[len(path) :]
 
 
 class RunningSet:
@@ -21,7 +46,8 @@ class RunningSet:
         self._memory = memory
         self._block_size = block_size
         self._requests: dict[RequestId, Request] = {}
-        self._draining: dict[RequestId, Request] = {}
+        self._holders: dict[RequestId, _Holder] = {}  # those that run, and those that drain
+        self._draining: set[RequestId] = set()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -35,19 +61,28 @@ class RunningSet:
         """Whether the request no longer runs and its memory is not free yet."""
         return request_id in self._draining
 
-    def start(self, request: Request, block_ids: tuple[BlockId, ...]) -> None:
-        """Run ``request`` in these blocks, from its first token on."""
+    def start(
+        self, request: Request, path: Sequence[KvNode], block_ids: tuple[BlockId, ...],
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """Run ``request`` behind the blocks of ``path``, which are held for it, and in these."""
         assert not request.block_ids, request.request_id
         assert request.num_in_flight_steps == 0, request.request_id
-        self._memory.cache.acquire(request.adapter_id)
+        self._memory.cache.acquire(request.adapter_id, now_s)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = 0
+        request.num_kept_tokens = request.num_computed_tokens = len(path) * self._block_size
+        for node in path:
+            assert node.block_id is not None, "its block is not on the device"
+            request.block_ids.append(node.block_id)
         request.block_ids.extend(block_ids)
-        request.num_allocated_tokens = len(block_ids) * self._block_size
+        request.num_allocated_tokens = len(request.block_ids) * self._block_size
         self._requests[request.request_id] = request
+        self._holders[request.request_id] = _Holder(request, list(path))
 
-    def num_blocks_to_come(self, newcomer: Request | None = None) -> int:
+    def num_blocks_to_come(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
         """Blocks that all need at once, at most, beyond those that they have.
+
+        The newcomer is about to have ``num_found_blocks``.
 
         If they end as predicted: each gives its blocks back then, so the need is highest just
         before one of them ends. What others will have given back by then, is not needed twice.
@@ -66,7 +101,8 @@ class RunningSet:
             num_whole, num_left = divmod(num_tokens, size)
             num_more = number * num_whole + bisect_left(rooms, num_left)
             most_blocks = max(most_blocks, num_blocks + num_more)
-        return max(0, most_blocks - sum(len(request.block_ids) for request in requests))
+        num_held_blocks = sum(len(request.block_ids) for request in requests) + num_found_blocks
+        return max(0, most_blocks - num_held_blocks)
 
     def promise_growth(self) -> None:
         """Keep for running requests what they are predicted to need."""
@@ -99,34 +135,58 @@ class RunningSet:
         request.status = status
         request.num_computed_tokens = 0
         request.num_allocated_tokens = 0
+        holder = self._holders[request.request_id]
         if request.num_in_flight_steps:
-            self._memory.retire(request.block_ids)
-            self._draining[request.request_id] = request
+            holder.num_retired_blocks = self._memory.retire(holder.path, holder.own_block_ids())
+            self._draining.add(request.request_id)
         else:
-            self._memory.pool.free(request.block_ids)
-            self._let_go(request)
+            self._let_go(holder)
+
+    def computed(self, request: Request, num_tokens: int, now_s: float) -> None:
+        """So many of the first tokens have been computed well: keep the whole blocks of them."""
+        size = self._block_size
+        if request.num_kept_tokens + size > num_tokens or not self._memory.prefixes.is_on:
+            return
+        if request.status is not RequestStatus.RUNNING:
+            return
+        path = self._holders[request.request_id].path
+        while request.num_kept_tokens + size <= num_tokens:
+            start = request.num_kept_tokens
+            node = self._memory.prefixes.keep(
+                request.adapter_id,
+                request.kv_namespace,
+                path[-1] if path else None,
+                request.token_ids_of(start, start + size),
+                request.block_ids[len(path)],
+                now_s,
+            )
+            path.append(node)
+            request.num_kept_tokens += size
 
     def end_step(self, request: Request) -> None:
         """One step in flight with a row of ``request`` has returned."""
         request.num_in_flight_steps -= 1
         if request.num_in_flight_steps == 0:
             request.is_held = False
-            if self._draining.pop(request.request_id, None) is not None:
-                self._memory.free_retired(request.block_ids)
-                self._let_go(request)
+            if request.request_id in self._draining:
+                self._draining.remove(request.request_id)
+                self._let_go(self._holders[request.request_id])
 
     def check_invariants(self) -> None:
         """Assert that blocks, tokens and states of all requests agree."""
-        holders = [*self._requests.values(), *self._draining.values()]
-        block_ids = [block_id for request in holders for block_id in request.block_ids]
-        assert len(set(block_ids)) == len(block_ids), "a block has two owners"
-        assert len(block_ids) == self._memory.pool.num_used_blocks
+        assert self._holders.keys() == self._requests.keys() | self._draining
+        own = [block_id for holder in self._holders.values() for block_id in holder.own_block_ids()]
+        shared = {node.block_id for holder in self._holders.values() for node in holder.path}
+        assert len(set(own)) == len(own), "a block has two owners"
+        assert not shared.intersection(own), "a block of the tree is somebody's own"
+        assert len(own) + len(shared) == self._memory.pool.num_used_blocks
         for request in self._requests.values():
             assert request.status is RequestStatus.RUNNING
             assert request.num_allocated_tokens == len(request.block_ids) * self._block_size
             assert request.num_computed_tokens <= request.num_allocated_tokens
             assert request.num_computed_tokens <= request.num_known_tokens
-        for request in self._draining.values():
+        for request_id in self._draining:
+            request = self._holders[request_id].request
             assert request.status is not RequestStatus.RUNNING
             assert request.num_in_flight_steps > 0
 
@@ -134,7 +194,12 @@ class RunningSet:
         """Blocks between what is allocated and what the known tokens need."""
         return blocks_for(request.num_known_tokens, self._block_size) - len(request.block_ids)
 
-    def _let_go(self, request: Request) -> None:
-        """Forget the freed blocks and end the hold on the adapter."""
+    def _let_go(self, holder: _Holder) -> None:
+        """Give the blocks back and end the hold on the adapter."""
+        request = holder.request
+        del self._holders[request.request_id]
+        self._memory.let_go(
+            holder.path, holder.own_block_ids(), num_retired_blocks=holder.num_retired_blocks
+        )
         request.block_ids.clear()
         self._memory.cache.release(request.adapter_id)

@@ -134,6 +134,7 @@ class Scheduler:
         check_queue(self.num_waiting, self.config.max_num_waiting)
         request.max_total_tokens = max_total_tokens(request, self.config, self.memory)
         self._predict(request)
+        request.num_known_prefix_tokens = self._admission.num_known_prefix_tokens(request)
         self._requests[request_id] = request
         self._wait(request, now_s)
 
@@ -156,7 +157,7 @@ class Scheduler:
         """
         draft = StepDraft(self.config, self._recovery)
         self.memory.evict_asked()
-        self._continuation.reset_outgrown()
+        self._continuation.reset_outgrown(draft, now_s)
         if not self._cold_starts.stops_everybody():
             self._continuation.squash(draft, now_s)
             if self._continuation.go_on(draft, now_s):
@@ -199,7 +200,7 @@ class Scheduler:
             began_s = max(step.scheduled_at_s, self._last_end_s)  # of two in flight one waits
             self._times.step_ended(step.plan.num_tokens, now_s - began_s)
         self._last_end_s = now_s
-        events = self._results.read(step, result.rows, self._in_flight.values())
+        events = self._results.read(step, result.rows, self._in_flight.values(), now_s)
         events = [self._completed(event, now_s) for event in events]
         self._end_finished(events, now_s)
         return events
@@ -286,7 +287,10 @@ class Scheduler:
             event = event._replace(num_preemptions=request.num_preemptions)
         if not event.token_ids or request.num_output_tokens != 1:
             return event
-        return event._replace(cold_start=self._cold_starts.first_token(event.request_id, now_s))
+        return event._replace(
+            num_cached_tokens=request.num_cached_tokens or 0,
+            cold_start=self._cold_starts.first_token(event.request_id, now_s),
+        )
 
     def _note_progress(self, progress: TransferProgress | TransferRead, now_s: float) -> None:
         """Layer groups of a load have arrived, or have been read."""

@@ -20,7 +20,7 @@ from .body import read_body
 from .errors import ClientGoneError
 from .generation_request import ParsedRequest
 from .metrics import ServerMetrics
-from .responses import AdapterStartInfo, Answer, Timing, Usage
+from .responses import AdapterStartInfo, Answer, PromptTokensDetails, Timing, Usage
 from .sse import DONE_EVENT, ChunkEncoder, ResponseWriter
 from .state import ServerState, ended_by_disconnect
 
@@ -222,4 +222,8 @@ def _usage_of(runs: Sequence[PromptRun]) -> Usage:
     """Return the token counts of one HTTP request, over its prompts' last outputs."""
     num_prompt = sum(len(run.latest.prompt_token_ids) for run in runs)
     num_generated = sum(choice.num_tokens for run in runs for choice in run.latest.outputs)
-    return Usage(num_prompt, num_generated, num_prompt + num_generated)
+    # All choices of a prompt have the same; the first one to run found what it had not made itself.
+    num_cached = sum(min(choice.num_cached_tokens for choice in run.latest.outputs) for run in runs)
+    return Usage(
+        num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached)
+    )

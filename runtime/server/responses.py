@@ -20,12 +20,19 @@ class Envelope(msgspec.Struct, frozen=True):
     model: str
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Of the prompts' tokens: those that were not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of one HTTP request, over all its prompts and choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class AdapterStartInfo(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from corun import PolicyFacts, SchedulerPolicy
-from corun.runtime.engine.assembly import build
+from corun.runtime.engine.assembly import scheduling
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from support.demo_answers import Question, ask_all
@@ -48,7 +48,7 @@ def test_policy_example(
     def refuse(name: str, facts: PolicyFacts) -> SchedulerPolicy:
         raise AssertionError(f"the policy {name} was made")
 
-    monkeypatch.setattr(build, "make_policy", refuse)
+    monkeypatch.setattr(scheduling, "make_policy", refuse)
     source = python_example(readme, "def candidates")
     exec(compile(source, "README.md", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.splitlines() == ["You said: one two three", "You said: one"]

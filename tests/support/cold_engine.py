@@ -89,12 +89,14 @@ class ColdEngine:
         """``options`` replace those of a bfloat16 engine on one core, all workers on the other.
 
         With a ``delta_backend`` the workers measure nothing. On CUDA it runs what a server does.
+        Prefixes are not kept unless asked for: prompts are here to be computed.
         """
         cpus = sorted(os.sched_getaffinity(0))
         defaults: dict[str, Any] = {
             "model": str(model), "device": "cpu", "dtype": "bfloat16", "memory_gib": 0.02,
             "link_gib_per_s": 0.001, "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]),
             "load_strategy": "assisted", "host_adapter_bytes": "64MiB", "block_size": 4,
+            "prefix_cache": "off",
         }  # fmt: skip
         if options.get("device") == "cuda":
             defaults["memory_gib"] = 0.1  # which is cut in two, for blocks and for adapters
@@ -288,7 +290,8 @@ class ColdEngine:
         names = [info.name for info in self._assembly.adapters.infos()]
         self.cool(*names)
         memory = self.scheduler.memory
-        assert memory.budget.free_bytes == memory.budget.capacity_bytes
+        num_kept_bytes = memory.pool.num_cached_blocks * memory.pool.block_bytes
+        assert memory.budget.free_bytes + num_kept_bytes == memory.budget.capacity_bytes
         assert memory.pool.num_used_blocks == memory.num_open_transfers == 0
         assert self.parts.executor.is_idle
         assert self.parts.loaded.lora_table.num_free_rows == self.parts.loaded.lora_table.capacity
@@ -368,7 +371,8 @@ class ColdEngine:
             self.max_cold_rows = max(self.max_cold_rows, num_cold)
             for load in loads_of(plan):
                 loads[load.transfer_id] = load.adapter_id
-                self._num_arrived.pop(load.adapter_id, None)
+            for adapter_id in plan.evict_adapters:
+                self._num_arrived.pop(adapter_id, None)
             submit(plan)
 
         def note_results(timeout_s: float = 0.0) -> list[Result]:

@@ -10,8 +10,10 @@ from corun.runtime.memory.block_pool import BlockPool
 from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.host_cache import HostCache
-from corun.runtime.plan import BASE_ADAPTER, AdapterId, RequestId, StepPlan
-from corun.runtime.request import Request
+from corun.runtime.memory.kv_tree import KvTree
+from corun.runtime.memory.policies.lru import LruPolicy
+from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, RequestId, StepPlan
+from corun.runtime.request import Request, RequestStatus
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdStarts
 from corun.runtime.scheduler.config import SchedulerConfig
@@ -35,15 +37,22 @@ def facts(num_bytes: int, content: str = "content") -> AdapterFacts:
 
 def make_memory(
     *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
-    slab_bytes: int | None = None, host: HostCache | None = None,
+    slab_bytes: int | None = None, host: HostCache | None = None, keeps_prefixes: bool = False,
+    max_history_blocks: int | None = None,
 ) -> DeviceMemory:  # fmt: skip
     """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise."""
     if capacity_bytes is None:
         capacity_bytes = num_blocks * block_bytes + (slab_bytes or 0)
     budget = MemoryBudget(capacity_bytes)
     slab = None if slab_bytes is None else AdapterSlab(slab_bytes)
+    policy = LruPolicy()
     return DeviceMemory(
-        budget, BlockPool(num_blocks, block_bytes, budget), AdapterCache(budget, slab), host
+        budget,
+        BlockPool(num_blocks, block_bytes, budget),
+        AdapterCache(budget, slab, policy),
+        host,
+        KvTree(BLOCK_SIZE, block_bytes, policy) if keeps_prefixes else None,
+        max_history_blocks=max_history_blocks,
     )
 
 
@@ -99,6 +108,11 @@ def make_scheduler(
     )
 
 
+def loads_of(plan: StepPlan) -> list[AdapterTransfer]:
+    """The plan's loads."""
+    return [one for one in plan.transfers if isinstance(one, AdapterTransfer)]
+
+
 def make_request(
     request_id: int,
     *,
@@ -125,6 +139,7 @@ def make_request(
         arrival_s=float(request_id) if arrival_s is None else arrival_s,
         adapter_id=adapter_id,
         adapter=adapter,
+        namespace=f"adapter {adapter_id}".encode(),
     )
 
 
@@ -139,7 +154,7 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
     host = None
     if account is not None:
         host = FakeHost(account.capacity_bytes, is_device_memory=account.is_device_memory)
-    return FakeExecutor(
+    executor = FakeExecutor(
         num_blocks=pool.num_blocks,
         block_size=scheduler.config.block_size,
         block_bytes=pool.block_bytes,
@@ -150,6 +165,12 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
         slab_bytes=None if slab is None else slab.capacity_bytes,
         host=host,
     )
+    running = RequestStatus.RUNNING  # others that hold a table have been preempted, or have ended
+    executor.kv.is_live = lambda request_id: any(
+        request.request_id == request_id and request.status is running
+        for request in scheduler.requests
+    )
+    return executor
 
 
 def run_to_end(

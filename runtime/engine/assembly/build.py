@@ -17,21 +17,10 @@ from ....shm.stale import remove_stale_names
 from ...adapters.sources import AdapterSource, collect_sources
 from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
-from ...config.notations import parse_queues
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
-from ...memory.adapter_cache import AdapterCache
-from ...memory.adapter_slab import AdapterSlab
-from ...memory.block_pool import BlockPool
-from ...memory.budget import MemoryBudget
-from ...memory.device_memory import DeviceMemory
 from ...memory.host_cache import HostCache
-from ...scheduler.config import SchedulerConfig
-from ...scheduler.policy import PolicyFacts
-from ...scheduler.predictor import make_predictor
-from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.step_times import LearnedTimes, ProfiledTimes, StepTimes
 from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
 from ..loop import OwnPolicy
@@ -54,6 +43,7 @@ from .resources import (
     plan_memory,
     plan_shared_arena,
 )
+from .scheduling import make_scheduler
 from .summary import summary_lines
 
 if TYPE_CHECKING:
@@ -312,63 +302,6 @@ def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
         is_device_memory=plan.idle_bytes is not None,
         idle_bytes=plan.idle_bytes,
     )
-
-
-def make_scheduler(
-    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
-    eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
-    own_policy: OwnPolicy | None = None,
-) -> Scheduler:  # fmt: skip
-    """Make the scheduler and the accounts that it keeps."""
-    budget = MemoryBudget(plan.capacity_bytes)
-    memory = DeviceMemory(
-        budget,
-        BlockPool(plan.num_blocks, loaded.layout.block_bytes, budget),
-        AdapterCache(budget, None if plan.slab_bytes is None else AdapterSlab(plan.slab_bytes)),
-        host,
-    )
-    scheduler_config = SchedulerConfig(
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        block_size=config.block_size,
-        max_num_waiting=config.max_num_waiting,
-        # A forward on the CPU reads all weights, so one is cheaper than two; on CUDA rows that
-        # decode would wait for workers, and be computed in tiles made for prompts.
-        mix_decode_with_prefill=loaded.model.device.type != "cuda",
-        recompute_at_tokens=loaded.recompute_at_tokens,
-        max_prefetch_requests=config.prefetch_requests,
-        growth_headroom=config.growth_headroom,
-    )
-    cold_starts = None
-    if coexecution is not None:
-        cold_starts = coexecution.cold_starts
-        scheduler_config = replace(
-            scheduler_config,
-            max_assisted_tokens_per_step=coexecution.max_tokens_per_step,
-            max_assisted_rows_per_step=coexecution.max_rows_per_step,
-        )
-    times = _step_times(config, coexecution)
-    facts = PolicyFacts(
-        times=times,
-        capacity_tokens=plan.capacity_bytes * config.block_size // loaded.layout.block_bytes,
-        bytes_per_token=loaded.layout.block_bytes / config.block_size,
-        slo_ttft_s=config.slo_ttft_s,
-        refresh_s=config.refresh_s,
-        num_queues=parse_queues(config.queues, "--queues"),
-    )
-    policy = own_policy(facts) if own_policy else make_policy(config.scheduling_policy, facts)
-    return Scheduler(
-        scheduler_config, policy, memory, eos_token_ids, cold_starts,
-        predictor=make_predictor(config.output_predictor), times=times,
-    )  # fmt: skip
-
-
-def _step_times(config: EngineConfig, coexecution: "Coexecution | None") -> StepTimes:
-    """What policies predict steps with: the profile, where one is loaded."""
-    if coexecution is None:
-        return LearnedTimes(config.max_num_batched_tokens)
-    return ProfiledTimes(coexecution.profile.model, config.max_num_batched_tokens)
 
 
 def _model_info(

@@ -14,6 +14,8 @@ _MAX_ARENA_BYTES = 8 * _GIB
 # Addresses cost nothing where memory is taken page by page; twice the budget leaves holes that an
 # adapter's layers fit even where others of all sizes come and go.
 _ADDRESSES_PER_BYTE = 2
+# What history may hold of the free memory of a machine that nobody has shared out.
+_HISTORY_SHARE = 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int  # what the model allows, cut to what fits
     slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
+    max_history_blocks: int | None = None  # that no request uses; None = all
 
 
 def plan_max_model_len(
@@ -66,7 +69,8 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
     """Size the budget and the KV pool.
 
     CUDA memory is taken whole at start, so there adapters have a slab beside the blocks. On the CPU
-    blocks take memory only when they are written, so both share all of it.
+    blocks take memory only when they are written, so both share all of it; what nobody has shared
+    out, history holds no more than a quarter of, because it would stay.
 
     Raises:
         ResourceError: There is less memory than was asked for, or too little for one request of
@@ -77,18 +81,21 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
     if facts.type == "cuda":
         slab_bytes = int(capacity_bytes * config.adapter_memory_fraction)
     num_blocks = (capacity_bytes - (slab_bytes or 0)) // facts.block_bytes
-    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    num_blocks = min(num_blocks, most_useful)
+    if config.prefix_cache == "off":
+        num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+    max_history_blocks = None
+    if facts.type == "cpu" and config.memory_gib is None:
+        max_history_blocks = int(facts.free_bytes * _HISTORY_SHARE) // facts.block_bytes
     num_tokens = num_blocks * config.block_size
     if num_tokens >= max_model_len:
-        return MemoryPlan(capacity_bytes, num_blocks, max_model_len, slab_bytes)
+        return MemoryPlan(capacity_bytes, num_blocks, max_model_len, slab_bytes, max_history_blocks)
     if config.max_model_len is not None or num_tokens < 2:
         raise ResourceError(
             f"{(capacity_bytes - (slab_bytes or 0)) / _GIB:.3g} GiB hold the KV of {num_tokens} "
             f"tokens, but one request may take {max_model_len} (--max-model-len); lower it or "
             "raise --memory-gib"
         )
-    return MemoryPlan(capacity_bytes, num_blocks, num_tokens, slab_bytes)
+    return MemoryPlan(capacity_bytes, num_blocks, num_tokens, slab_bytes, max_history_blocks)
 
 
 def _capacity_bytes(config: EngineConfig, facts: DeviceFacts) -> int:

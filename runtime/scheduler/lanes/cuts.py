@@ -57,7 +57,7 @@ class Lanes:
         """The lane of a request, by its WRS."""
         prompt, output, adapter = self.factors
         wrs = (
-            self.weights.prompt * min(1.0, prompt * request.num_prompt_tokens)
+            self.weights.prompt * min(1.0, prompt * request.num_uncached_prompt_tokens)
             + self.weights.output * min(1.0, output * request.num_predicted_output_tokens)
             + self.weights.adapter * min(1.0, adapter * request.adapter_bytes)
         )

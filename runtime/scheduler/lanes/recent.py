@@ -39,7 +39,7 @@ class RecentRequests:
         """Note a new request."""
         self._numbers[request.request_id] = self.num_arrived
         self._rows[self.num_arrived % _MAX_REQUESTS] = (
-            request.num_prompt_tokens,
+            request.num_uncached_prompt_tokens,
             request.num_predicted_output_tokens,
             request.adapter_bytes,
             size_tokens,

@@ -59,10 +59,10 @@ def test_nothing_is_evicted_where_it_would_not_be_enough() -> None:
     assert held is not None
     assert not reclaim(memory, 3)
     assert not memory.reclaim(5, 0, include_waiting=True, keep=BASE_ADAPTER)
-    memory.retire(held)
+    num_retired = memory.retire((), held)
     assert reclaim(memory, 3), "with what drains it is enough"
     assert memory.take_evictions() == ()
-    memory.free_retired(list(held))
+    memory.let_go((), held, num_retired_blocks=num_retired)
     assert memory.pool.num_available_blocks == 3
 
 

@@ -16,6 +16,7 @@ from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor
 from support.scheduling import (
     BLOCK_BYTES,
+    loads_of,
     make_executor,
     make_memory,
     make_request,
@@ -41,8 +42,8 @@ def schedule(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def loads_of(plan: StepPlan) -> list[int]:
-    return [transfer.adapter_id for transfer in plan.transfers]
+def loaded_by(plan: StepPlan) -> list[int]:
+    return [load.adapter_id for load in loads_of(plan)]
 
 
 def end_step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
@@ -76,7 +77,7 @@ def test_others_pass_while_an_adapter_loads_and_its_load_starts_at_once() -> Non
     scheduler.add_request(make_request(2), 0.0)
     scheduler.add_request(adapter_request(3, 2), 0.0)
     plan = schedule(scheduler)
-    assert loads_of(plan) == [1, 2]
+    assert loaded_by(plan) == [1, 2]
     assert list(rows_of(plan)) == [2]
     executor.submit(plan)
     end_step(scheduler, executor)
@@ -117,12 +118,12 @@ def test_a_head_without_memory_blocks_those_behind() -> None:
     scheduler.add_request(adapter_request(2, 1, num_bytes=300), 0.0)
     scheduler.add_request(make_request(3, prompt=1), 0.0)
     plan = schedule(scheduler)
-    assert loads_of(plan) == []
+    assert loaded_by(plan) == []
     assert list(rows_of(plan)) == [1]
     executor.submit(plan)
     end_step(scheduler, executor)
     plan = schedule(scheduler)
-    assert loads_of(plan) == [1]
+    assert loaded_by(plan) == [1]
     assert list(rows_of(plan)) == [3]
 
 
@@ -157,7 +158,7 @@ def test_requests_that_wait_for_a_seat_have_their_adapters_loaded_ahead() -> Non
     for request_id in range(2, 7):
         scheduler.add_request(adapter_request(request_id, request_id), 0.0)
     plan = schedule(scheduler)
-    assert loads_of(plan) == [2, 3, 4]
+    assert loaded_by(plan) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])
@@ -198,7 +199,7 @@ def test_who_is_offered_later_does_not_displace_the_adapters_of_those_in_front()
     scheduler.add_request(adapter_request(4, 4, num_bytes=300), 0.0)
     plan = schedule(scheduler)
     assert list(rows_of(plan)) == [2]
-    assert loads_of(plan) == []
+    assert loaded_by(plan) == []
 
 
 def test_loading_ahead_spares_the_adapters_of_those_in_front() -> None:
@@ -211,11 +212,11 @@ def test_loading_ahead_spares_the_adapters_of_those_in_front() -> None:
     scheduler.add_request(adapter_request(2, 2, num_bytes=400), 0.0)
     scheduler.add_request(adapter_request(3, 3, num_bytes=400), 0.0)
     plan = schedule(scheduler)
-    assert loads_of(plan) == [2]
+    assert loaded_by(plan) == [2]
     executor.submit(plan)
     end_transfers(scheduler, executor)
     end_step(scheduler, executor)
-    assert loads_of(schedule(scheduler)) == []
+    assert loaded_by(schedule(scheduler)) == []
 
 
 def test_two_requests_whose_adapters_do_not_fit_together_both_end() -> None:
@@ -290,7 +291,7 @@ def test_what_is_evicted_makes_room_in_the_same_step() -> None:
     assert executor.resident_adapters == {1, 2}
     scheduler.add_request(adapter_request(3, 3, num_bytes=400), 0.0)
     plan = schedule(scheduler)
-    assert plan.evict_adapters == (1,) and loads_of(plan) == [3]
+    assert plan.evict_adapters == (1,) and loaded_by(plan) == [3]
     assert plan.freed_blocks, "who computed has left blocks behind"
     executor.submit(plan)
     end_step(scheduler, executor)

@@ -97,7 +97,7 @@ class TestPrediction:
         for request in requests[1:]:
             block_ids = memory.pool.allocate(blocks_for(request.num_known_tokens, BLOCK_SIZE))
             assert block_ids is not None
-            running.start(request, block_ids)
+            running.start(request, (), block_ids, 0.0)
             num_held += len(block_ids)
         assert running.num_blocks_to_come(requests[0]) == most_blocks - num_held
 

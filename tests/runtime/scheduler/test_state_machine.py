@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from mmap import PAGESIZE
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +12,7 @@ from corun.runtime.errors import RequestError
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
     AdapterId,
+    AdapterTransfer,
     Outcome,
     RequestId,
     StepPlan,
@@ -69,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_pages=st.none() | st.integers(NUM_ADAPTERS, 3 * NUM_ADAPTERS),
         is_host_shared=st.booleans(),
         guess_tokens=st.integers(1, 20),
+        keeps_prefixes=st.booleans(),
     )
     def build(
         self,
@@ -87,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_pages: int | None,
         is_host_shared: bool,
         guess_tokens: int,
+        keeps_prefixes: bool,
     ) -> None:
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), start_share=cold_start_share, blocking_share=0.1
@@ -112,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 capacity_bytes=capacity_bytes,
                 slab_bytes=slab_bytes,
                 host=host,
+                keeps_prefixes=keeps_prefixes,
             ),
             policy=self.made_policy,
             eos_token_ids=EOS,
@@ -148,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt_len=st.integers(1, MAX_MODEL_LEN - 1),
+        family=st.none() | st.integers(0, 2),
         max_tokens=st.none() | st.integers(1, 20),
         adapter=st.integers(0, NUM_ADAPTERS),
         ignore_eos=st.booleans(),
@@ -157,20 +163,37 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(
         self,
         prompt_len: int,
+        family: int | None,
         max_tokens: int | None,
         adapter: int,
         ignore_eos: bool,
         age_s: float,
         count: int,
     ) -> None:
+        """Requests of one family have a prefix in common."""
         for index in range(count):
-            self.arrive_one(
-                max(1, prompt_len - index), max_tokens, adapter, ignore_eos, self.now_s - age_s
-            )
+            prompt: int | tuple[int, ...] = max(1, prompt_len - index)
+            if family is not None:
+                prompt = tuple((family + 5 * position) % 61 for position in range(prompt_len))
+                prompt = (*prompt[:-1], index)
+            self.arrive_one(prompt, max_tokens, adapter, ignore_eos, self.now_s - age_s)
+
+    @precondition(lambda self: self.outputs)
+    @rule(
+        index=st.integers(0, 50),
+        num_more=st.integers(1, 4),
+        other_adapter=st.none() | st.integers(0, NUM_ADAPTERS),
+    )
+    def follow_up(self, index: int, num_more: int, other_adapter: int | None) -> None:
+        """The next turn of a conversation, perhaps with another adapter."""
+        request = list(self.requests.values())[index % len(self.requests)]
+        prompt = (*request.prompt_token_ids, *self.outputs[request.request_id], *range(num_more))
+        adapter = request.adapter_id if other_adapter is None else other_adapter
+        self.arrive_one(prompt[: MAX_MODEL_LEN - 1], 5, adapter, False, self.now_s)
 
     def arrive_one(
         self,
-        prompt_len: int,
+        prompt: int | tuple[int, ...],
         max_tokens: int | None,
         adapter: int,
         ignore_eos: bool,
@@ -179,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = RequestId(self.next_id)
         request = make_request(
             request_id,
-            prompt=prompt_len,
+            prompt=prompt,
             max_tokens=max_tokens,
             arrival_s=arrival_s,
             adapter_id=AdapterId(adapter),
@@ -246,7 +269,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for transfer in plan.transfers:  # those that ended before are not given up
             if self.executor.transfers.get(transfer.transfer_id) is transfer:
                 self.executor.finish_transfer(transfer.transfer_id, "the step was lost")
-                self.failing_adapters.add(transfer.adapter_id)
+                if isinstance(transfer, AdapterTransfer):
+                    self.failing_adapters.add(transfer.adapter_id)
         self.executor.poll()
         self.take(self.scheduler.fail_step(plan.step_id, "lost", self.now_s))
 
@@ -267,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish_transfer(self, index: int, is_failing: bool) -> None:
         transfers = list(self.executor.transfers.values())
         transfer = transfers[index % len(transfers)]
-        if is_failing:
+        if is_failing and isinstance(transfer, AdapterTransfer):
             self.failing_adapters.add(transfer.adapter_id)
         self.executor.finish_transfer(transfer.transfer_id, "bad luck" if is_failing else None)
         self.poll()
@@ -351,7 +375,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert memory.host.num_used == 0
             assert self.executor.host is not None
             assert set(self.executor.host.places) == memory.host.place_ids
-        assert memory.budget.free_bytes == memory.budget.capacity_bytes
+        num_kept_bytes = memory.pool.num_cached_blocks * memory.pool.block_bytes
+        assert memory.budget.free_bytes + num_kept_bytes == memory.budget.capacity_bytes
 
     def turns_to_end(self) -> Iterator[int]:
         for turn in range(3000):
@@ -385,7 +410,7 @@ def test_everything_ends_with_the_right_tokens(policy: str, depth: int) -> None:
     )
 
 
-# All policies at all depths; the default's, and one depth of the others, in every run.
+# All policies at all depths; those of one, and one depth of the others, in every run.
 CROWDS = [
     pytest.param(policy, depth, marks=() if policy == "fcfs" or depth == 2 else pytest.mark.full)
     for policy in SCHEDULER_POLICIES
@@ -396,13 +421,10 @@ CROWDS = [
 @pytest.mark.parametrize(("policy", "depth"), CROWDS)
 def test_long_crowded_histories(policy: str, depth: int) -> None:
     """More requests than fit, in histories longer than hypothesis makes them."""
-    num_preemptions = num_cold_starts = 0
-    for seed in range(60):
-        preemptions, cold_starts, _ = live_through(seed, policy, depth)
-        num_preemptions += preemptions
-        num_cold_starts += cold_starts
-    assert num_preemptions > 40
-    assert num_cold_starts > 40
+    lived = [live_through(seed, policy, depth) for seed in range(60)]
+    assert sum(one.num_preemptions for one in lived) > 40
+    assert sum(one.num_cold_starts for one in lived) > 40
+    assert sum(one.num_found_tokens for one in lived) > 400
 
 
 @pytest.mark.full
@@ -411,14 +433,20 @@ def test_long_crowded_histories(policy: str, depth: int) -> None:
 def test_lanes_are_cut_while_requests_run(policy: str, depth: int) -> None:
     """In histories of so many requests that sizes are known, which is from 64 on."""
     lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(12)]
-    assert max(num_lanes for *_, num_lanes in lived) > 1
+    assert max(one.num_lanes for one in lived) > 1
 
 
-def live_through(seed: int, policy: str, depth: int, num_acts: int = 80) -> tuple[int, int, int]:
-    """Run one random history.
+class Lived(NamedTuple):
+    """What has happened in one history."""
 
-    Returns how many requests were preempted and started cold in it, and the lanes at its end.
-    """
+    num_preemptions: int
+    num_cold_starts: int
+    num_lanes: int  # at its end
+    num_found_tokens: int  # of prompts, in the KV of others
+
+
+def live_through(seed: int, policy: str, depth: int, num_acts: int = 80) -> Lived:
+    """Run one random history."""
     rng, host_rng = random.Random(seed), random.Random(f"host {seed}")
     machine = SchedulerMachine()
     machine.depth, machine.policy = depth, policy
@@ -437,15 +465,17 @@ def live_through(seed: int, policy: str, depth: int, num_acts: int = 80) -> tupl
         host_pages=host_rng.choice([None, 4, 6, 10]),
         is_host_shared=host_rng.random() < 0.5,
         guess_tokens=host_rng.choice([1, 1, 1, 5]),
+        keeps_prefixes=host_rng.random() < 0.5,
     )
     curses = rng.choice([0, 0, 3])
     for _ in range(num_acts):
         act(machine, rng, curses=curses)
         machine.parts_agree()
-    num_preemptions = machine.scheduler.counters.num_preemptions
+    counters = machine.scheduler.counters
     machine.teardown()
     num_lanes = int(machine.made_policy.counts().get("num_lanes", 1))
-    return num_preemptions, machine.cold_starts.num_started, num_lanes
+    num_found = sum(request.num_cached_tokens or 0 for request in machine.requests.values())
+    return Lived(counters.num_preemptions, machine.cold_starts.num_started, num_lanes, num_found)
 
 
 def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
@@ -466,6 +496,7 @@ def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
         ),
         (5, True, lambda: machine.run(rng.randint(1, 6), rng.random() < 0.5)),
         (3, bool(machine.requests), lambda: machine.abort(rng.randint(0, 50))),
+        (5, bool(machine.requests), lambda: follow_up(machine, rng)),
         (curses, bool(machine.requests), lambda: machine.curse(rng.randint(0, 50))),
         (2, bool(executor.steps), machine.lose_step),
     ]
@@ -474,10 +505,17 @@ def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
         action()
 
 
+def follow_up(machine: SchedulerMachine, rng: random.Random) -> None:
+    """Let a request go on with what another one had, mostly with its adapter."""
+    other_adapter = rng.choice([None, None, None, 1])
+    machine.follow_up(rng.randint(0, 50), rng.randint(1, 3), other_adapter)
+
+
 def arrive(machine: SchedulerMachine, rng: random.Random) -> None:
     """Let a few requests arrive."""
     machine.arrive(
         prompt_len=rng.randint(1, 12),
+        family=rng.choice([None, 0, 1]),
         max_tokens=rng.choice([None, 3, 9]),
         adapter=rng.choice([0, 0, 1, 2, 3, 4]),
         ignore_eos=rng.random() < 0.5,

@@ -13,7 +13,7 @@ from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.execution import assemble
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.assembly import build
+from corun.runtime.engine.assembly import build, scheduling
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.engine.messages import AddRequest, ModelInfo
 from corun.runtime.errors import ConfigError, EngineDeadError
@@ -104,7 +104,7 @@ def test_rows_that_decode_are_kept_apart_on_cuda(
     options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the engine is the CPU's: only the scheduler is told that it is on a GPU."""
-    make_scheduler = build.make_scheduler
+    make_scheduler = scheduling.make_scheduler
 
     def make(config: EngineConfig, loaded: Any, *others: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:

@@ -42,8 +42,17 @@ def test_default_is_a_share_of_the_free_memory() -> None:
 
 
 def test_the_pool_is_not_larger_than_requests_can_use() -> None:
+    """Unless prefixes are kept, which all there is can be used for."""
+    config = EngineConfig(max_num_seqs=2, block_size=16, prefix_cache="off")
+    assert plan_memory(config, facts(), 100).num_blocks == 2 * 7
     plan = plan_memory(EngineConfig(max_num_seqs=2, block_size=16), facts(), 100)
-    assert plan.num_blocks == 2 * 7
+    assert plan.num_blocks == plan.capacity_bytes // BLOCK_BYTES
+
+
+def test_history_holds_a_quarter_of_the_memory_of_a_machine_that_nobody_has_shared_out() -> None:
+    assert plan_memory(EngineConfig(), facts(), 100).max_history_blocks == GIB // BLOCK_BYTES
+    assert plan_memory(EngineConfig(memory_gib=2.0), facts(), 100).max_history_blocks is None
+    assert plan_memory(EngineConfig(), facts(kind="cuda"), 100).max_history_blocks is None
 
 
 def test_on_cuda_adapters_have_a_slab_beside_the_blocks() -> None:

@@ -1,0 +1,359 @@
+"""Which full KV blocks are kept, by the tokens they are of, so that nobody computes them again.
+
+Owns the tree of what is kept on the device and on the host, and who refers to it. It knows no pool,
+no budget and no link: blocks and slots that nobody needs any more it returns. Pure.
+
+Every referenced node refers to its parent, so who holds a node holds all before it, and what is not
+referenced has nothing referenced behind it. A node with a block has a parent with one: blocks leave
+the device from the leaves on, and come back from the root on.
+
+Source: FastLibra section 4 (one tree, leaves leave first). One node is one block.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from ..plan import BlockId, HostSlot
+from .policies.policy import MemoryPolicy
+
+
+class FreedKv(NamedTuple):
+    """What has no content any more, and belongs to whoever receives this."""
+
+    block_ids: list[BlockId]
+    host_slots: list[HostSlot]
+
+
+@dataclass(slots=True, eq=False)
+class _Root:
+    namespace: bytes
+    num_device_blocks: int = 0
+    children: "dict[bytes, KvNode]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class KvNode:
+    """Keys and values of one full block, behind those of all its ancestors. Read only to others."""
+
+    is_adapter: ClassVar[bool] = False
+
+    tokens: bytes  # ids of the block, 4 bytes each: they are the key, so only equal ones match
+    depth: int  # blocks before it
+    num_bytes: int
+    parent: "KvNode | None" = field(repr=False)  # None: the first block of its namespace
+    root: _Root | None = field(repr=False)  # None: detached
+    block_id: BlockId | None = None
+    host_slot: HostSlot | None = None
+    num_references: int = 0  # requests and copies that hold it, and children that are referenced
+    num_device_children: int = 0  # those with a block
+    children: "dict[bytes, KvNode]" = field(default_factory=dict, repr=False)
+
+    @property
+    def is_free_leaf(self) -> bool:
+        """Whether its block may leave the device now."""
+        return (
+            self.block_id is not None
+            and not self.num_references
+            and not self.num_device_children
+            and self.root is not None
+        )
+
+
+class KvTree:
+    """Nodes by namespace and tokens; the policy is offered exactly those that are free leaves.
+
+    A node that is still referenced when its content, or that of a block before it, is not to be
+    found any more is detached: no match finds it, and it is freed when its last reference goes.
+    Nothing here takes longer than the blocks it is about, and what is freed with them.
+    """
+
+    def __init__(self, block_size: int, block_bytes: int, policy: MemoryPolicy) -> None:
+        """``block_size``: tokens of a block; ``block_bytes``: bytes of one over all layers."""
+        self.block_size = block_size
+        self.block_bytes = block_bytes
+        self.num_nodes = 0
+        self.num_device_blocks = 0
+        self.num_unreferenced_blocks = 0  # on the device; evicted from the leaves on, all can go
+        self.num_host_blocks = 0  # with or without a block on the device
+        self._policy = policy
+        self._pack = struct.Struct(f"={block_size}i").pack
+        self._roots: dict[bytes, _Root] = {}
+        self._detached: set[KvNode] = set()
+
+    def match(self, namespace: bytes, token_ids: Sequence[int], max_tokens: int) -> list[KvNode]:
+        """Return the path of whole blocks that are kept of the first ``max_tokens`` tokens.
+
+        First those on the device, then those only on the host. Nothing is held yet. Tokens behind
+        the first block that is missing are not looked at.
+        """
+        path: list[KvNode] = []
+        root = self._roots.get(namespace)
+        if root is None:
+            return path
+        pack, size, children = self._pack, self.block_size, root.children
+        for start in range(0, min(max_tokens, len(token_ids)) - size + 1, size):
+            node = children.get(pack(*token_ids[start : start + size]))
+            if node is None:
+                break
+            path.append(node)
+            children = node.children
+        return path
+
+    def hold(self, node: KvNode) -> None:
+        """Refer to ``node``, and so to all before it, until ``release``.
+
+        Requests hold the last block of theirs that the tree has, copies the block they read or
+        write. O(1) if somebody refers to it already, otherwise O(its depth).
+        """
+        held: KvNode | None = node
+        while held is not None:
+            held.num_references += 1
+            if held.num_references > 1:
+                return
+            if held.block_id is not None:
+                self.num_unreferenced_blocks -= 1
+                if not held.num_device_children:
+                    self._policy.withdraw(held)
+            held = held.parent
+
+    def release(self, node: KvNode) -> FreedKv:
+        """End one ``hold`` of ``node``; what nobody refers to stays for others, unless detached."""
+        freed = FreedKv([], [])
+        released: KvNode | None = node
+        while released is not None:
+            assert released.num_references > 0, released
+            released.num_references -= 1
+            if released.num_references:
+                break
+            if released.root is None:
+                self._detached.remove(released)
+                self._unlink(released)
+                self._free(released, freed)
+            elif released.block_id is not None:
+                self.num_unreferenced_blocks += 1
+                if not released.num_device_children:
+                    self._policy.offer(released)
+            released = released.parent
+        return freed
+
+    def enter(
+        self, namespace: bytes, parent: KvNode | None, token_ids: Sequence[int], block_id: BlockId
+    ) -> KvNode:
+        """Keep a request's full block behind ``parent``, which it holds; None: the first block.
+
+        Its hold moves on from ``parent`` to the node that is returned. That has ``block_id`` now,
+        or, where there was one with the same content before, the other's block; then the
+        request's own stays the request's.
+        """
+        tokens = self._pack(*token_ids)
+        root, depth = None, 0
+        if parent is not None:
+            assert parent.num_references > 0 and parent.block_id is not None, parent
+            root, depth = parent.root, parent.depth + 1
+            siblings = parent.children
+        else:
+            root = self._roots.get(namespace)
+            if root is None:
+                root = self._roots[namespace] = _Root(namespace)
+            siblings = root.children
+        node = siblings.get(tokens)
+        if node is None:
+            node = siblings[tokens] = KvNode(tokens, depth, self.block_bytes, parent, root)
+            self.num_nodes += 1
+            if root is None:
+                self._detached.add(node)
+        self.hold(node)
+        if parent is not None:
+            parent.num_references -= 1  # the node refers to it
+        if node.block_id is None:
+            self.give_block(node, block_id)
+        return node
+
+    def give_block(self, node: KvNode, block_id: BlockId) -> None:
+        """A node that is only on the host, and held, gets a block; so must its parent have.
+
+        Until the copy to it has ended nobody may read it: who starts the copy keeps account of it.
+        """
+        parent, root = node.parent, node.root
+        assert node.block_id is None and node.num_references > 0, node
+        assert parent is None or parent.block_id is not None, parent
+        node.block_id = block_id
+        self.num_device_blocks += 1
+        if root is not None:
+            root.num_device_blocks += 1
+        if parent is not None:
+            parent.num_device_children += 1
+
+    def set_host_slot(self, node: KvNode, host_slot: HostSlot) -> None:
+        """A copy of its block lies in ``host_slot``, which the node owns from now on."""
+        assert node.host_slot is None and node.block_id is not None, node
+        node.host_slot = host_slot
+        self.num_host_blocks += 1
+
+    def clear_host_slot(self, node: KvNode) -> FreedKv:
+        """Give up the copy on the host; what has no block either goes, with all behind it.
+
+        What is only on the host and referenced must not be given up: somebody waits for it.
+        """
+        assert node.host_slot is not None, node
+        if node.block_id is None:
+            assert not node.num_references, node
+            return self._cut(node)
+        freed = FreedKv([], [node.host_slot])
+        node.host_slot = None
+        self.num_host_blocks -= 1
+        return freed
+
+    def evict(self, node: KvNode) -> FreedKv:
+        """Take the block of a free leaf; without a copy on the host it goes, and all behind it."""
+        assert node.is_free_leaf, node
+        if node.host_slot is None:
+            return self._cut(node)
+        freed = FreedKv([], [])
+        self._lose_block(node, freed)
+        self._policy.forget(node)
+        self._offer_if_free(node.parent)
+        return freed
+
+    def forget_content(self, node: KvNode) -> FreedKv:
+        """Nobody finds it any more, nor what is behind it: a copy to its block has failed.
+
+        No error if that is so already.
+        """
+        return self._cut(node) if node.root is not None else FreedKv([], [])
+
+    def drop_namespace(self, namespace: bytes) -> FreedKv:
+        """Nobody finds anything of it any more. O(its nodes)."""
+        freed = FreedKv([], [])
+        root = self._roots.pop(namespace, None)
+        if root is not None:
+            self._detach(root.children.values(), freed)
+        return freed
+
+    def num_blocks_of(self, namespace: bytes) -> int:
+        """Blocks of it on the device, without those detached. O(1)."""
+        root = self._roots.get(namespace)
+        return 0 if root is None else root.num_device_blocks
+
+    def unreferenced(self, namespace: bytes) -> list[KvNode]:
+        """Return its nodes on the device that can be evicted, in this order, one after the other.
+
+        O(its nodes).
+        """
+        root = self._roots.get(namespace)
+        left = [] if root is None else list(root.children.values())
+        found = []
+        while left:
+            node = left.pop()
+            if node.block_id is not None:
+                left.extend(node.children.values())
+                if not node.num_references:
+                    found.append(node)
+        found.reverse()  # parents were found before their children
+        return found
+
+    def _cut(self, node: KvNode) -> FreedKv:
+        freed = FreedKv([], [])
+        had_block = node.block_id is not None
+        self._unlink(node)
+        self._detach((node,), freed)
+        if had_block:
+            self._offer_if_free(node.parent)
+        return freed
+
+    def _unlink(self, node: KvNode) -> None:
+        """No match finds it; who is detached already may have another in its place."""
+        parent, root = node.parent, node.root
+        owner = parent if parent is not None else root
+        if owner is not None and owner.children.get(node.tokens) is node:
+            del owner.children[node.tokens]
+        if root is not None and not root.children:
+            del self._roots[root.namespace]
+
+    def _detach(self, tops: Iterable[KvNode], freed: FreedKv) -> None:
+        """Free what nobody refers to of subtrees that are unlinked, and detach the rest."""
+        left = list(tops)
+        while left:
+            node = left.pop()
+            left.extend(node.children.values())
+            if not node.num_references:
+                self._free(node, freed)
+                continue
+            if node.root is not None and node.block_id is not None:
+                node.root.num_device_blocks -= 1
+            node.root = None
+            self._detached.add(node)
+            node.children = {t: child for t, child in node.children.items() if child.num_references}
+
+    def _free(self, node: KvNode, freed: FreedKv) -> None:
+        if node.block_id is not None:
+            self._lose_block(node, freed)
+        if node.host_slot is not None:
+            freed.host_slots.append(node.host_slot)
+            self.num_host_blocks -= 1
+        self._policy.forget(node)
+        node.root = None
+        node.children.clear()  # no circle is left: nobody may be collecting them
+        self.num_nodes -= 1
+
+    def _lose_block(self, node: KvNode, freed: FreedKv) -> None:
+        assert node.block_id is not None, node
+        freed.block_ids.append(node.block_id)
+        node.block_id = None
+        self.num_device_blocks -= 1
+        if node.parent is not None:
+            node.parent.num_device_children -= 1
+        if node.root is not None:
+            node.root.num_device_blocks -= 1
+            self.num_unreferenced_blocks -= 1
+
+    def _offer_if_free(self, node: KvNode | None) -> None:
+        if node is not None and node.is_free_leaf:
+            self._policy.offer(node)
+
+    def check_invariants(self) -> None:
+        """Assert that links, references and counts agree, and what the policy is offered."""
+        nodes = list(self._detached)
+        for namespace, root in self._roots.items():
+            assert root.children and root.namespace == namespace, namespace
+            left, num_blocks = list(root.children.values()), 0
+            while left:
+                node = left.pop()
+                assert node.root is root and node not in self._detached, node
+                assert node.block_id is not None or node.host_slot is not None, node
+                num_blocks += node.block_id is not None
+                nodes.append(node)
+                left.extend(node.children.values())
+            assert root.num_device_blocks == num_blocks, namespace
+        self._check_links(nodes)
+        blocks = [node.block_id for node in nodes if node.block_id is not None]
+        slots = [node.host_slot for node in nodes if node.host_slot is not None]
+        assert len(set(blocks)) == len(blocks) == self.num_device_blocks, blocks
+        assert len(set(slots)) == len(slots) == self.num_host_blocks, slots
+        assert len(nodes) == self.num_nodes
+        free = [n for n in nodes if n.block_id is not None and not n.num_references]
+        assert len(free) == self.num_unreferenced_blocks
+        offered = [item for item in self._policy.victims() if not item.is_adapter]
+        assert len(offered) == len(set(offered))
+        assert set(offered) == {node for node in nodes if node.is_free_leaf}
+
+    def _check_links(self, nodes: list[KvNode]) -> None:
+        """Also of those that are detached, which still refer to their parents."""
+        num_referring = dict.fromkeys(nodes, 0)
+        num_with_block = dict.fromkeys(nodes, 0)
+        for node in nodes:
+            parent = node.parent
+            if parent is not None:
+                num_referring[parent] += node.num_references > 0
+                num_with_block[parent] += node.block_id is not None
+                assert node.block_id is None or parent.block_id is not None, node
+                assert node.depth == parent.depth + 1, node
+            for tokens, child in node.children.items():
+                assert child.parent is node and child.tokens == tokens, child
+                assert child in num_referring, "a node that has gone can be found"
+        for node in nodes:
+            assert node.num_references >= num_referring[node], node
+            assert node.num_device_children == num_with_block[node], node
+            assert node.root is not None or node.num_references > 0, node

@@ -1,0 +1,114 @@
+"""The KV of prefixes that requests have computed, and to whom it is of use. Pure account keeping.
+
+Joins the tree, which knows contents and who holds them, with the pool, which knows what is free:
+blocks that nobody holds stay, and are evictable.
+"""
+
+from collections.abc import Sequence
+
+from ..plan import BASE_ADAPTER, AdapterId, BlockId
+from .block_pool import BlockPool
+from .kv_tree import FreedKv, KvNode, KvTree
+from .policies.policy import MemoryPolicy
+
+_MIN_NAMESPACES = 1024
+
+
+class PrefixCache:
+    """What requests find, hold, keep and let go."""
+
+    def __init__(self, pool: BlockPool, tree: KvTree | None, policy: MemoryPolicy) -> None:
+        """``tree``: of blocks of ``pool``, ranked by ``policy``; None = nothing is kept."""
+        self._pool = pool
+        self._policy = policy
+        self._tree = tree
+        self._versions: dict[bytes, set[AdapterId]] = {}  # by KV namespace, the base model's apart
+        self._max_namespaces = _MIN_NAMESPACES  # until those without KV are looked for
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept."""
+        return self._tree is not None
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return 0 if self._tree is None else self._tree.num_unreferenced_blocks
+
+    def match(
+        self, namespace: bytes, token_ids: tuple[int, ...], max_tokens: int
+    ) -> Sequence[KvNode]:
+        """Return the blocks that hold the KV of the longest known prefix of these tokens.
+
+        Of at most ``max_tokens`` of them, in whole blocks.
+        """
+        return () if self._tree is None else self._tree.match(namespace, token_ids, max_tokens)
+
+    def hold(self, path: Sequence[KvNode]) -> None:
+        """A request is about to begin with these blocks: they stay until it lets them go."""
+        if self._tree is not None and path:
+            self._tree.hold(path[-1])
+            self._mark_cached()
+
+    def visit(self, path: Sequence[KvNode], now_s: float) -> None:
+        """A request begins behind these blocks."""
+        for node in path:
+            self._policy.visit(node, now_s)
+
+    def keep(
+        self, adapter_id: AdapterId, namespace: bytes, parent: KvNode | None,
+        token_ids: tuple[int, ...], block_id: BlockId, now_s: float,
+    ) -> KvNode:  # fmt: skip
+        """Enter a computed block behind ``parent`` (None = as a first one), held by its request.
+
+        If the same was entered before, the block stays the request's own.
+        """
+        assert self._tree is not None, "nothing is kept"
+        if parent is None and adapter_id != BASE_ADAPTER:
+            self._note_namespace(self._tree, namespace, adapter_id)
+        node = self._tree.enter(namespace, parent, token_ids, block_id)
+        self._policy.visit(node, now_s)
+        self._mark_cached()  # the same may have been there, and nobody held it
+        return node
+
+    def let_go(self, path: Sequence[KvNode]) -> None:
+        """A request no longer holds these blocks."""
+        if self._tree is not None and path:
+            self._free(self._tree.release(path[-1]))
+
+    def evict(self, node: KvNode) -> None:
+        """Free a block that nobody holds, and behind which there is none."""
+        assert self._tree is not None
+        self._free(self._tree.evict(node))
+
+    def drop_version(self, adapter_id: AdapterId) -> None:
+        """Nobody asks for this version any more: what only it could use goes."""
+        for namespace, versions in tuple(self._versions.items()):
+            versions.discard(adapter_id)
+            if not versions:
+                del self._versions[namespace]
+                assert self._tree is not None
+                self._free(self._tree.drop_namespace(namespace))
+
+    def check_invariants(self) -> None:
+        """Assert that tree and pool agree."""
+        assert self._pool.num_cached_blocks == self.num_evictable_blocks
+        if self._tree is not None:
+            self._tree.check_invariants()
+
+    def _note_namespace(self, tree: KvTree, namespace: bytes, adapter_id: AdapterId) -> None:
+        self._versions.setdefault(namespace, set()).add(adapter_id)
+        if len(self._versions) > self._max_namespaces:  # each salt of requests makes more of them
+            self._versions = {
+                name: versions
+                for name, versions in self._versions.items()
+                if name == namespace or tree.num_blocks_of(name)
+            }
+            self._max_namespaces = max(_MIN_NAMESPACES, 2 * len(self._versions))
+
+    def _free(self, freed: FreedKv) -> None:
+        self._pool.free(freed.block_ids)
+        self._mark_cached()
+
+    def _mark_cached(self) -> None:
+        self._pool.mark_cached(self.num_evictable_blocks)

@@ -1,0 +1,73 @@
+"""Makes room on the device: the policy says who is worst, and here it is said who may go. Pure."""
+
+from collections.abc import Callable
+
+from ..plan import AdapterId
+from .adapter_cache import AdapterCache, DeviceCopy
+from .block_pool import BlockPool
+from .kv_tree import KvNode
+from .policies.policy import MemoryItem
+from .prefix_cache import PrefixCache
+
+
+class RoomMaker:
+    """Evicts prefixes that nobody uses, and idle adapters."""
+
+    def __init__(
+        self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache,
+        evict_adapter: Callable[[AdapterId], None],
+    ) -> None:  # fmt: skip
+        """``evict_adapter``: of an idle adapter."""
+        self._pool = pool
+        self._cache = cache
+        self._prefixes = prefixes
+        self._evict_adapter = evict_adapter
+
+    def free_up(
+        self, num_bytes: int, num_blocks: int, *, include_waiting: bool, keep: AdapterId
+    ) -> bool:
+        """Evict the worst until so much more is free; False, with nobody evicted, if it cannot be.
+
+        A leaf that goes lets its parent be ranked, so they go one after the other.
+        """
+        num_cached = self._prefixes.num_evictable_blocks
+        most_bytes = num_cached * self._pool.block_bytes
+        if self._cache.slab is None:
+            most_bytes += self._cache.evictable_bytes(include_waiting=include_waiting, keep=keep)
+        if num_blocks > num_cached or num_bytes > most_bytes:
+            return False
+        while num_bytes > 0 or num_blocks > 0:
+            is_block = num_bytes <= 0
+            item = self._victim(include_waiting=include_waiting, keep=keep, is_block=is_block)
+            num_bytes -= item.num_bytes
+            if isinstance(item, DeviceCopy):
+                self._evict_adapter(item.adapter_id)
+            else:
+                assert isinstance(item, KvNode)
+                num_blocks -= 1
+                self._prefixes.evict(item)
+        return True
+
+    def _victim(self, *, include_waiting: bool, keep: AdapterId, is_block: bool) -> MemoryItem:
+        """The worst that may go; adapters of waiting requests only where there is nothing else."""
+        wanted = None
+        is_block |= self._cache.slab is not None
+        for item in self._cache.policy.victims():
+            if not item.is_adapter:
+                return item
+            if is_block or not self._cache.may_go(item, include_waiting=True, keep=keep):
+                continue
+            if self._cache.may_go(item, include_waiting=False, keep=keep):
+                return item
+            wanted = wanted or item
+        assert wanted is not None and include_waiting, "nothing is left of what was counted"
+        return wanted
+
+    def free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
+        """Evict idle adapters until their slab has a range of so many bytes; whether it has one."""
+        if not num_bytes:
+            return True
+        victims = self._cache.slab_victims(num_bytes, include_waiting=include_waiting, keep=keep)
+        for adapter_id in victims or ():
+            self._evict_adapter(adapter_id)
+        return victims is not None

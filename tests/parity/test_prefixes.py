@@ -1,0 +1,173 @@
+"""What was computed for others, or turns before, answers the same when it is found, in float32."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun import Engine, LoRARequest, SamplingParams
+from corun.runtime.frontend.outputs import RequestOutput
+from support.architectures import ARCHITECTURES
+from support.cold_engine import ColdEngine
+from support.cold_parity import NAMES, check, make_case, prompts, split_at
+from support.devices import DEVICES
+from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+MAX_RELATIVE_ERROR = 1e-4
+BLOCK_SIZE = 4
+PROMPT_TOKENS = 22
+NUM_OUTPUT_TOKENS = 7
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=NUM_OUTPUT_TOKENS, logprobs=MAX_LOGPROBS, ignore_eos=True
+)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_batched_tokens": 16, "memory_gib": 0.05,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    return ParityCase(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    return ParityCase("llama3-rope", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def engine(llama: ParityCase) -> Iterator[Engine]:
+    with Engine(model=str(llama.directory), device="cpu", **OPTIONS) as made:
+        yield made
+
+
+def prompt_of(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def ask(
+    case: ParityCase, engine: Engine, prompts: Sequence[list[int]], names: Sequence[str | None],
+    **options: Any,
+) -> list[RequestOutput]:  # fmt: skip
+    """Answers, which are held to the truth of the adapters that are named."""
+    loras = [None if name is None else lora(case, name) for name in names]
+    outputs = engine.generate(list(prompts), GREEDY, loras, **options)
+    for name, output in zip(names, outputs, strict=True):
+        assert largest_error(case, output, name) < MAX_RELATIVE_ERROR
+    return outputs
+
+
+def lora(case: ParityCase, name: str) -> LoRARequest:
+    return LoRARequest(name, 1, str(case.adapters[name]))
+
+
+def num_found(outputs: Sequence[RequestOutput]) -> list[int]:
+    return [choice.num_cached_tokens for output in outputs for choice in output.outputs]
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_turns_of_a_conversation(case: ParityCase, where: str) -> None:
+    """For the base and every adapter: the second turn finds the first one's prompt and answer."""
+    names = [None, *case.adapters]
+    prompts = [prompt_of(seed) for seed in range(len(names))]
+    with Engine(model=str(case.directory), device=where, **OPTIONS) as engine:
+        first = ask(case, engine, prompts, names)
+        assert not any(num_found(first))
+        follow_ups = [
+            [*prompt, *output.outputs[0].token_ids, *prompt_of(100 + turn, 3 + turn)]
+            for turn, (prompt, output) in enumerate(zip(prompts, first, strict=True))
+        ]
+        # The last token of an answer has no KV: nothing was computed after it.
+        known = (PROMPT_TOKENS + NUM_OUTPUT_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert num_found(ask(case, engine, follow_ups, names)) == [known] * len(names)
+
+
+def test_a_prompt_that_is_known_whole_still_computes_its_last_token(
+    llama: ParityCase, engine: Engine
+) -> None:
+    prompt = prompt_of(1, 4 * BLOCK_SIZE)
+    for found in (0, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE):
+        assert num_found(ask(llama, engine, [prompt], ["plain"])) == [found]
+
+
+def test_requests_of_one_batch_share_what_others_have_computed_by_then(
+    llama: ParityCase, engine: Engine
+) -> None:
+    """All begin alike, and go on apart; some are computed side by side and enter the same twice."""
+    common = prompt_of(2)
+    prompts = [[*common, *prompt_of(10 + number, 1 + number % 5)] for number in range(8)]
+    names = [None, "plain", "rs", "plain", None, "plain", None, "plain"]
+    ask(llama, engine, prompts, names)
+    known = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+    again = num_found(ask(llama, engine, prompts, names))
+    assert min(again) >= known
+
+
+def test_other_adapters_and_other_salts_find_nothing(llama: ParityCase, engine: Engine) -> None:
+    prompt = prompt_of(3)
+    names = [None, *llama.adapters]
+    ask(llama, engine, [prompt], [None], cache_salt="one tenant")
+    for name in names:
+        assert num_found(ask(llama, engine, [prompt], [name])) == [0]
+    for salt, name in (("one tenant", "plain"), ("another", None)):
+        assert num_found(ask(llama, engine, [prompt], [name], cache_salt=salt)) == [0]
+    assert min(num_found(ask(llama, engine, [prompt], [None], cache_salt="one tenant"))) > 0
+
+
+def test_a_name_with_other_content_finds_nothing_and_a_second_name_of_the_same_does(
+    llama: ParityCase, engine: Engine
+) -> None:
+    prompt = prompt_of(4)
+    names = list(llama.adapters)
+    for path_name in (names[0], names[1], names[0]):
+        request = LoRARequest("changing", 1, str(llama.adapters[path_name]))
+        engine.add_lora(request)
+        (output,) = engine.generate([prompt], GREEDY, request)
+        assert largest_error(llama, output, path_name) < MAX_RELATIVE_ERROR
+        assert num_found([output]) == [0], "its last version has gone, with all that it had"
+    known = (PROMPT_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert num_found(ask(llama, engine, [prompt], [names[0]])) == [known], "the same content"
+
+
+@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+def test_seeded_samples_do_not_depend_on_what_was_found(
+    llama: ParityCase, prefix_cache: str
+) -> None:
+    params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)
+    prompt = prompt_of(5)
+    with Engine(
+        model=str(llama.directory), device="cpu", prefix_cache=prefix_cache, **OPTIONS
+    ) as engine:
+        first, second = (engine.generate([prompt], params)[0] for _ in range(2))
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+    assert (min(num_found([second])) > 0) == (prefix_cache == "on")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    return make_case(tmp_path_factory.mktemp("deep"))
+
+
+def test_a_cold_request_begins_behind_a_prefix(deep: ParityCase, tmp_path: Path) -> None:
+    """Its KV is on the device though its adapter has gone; what is new is computed by workers."""
+    name = NAMES[0]
+    with ColdEngine(
+        deep.directory, {name: deep.adapters[name]}, tmp_path, delta_backend="numpy",
+        prefix_cache="on",
+    ) as engine:  # fmt: skip
+        prompt = prompts(1, seed=31, num_tokens=18)[0]
+        first = engine.ask(name, prompt)
+        check(deep, engine.run())
+        engine.cool(name)
+        engine.plans.clear()
+        with engine.chunks(split_at(3, 9)):
+            engine.ask(name, [*prompt, *first.token_ids, 5, 6, 7])
+            answers = engine.run()
+        starts = [start for batch in engine.assisted for start in batch.start_positions]
+        assert starts and min(starts) >= len(prompt)
+        check(deep, answers)
+        engine.check_nothing_is_held()

@@ -1,0 +1,108 @@
+"""Prefixes that are kept, to whom they belong, and how they make way."""
+
+from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.memory.kv_tree import KvNode
+from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferResult
+from support.scheduling import BLOCK_SIZE, facts, make_memory
+
+NAMESPACE = b"n"
+
+
+def keep(
+    memory: DeviceMemory, first_token: int, num_blocks: int, *,
+    adapter_id: AdapterId = BASE_ADAPTER, namespace: bytes = NAMESPACE,
+) -> list[KvNode]:  # fmt: skip
+    """Let a request compute so many blocks, and end."""
+    block_ids = memory.pool.allocate(num_blocks)
+    assert block_ids is not None
+    path: list[KvNode] = []
+    for number, block_id in enumerate(block_ids):
+        tokens = (first_token + number,) * BLOCK_SIZE
+        parent = path[-1] if path else None
+        node = memory.prefixes.keep(adapter_id, namespace, parent, tokens, block_id, 0.0)
+        path.append(node)
+    memory.let_go(path, ())
+    memory.check_invariants()
+    return path
+
+
+def tokens_of(first_token: int, num_blocks: int) -> tuple[int, ...]:
+    return tuple(first_token + number for number in range(num_blocks) for _ in range(BLOCK_SIZE))
+
+
+def num_found(memory: DeviceMemory, first_token: int, namespace: bytes = NAMESPACE) -> int:
+    return len(memory.prefixes.match(namespace, tokens_of(first_token, 8), 8 * BLOCK_SIZE))
+
+
+def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
+    assert memory.load(AdapterId(adapter_id), facts(num_bytes))
+    (transfer,) = memory.take_commands()
+    memory.settle(TransferResult(transfer.transfer_id))
+
+
+def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    path = keep(memory, 1, 3)
+    pool, budget = memory.pool, memory.budget
+    assert (pool.num_used_blocks, pool.num_cached_blocks, pool.num_unused_blocks) == (0, 3, 8)
+    assert budget.unpromised_bytes == budget.capacity_bytes
+    memory.prefixes.hold(path[:2])
+    assert (pool.num_used_blocks, pool.num_cached_blocks) == (2, 1)
+    assert memory.has_room_for(BASE_ADAPTER, 6) and not memory.has_room_for(BASE_ADAPTER, 7)
+    assert not memory.has_room_for(BASE_ADAPTER, 6, path[2:]), "whose block it would hold, too"
+    memory.let_go(path[:2], ())
+    assert memory.has_room_for(BASE_ADAPTER, 8)
+
+
+def test_the_longest_unused_make_way_first_and_from_their_ends() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    keep(memory, 10, 3)
+    load(memory, 1, 100)
+    keep(memory, 20, 3)
+    assert memory.reclaim(3, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert (num_found(memory, 10), num_found(memory, 20)) == (1, 3)
+    assert memory.take_evictions() == ()
+    assert memory.reclaim(5, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert (num_found(memory, 10), num_found(memory, 20)) == (0, 3)
+    assert memory.take_evictions() == (1,), "it is older than what is left"
+    assert not memory.reclaim(9, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert num_found(memory, 20) == 3, "nothing goes where it would not be enough"
+
+
+def test_blocks_make_way_for_adapters_too_but_not_where_these_have_a_slab() -> None:
+    memory = make_memory(num_blocks=4, keeps_prefixes=True)
+    keep(memory, 10, 4)
+    assert not memory.load(AdapterId(1), facts(150))
+    assert memory.reclaim(0, 150, include_waiting=False, keep=BASE_ADAPTER)
+    assert num_found(memory, 10) == 2
+    load(memory, 1, 150)
+    apart = make_memory(num_blocks=4, block_bytes=64, slab_bytes=128, keeps_prefixes=True)
+    keep(apart, 10, 4)
+    load(apart, 1, 128)
+    assert apart.reclaim(2, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert apart.reclaim(0, 64, include_waiting=False, keep=BASE_ADAPTER)
+    assert num_found(apart, 10) == 2 and apart.take_evictions() == (1,)
+
+
+def test_history_is_cut_to_what_it_may_hold() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True, max_history_blocks=2)
+    keep(memory, 10, 3)
+    keep(memory, 20, 2)
+    memory.take_evictions()
+    assert (num_found(memory, 10), num_found(memory, 20)) == (0, 2)
+    memory.check_invariants()
+
+
+def test_what_the_last_version_had_goes_with_it() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    for number in (1, 2):  # two names of one content
+        keep(memory, 10 * number, 1, adapter_id=AdapterId(number), namespace=b"content")
+    keep(memory, 10, 1)
+    memory.drop(AdapterId(1))
+    memory.evict_asked()
+    assert num_found(memory, 10, b"content") == num_found(memory, 20, b"content") == 1
+    memory.drop(AdapterId(2))
+    memory.evict_asked()
+    assert num_found(memory, 10, b"content") == num_found(memory, 20, b"content") == 0
+    assert num_found(memory, 10) == 1, "the base model's stays"
+    memory.check_invariants()
