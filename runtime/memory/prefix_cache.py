@@ -68,7 +68,9 @@ class PrefixCache:
             self._note_namespace(self._tree, namespace, adapter_id)
         node = self._tree.enter(namespace, parent, token_ids, block_id)
         self._policy.visit(node, now_s)
-        self._mark_cached()  # the same may have been there, and nobody held it
+        self._mark_cached()
+        # The same may have been there, and nobody held it: then it no longer backs a promise.
+        self._pool.promise(self._pool.num_promised_blocks)
         return node
 
     def let_go(self, path: Sequence[KvNode]) -> None:

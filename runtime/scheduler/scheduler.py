@@ -160,7 +160,9 @@ class Scheduler:
         self._continuation.reset_outgrown(draft, now_s)
         if not self._cold_starts.stops_everybody():
             self._continuation.squash(draft, now_s)
-            if self._continuation.go_on(draft, now_s):
+            may_admit = self._continuation.go_on(draft, now_s)
+            # Who ran alone and had to give way may begin again: no step would ever wake it.
+            if may_admit or not (self.num_running or self._in_flight):
                 self._admission.admit(draft, now_s)
         transfers = self.memory.take_commands()
         step_id = StepId(self._next_step_id)

@@ -54,6 +54,20 @@ def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
     assert memory.has_room_for(BASE_ADAPTER, 8)
 
 
+def test_what_is_computed_again_and_held_with_its_copy_backs_no_promise() -> None:
+    memory = make_memory(num_blocks=4, keeps_prefixes=True)
+    pool = memory.pool
+    keep(memory, 1, 2)
+    own = pool.allocate(1)
+    assert own is not None
+    pool.promise(3)
+    assert pool.num_promised_blocks == 3, "one is free, two would make way"
+    node = memory.prefixes.keep(BASE_ADAPTER, NAMESPACE, None, tokens_of(1, 1), own[0], 0.0)
+    assert node.block_id != own[0], "it is the one that was there"
+    assert pool.num_promised_blocks == 2
+    memory.check_invariants()
+
+
 def test_the_longest_unused_make_way_first_and_from_their_ends() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True)
     keep(memory, 10, 3)

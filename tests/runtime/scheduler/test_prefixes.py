@@ -102,6 +102,28 @@ def test_a_preempted_request_goes_on_behind_its_own() -> None:
     assert num_again < scheduler.counters.num_preemptions * 10, "not all of it is computed again"
 
 
+def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
+    """Beside its own copy it holds what another had computed before: together that is too much."""
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=8, keeps_prefixes=True), predictor=Guess(1),
+        growth_headroom=0.0, max_num_batched_tokens=32,
+    )  # fmt: skip
+    executor = make_executor(scheduler)
+    scheduler.add_request(make_request(1, prompt=PROMPT, max_tokens=1), 0.0)
+    longer = make_request(2, prompt=PROMPT, max_tokens=15)
+    scheduler.add_request(longer, 0.0)
+    while scheduler.has_work():
+        plan = scheduler.schedule(0.0)
+        assert plan is not None, "nothing is under way that would wake anybody"
+        executor.submit(plan)
+        for result in executor.poll():
+            scheduler.update(result, 0.0)
+        scheduler.check_invariants()
+    assert longer.num_preemptions == 1
+    expected = expected_output(PROMPT, longer.sampling, longer.adapter_id, max_model_len=64)
+    assert (list(longer.output_token_ids), "length") == expected
+
+
 def test_what_short_contexts_have_made_is_not_found_by_long_ones() -> None:
     """Where the rotary factors change with the length; ``FakeExecutor`` tells them apart."""
     scheduler = make_scheduler(memory=make_memory(keeps_prefixes=True), recompute_at_tokens=16)
