@@ -1,38 +1,31 @@
-"""Cold starts as the scheduler asks for them: keeps loads and decisions, plans chunk by chunk.
+"""Cold starts as the scheduler asks for them: keeps decisions, plans chunk by chunk.
 
-Joins the planner, which knows times, with the ledger of the link, which knows what is under way.
+Joins the planner, which knows times, with the table of transfers, which knows what is under way.
 Pure: times come in as arguments.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..adapter import AdapterLayers
-from ..plan import AdapterId, RequestId, StepId
+from ..memory.transfers import OpenLoad, TransferTable
+from ..plan import RequestId, StepId, TransferId
 from ..request import Request
 from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
 from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
 from .company import company_of_decodes, company_of_step
-from .files import FileLedger, ready_s
+from .files import FileForecast, ready_s
 from .first_tokens import FirstTokens
-from .link import LinkLedger, by_layer
+from .link import LinkForecast, by_layer
 from .planner import Planner
 from .predict import gains_by_waiting, plan_step
 from .stalls import Stalls
 from .strategy import AT_ONCE, Decision, LoadStrategy
 
 _MIN_CHUNK_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    """An adapter while it moves."""
-
-    shape: AdapterShape
-    layers: AdapterLayers
 
 
 class PlannedColdStarts:
@@ -42,86 +35,53 @@ class PlannedColdStarts:
         self,
         planner: Planner,
         worker_tokens: Sequence[int],
+        transfers: TransferTable,
     ) -> None:
-        """Make plans without any load under way.
+        """Nothing has been decided yet.
 
         Args:
             planner: Chooses strategies; its model is what chunks are predicted with.
             worker_tokens: By the number of ready workers, from 0 on: tokens of one step that their
                 rings hold.
+            transfers: What is under way, as the memory keeps it.
         """
+        self.transfers = transfers
         self._planner = planner
         self._worker_tokens = worker_tokens
         self._num_workers = 0
-        self._ledger = LinkLedger(planner.model.link)
-        self._files = FileLedger()
-        self._first_tokens = FirstTokens()
+        self._link = LinkForecast(planner.model.link, transfers)
+        self._files = FileForecast(transfers)
+        self._first_tokens = FirstTokens(transfers)
         self._stalls = Stalls()
-        self._loading: dict[AdapterId, _Loading] = {}
         self._decisions: dict[RequestId, Decision] = {}
-        self._blocking: set[AdapterId] = set()
+        self._blocking: set[TransferId] = set()
         self._counts: Counter[str] = Counter()
 
     def use(self, planner: Planner) -> None:
-        """Ask another planner from now on. No load may be under way."""
-        assert not self._loading, "the link's ledger is of the planner before"
+        """Ask another planner from now on."""
         self._planner = planner
-        self._ledger = LinkLedger(planner.model.link)
+        self._link = LinkForecast(planner.model.link, self.transfers)
 
     def workers_changed(self, num_ready: int) -> None:
         """So many take jobs from now on."""
         self._num_workers = num_ready
 
-    def load_started(
-        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
-    ) -> None:
-        """A load has been commanded."""
-        adapter_id, adapter = request.adapter_id, request.adapter
-        assert adapter is not None and adapter.layers is not None, adapter_id
-        layers = adapter.layers
-        shape = AdapterShape(adapter.num_bytes, layers.rank_sums)
-        self._loading[adapter_id] = _Loading(shape, layers)
-        self._ledger.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
-        if not is_on_host:
-            self._files.start(adapter_id, layers.group_bytes, now_s, is_demand=is_demand)
-
-    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
-        """A request waits for what was a prefetch."""
-        if adapter_id in self._loading:
-            self._ledger.promote(adapter_id, now_s)
-            self._files.promote(adapter_id, now_s)
-
-    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
-        """So many layer groups have arrived."""
-        self._ledger.report(adapter_id, num_groups, now_s)
-        self._files.arrived(adapter_id, num_groups, now_s)
-
-    def load_read(
-        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
-    ) -> None:
-        """So many layer groups have been read from files, which took so long."""
-        self._files.report(adapter_id, num_groups, duration_s, now_s)
-
-    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
-        """The load has ended, well or badly."""
-        self._loading.pop(adapter_id, None)
-        self._blocking.discard(adapter_id)
-        self._ledger.end(adapter_id, now_s)
-        self._files.end(adapter_id, now_s)
-        self._first_tokens.load_ended(adapter_id)
+    def files_read(self, num_bytes: int, duration_s: float) -> None:
+        """Learn how fast files are read."""
+        self._files.learn(num_bytes, duration_s)
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """Decide once for a request whose adapter is loading; then keep to it."""
-        loading = self._loading.get(request.adapter_id)
-        if loading is None or not may_use_workers(request):
+        load = self.transfers.load_of(request.adapter_id)
+        if load is None or not may_use_workers(request):
             return False
         decision = self._decisions.get(request.request_id)
         if decision is None:
-            decision = self._decide(request, loading, num_others, rows, now_s)
+            decision = self._decide(request, load, num_others, rows, now_s)
             self._decisions[request.request_id] = decision
             self._counts[decision.strategy.value] += 1
             if decision.strategy is LoadStrategy.BLOCKING:
-                self._blocking.add(request.adapter_id)
+                self._blocking.add(load.transfer_id)
         return decision.strategy in AT_ONCE
 
     def next_chunk(
@@ -132,14 +92,14 @@ class PlannedColdStarts:
         None while the request would only wait for its load: the next layer group, or the end of
         the load, lets the scheduler ask again.
         """
-        loading = self._loading.get(request.adapter_id)
-        if loading is None:
+        load = self.transfers.load_of(request.adapter_id)
+        if load is None:
             return None  # the load has failed, and the request is about to be told
         if needs_whole_adapter(request):
             return None
-        if self._files.num_on_host(request.adapter_id) == 0:
+        if load.num_on_host == 0:
             return None  # it has no place on the device yet
-        cold = self._cold_request(request, loading, num_others, rows, now_s)
+        cold = self._cold_request(request, load, num_others, rows, now_s)
         chunk = self._cut(request, cold, max_tokens)
         if chunk is None:
             self._first_tokens.declined(request.request_id)
@@ -148,7 +108,7 @@ class PlannedColdStarts:
         if self._first_tokens.has_begun(request.request_id):
             company = cold.later_company  # that was reckoned with
         part = ColdPart(
-            chunk.num_tokens, loading.shape, chunk.split_layer, cold.ready_s, cold.start_position
+            chunk.num_tokens, cold.adapter, chunk.split_layer, cold.ready_s, cold.start_position
         )
         self._first_tokens.planned(
             request.request_id,
@@ -180,6 +140,7 @@ class PlannedColdStarts:
 
     def stops_everybody(self) -> bool:
         """Whether a blocking load is under way."""
+        self._blocking = {one for one in self._blocking if one in self.transfers}
         return bool(self._blocking)
 
     def decision(self, request_id: RequestId) -> Decision | None:
@@ -206,17 +167,16 @@ class PlannedColdStarts:
         self._first_tokens.forget(request_id)
 
     def _decide(
-        self, request: Request, loading: _Loading, num_others: int, rows: StepRows,
-        now_s: float,
-    ) -> Decision:  # fmt: skip
+        self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
+    ) -> Decision:
         """Ask the planner. How fast files are read, is no lesson for it."""
-        cold = self._cold_request(request, loading, num_others, rows, now_s)
+        cold = self._cold_request(request, load, num_others, rows, now_s)
         decision = self._planner.decide(cold)
-        if self._files.num_on_host(request.adapter_id) is not None:
+        if load.is_from_files:
             return replace(decision, reason=f"{decision.reason}; its files must be read first")
         if decision.predictions:
             self._first_tokens.expect(
-                request.request_id, request.adapter_id, decision.predictions[0], now_s,
+                request.request_id, load.transfer_id, decision.predictions[0], now_s,
                 is_at_once=decision.strategy in AT_ONCE,
             )  # fmt: skip
         return decision
@@ -247,18 +207,17 @@ class PlannedColdStarts:
         return self._decisions[request.request_id].strategy
 
     def _cold_request(
-        self, request: Request, loading: _Loading, num_others: int, rows: StepRows,
-        now_s: float,
-    ) -> ColdRequest:  # fmt: skip
+        self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
+    ) -> ColdRequest:
         company = self._company(rows, now_s)
         num_workers = self._num_workers
         num_assisted_tokens = sum(part.num_tokens for part in company.cold if part.split_layer)
         max_assisted_tokens = self._worker_tokens[num_workers]
         return ColdRequest(
             num_tokens=max(1, request.num_pending_tokens),
-            adapter=loading.shape,
-            ready_s=self._ready_s(request.adapter_id, now_s),
-            read_s=self._read_s(request.adapter_id, now_s),
+            adapter=_shape(load),
+            ready_s=self._ready_s(load, now_s),
+            read_s=self._read_s(load, now_s),
             max_chunk_tokens=rows.max_cold_tokens,
             start_position=request.num_computed_tokens,
             max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
@@ -270,34 +229,40 @@ class PlannedColdStarts:
 
     def _company(self, rows: StepRows, now_s: float | None) -> Company:
         """All rows so far; ``now_s`` None = when layers are there does not matter."""
-        return company_of_step(
-            self._planner.model,
-            rows,
-            [
+        parts = []
+        for request, chunk in rows.cold_chunks:
+            load = self.transfers.load_of(request.adapter_id)
+            assert load is not None, request.request_id
+            arrival_s = () if now_s is None else self._ready_s(load, now_s)
+            parts.append(
                 ColdPart(
-                    chunk.num_tokens,
-                    self._loading[request.adapter_id].shape,
-                    chunk.split_layer,
-                    () if now_s is None else self._ready_s(request.adapter_id, now_s),
+                    chunk.num_tokens, _shape(load), chunk.split_layer, arrival_s,
                     request.num_computed_tokens,
                 )
-                for request, chunk in rows.cold_chunks
-            ],
-        )
+            )  # fmt: skip
+        return company_of_step(self._planner.model, rows, parts)
 
-    def _ready_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...]:
+    def _ready_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:
         """By layer: when it is on the device."""
-        layers = self._loading[adapter_id].layers
-        by_group = self._ledger.ready_s(adapter_id, now_s)
-        if self._files.num_on_host(adapter_id) is not None:
+        by_group = self._link.ready_s(load, now_s)
+        if load.is_from_files:
             link = self._planner.model.link
-            copy_s = [link.latency_s + size / link.bytes_per_s for size in layers.group_bytes]
-            by_group = ready_s(by_group, self._files.read_s(adapter_id, now_s), copy_s)
-        return by_layer(layers.group_of_layer, by_group)
+            copy_s = [link.latency_s + size / link.bytes_per_s for size in load.part_bytes]
+            by_group = ready_s(by_group, self._files.read_s(load, now_s), copy_s)
+        return by_layer(_layers(load).group_of_layer, by_group)
 
-    def _read_s(self, adapter_id: AdapterId, now_s: float) -> tuple[float, ...] | None:
+    def _read_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...] | None:
         """By layer: when it is on the host; None if its files need not be read."""
-        if self._files.num_on_host(adapter_id) is None:
+        if not load.is_from_files:
             return None
-        by_group = self._files.read_s(adapter_id, now_s)
-        return by_layer(self._loading[adapter_id].layers.group_of_layer, by_group)
+        return by_layer(_layers(load).group_of_layer, self._files.read_s(load, now_s))
+
+
+def _layers(load: OpenLoad) -> AdapterLayers:
+    layers = load.adapter.layers
+    assert layers is not None, f"nobody may plan with adapter {load.command.adapter_id}"
+    return layers
+
+
+def _shape(load: OpenLoad) -> AdapterShape:
+    return AdapterShape(load.adapter.num_bytes, _layers(load).rank_sums)

@@ -5,9 +5,10 @@ longer by no fault of the strategy, so the prediction is given that time, too. A
 run for want of room or memory teaches nothing.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 
-from ..plan import AdapterId, RequestId
+from ..plan import RequestId, TransferId
 from .strategy import LoadStrategy, Prediction
 
 
@@ -23,9 +24,9 @@ class Lesson:
 @dataclass(slots=True)
 class _Expected:
     prediction: Prediction
-    adapter_id: AdapterId
+    load_id: TransferId
     decided_at_s: float
-    is_followed: bool  # it runs while its adapter is loading, and has chunks to come
+    has_chunks_to_come: bool  # that are computed while its adapter is loading
     joined_s: float = 0.0  # by which company that nobody foresaw has made its steps longer
     foreseen_s: float | None = None  # of the step that is put together; None = has no row in it
     has_declined: bool = False  # it has none because it would only have waited
@@ -37,15 +38,17 @@ class _Expected:
 class FirstTokens:
     """First tokens of cold requests that have not come yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_transfers: Container[TransferId]) -> None:
+        """When its load has ended, a request is as others."""
+        self._open_transfers = open_transfers
         self._expected: dict[RequestId, _Expected] = {}
 
     def expect(
-        self, request_id: RequestId, adapter_id: AdapterId, prediction: Prediction, now_s: float,
+        self, request_id: RequestId, load_id: TransferId, prediction: Prediction, now_s: float,
         *, is_at_once: bool,
     ) -> None:  # fmt: skip
         """A request has been decided on; ``is_at_once``: it need not wait for its load."""
-        self._expected[request_id] = _Expected(prediction, adapter_id, now_s, is_at_once)
+        self._expected[request_id] = _Expected(prediction, load_id, now_s, is_at_once)
 
     def has_begun(self, request_id: RequestId) -> bool:
         """Whether a chunk of it has been planned."""
@@ -55,7 +58,7 @@ class FirstTokens:
     def planned(self, request_id: RequestId, foreseen_s: float, *, is_last: bool) -> None:
         """A chunk is in the step, which was foreseen to take so long with a cached adapter."""
         expected = self._expected.get(request_id)
-        if expected is not None and expected.is_followed:
+        if expected is not None and self._is_followed(expected):
             expected.foreseen_s = foreseen_s
             expected.has_begun = True
             expected.is_last_planned = is_last
@@ -66,19 +69,13 @@ class FirstTokens:
         if expected is not None:
             expected.has_declined = True
 
-    def load_ended(self, adapter_id: AdapterId) -> None:
-        """Its requests are as others now."""
-        for expected in self._expected.values():
-            if expected.adapter_id == adapter_id:
-                expected.is_followed = False
-
     def step_closed(self, step_s: float) -> None:
         """Nobody else joins the step, which would take ``step_s`` with all adapters cached."""
         for expected in self._expected.values():
             if expected.foreseen_s is not None:
                 expected.joined_s += step_s - expected.foreseen_s
-                expected.is_followed = not expected.is_last_planned
-            elif expected.is_followed and not expected.has_declined:
+                expected.has_chunks_to_come = not expected.is_last_planned
+            elif self._is_followed(expected) and not expected.has_declined:
                 expected.is_comparable = False
             expected.foreseen_s = None
             expected.has_declined = False
@@ -98,3 +95,7 @@ class FirstTokens:
     def forget(self, request_id: RequestId) -> None:
         """The request has ended."""
         self._expected.pop(request_id, None)
+
+    def _is_followed(self, expected: _Expected) -> bool:
+        """Whether it runs while its adapter is loading, and has chunks to come."""
+        return expected.has_chunks_to_come and expected.load_id in self._open_transfers

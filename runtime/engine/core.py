@@ -311,7 +311,7 @@ class EngineCore:
     def _is_waiting(self) -> bool:
         """Whether a step or a transfer is under way."""
         scheduler = self._scheduler
-        return bool(scheduler.num_in_flight or scheduler.memory.num_open_transfers)
+        return bool(scheduler.num_in_flight or len(scheduler.memory.transfers))
 
     def _take(self, results: Sequence[Result]) -> None:
         now_s = self._clock()

@@ -16,7 +16,6 @@ from ..plan import (
     BlockId,
     HostPlace,
     HostPlaceId,
-    TransferId,
     TransferResult,
 )
 from .adapter_cache import AdapterCache, AdapterState
@@ -27,6 +26,7 @@ from .host_cache import HostCache
 from .kv_tree import KvNode, KvTree
 from .prefix_cache import PrefixCache
 from .room import RoomMaker
+from .transfers import OpenLoad, OpenTransfer, TransferTable
 
 _REGISTRATION_OWNER = "registrations"
 
@@ -45,14 +45,15 @@ class DeviceMemory:
     def __init__(
         self, budget: MemoryBudget, pool: BlockPool, cache: AdapterCache,
         host: HostCache | None = None, tree: KvTree | None = None,
-        *, max_history_blocks: int | None = None,
+        *, transfers: TransferTable | None = None, max_history_blocks: int | None = None,
     ) -> None:  # fmt: skip
         """``pool`` and ``cache`` must take from ``budget``.
 
         ``host``: where adapters come from, and are in use if that is the device's memory: those
         that nothing uses have what KV blocks and the others leave of the budget. None = nobody
         plans that. ``tree``: keeps the KV of prefixes, by the policy of ``cache``; None = nobody
-        does. ``max_history_blocks``: of those that no request uses; None = all.
+        does. ``transfers``: where they are kept; None = in its own table. ``max_history_blocks``:
+        of those that no request uses; None = all.
         """
         self.budget = budget
         self.pool = pool
@@ -60,24 +61,15 @@ class DeviceMemory:
         self.host = host
         self.prefixes = PrefixCache(pool, tree, cache.policy)
         self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
+        self.transfers = TransferTable() if transfers is None else transfers
         self._max_history_blocks = max_history_blocks
-        self._host_uses: dict[AdapterId, tuple[HostPlace, str]] = {}  # with the content
+        self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident ones
         self._registrations: dict[HostPlaceId, int] = {}  # under way, and what they reserve
         self._num_draining_blocks = 0
-        self._commands: list[AdapterTransfer] = []  # not yet in a plan
-        self._open: dict[TransferId, AdapterTransfer] = {}
-        self._prefetches: dict[TransferId, AdapterTransfer] = {}  # open loads nobody waits for
-        self._promoted: list[TransferId] = []  # not yet in a plan
-        self._next_transfer_id = 1
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
         self._gone: list[AdapterId] = []
-
-    @property
-    def num_open_transfers(self) -> int:
-        """Transfers that were commanded and have not ended."""
-        return len(self._open)
 
     @property
     def num_registrations(self) -> int:
@@ -178,7 +170,7 @@ class DeviceMemory:
         )
 
     def load(
-        self, adapter_id: AdapterId, adapter: AdapterFacts, *, is_demand: bool = True
+        self, adapter_id: AdapterId, adapter: AdapterFacts, now_s: float, *, is_demand: bool = True
     ) -> AdapterTransfer | None:
         """Command a load if there is room for it now, on the device and on the host; else None."""
         num_bytes = adapter.num_bytes
@@ -191,10 +183,18 @@ class DeviceMemory:
             place = self.host.begin_load(adapter.digest, adapter.host_bytes)
             if place is None:
                 return None
-            self._host_uses[adapter_id] = place, adapter.digest
         has_begun = self.cache.begin_load(adapter_id, num_bytes)
         assert has_begun, (adapter_id, num_bytes)
-        return self._command(adapter_id, num_bytes, is_demand=is_demand, host=place)
+        slab = self.cache.slab
+        command = AdapterTransfer(
+            self.transfers.new_id(), adapter_id, num_bytes, is_demand,
+            None if slab is None else slab.offset_bytes(adapter_id), place,
+        )  # fmt: skip
+        layers = adapter.layers
+        part_bytes = (num_bytes,) if layers is None else layers.group_bytes
+        load = OpenLoad(command=command, part_bytes=part_bytes, adapter=adapter)
+        self.transfers.begin(load, now_s)
+        return command
 
     def reclaim_load(self, adapter: AdapterFacts, *, include_waiting: bool) -> bool:
         """Evict idle adapters where a load has found no room; whether it may find some now."""
@@ -243,15 +243,6 @@ class DeviceMemory:
         if self.host.is_device_memory:
             self.host.keep_within(max(0, self.budget.capacity_bytes - self.pool.written_bytes))
         return self.host.take_evictions()
-
-    def promote(self, adapter_id: AdapterId) -> bool:
-        """A request waits for a load under way; say whether it was a prefetch until now."""
-        for transfer in self._prefetches.values():
-            if transfer.adapter_id == adapter_id:
-                del self._prefetches[transfer.transfer_id]
-                self._promoted.append(transfer.transfer_id)
-                return True
-        return False
 
     def drop(self, adapter_id: AdapterId) -> None:
         """Evict ``adapter_id`` for good, as soon as nothing on the device refers to it."""
@@ -304,33 +295,11 @@ class DeviceMemory:
         if self.host is not None:
             self.host.evict_again(place_ids)
 
-    def take_commands(self) -> tuple[AdapterTransfer, ...]:
-        """Return the transfers for the next plan."""
-        commands, self._commands = tuple(self._commands), []
-        return commands
-
-    def take_promoted(self) -> tuple[TransferId, ...]:
-        """Return the loads that have become urgent, for the next plan."""
-        promoted, self._promoted = tuple(self._promoted), []
-        return promoted
-
-    def open_transfer(self, transfer_id: TransferId) -> AdapterTransfer | None:
-        """A transfer that was commanded and has not ended."""
-        return self._open.get(transfer_id)
-
-    def settle(self, result: TransferResult) -> AdapterTransfer | None:
+    def settle(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
         """Note the end of a transfer and return it; None if it is not known (any more)."""
-        transfer = self._open.pop(result.transfer_id, None)
-        if transfer is None:
-            return None
-        self._prefetches.pop(result.transfer_id, None)
-        has_failed = result.error is not None
-        if has_failed:
-            self.cache.fail_load(transfer.adapter_id)
-        else:
-            self.cache.finish_load(transfer.adapter_id)
-        if self.host is not None:
-            self._end_load_of_host(transfer, self.host, has_failed=has_failed)
+        transfer = self.transfers.end(result.transfer_id, now_s)
+        if isinstance(transfer, OpenLoad):
+            self._end_load(transfer, has_failed=result.error is not None)
         return transfer
 
     def check_invariants(self) -> None:
@@ -340,48 +309,39 @@ class DeviceMemory:
         self.cache.check_invariants()
         self.prefixes.check_invariants()
         assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
-        for transfer in self._open.values():
-            assert self.cache.state(transfer.adapter_id) is AdapterState.LOADING, transfer
+        self.transfers.check_invariants()
+        for transfer in self.transfers:
+            if isinstance(transfer, OpenLoad):
+                state = self.cache.state(transfer.command.adapter_id)
+                assert state is AdapterState.LOADING, transfer
         if self.host is not None:
             self.host.check_invariants()
+            residents = self.cache.resident_ids() if self.host.is_device_memory else ()
+            assert set(residents) == self._read_in_place.keys()
 
-    def _end_load_of_host(
-        self, transfer: AdapterTransfer, host: HostCache, *, has_failed: bool
-    ) -> None:
-        """A load needs its place on the host no more, unless it is read there."""
-        place, digest = self._host_uses[transfer.adapter_id]
+    def _end_load(self, load: OpenLoad, *, has_failed: bool) -> None:
+        """It needs its place on the host no more, unless the device reads the adapter there."""
+        adapter_id, place = load.command.adapter_id, load.command.host
+        if has_failed:
+            self.cache.fail_load(adapter_id)
+        else:
+            self.cache.finish_load(adapter_id)
+        if self.host is None:
+            return
+        assert place is not None, load
         if not (has_failed or place.is_filled):
-            host.filled(place.place_id, digest)
-        if has_failed or not host.is_device_memory:
-            self._end_host_use(transfer.adapter_id, host)
-
-    def _end_host_use(self, adapter_id: AdapterId, host: HostCache) -> None:
-        place, _ = self._host_uses.pop(adapter_id)
-        host.end_use(place.place_id)
+            self.host.filled(place.place_id, load.adapter.digest)
+        if has_failed or not self.host.is_device_memory:
+            self.host.end_use(place.place_id)
+        else:
+            self._read_in_place[adapter_id] = place.place_id
 
     def _evict(self, adapter_id: AdapterId) -> None:
         """Evict an idle adapter with the next plan."""
         self.cache.evict(adapter_id)
         self._evictions.append(adapter_id)
         if self.host is not None and self.host.is_device_memory:
-            self._end_host_use(adapter_id, self.host)
-
-    def _command(
-        self, adapter_id: AdapterId, num_bytes: int, *, is_demand: bool, host: HostPlace | None
-    ) -> AdapterTransfer:
-        """Queue a load for the next plan."""
-        transfer_id = TransferId(self._next_transfer_id)
-        slab = self.cache.slab
-        offset_bytes = None if slab is None else slab.offset_bytes(adapter_id)
-        transfer = AdapterTransfer(
-            transfer_id, adapter_id, num_bytes, is_demand, offset_bytes, host
-        )
-        self._next_transfer_id += 1
-        self._open[transfer_id] = transfer
-        if not is_demand:
-            self._prefetches[transfer_id] = transfer
-        self._commands.append(transfer)
-        return transfer
+            self.host.end_use(self._read_in_place.pop(adapter_id))
 
     def _collect_gone(self) -> None:
         """Move dropped adapters that have left the device to ``_gone``."""

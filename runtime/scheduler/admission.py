@@ -123,8 +123,7 @@ class Admission:
         if state is AdapterState.RESIDENT:
             return None
         if state is AdapterState.LOADING:
-            if self._memory.promote(request.adapter_id):
-                self._cold_starts.load_promoted(request.adapter_id, now_s)
+            self._memory.transfers.promote(request.adapter_id, now_s)
         elif not self._make_room_and_load(request, now_s, include_waiting=is_first):
             return Verdict.NO_ADAPTER
         may_start = draft.max_cold_tokens > 0 and self._cold_starts.may_start(
@@ -151,12 +150,8 @@ class Admission:
         assert request.adapter is not None, request.request_id
         if is_demand:
             self._running.promise_growth()  # which the load must leave alone
-        transfer = self._memory.load(request.adapter_id, request.adapter, is_demand=is_demand)
-        if transfer is None:
-            return False
-        is_on_host = transfer.host is None or transfer.host.is_filled
-        self._cold_starts.load_started(request, now_s, is_demand=is_demand, is_on_host=is_on_host)
-        return True
+        adapter_id, adapter = request.adapter_id, request.adapter
+        return self._memory.load(adapter_id, adapter, now_s, is_demand=is_demand) is not None
 
     def _start(
         self, request: Request, path: Sequence[KvNode], num_blocks: int, draft: StepDraft,

@@ -1,14 +1,15 @@
 """How the scheduler asks when requests may start whose adapter is still being loaded.
 
-The scheduler knows loads and rows, its ``ColdStarts`` knows times. Without one that predicts,
-every request waits for its adapter: ``WarmStarts``.
+The scheduler knows rows, its ``ColdStarts`` knows times, and what is under way both read in the
+memory's table of transfers. Without one that predicts, every request waits for its adapter:
+``WarmStarts``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..plan import AdapterId, RequestId, StepId
+from ..plan import RequestId, StepId
 from ..request import Request
 from .events import ColdStart
 
@@ -33,34 +34,14 @@ class StepRows:
 
 
 class ColdStarts(Protocol):
-    """Decides for requests whose adapter is loading. Told of every load and its progress."""
+    """Decides for requests whose adapter is loading."""
 
     def workers_changed(self, num_ready: int) -> None:
         """So many CPU workers take jobs from now on; until the first call none does."""
         ...
 
-    def load_started(
-        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
-    ) -> None:
-        """A load of the request's adapter has been commanded; ``is_on_host``: no files are read."""
-        ...
-
-    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
-        """A request waits for what was a prefetch."""
-        ...
-
-    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
-        """So many layer groups have arrived."""
-        ...
-
-    def load_read(
-        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
-    ) -> None:
-        """So many layer groups have been read from files, which took so long."""
-        ...
-
-    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
-        """The load has ended, well or badly."""
+    def files_read(self, num_bytes: int, duration_s: float) -> None:
+        """So many bytes of adapters have been read from files, which took so long."""
         ...
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
@@ -104,23 +85,7 @@ class WarmStarts:
     def workers_changed(self, num_ready: int) -> None:
         """Nothing is kept."""
 
-    def load_started(
-        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
-    ) -> None:
-        """Nothing is kept."""
-
-    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
-        """Nothing is kept."""
-
-    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
-        """Nothing is kept."""
-
-    def load_read(
-        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
-    ) -> None:
-        """Nothing is kept."""
-
-    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
+    def files_read(self, num_bytes: int, duration_s: float) -> None:
         """Nothing is kept."""
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from ..errors import RequestError
 from ..limits import check_queue
 from ..memory.device_memory import DeviceMemory
+from ..memory.transfers import OpenLoad
 from ..plan import (
     AdapterId,
+    AdapterTransfer,
     RequestId,
     Result,
     StepId,
@@ -119,7 +121,7 @@ class Scheduler:
         return bool(
             self._requests
             or self._in_flight
-            or self.memory.num_open_transfers
+            or len(self.memory.transfers)
             or self.memory.has_evictions
         )
 
@@ -164,17 +166,18 @@ class Scheduler:
             # Who ran alone and had to give way may begin again: no step would ever wake it.
             if may_admit or not (self.num_running or self._in_flight):
                 self._admission.admit(draft, now_s)
-        transfers = self.memory.take_commands()
+        transfers = self.memory.transfers.take_commands()
+        has_loads = any(isinstance(one, AdapterTransfer) for one in transfers)
         step_id = StepId(self._next_step_id)
         self._cold_starts.step_closed(step_id, draft.rows, now_s)
         step = draft.build(
             step_id,
             now_s,
             evict_adapters=self.memory.take_evictions(),
-            freed_blocks=self.memory.pool.give_back() if transfers else (),
+            freed_blocks=self.memory.pool.give_back() if has_loads else (),
             transfers=transfers,
             host_evictions=self.memory.take_host_evictions(),
-            promoted_transfers=self.memory.take_promoted(),
+            promoted_transfers=self.memory.transfers.take_promoted(),
             forget_requests=tuple(self._forget),
         )
         if step is None:
@@ -188,8 +191,11 @@ class Scheduler:
         """Take in a result; return the new tokens and ends that come of it."""
         if isinstance(result, TransferResult):
             return self._end_transfer(result, now_s)
-        if isinstance(result, TransferProgress | TransferRead):
-            self._note_progress(result, now_s)
+        if isinstance(result, TransferProgress):
+            self.memory.transfers.arrived(result, now_s)
+            return []
+        if isinstance(result, TransferRead):
+            self._cold_starts.files_read(*self.memory.transfers.read(result, now_s))
             return []
         if isinstance(result, WorkersChanged):
             self._cold_starts.workers_changed(result.num_ready)
@@ -294,25 +300,14 @@ class Scheduler:
             cold_start=self._cold_starts.first_token(event.request_id, now_s),
         )
 
-    def _note_progress(self, progress: TransferProgress | TransferRead, now_s: float) -> None:
-        """Layer groups of a load have arrived, or have been read."""
-        transfer = self.memory.open_transfer(progress.transfer_id)
-        if transfer is None:
-            return
-        adapter_id, num_groups = transfer.adapter_id, progress.num_groups
-        if isinstance(progress, TransferRead):
-            self._cold_starts.load_read(adapter_id, num_groups, progress.duration_s, now_s)
-        else:
-            self._cold_starts.load_progressed(adapter_id, num_groups, now_s)
-
     def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:
         """Note a transfer's end; a failed load fails the requests that wait for it."""
-        transfer = self.memory.settle(result)
-        if transfer is None:
+        transfer = self.memory.settle(result, now_s)
+        if not isinstance(transfer, OpenLoad):
             return []
-        self._cold_starts.load_ended(transfer.adapter_id, now_s)
+        adapter_id = transfer.command.adapter_id
         for request in self._running.requests:
-            if request.adapter_id == transfer.adapter_id:
+            if request.adapter_id == adapter_id:
                 request.is_cold = False
         if result.error is None:
             return []
@@ -320,7 +315,7 @@ class Scheduler:
         events = [
             _error_event(request.request_id, "AdapterUnavailableError", error)
             for request in self._requests.values()
-            if request.adapter_id == transfer.adapter_id
+            if request.adapter_id == adapter_id
         ]
         self._end_finished(events, now_s)
         return events

@@ -5,7 +5,6 @@ from operator import attrgetter
 
 from ..plan import (
     AdapterId,
-    AdapterTransfer,
     BlockId,
     BlockUpdate,
     HostPlaceId,
@@ -15,6 +14,7 @@ from ..plan import (
     StepPlan,
     SubBatch,
     SubBatchKind,
+    Transfer,
     TransferId,
 )
 from ..request import Request
@@ -118,7 +118,7 @@ class StepDraft:
         *,
         evict_adapters: tuple[AdapterId, ...],
         freed_blocks: tuple[BlockId, ...],
-        transfers: tuple[AdapterTransfer, ...],
+        transfers: tuple[Transfer, ...],
         promoted_transfers: tuple[TransferId, ...],
         forget_requests: tuple[RequestId, ...],
         host_evictions: tuple[HostPlaceId, ...],

@@ -162,7 +162,7 @@ def _make_scheduler(
         growth_headroom=options.growth_headroom,
     )
     model = machine.model
-    cold_starts = PlannedColdStarts(Planner(model), _worker_tokens(model))
+    cold_starts = PlannedColdStarts(Planner(model), _worker_tokens(model), memory.transfers)
     times = ProfiledTimes(model, config.max_num_batched_tokens)
     return Scheduler(
         config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,

@@ -292,7 +292,7 @@ class ColdEngine:
         memory = self.scheduler.memory
         num_kept_bytes = memory.pool.num_cached_blocks * memory.pool.block_bytes
         assert memory.budget.free_bytes + num_kept_bytes == memory.budget.capacity_bytes
-        assert memory.pool.num_used_blocks == memory.num_open_transfers == 0
+        assert memory.pool.num_used_blocks == len(memory.transfers) == 0
         assert self.parts.executor.is_idle
         assert self.parts.loaded.lora_table.num_free_rows == self.parts.loaded.lora_table.capacity
         self.arena.check_invariants()

@@ -278,7 +278,7 @@ class LoadingEngine:
         self._facts: dict[str, AdapterFacts] = {}
         for name in contents:
             self.register(name)
-        cold_starts = _ColdStarts(rng, start_share=0.7, blocking_share=0.0)
+        cold_starts = _ColdStarts(rng, self.memory.transfers, start_share=0.7, blocking_share=0.0)
         self.scheduler = make_scheduler(memory=self.memory, cold_starts=cold_starts, max_num_seqs=2)
         self.num_failed = 0
         self._now_s = 0.0
@@ -443,7 +443,7 @@ class LoadingEngine:
         if not cache.has_evictions:
             assert self.host.arena.place_ids <= cache.place_ids
             assert self.host.arena.taken_bytes <= cache.taken_bytes
-        if not self.memory.num_open_transfers:
+        if not len(self.memory.transfers):
             assert self.host.arena.num_references == 0
             assert cache.num_used == 0
             assert self.host.arena.place_ids >= cache.place_ids

@@ -2,7 +2,8 @@
 
 import random
 
-from corun.runtime.plan import AdapterId, RequestId, StepId
+from corun.runtime.memory.transfers import TransferTable
+from corun.runtime.plan import RequestId, StepId, TransferId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 
@@ -12,42 +13,26 @@ NUM_LAYERS = 4
 class RandomColdStarts:
     """Starts cold requests and cuts chunks at random; checks what it is told."""
 
-    def __init__(self, rng: random.Random, *, start_share: float, blocking_share: float) -> None:
+    def __init__(
+        self, rng: random.Random, transfers: TransferTable,
+        *, start_share: float, blocking_share: float,
+    ) -> None:  # fmt: skip
         self._rng = rng
+        self._transfers = transfers
         self._start_share = start_share
         self._blocking_share = blocking_share
-        self._loading: set[AdapterId] = set()
-        self._blocking: set[AdapterId] = set()
+        self._is_blocking: dict[TransferId, bool] = {}  # decided when it is first seen
         self.num_started = 0
 
     def workers_changed(self, num_ready: int) -> None:
         pass
 
-    def load_started(
-        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
-    ) -> None:
-        assert request.adapter_id not in self._loading
-        self._loading.add(request.adapter_id)
-        if self._rng.random() < self._blocking_share:
-            self._blocking.add(request.adapter_id)
-
-    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
-        assert adapter_id in self._loading
-
-    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
-        assert adapter_id in self._loading
-
-    def load_read(
-        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
-    ) -> None:
-        assert adapter_id in self._loading
-
-    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
-        self._loading.remove(adapter_id)
-        self._blocking.discard(adapter_id)
+    def files_read(self, num_bytes: int, duration_s: float) -> None:
+        assert num_bytes >= 0 and duration_s >= 0.0
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        may = request.adapter_id in self._loading and self._rng.random() < self._start_share
+        is_loading = self._transfers.load_of(request.adapter_id) is not None
+        may = is_loading and self._rng.random() < self._start_share
         self.num_started += may
         return may
 
@@ -55,7 +40,8 @@ class RandomColdStarts:
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
         assert request.is_cold
-        if request.adapter_id not in self._loading or self._rng.random() < 0.2:
+        is_loading = self._transfers.load_of(request.adapter_id) is not None
+        if not is_loading or self._rng.random() < 0.2:
             return None
         num_tokens = self._rng.randint(1, min(max_tokens, request.num_pending_tokens))
         return ColdChunk(num_tokens, self._rng.randint(0, NUM_LAYERS))
@@ -67,7 +53,11 @@ class RandomColdStarts:
         pass
 
     def stops_everybody(self) -> bool:
-        return bool(self._blocking)
+        under_way = [transfer.transfer_id for transfer in self._transfers]
+        for transfer_id in under_way:
+            if transfer_id not in self._is_blocking:
+                self._is_blocking[transfer_id] = self._rng.random() < self._blocking_share
+        return any(self._is_blocking[transfer_id] for transfer_id in under_way)
 
     def first_token(self, request_id: RequestId, now_s: float) -> None:
         return None

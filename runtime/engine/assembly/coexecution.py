@@ -17,6 +17,7 @@ from ...coldstart.link import group_of_layers
 from ...coldstart.planner import Planner, PlannerConfig
 from ...coldstart.strategy import LoadStrategy
 from ...config.engine import EngineConfig
+from ...memory.transfers import TransferTable
 from ..messages import CpuWorkerStats
 from .placement import Placement
 
@@ -108,6 +109,7 @@ def start_coexecution(
         cold_starts = PlannedColdStarts(
             planner,
             _worker_tokens(profile.model, 0 if workers is None else workers.pool.num_workers),
+            TransferTable(),
         )
         return Coexecution(
             assistant, cold_starts,

@@ -46,6 +46,7 @@ def make_scheduler(
         AdapterCache(budget, slab, memory_policy),
         host,
         tree,
+        transfers=None if coexecution is None else coexecution.cold_starts.transfers,
         max_history_blocks=plan.max_history_blocks,
     )
     scheduler_config = SchedulerConfig(

@@ -12,6 +12,7 @@ from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
+from support.open_transfers import Loads
 from support.scheduling import make_request
 
 ADAPTER = AdapterId(1)
@@ -41,16 +42,18 @@ class Start:
 
     def __init__(self, link_bytes_per_s: float = 1e9, num_others: int = 0) -> None:
         self.planner = Planner(model(link_bytes_per_s), PlannerConfig())
+        self.loads = Loads()
         self.cold_starts = PlannedColdStarts(
             self.planner,
             (0, 512),
+            self.loads.table,
         )
         self.num_others = num_others
         self.cold_starts.workers_changed(1)
         layers = AdapterLayers(SHAPE.rank_sums, (GROUP_BYTES,) * LAYERS, tuple(range(LAYERS)))
         facts = AdapterFacts("d", 8, SHAPE.num_bytes, layers=layers)
         self.request: Request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter=facts)
-        self.cold_starts.load_started(self.request, 0.0, is_demand=True, is_on_host=False)
+        self.loads.begin(ADAPTER, layers.group_bytes, is_on_host=False, adapter=facts)
         assert self.cold_starts.may_start(self.request, num_others, StepRows(64, False), 0.0)
 
     @property
@@ -61,7 +64,8 @@ class Start:
         return decision.strategy
 
     def read(self, num_groups: int, now_s: float) -> None:
-        self.cold_starts.load_read(ADAPTER, num_groups, 0.1 * num_groups, now_s)
+        news = self.loads.read(ADAPTER, num_groups, 0.1 * num_groups, now_s)
+        self.cold_starts.files_read(*news)
 
     def chunk(self, now_s: float) -> ColdChunk | None:
         rows = StepRows(64, False)
@@ -93,7 +97,7 @@ def test_others_are_held_up_by_no_more_than_their_share() -> None:
     assert start.strategy is LoadStrategy.PIPELINED
     start.read(3, 0.3)
     assert start.chunk(0.3) is None
-    start.cold_starts.load_progressed(ADAPTER, 3, 0.31)
+    start.loads.arrived(ADAPTER, 3, 0.31)
     start.read(4, 0.4)
     assert start.chunk(0.4) is not None
 

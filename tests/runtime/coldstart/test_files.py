@@ -1,56 +1,69 @@
 """When adapters will have been read from files."""
 
 import pytest
-from corun.runtime.coldstart.files import FileLedger, ready_s
-from corun.runtime.plan import AdapterId
+from corun.runtime.coldstart.files import FileForecast, ready_s
+from support.open_transfers import Loads
 
-A, B, C = AdapterId(1), AdapterId(2), AdapterId(3)
+A, B, C = 1, 2, 3
 MB = 1_000_000
 
 
-def ledger(**loads: bool) -> FileLedger:
+class Files:
     """Loads of two groups of 100 MB each, and whether requests wait for them."""
-    files = FileLedger()
-    for number, is_demand in enumerate(loads.values(), start=1):
-        files.start(AdapterId(number), (100 * MB, 100 * MB), 0.0, is_demand=is_demand)
-    return files
+
+    def __init__(self, **loads: bool) -> None:
+        self.loads = Loads()
+        self.forecast = FileForecast(self.loads.table)
+        for adapter_id, is_demand in enumerate(loads.values(), start=1):
+            self.begin(adapter_id, is_demand=is_demand)
+
+    def begin(self, adapter_id: int, now_s: float = 0.0, *, is_demand: bool = True) -> None:
+        self.loads.begin(
+            adapter_id, (100 * MB, 100 * MB), now_s, is_demand=is_demand, is_on_host=False
+        )
+
+    def report(self, adapter_id: int, num_read: int, read_s: float, now_s: float) -> None:
+        self.forecast.learn(*self.loads.read(adapter_id, num_read, read_s, now_s))
+
+    def read_s(self, adapter_id: int, now_s: float) -> tuple[float, ...]:
+        return self.forecast.read_s(self.loads[adapter_id], now_s)
 
 
 def test_the_first_guess_is_low_and_the_first_group_corrects_it() -> None:
-    files = ledger(a=True)
+    files = Files(a=True)
     assert files.read_s(A, 0.0) == (1.0, 2.0)
     files.report(A, 1, 0.05, 0.05)
     (first_s, second_s) = files.read_s(A, 0.05)
     assert first_s == 0.0
     assert second_s == pytest.approx(100 * MB / (100e6 + (2e9 - 100e6) / 2))
-    assert files.num_on_host(A) == 1
+    assert files.loads[A].num_on_host == 1
 
 
 def test_a_report_that_is_heard_late_teaches_the_speed_of_reading() -> None:
-    files = ledger(a=True)
+    files = Files(a=True)
     files.report(A, 1, 0.1, 7.0)
     files.report(A, 2, 0.2, 7.0)
-    files.end(A, 7.0)
-    files.start(B, (100 * MB,), 7.0, is_demand=True)
+    files.loads.end(A, 7.0)
+    files.begin(B, 7.0)
     assert files.read_s(B, 7.0)[0] < 0.15
 
 
 def test_one_is_read_after_the_other_demand_first() -> None:
-    files = ledger(a=False, b=False, c=True)
+    files = Files(a=False, b=False, c=True)
     assert files.read_s(C, 0.0) == (1.0, 2.0), "prefetches give way"
     assert files.read_s(A, 0.0) == (3.0, 4.0)
     assert files.read_s(B, 0.0) == (5.0, 6.0)
-    files.promote(B, 0.0)
+    files.loads.promote(B)
     assert files.read_s(C, 0.0) == (1.0, 2.0), "it has begun"
     assert files.read_s(B, 0.0) == (3.0, 4.0)
     assert files.read_s(A, 0.0) == (5.0, 6.0)
-    files.end(C, 2.0)
+    files.loads.end(C, 2.0)
     assert files.read_s(B, 2.0) == (1.0, 2.0)
     assert files.read_s(A, 2.0) == (3.0, 4.0)
 
 
 def test_what_is_read_says_who_has_its_turn() -> None:
-    files = ledger(a=True, b=True)
+    files = Files(a=True, b=True)
     files.report(B, 1, 1.0, 1.0)
     assert files.read_s(B, 1.0) == (0.0, 1.0)
     assert files.read_s(A, 1.0) == (2.0, 3.0)
@@ -60,30 +73,28 @@ def test_what_is_read_says_who_has_its_turn() -> None:
 
 
 def test_what_is_late_is_not_taken_for_done() -> None:
-    files = ledger(a=True)
+    files = Files(a=True)
     assert files.read_s(A, 1.0) == (0.0, 1.0)
     assert files.read_s(A, 4.0) == (3.0, 4.0)
     assert files.read_s(A, 60.0)[0] == 59.0
 
 
 def test_what_is_on_the_device_needs_no_reading_and_teaches_nothing() -> None:
-    files = ledger(a=True, b=True)
-    files.arrived(A, 1, 0.0)
-    assert files.num_on_host(A) == 1
+    files = Files(a=True, b=True)
+    files.loads.arrived(A, 1)
+    assert files.loads[A].num_on_host == 1
     assert files.read_s(A, 0.0) == (0.0, 1.0)
     files.report(A, 1, 1.0, 1.0)
-    files.arrived(A, 2, 2.0)
+    files.loads.arrived(A, 2, 2.0)
     assert files.read_s(A, 2.0) == (0.0, 0.0)
     assert files.read_s(B, 2.0) == (1.0, 2.0)
 
 
 def test_others_are_not_known() -> None:
-    files = ledger(a=True)
-    assert files.num_on_host(B) is None
-    files.report(B, 1, 1.0, 1.0)
-    files.arrived(B, 1, 1.0)
-    files.promote(B, 1.0)
-    files.end(B, 1.0)
+    files = Files(a=True)
+    files.loads.begin(B, (100 * MB,), is_on_host=True)
+    files.loads.arrived(B, 1, 1.0)
+    assert files.read_s(A, 0.0) == (1.0, 2.0), "nothing is read for the other"
     with pytest.raises(KeyError):
         files.read_s(B, 1.0)
 

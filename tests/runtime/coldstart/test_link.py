@@ -1,68 +1,107 @@
 """The planner's view of the link: shares, order, reports."""
 
 import pytest
+from corun.profiles.link import Direction
 from corun.profiles.models import LinkModel
-from corun.runtime.coldstart.link import LinkLedger, by_layer, group_of_layers
-from corun.runtime.plan import AdapterId
+from corun.runtime.coldstart.link import LinkForecast, by_layer, group_of_layers
+from corun.runtime.memory.transfers import OpenTransfer
+from corun.runtime.plan import BlockId, HostSlot, KvTransfer
+from support.open_transfers import Loads
 
-A, B = AdapterId(1), AdapterId(2)
+A, B = 1, 2
 
 
-def _ledger(latency_s: float = 0.0) -> LinkLedger:
-    return LinkLedger(LinkModel(bytes_per_s=100.0, latency_s=latency_s))
+class Link:
+    """A link of 100 bytes per second, and what is loaded over it."""
+
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self.loads = Loads()
+        link = LinkModel(bytes_per_s=100.0, latency_s=latency_s)
+        self.forecast = LinkForecast(link, self.loads.table)
+
+    def ready_s(self, adapter_id: int, now_s: float) -> tuple[float, ...]:
+        return self.forecast.ready_s(self.loads[adapter_id], now_s)
+
+    def copy(self, direction: Direction, num_bytes: int, *, is_demand: bool) -> OpenTransfer:
+        """Of a KV block."""
+        table = self.loads.table
+        command = KvTransfer(table.new_id(), direction, (BlockId(0),), (HostSlot(0),), is_demand)
+        copy = OpenTransfer(command=command, part_bytes=(num_bytes,))
+        table.begin(copy, 0.0)
+        return copy
 
 
 def test_one_load_has_the_whole_link() -> None:
-    ledger = _ledger(latency_s=0.5)
-    ledger.start(A, (100, 100), 10.0, is_demand=True)
-    assert ledger.ready_s(A, 10.0) == (1.5, 2.5)
-    assert ledger.ready_s(A, 11.0) == (0.5, 1.5)
+    link = Link(latency_s=0.5)
+    link.loads.begin(A, (100, 100), 10.0)
+    assert link.ready_s(A, 10.0) == (1.5, 2.5)
+    assert link.ready_s(A, 11.0) == (0.5, 1.5)
 
 
 def test_two_loads_share_until_one_has_ended() -> None:
-    ledger = _ledger()
-    ledger.start(A, (100,), 0.0, is_demand=True)
-    ledger.start(B, (100, 100), 0.0, is_demand=True)
-    assert ledger.ready_s(A, 0.0) == (2.0,)
-    assert ledger.ready_s(B, 0.0) == (2.0, 3.0)
+    link = Link()
+    link.loads.begin(A, (100,))
+    link.loads.begin(B, (100, 100))
+    assert link.ready_s(A, 0.0) == (2.0,)
+    assert link.ready_s(B, 0.0) == (2.0, 3.0)
 
 
 def test_a_prefetch_moves_when_no_demand_does() -> None:
-    ledger = _ledger()
-    ledger.start(B, (100,), 0.0, is_demand=False)
-    ledger.start(A, (100,), 0.0, is_demand=True)
-    assert ledger.ready_s(A, 0.0) == (1.0,)
-    assert ledger.ready_s(B, 0.0) == (2.0,)
-    ledger.promote(B, 0.0)
-    assert ledger.ready_s(B, 0.0) == (2.0,)
-    assert ledger.ready_s(A, 0.0) == (2.0,)
+    link = Link()
+    link.loads.begin(B, (100,), is_demand=False)
+    link.loads.begin(A, (100,))
+    assert link.ready_s(A, 0.0) == (1.0,)
+    assert link.ready_s(B, 0.0) == (2.0,)
+    link.loads.promote(B)
+    assert link.ready_s(B, 0.0) == (2.0,)
+    assert link.ready_s(A, 0.0) == (2.0,)
 
 
 def test_a_report_overrides_the_prediction() -> None:
-    ledger = _ledger()
-    ledger.start(A, (100, 100, 100), 0.0, is_demand=True)
-    ledger.report(A, 2, 5.0)  # late
-    assert ledger.num_ready(A) == 2
-    assert ledger.ready_s(A, 5.0) == (0.0, 0.0, 1.0)
-    ledger.report(A, 1, 5.5)  # an old one changes nothing
-    assert ledger.ready_s(A, 5.5) == (0.0, 0.0, 0.5)
+    link = Link()
+    link.loads.begin(A, (100, 100, 100))
+    link.loads.arrived(A, 2, 5.0)  # late
+    assert link.ready_s(A, 5.0) == (0.0, 0.0, 1.0)
+    link.loads.arrived(A, 1, 5.5)  # an old one changes nothing
+    assert link.ready_s(A, 5.5) == (0.0, 0.0, 0.5)
 
 
 def test_what_is_overdue_is_expected_at_once() -> None:
-    ledger = _ledger()
-    ledger.start(A, (100,), 0.0, is_demand=True)
-    assert ledger.ready_s(A, 7.0) == (0.0,)
+    link = Link()
+    link.loads.begin(A, (100,))
+    assert link.ready_s(A, 7.0) == (0.0,)
 
 
 def test_the_others_get_the_share_of_a_load_that_has_ended() -> None:
-    ledger = _ledger()
-    ledger.start(A, (100,), 0.0, is_demand=True)
-    ledger.start(B, (100,), 0.0, is_demand=True)
-    ledger.end(A, 0.0)
-    assert ledger.ready_s(B, 0.0) == (1.0,)
+    link = Link()
+    ended = link.loads.begin(A, (100,))
+    link.loads.begin(B, (100,))
+    link.loads.end(A)
+    assert link.ready_s(B, 0.0) == (1.0,)
     with pytest.raises(KeyError):
-        ledger.ready_s(A, 0.0)
-    ledger.end(A, 0.0)  # ending twice is harmless: a failed load may be given up, too
+        link.forecast.ready_s(ended, 0.0)
+
+
+def test_what_moved_before_anybody_asked_is_known() -> None:
+    """It is predicted from when something changed, not from when somebody looks."""
+    loads = Loads()
+    loads.begin(A, (100, 100), 3.0)
+    forecast = LinkForecast(LinkModel(bytes_per_s=100.0, latency_s=0.0), loads.table)
+    assert forecast.ready_s(loads[A], 3.5) == (0.5, 1.5)
+
+
+def test_blocks_that_come_share_the_link_and_those_that_go_do_not() -> None:
+    link = Link()
+    link.loads.begin(A, (100,))
+    link.copy(Direction.TO_HOST, 100, is_demand=False)
+    assert link.ready_s(A, 0.0) == (1.0,)
+    link.copy(Direction.TO_DEVICE, 100, is_demand=False)
+    assert link.ready_s(A, 0.0) == (1.0,)
+    asked_for = link.copy(Direction.TO_DEVICE, 50, is_demand=True)
+    assert link.ready_s(A, 0.0) == (1.5,)
+    assert link.forecast.ready_s(asked_for, 0.0) == (1.0,)
+    link.loads.table.end(asked_for.transfer_id, 1.0)
+    assert link.ready_s(A, 1.0) == (1.0,)
 
 
 def test_groups_are_cut_at_layers() -> None:

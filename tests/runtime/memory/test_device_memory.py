@@ -18,9 +18,9 @@ from support.scheduling import BLOCK_BYTES, facts, make_memory
 
 
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
-    assert memory.load(AdapterId(adapter_id), facts(num_bytes))
-    for transfer in memory.take_commands():
-        memory.settle(TransferResult(transfer.transfer_id))
+    assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
+    for transfer in memory.transfers.take_commands():
+        memory.settle(TransferResult(transfer.transfer_id), 0.0)
 
 
 def reclaim(memory: DeviceMemory, num_blocks: int) -> bool:
@@ -29,14 +29,14 @@ def reclaim(memory: DeviceMemory, num_blocks: int) -> bool:
 
 def test_a_load_is_one_command_and_ends_once() -> None:
     memory = make_memory(num_blocks=4)
-    assert memory.load(AdapterId(1), facts(150))
-    (transfer,) = memory.take_commands()
-    assert (transfer.adapter_id, transfer.num_bytes) == (1, 150)
-    assert memory.take_commands() == ()
-    assert memory.num_open_transfers == 1
-    assert memory.settle(TransferResult(transfer.transfer_id)) == transfer
-    assert memory.settle(TransferResult(transfer.transfer_id)) is None
-    assert memory.settle(TransferResult(TransferId(99))) is None
+    command = memory.load(AdapterId(1), facts(150), 0.0)
+    assert command is not None and (command.adapter_id, command.num_bytes) == (1, 150)
+    assert memory.transfers.take_commands() == (command,)
+    assert memory.transfers.take_commands() == ()
+    (load,) = memory.transfers
+    assert memory.settle(TransferResult(command.transfer_id), 1.0) is load
+    assert memory.settle(TransferResult(command.transfer_id), 1.0) is None
+    assert memory.settle(TransferResult(TransferId(99)), 1.0) is None
     assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
 
 
@@ -88,12 +88,12 @@ def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
     memory.evict_asked()
     assert memory.take_evictions() == ()
     assert memory.take_gone() == [7]
-    assert memory.load(AdapterId(1), facts(100))
-    (transfer,) = memory.take_commands()
+    assert memory.load(AdapterId(1), facts(100), 0.0)
+    (transfer,) = memory.transfers.take_commands()
     memory.drop(AdapterId(1))
     memory.evict_asked()
     assert memory.take_gone() == []
-    memory.settle(TransferResult(transfer.transfer_id))
+    memory.settle(TransferResult(transfer.transfer_id), 0.0)
     memory.evict_asked()
     assert memory.take_evictions() == (1,)
     assert memory.take_gone() == [1]
@@ -145,7 +145,7 @@ def test_with_a_slab_each_keeps_to_its_own() -> None:
     load(memory, 1, 128)
     load(memory, 2, 100)
     assert memory.cache.used_bytes == 256, "rounded up"
-    assert not memory.load(AdapterId(3), facts(64))
+    assert not memory.load(AdapterId(3), facts(64), 0.0)
     assert not memory.has_adapter_room(1)
     blocks = memory.pool.allocate(8)
     assert blocks is not None and memory.budget.free_bytes == 0
@@ -165,9 +165,8 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
     assert memory.take_evictions() == (3, 4), "1 is apart from them"
     assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is there"
     assert memory.take_evictions() == ()
-    assert memory.load(AdapterId(5), facts(128))
-    (transfer,) = memory.take_commands()
-    assert (transfer.num_bytes, transfer.offset_bytes) == (128, 128)
+    command = memory.load(AdapterId(5), facts(128), 0.0)
+    assert command is not None and (command.num_bytes, command.offset_bytes) == (128, 128)
     memory.check_invariants()
     for number in (1, 2):
         memory.cache.acquire(AdapterId(number))
@@ -191,7 +190,7 @@ class InPlace:
     def load(self, adapter_id: int) -> None:
         adapter = facts(2 * PAGESIZE, f"content {adapter_id}")
         adapter = replace(adapter, host_bytes=(PAGESIZE, PAGESIZE))
-        assert self.memory.load(AdapterId(adapter_id), adapter) is not None
+        assert self.memory.load(AdapterId(adapter_id), adapter, 0.0) is not None
         self.plan()
 
     def evict(self, adapter_id: int) -> None:
@@ -202,7 +201,9 @@ class InPlace:
         """What is commanded comes to its end; the machine has no more than there is."""
         self.memory.evict_asked()
         evictions = self.memory.take_evictions()
-        transfers = self.memory.take_commands()
+        transfers = self.memory.transfers.take_commands()
+        loads = [one for one in transfers if isinstance(one, AdapterTransfer)]
+        assert len(loads) == len(transfers), "nothing else is planned"
         if transfers:
             self.memory.pool.give_back()
         self.fake.submit(
@@ -214,9 +215,9 @@ class InPlace:
         held_bytes = sum(size for one in self.fake.places.values() for _, size in one.extents)
         assert held_bytes == self.host.taken_bytes
         assert held_bytes + self.memory.pool.written_bytes <= self.memory.budget.capacity_bytes
-        for transfer in transfers:
+        for transfer in loads:
             self.fake.finish(transfer, None)
-            self.memory.settle(TransferResult(transfer.transfer_id))
+            self.memory.settle(TransferResult(transfer.transfer_id), 0.0)
         self.memory.check_invariants()
 
     def kept(self) -> list[int]:
@@ -271,16 +272,16 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
 
     def begin(number: int) -> AdapterTransfer | None:
         adapter = replace(facts(10, f"content {number}"), host_bytes=(PAGESIZE,) * 2)
-        return memory.load(AdapterId(number), adapter)
+        return memory.load(AdapterId(number), adapter, 0.0)
 
     first = begin(1)
     assert first is not None and begin(2) is None
-    memory.take_commands()
-    memory.settle(TransferResult(first.transfer_id, "its files have changed"))
+    memory.transfers.take_commands()
+    memory.settle(TransferResult(first.transfer_id, "its files have changed"), 0.0)
     second = begin(2)
     assert second is not None and second.host is not None and first.host is not None
     assert memory.take_host_evictions() == (first.host.place_id,)
-    memory.settle(TransferResult(second.transfer_id))
+    memory.settle(TransferResult(second.transfer_id), 0.0)
     assert host.contains("content 2") and not host.contains("content 1")
     memory.forget_content("content 2")
     assert memory.has_evictions

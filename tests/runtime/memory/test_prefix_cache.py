@@ -35,9 +35,9 @@ def num_found(memory: DeviceMemory, first_token: int, namespace: bytes = NAMESPA
 
 
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
-    assert memory.load(AdapterId(adapter_id), facts(num_bytes))
-    (transfer,) = memory.take_commands()
-    memory.settle(TransferResult(transfer.transfer_id))
+    assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
+    (transfer,) = memory.transfers.take_commands()
+    memory.settle(TransferResult(transfer.transfer_id), 0.0)
 
 
 def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
@@ -86,7 +86,7 @@ def test_the_longest_unused_make_way_first_and_from_their_ends() -> None:
 def test_blocks_make_way_for_adapters_too_but_not_where_these_have_a_slab() -> None:
     memory = make_memory(num_blocks=4, keeps_prefixes=True)
     keep(memory, 10, 4)
-    assert not memory.load(AdapterId(1), facts(150))
+    assert not memory.load(AdapterId(1), facts(150), 0.0)
     assert memory.reclaim(0, 150, include_waiting=False, keep=BASE_ADAPTER)
     assert num_found(memory, 10) == 2
     load(memory, 1, 150)

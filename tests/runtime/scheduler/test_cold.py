@@ -1,7 +1,19 @@
 """Requests that start while their adapter is being loaded, as the scheduler plans them."""
 
+from mmap import PAGESIZE
+
+from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.memory.adapter_cache import AdapterState
-from corun.runtime.plan import AdapterId, RequestId, StepId, StepPlan, SubBatchKind
+from corun.runtime.memory.host_cache import HostCache
+from corun.runtime.plan import (
+    AdapterId,
+    RequestId,
+    StepId,
+    StepPlan,
+    SubBatchKind,
+    TransferRead,
+    TransferResult,
+)
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import ColdStart
@@ -23,24 +35,8 @@ class FixedColdStarts:
     def workers_changed(self, num_ready: int) -> None:
         self.log.append(f"{num_ready} workers")
 
-    def load_started(
-        self, request: Request, now_s: float, *, is_demand: bool, is_on_host: bool
-    ) -> None:
-        self.log.append(f"{'load' if is_demand else 'prefetch'} {request.adapter_id}")
-
-    def load_promoted(self, adapter_id: AdapterId, now_s: float) -> None:
-        self.log.append(f"promoted {adapter_id}")
-
-    def load_progressed(self, adapter_id: AdapterId, num_groups: int, now_s: float) -> None:
-        self.log.append(f"{num_groups} groups of {adapter_id}")
-
-    def load_read(
-        self, adapter_id: AdapterId, num_groups: int, duration_s: float, now_s: float
-    ) -> None:
-        pass
-
-    def load_ended(self, adapter_id: AdapterId, now_s: float) -> None:
-        self.log.append(f"ended {adapter_id}")
+    def files_read(self, num_bytes: int, duration_s: float) -> None:
+        self.log.append(f"{num_bytes} bytes in {duration_s} s")
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         return not self.is_blocking
@@ -80,14 +76,17 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
         make_request(1, prompt=6, max_tokens=3, adapter_id=ADAPTER, adapter_bytes=100), 0.0
     )
 
-    kinds = []
+    kinds, groups = [], []
     for turn in range(4):
         plan = scheduler.schedule(float(turn))
         assert plan is not None
+        load = scheduler.memory.transfers.load_of(ADAPTER)
+        groups.append(None if load is None else load.num_arrived)
         executor.submit(plan)
         kinds.append((plan.sub_batches[0].kind, plan.sub_batches[0].num_tokens))
-        if turn == 2:
+        if turn == 1:
             executor.progress_transfer(1, 1)
+        if turn == 2:
             executor.finish_transfer(1)
         executor.finish_step()
         for result in executor.poll():
@@ -100,9 +99,8 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
     ]
     assert loads_of(executor.plans[0])[0].adapter_id == ADAPTER
     assert executor.plans[0].sub_batches[0].split_layers == (2,)
-    assert cold_starts.log == [
-        "load 7", "first token of 1", "1 groups of 7", "ended 7", "forgot 1",
-    ]  # fmt: skip
+    assert groups == [0, 0, 1, None]
+    assert cold_starts.log == ["first token of 1", "forgot 1"]
     assert cold_starts.num_ended_steps == 4
 
 
@@ -193,6 +191,8 @@ def test_a_prefetch_that_somebody_waits_for_is_promoted() -> None:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert [transfer.is_demand for transfer in plan.transfers] == [False]
+    load = scheduler.memory.transfers.load_of(ADAPTER)
+    assert load is not None and not load.is_demand
     executor.submit(plan)
     executor.finish_step()
     for result in executor.poll():
@@ -200,8 +200,27 @@ def test_a_prefetch_that_somebody_waits_for_is_promoted() -> None:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert plan.promoted_transfers == (1,)
-    assert cold_starts.log[-1] != "prefetch 7"
-    assert "promoted 7" in cold_starts.log
+    assert load.is_demand
+
+
+def test_cold_starts_learn_what_was_read_from_files_and_only_once() -> None:
+    cold_starts = FixedColdStarts()
+    memory = make_memory(host=HostCache(PAGESIZE))
+    scheduler = make_scheduler(cold_starts=cold_starts, memory=memory)
+    layers = AdapterLayers(((8,),) * 2, group_bytes=(60, 40), group_of_layer=(0, 1))
+    adapter = AdapterFacts("content", 8, 100, host_bytes=(PAGESIZE,), layers=layers)
+    scheduler.add_request(make_request(1, adapter_id=ADAPTER, adapter=adapter), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    (load,) = loads_of(plan)
+    for num_groups, duration_s in ((1, 0.25), (1, 0.25), (2, 0.75)):
+        scheduler.update(TransferRead(load.transfer_id, num_groups, duration_s), 1.0)
+    scheduler.update(TransferResult(load.transfer_id), 1.0)
+    scheduler.update(TransferRead(load.transfer_id, 2, 1.0), 1.0)
+    news = [entry for entry in cold_starts.log if "bytes" in entry]
+    assert news == [
+        "60 bytes in 0.25 s", "0 bytes in 0.0 s", "40 bytes in 0.5 s", "0 bytes in 0.0 s",
+    ]  # fmt: skip
 
 
 def test_a_failed_load_ends_its_requests_and_frees_its_bytes_with_the_last_step() -> None:

@@ -92,9 +92,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         guess_tokens: int,
         keeps_prefixes: bool,
     ) -> None:
-        self.cold_starts = RandomColdStarts(
-            random.Random(cold_seed), start_share=cold_start_share, blocking_share=0.1
-        )
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
         if slab_bytes is not None:
             capacity_bytes = num_blocks * BLOCK_BYTES + slab_bytes
@@ -110,14 +107,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 refresh_s=REFRESH_S,
             ),
         )
+        memory = make_memory(
+            num_blocks=num_blocks,
+            capacity_bytes=capacity_bytes,
+            slab_bytes=slab_bytes,
+            host=host,
+            keeps_prefixes=keeps_prefixes,
+        )
+        self.cold_starts = RandomColdStarts(
+            random.Random(cold_seed), memory.transfers, start_share=cold_start_share,
+            blocking_share=0.1,
+        )  # fmt: skip
         self.scheduler = make_scheduler(
-            memory=make_memory(
-                num_blocks=num_blocks,
-                capacity_bytes=capacity_bytes,
-                slab_bytes=slab_bytes,
-                host=host,
-                keeps_prefixes=keeps_prefixes,
-            ),
+            memory=memory,
             policy=self.made_policy,
             eos_token_ids=EOS,
             max_num_batched_tokens=max_num_batched_tokens,

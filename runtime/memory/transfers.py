@@ -1,0 +1,245 @@
+"""What moves between host and device: the only record of it. Pure.
+
+Memory begins and ends transfers here; who predicts when they will have ended reads it.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...profiles.link import Direction
+from ..adapter import AdapterFacts
+from ..plan import (
+    AdapterId,
+    AdapterTransfer,
+    Transfer,
+    TransferId,
+    TransferProgress,
+    TransferRead,
+)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenTransfer:
+    """A transfer that was commanded and has not ended. Only its table changes it."""
+
+    command: Transfer
+    part_bytes: tuple[int, ...]  # over the link, one part behind the other
+    is_demand: bool = field(init=False)  # by now
+    num_arrived: int = 0  # parts
+
+    def __post_init__(self) -> None:
+        self.is_demand = self.command.is_demand
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return self.command.transfer_id
+
+    @property
+    def direction(self) -> Direction:
+        """Adapters are never written."""
+        if isinstance(self.command, AdapterTransfer):
+            return Direction.TO_DEVICE
+        return self.command.direction
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenLoad(OpenTransfer):
+    """The load of an adapter; its parts are layer groups."""
+
+    command: AdapterTransfer
+    adapter: AdapterFacts
+    num_read: int = 0  # layer groups, from files, of which it is known how long that took
+    read_s: float = 0.0  # all of these
+
+    @property
+    def is_from_files(self) -> bool:
+        """Whether its layer groups are on the host only when they have been read."""
+        host = self.command.host
+        return host is not None and not host.is_filled
+
+    @property
+    def num_on_host(self) -> int:
+        """Layer groups; what is on the device came by way of the host."""
+        if not self.is_from_files:
+            return len(self.part_bytes)
+        return max(self.num_read, self.num_arrived)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether nothing is left to be read."""
+        return self.num_on_host >= len(self.part_bytes)
+
+
+class Change(NamedTuple):
+    """What moves in a direction is as it was then."""
+
+    number: int  # of changes so far
+    at_s: float
+
+
+class ReadingTurn(NamedTuple):
+    """Whose turn it is to be read from files, by what is known."""
+
+    load: OpenLoad
+    since_s: float  # when its newest layer group was heard of, or its turn began
+
+
+class TransferTable:
+    """Open transfers by id, and by adapter where they are loads; what the next plan tells of them.
+
+    Files are read one adapter after the other, each in the order of its layers; those that
+    requests wait for before prefetches, which give way between two layer groups.
+    """
+
+    def __init__(self) -> None:
+        self.reading: ReadingTurn | None = None
+        self._open: dict[TransferId, OpenTransfer] = {}  # oldest first
+        self._loads: dict[AdapterId, OpenLoad] = {}  # those among them
+        self._changes = dict.fromkeys(Direction, Change(0, 0.0))
+        self._commands: list[Transfer] = []  # not yet in a plan
+        self._promoted: list[TransferId] = []  # not yet in a plan
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenTransfer]:
+        """The oldest first."""
+        return iter(self._open.values())
+
+    def __contains__(self, transfer_id: object) -> bool:
+        return transfer_id in self._open
+
+    def load_of(self, adapter_id: AdapterId) -> OpenLoad | None:
+        """The load of an adapter that is under way."""
+        return self._loads.get(adapter_id)
+
+    def last_change(self, direction: Direction) -> Change:
+        """Differs when something has begun, moved, become urgent or ended since."""
+        return self._changes[direction]
+
+    def files_in_turn(self) -> list[OpenLoad]:
+        """Loads from files: the one that is read, those that requests wait for, the others."""
+        reading = None if self.reading is None else self.reading.load
+        loads = [load for load in self._loads.values() if load.is_from_files]
+        return sorted(loads, key=lambda load: (load is not reading, not load.is_demand))
+
+    def new_id(self) -> TransferId:
+        """For the next transfer."""
+        return TransferId(next(self._ids))
+
+    def begin(self, transfer: OpenTransfer, now_s: float) -> None:
+        """A transfer is to be in the next plan."""
+        assert transfer.transfer_id not in self._open, transfer
+        self._open[transfer.transfer_id] = transfer
+        self._commands.append(transfer.command)
+        self._changed(transfer, now_s)
+        if isinstance(transfer, OpenLoad):
+            adapter_id = transfer.command.adapter_id
+            assert adapter_id not in self._loads, f"adapter {adapter_id} is loaded twice"
+            self._loads[adapter_id] = transfer
+            if transfer.is_from_files:
+                self._take_turn(now_s)
+
+    def promote(self, adapter_id: AdapterId, now_s: float) -> None:
+        """A request waits for an adapter; of interest if its load is under way as a prefetch."""
+        load = self._loads.get(adapter_id)
+        if load is None or load.is_demand:
+            return
+        load.is_demand = True
+        self._promoted.append(load.transfer_id)
+        self._changed(load, now_s)
+        if load.is_from_files:
+            self._take_turn(now_s)
+
+    def arrived(self, progress: TransferProgress, now_s: float) -> None:
+        """Take in what has arrived; old news, or of what has ended, change nothing."""
+        transfer = self._open.get(progress.transfer_id)
+        if transfer is None or progress.num_groups <= transfer.num_arrived:
+            return
+        num_before = transfer.num_on_host if isinstance(transfer, OpenLoad) else 0
+        transfer.num_arrived = progress.num_groups
+        self._changed(transfer, now_s)
+        if isinstance(transfer, OpenLoad) and transfer.num_on_host > num_before:
+            self._heard_of(transfer, now_s)
+
+    def read(self, progress: TransferRead, now_s: float) -> tuple[int, float]:
+        """Take in what has been read from files.
+
+        Returns the bytes among it that are new, and the seconds that these took; nothing where it
+        is old news or the load has ended.
+        """
+        load = self._open.get(progress.transfer_id)
+        if load is None:
+            return 0, 0.0
+        assert isinstance(load, OpenLoad) and load.is_from_files, load
+        if progress.num_groups <= load.num_read:
+            return 0, 0.0
+        num_before = load.num_on_host
+        new_bytes = sum(load.part_bytes[load.num_read : progress.num_groups])
+        new_s = progress.duration_s - load.read_s
+        load.num_read, load.read_s = progress.num_groups, progress.duration_s
+        if load.num_on_host > num_before:
+            self._heard_of(load, now_s)
+        return new_bytes, new_s
+
+    def end(self, transfer_id: TransferId, now_s: float) -> OpenTransfer | None:
+        """A transfer has ended, well or badly; return it, or None if it is not known (any more)."""
+        transfer = self._open.pop(transfer_id, None)
+        if transfer is None:
+            return None
+        self._changed(transfer, now_s)
+        if isinstance(transfer, OpenLoad):
+            del self._loads[transfer.command.adapter_id]
+            if transfer.is_from_files:
+                if self.reading is not None and self.reading.load is transfer:
+                    self.reading = None
+                self._take_turn(now_s)
+        return transfer
+
+    def take_commands(self) -> tuple[Transfer, ...]:
+        """Return the transfers for the next plan."""
+        commands, self._commands = tuple(self._commands), []
+        return commands
+
+    def take_promoted(self) -> tuple[TransferId, ...]:
+        """Return the loads that have become urgent, for the next plan."""
+        promoted, self._promoted = tuple(self._promoted), []
+        return promoted
+
+    def check_invariants(self) -> None:
+        """Assert that what is kept by adapter, and what is read, is among what is open."""
+        loads = [one for one in self._open.values() if isinstance(one, OpenLoad)]
+        assert list(self._loads.values()) == loads
+        for load in loads:
+            assert self._loads[load.command.adapter_id] is load
+            assert not load.command.is_demand or load.is_demand, load
+        unread = [load for load in loads if not load.is_on_host]
+        assert (self.reading is None) == (not unread), (self.reading, unread)
+        assert self.reading is None or self.reading.load in unread, self.reading
+
+    def _changed(self, transfer: OpenTransfer, now_s: float) -> None:
+        direction = transfer.direction
+        self._changes[direction] = Change(self._changes[direction].number + 1, now_s)
+
+    def _heard_of(self, load: OpenLoad, now_s: float) -> None:
+        """More of a load is on the host: whatever the order was thought to be, this is the one."""
+        self.reading = ReadingTurn(load, now_s)
+        if load.is_on_host:
+            self.reading = None
+            self._take_turn(now_s)
+
+    def _take_turn(self, now_s: float) -> None:
+        """Begin with the next one if nothing is being read, or a prefetch that gives way."""
+        unread = [load for load in self.files_in_turn() if not load.is_on_host]
+        if not unread:
+            return
+        first = unread[0]
+        if self.reading is None:
+            self.reading = ReadingTurn(first, now_s)
+        elif not first.is_demand:
+            demanded = next((load for load in unread if load.is_demand), None)
+            if demanded is not None:
+                self.reading = ReadingTurn(demanded, now_s)
