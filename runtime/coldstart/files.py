@@ -30,6 +30,8 @@ class FileForecast:
         What is late by some time is expected to take as long again: a disk that hangs must not
         look as if it were done.
         """
+        if load.is_on_host:
+            return (0.0,) * len(load.part_bytes)
         begin_s = now_s
         reading = self._transfers.reading
         for one in self._transfers.files_in_turn():
@@ -43,7 +45,7 @@ class FileForecast:
                 expected_s.append(at_s - now_s)
             if one is load:
                 return tuple(expected_s)
-            begin_s = now_s + max(expected_s, default=0.0)
+            begin_s = now_s + expected_s[-1]
         raise KeyError(load.transfer_id)
 
 

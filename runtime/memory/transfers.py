@@ -121,10 +121,10 @@ class TransferTable:
         return self._changes[direction]
 
     def files_in_turn(self) -> list[OpenLoad]:
-        """Loads from files: the one that is read, those that requests wait for, the others."""
+        """Loads with files to read: the one that is read, those that requests wait for, others."""
         reading = None if self.reading is None else self.reading.load
-        loads = [load for load in self._loads.values() if load.is_from_files]
-        return sorted(loads, key=lambda load: (load is not reading, not load.is_demand))
+        unread = [load for load in self._loads.values() if not load.is_on_host]
+        return sorted(unread, key=lambda load: (load is not reading, not load.is_demand))
 
     def new_id(self) -> TransferId:
         """For the next transfer."""
@@ -233,7 +233,7 @@ class TransferTable:
 
     def _take_turn(self, now_s: float) -> None:
         """Begin with the next one if nothing is being read, or a prefetch that gives way."""
-        unread = [load for load in self.files_in_turn() if not load.is_on_host]
+        unread = self.files_in_turn()
         if not unread:
             return
         first = unread[0]

@@ -72,6 +72,15 @@ def test_what_is_read_says_who_has_its_turn() -> None:
     assert files.read_s(B, 2.0) == (0.0, 0.0)
 
 
+def test_what_has_been_read_and_still_moves_hands_on_the_turn() -> None:
+    files = Files(a=True, b=True, c=True)
+    files.report(A, 1, 1.0, 1.0)
+    files.report(B, 2, 2.0, 2.0)  # it had its turn in between
+    assert files.read_s(A, 2.0) == (0.0, 1.0)
+    assert files.read_s(B, 2.0) == (0.0, 0.0)
+    assert files.read_s(C, 2.0) == (2.0, 3.0), "behind A, though B is done"
+
+
 def test_what_is_late_is_not_taken_for_done() -> None:
     files = Files(a=True)
     assert files.read_s(A, 1.0) == (0.0, 1.0)
@@ -90,13 +99,12 @@ def test_what_is_on_the_device_needs_no_reading_and_teaches_nothing() -> None:
     assert files.read_s(B, 2.0) == (1.0, 2.0)
 
 
-def test_others_are_not_known() -> None:
+def test_others_are_not_read() -> None:
     files = Files(a=True)
     files.loads.begin(B, (100 * MB,), is_on_host=True)
     files.loads.arrived(B, 1, 1.0)
     assert files.read_s(A, 0.0) == (1.0, 2.0), "nothing is read for the other"
-    with pytest.raises(KeyError):
-        files.read_s(B, 1.0)
+    assert files.read_s(B, 1.0) == (0.0,)
 
 
 def test_a_group_is_copied_when_it_has_been_read() -> None:
