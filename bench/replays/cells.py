@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from corun.runtime.memory.adapter_cache import AdapterCache
 from corun.runtime.plan import RequestId
 from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor, OutputPredictor
@@ -96,7 +95,7 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
         options = replace(
             options,
             growth_headroom=0.0,
-            make_adapter_cache=functools.partial(AdapterCache, keeps_idle=False),
+            memory_policy="slora",
         )
     machine = machine_of(cell.recipe)
     return _figures(simulate(machine, workload, options), workload, machine.name, policies[0])

@@ -4,9 +4,16 @@ from dataclasses import dataclass
 
 from ...cpu_workers.kernels.simd import isa
 from ..coldstart.strategy import LoadStrategy
+from ..memory.policies.registry import MEMORY_POLICIES
 from ..scheduler.predictor import OUTPUT_PREDICTORS
 from ..scheduler.registry import SCHEDULER_POLICIES
-from .notations import parse_cpu_cores, parse_lora_modules, parse_num_bytes, parse_queues
+from .notations import (
+    parse_cpu_cores,
+    parse_lora_modules,
+    parse_num_bytes,
+    parse_queues,
+    parse_weights,
+)
 from .option import check_config, option
 
 CPU_ISAS = isa.NAMES
@@ -99,12 +106,24 @@ class EngineConfig:
         maximum=1,
         help="Share of the memory free after the model is loaded that the default takes.",
     )
-    adapter_memory_fraction: float = option(
-        0.25,
+    memory_policy: str = option(
+        "corun",
+        choices=tuple(MEMORY_POLICIES),
+        help="Which adapters and which KV of requests that have ended leave the device first.",
+    )
+    memory_policy_weights: str | None = option(
+        None,
+        metavar="F,R,S",
+        help="What memory policy chameleon gives frequency, recency and size of adapters; default: "
+        "0.45,0.10,0.45.",
+        check=parse_weights,
+    )
+    adapter_memory_fraction: float | None = option(
+        None,
         above=0,
         maximum=0.95,
-        help="Share of that memory that is for adapters alone where the model runs on CUDA; "
-        "elsewhere they share it with KV blocks.",
+        help="Share of that memory that is for adapters alone, where the model runs on CUDA or the "
+        "memory policy is static-split; default: 0.25. Elsewhere they share it with KV blocks.",
     )
     host_adapter_bytes: str | None = option(
         None,

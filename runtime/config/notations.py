@@ -4,6 +4,7 @@ Every error names the flag, or whatever else the value was given by.
 """
 
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -140,3 +141,16 @@ def parse_queues(text: str, flag: str) -> int | None:
         wanted = f"auto, or fixed:K with K from 1 to {MAX_LANES}"
         raise ConfigError(f"{flag} is {text!r}, must be {wanted}")
     return int(match[1])
+
+
+def parse_weights(text: str, flag: str) -> tuple[float, float, float]:
+    """Return three numbers, none below 0. Raises ``ConfigError`` that names ``flag``."""
+    try:
+        first, second, third = (float(part) for part in text.split(","))
+    except ValueError:
+        first = second = third = -1.0
+    weights = first, second, third
+    if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
+        wanted = "three numbers from 0 on that are not all 0, such as 0.45,0.10,0.45"
+        raise ConfigError(f"{flag} is {text!r}, must be {wanted}")
+    return weights

@@ -19,7 +19,7 @@ from ..config.engine import EngineConfig
 from ..errors import CorunError
 from .channel import Channel
 from .channel_client import DEATH_GRACE_S, ChannelClient, EngineClient
-from .loop import OwnPolicy, serve_channel
+from .loop import OwnPolicies, serve_channel
 from .messages import ToEngine
 from .process import load_factory
 from .spawn import DEFAULT_FACTORY, SpawnedEngine, spawn_engine
@@ -118,12 +118,12 @@ class ThreadClient(ChannelClient):
 
     def __init__(
         self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY,
-        own_policy: OwnPolicy | None = None,
+        own_policies: OwnPolicies | None = None,
     ) -> None:  # fmt: skip
-        """``own_policy`` makes the scheduling policy instead of the one that ``config`` names."""
+        """``own_policies`` go before those that ``config`` names."""
         super().__init__(config)
         self._factory = factory
-        self._own_policy = own_policy
+        self._own_policies = own_policies
         self._thread: threading.Thread | None = None
         self._failures: list[str] = []  # what ended the thread, if not we
 
@@ -133,7 +133,7 @@ class ThreadClient(ChannelClient):
         # interpreter exit the finalizer ends the thread in an orderly way.
         thread = threading.Thread(
             target=_serve_in_thread,
-            args=(theirs, self.config, self._factory, self._own_policy, self._failures),
+            args=(theirs, self.config, self._factory, self._own_policies, self._failures),
             name="corun-engine",
             daemon=True,
         )
@@ -157,15 +157,15 @@ def _serve_in_thread(
     sock: socket.socket,
     config: EngineConfig,
     factory: str,
-    own_policy: OwnPolicy | None,
+    own_policies: OwnPolicies | None,
     failures: list[str],
 ) -> None:
     """Serve until the end; notes in ``failures`` what went wrong, without what it refers to."""
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     try:
         build = load_factory(factory)
-        if own_policy is not None:
-            build = functools.partial(build, own_policy=own_policy)
+        if own_policies is not None:
+            build = functools.partial(build, own_policies=own_policies)
         serve_channel(channel, config, build, own_process=False)
     except CorunError as error:
         _logger.error("the engine stops: %s", error)

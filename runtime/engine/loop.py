@@ -11,11 +11,13 @@ import logging
 import selectors
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..adapters.registry import AdapterInfo
 from ..config.engine import EngineConfig
 from ..errors import CorunError, EngineDeadError, RequestError
+from ..memory.make import MakeMemoryPolicy
 from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from .channel import Channel
 from .messages import (
@@ -40,7 +42,14 @@ from .messages import (
     TokenizerSpec,
 )
 
-OwnPolicy = Callable[[PolicyFacts], SchedulerPolicy]  # makes one that has no name
+
+@dataclass(frozen=True, slots=True)
+class OwnPolicies:
+    """What makes policies that have no name, in place of those that the configuration names."""
+
+    scheduling: Callable[[PolicyFacts], SchedulerPolicy] | None = None
+    memory: MakeMemoryPolicy | None = None
+
 
 _LAST_WORDS_TIMEOUT_S = 2.0
 
@@ -137,11 +146,11 @@ class BuildEngine(Protocol):
         *,
         on_progress: Callable[[str], None],
         own_process: bool,
-        own_policy: OwnPolicy | None = None,
+        own_policies: OwnPolicies | None = None,
     ) -> BuiltEngine:
         """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process.
 
-        ``own_policy`` makes the scheduling policy instead of the one that ``config`` names.
+        ``own_policies`` go before those that ``config`` names.
         """
         ...
 

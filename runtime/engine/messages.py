@@ -173,6 +173,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
     num_device_evictions: int = 0  # of adapters
     num_host_evictions: int = 0
+    kv_blocks_invalid: int = 0  # their adapter is not on the device
 
 
 class StepOutputs(EngineMessage, frozen=True):

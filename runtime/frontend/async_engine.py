@@ -47,16 +47,16 @@ class AsyncEngine:
     def __init__(
         self, config: EngineConfig | None = None, *, own_process: bool = False, **options: Any
     ) -> None:
-        config, own_policy = read_options(config, options)
+        config, own_policies = read_options(config, options)
         client: EngineClient
         if not own_process:
-            client = ThreadClient(config, own_policy=own_policy)
-        elif own_policy is None:
+            client = ThreadClient(config, own_policies=own_policies)
+        elif own_policies is None:
             client = ProcessClient(config)
         else:
             raise ConfigError(
-                f"scheduling_policy is {own_policy!r}, which no other process can have: with "
-                "own_process=True it must be a name"
+                "with own_process=True scheduling_policy and memory_policy must be names: no other "
+                f"process can have {own_policies}"
             )
         self._set_up(client, None)
 

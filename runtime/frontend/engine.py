@@ -40,8 +40,8 @@ class Engine:
         factory: str = DEFAULT_FACTORY,
         **options: Any,
     ) -> None:
-        config, own_policy = read_options(config, options)
-        client = ThreadClient(config, factory=factory, own_policy=own_policy)
+        config, own_policies = read_options(config, options)
+        client = ThreadClient(config, factory=factory, own_policies=own_policies)
         self._engine = AsyncEngine.from_client(client)
         self._thread = LoopThread()
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 from ..config.engine import EngineConfig
-from ..engine.loop import OwnPolicy
+from ..engine.loop import OwnPolicies
 from ..engine.messages import AddRequest, ModelInfo
 from ..errors import RequestError
 from ..limits import check_prompt_length
@@ -23,6 +23,8 @@ from .tokenizer import check_token_ids
 Prompt = str | Sequence[int]
 Lora = LoRARequest | str | None
 _Item = TypeVar("_Item")
+
+_POLICIES = ("scheduling_policy", "memory_policy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,20 +65,21 @@ class PreparedRequest:
 
 def read_options(
     config: EngineConfig | None, options: dict[str, Any]
-) -> tuple[EngineConfig, OwnPolicy | None]:
+) -> tuple[EngineConfig, OwnPolicies | None]:
     """Return ``config``, or one made of ``options``; giving both is an error of the caller.
 
-    A scheduling policy that is no name is apart: no configuration can hold it.
+    Policies that are no names are apart: no configuration can hold them.
     """
-    own_policy: OwnPolicy | None = None
-    if callable(options.get("scheduling_policy")):
-        options = options.copy()
-        own_policy = options.pop("scheduling_policy")
+    own = {name: options[name] for name in _POLICIES if callable(options.get(name))}
+    options = {name: value for name, value in options.items() if name not in own}
+    own_policies = None
+    if own:
+        own_policies = OwnPolicies(own.get("scheduling_policy"), own.get("memory_policy"))
     if config is None:
-        return EngineConfig(**options), own_policy
+        return EngineConfig(**options), own_policies
     if options:
         raise TypeError(f"give a config or options, not both: {', '.join(sorted(options))}")
-    return config, own_policy
+    return config, own_policies
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ..plan import BASE_ADAPTER, AdapterId
 from .adapter_slab import AdapterSlab
 from .budget import MemoryBudget
+from .policies.facts import RankingPolicy
 from .policies.lru import LruPolicy
-from .policies.policy import MemoryItem, MemoryPolicy
+from .policies.policy import MemoryItem
 
 ADAPTER_OWNER = "adapters"
 
@@ -27,7 +28,7 @@ class AdapterState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class DeviceCopy:
-    """A device copy of an adapter, or one that is coming."""
+    """A device copy of an adapter version; the same one each time that it comes."""
 
     adapter_id: AdapterId
     num_bytes: int
@@ -50,7 +51,7 @@ class AdapterCache:
 
     def __init__(
         self, budget: MemoryBudget, slab: AdapterSlab | None = None,
-        policy: MemoryPolicy | None = None, *, keeps_idle: bool = True,
+        policy: RankingPolicy | None = None,
     ) -> None:  # fmt: skip
         """Nothing is on the device yet.
 
@@ -58,13 +59,12 @@ class AdapterCache:
             budget: Shared with the KV pool.
             slab: Memory that KV blocks cannot have.
             policy: Least recently used, unless another is given.
-            keeps_idle: An adapter that no request names stays until others need its room; if not,
-                it is to be evicted at once, as S-LoRA does.
         """
         self._budget = budget
-        self.keeps_idle = keeps_idle
         self.slab = slab
-        self.policy: MemoryPolicy = LruPolicy() if policy is None else policy
+        self.policy: RankingPolicy = LruPolicy() if policy is None else policy
+        # Of versions that are not on the device, too: policies may remember who is away.
+        self._copies: dict[AdapterId, DeviceCopy] = {}
         self._entries = {
             BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)
         }
@@ -110,7 +110,9 @@ class AdapterCache:
 
     def unwanted_ids(self) -> tuple[AdapterId, ...]:
         """Idle adapters that are to leave the device at once: none where they are kept."""
-        return () if self.keeps_idle else tuple(self._ranked(include_waiting=False))
+        if self.policy.rules.keeps_idle_adapters:
+            return ()
+        return tuple(self._ranked(include_waiting=False))
 
     def may_go(self, item: MemoryItem, *, include_waiting: bool, keep: AdapterId) -> bool:
         """Whether an idle adapter may make room for others."""
@@ -122,6 +124,11 @@ class AdapterCache:
         """What all idle adapters together take that may make room for others."""
         spared = {keep} if include_waiting else {keep, *self._num_waiting}
         return self._idle_bytes - sum(map(self.idle_bytes, spared))
+
+    def has_failed(self, adapter_id: AdapterId) -> bool:
+        """Whether its load has failed, and requests still refer to it."""
+        entry = self._entries.get(adapter_id)
+        return entry is not None and entry.has_failed
 
     def is_idle(self, adapter_id: AdapterId) -> bool:
         """Whether it is resident and nothing refers to it."""
@@ -174,7 +181,13 @@ class AdapterCache:
             return False
         if self.slab is not None:
             self.slab.take(adapter_id, num_bytes)
-        self._entries[adapter_id] = DeviceCopy(adapter_id, num_bytes, AdapterState.LOADING)
+        entry = self._copies.get(adapter_id)
+        if entry is None:
+            entry = DeviceCopy(adapter_id, num_bytes, AdapterState.LOADING)
+            self._copies[adapter_id] = entry
+        assert entry.num_bytes == num_bytes, (entry, num_bytes)
+        entry.state = AdapterState.LOADING
+        self._entries[adapter_id] = entry
         return True
 
     def finish_load(self, adapter_id: AdapterId) -> None:
@@ -225,15 +238,21 @@ class AdapterCache:
         """Give up an idle adapter: its bytes are free."""
         entry = self._idle[adapter_id]
         self._withdraw(entry)
-        self.policy.forget(entry)
         self._num_evictions += 1
         self._drop(adapter_id, entry)
+
+    def forget(self, adapter_id: AdapterId) -> None:
+        """A version that is not on the device will not come again."""
+        assert adapter_id not in self._entries, adapter_id
+        self._copies.pop(adapter_id, None)
 
     def check_invariants(self) -> None:
         """Assert that states, reference counts and bytes agree."""
         total_bytes = 0
         for adapter_id, entry in self._entries.items():
             total_bytes += entry.num_bytes
+            assert adapter_id == BASE_ADAPTER or self._copies[adapter_id] is entry
+            assert entry.state is not AdapterState.ABSENT, (adapter_id, entry)
             idle = entry.state is AdapterState.RESIDENT and entry.num_references == 0
             assert idle == (adapter_id in self._idle), (adapter_id, entry)
             assert not entry.has_failed or entry.num_references, (adapter_id, entry)
@@ -281,7 +300,9 @@ class AdapterCache:
         return entry
 
     def _drop(self, adapter_id: AdapterId, entry: DeviceCopy) -> None:
-        """Forget a device copy and give its bytes back."""
+        """It leaves the device, and its bytes are free."""
+        self.policy.forget(entry)
+        entry.state, entry.has_failed = AdapterState.ABSENT, False
         del self._entries[adapter_id]
         self._budget.release(ADAPTER_OWNER, entry.num_bytes)
         if self.slab is not None:

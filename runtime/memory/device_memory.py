@@ -24,6 +24,7 @@ from .block_pool import BlockPool
 from .budget import MemoryBudget
 from .host_cache import HostCache
 from .kv_tree import KvNode, KvTree
+from .policy_inputs import PolicyInputs
 from .prefix_cache import PrefixCache
 from .room import RoomMaker
 from .transfers import OpenLoad, OpenTransfer, TransferTable
@@ -46,6 +47,7 @@ class DeviceMemory:
         self, budget: MemoryBudget, pool: BlockPool, cache: AdapterCache,
         host: HostCache | None = None, tree: KvTree | None = None,
         *, transfers: TransferTable | None = None, max_history_blocks: int | None = None,
+        inputs: PolicyInputs | None = None,
     ) -> None:  # fmt: skip
         """``pool`` and ``cache`` must take from ``budget``.
 
@@ -53,7 +55,7 @@ class DeviceMemory:
         that nothing uses have what KV blocks and the others leave of the budget. None = nobody
         plans that. ``tree``: keeps the KV of prefixes, by the policy of ``cache``; None = nobody
         does. ``transfers``: where they are kept; None = in its own table. ``max_history_blocks``:
-        of those that no request uses; None = all.
+        of those that no request uses; None = all. ``inputs``: of the policy; None = it has none.
         """
         self.budget = budget
         self.pool = pool
@@ -62,13 +64,16 @@ class DeviceMemory:
         self.prefixes = PrefixCache(pool, tree, cache.policy)
         self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
         self.transfers = TransferTable() if transfers is None else transfers
-        self._max_history_blocks = max_history_blocks
+        self._inputs = inputs
+        self._rules = cache.policy.rules
+        self._max_history_blocks = max_history_blocks if self._rules.keeps_history else 0
         self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident ones
         self._registrations: dict[HostPlaceId, int] = {}  # under way, and what they reserve
         self._num_draining_blocks = 0
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
+        self._failed_loads: dict[AdapterId, None] = {}  # that may have KV without the adapter
         self._gone: list[AdapterId] = []
 
     @property
@@ -86,6 +91,13 @@ class DeviceMemory:
     def num_host_evictions(self) -> int:
         """Adapters that have left the host's memory to make room so far."""
         return 0 if self.host is None else self.host.num_evictions
+
+    @property
+    def num_invalid_kv_blocks(self) -> int:
+        """Blocks that nobody could use now, because their adapter is not on the device."""
+        if self._rules.ties_kv_to_adapter:
+            return 0
+        return self.prefixes.num_blocks_without(self._is_on_device)
 
     def can_ever_hold(self, num_blocks: int, adapter_bytes: int) -> bool:
         """Whether a request of this size fits if it is alone on the device."""
@@ -265,8 +277,10 @@ class DeviceMemory:
         gone, self._gone = self._gone, []
         return gone
 
-    def evict_asked(self) -> None:
+    def begin_plan(self, num_running: int, now_s: float) -> None:
         """Carry out what ``evict`` and ``drop`` asked for; the next plan tells of it."""
+        if self._inputs is not None:
+            self._inputs.batch_size.note(num_running, now_s)
         asked, self._asked_evictions = self._asked_evictions, []
         for adapter_id in (*asked, *self._dropped):
             if self.cache.is_idle(adapter_id):
@@ -278,6 +292,7 @@ class DeviceMemory:
 
         What history holds too much of goes, too.
         """
+        self._clear_failed_loads()
         if self._max_history_blocks is not None:
             num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
             self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
@@ -300,6 +315,9 @@ class DeviceMemory:
         transfer = self.transfers.end(result.transfer_id, now_s)
         if isinstance(transfer, OpenLoad):
             self._end_load(transfer, has_failed=result.error is not None)
+            if self._inputs is not None and transfer.is_demand and result.error is None:
+                duration_s = now_s - transfer.began_s
+                self._inputs.costs.load_ended(transfer.command.num_bytes, duration_s)
         return transfer
 
     def check_invariants(self) -> None:
@@ -309,6 +327,12 @@ class DeviceMemory:
         self.cache.check_invariants()
         self.prefixes.check_invariants()
         assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
+        if self._rules.ties_kv_to_adapter:
+            failed = self._failed_loads
+            num_blocks = self.prefixes.num_blocks_without(
+                lambda adapter_id: adapter_id in failed or self._is_on_device(adapter_id)
+            )
+            assert not num_blocks, "KV is on the device without its adapter"
         self.transfers.check_invariants()
         for transfer in self.transfers:
             if isinstance(transfer, OpenLoad):
@@ -324,6 +348,7 @@ class DeviceMemory:
         adapter_id, place = load.command.adapter_id, load.command.host
         if has_failed:
             self.cache.fail_load(adapter_id)
+            self._failed_loads[adapter_id] = None
         else:
             self.cache.finish_load(adapter_id)
         if self.host is None:
@@ -340,13 +365,30 @@ class DeviceMemory:
         """Evict an idle adapter with the next plan."""
         self.cache.evict(adapter_id)
         self._evictions.append(adapter_id)
+        if self._rules.ties_kv_to_adapter:
+            self.prefixes.evict_behind(adapter_id, self._is_on_device)
         if self.host is not None and self.host.is_device_memory:
             self.host.end_use(self._read_in_place.pop(adapter_id))
+
+    def _clear_failed_loads(self) -> None:
+        """Let KV go that was computed while its adapter came, which it then did not."""
+        for adapter_id in tuple(self._failed_loads):
+            if self.cache.has_failed(adapter_id):
+                continue  # until the last request has let go of it
+            del self._failed_loads[adapter_id]
+            if self._rules.ties_kv_to_adapter:
+                self.prefixes.evict_behind(adapter_id, self._is_on_device)
+
+    def _is_on_device(self, adapter_id: AdapterId) -> bool:
+        """Or on its way there."""
+        return self.cache.state(adapter_id) is not AdapterState.ABSENT
 
     def _collect_gone(self) -> None:
         """Move dropped adapters that have left the device to ``_gone``."""
         for adapter_id in tuple(self._dropped):
             if self.cache.state(adapter_id) is AdapterState.ABSENT:
                 del self._dropped[adapter_id]
+                self._failed_loads.pop(adapter_id, None)
                 self.prefixes.drop_version(adapter_id)
+                self.cache.forget(adapter_id)
                 self._gone.append(adapter_id)

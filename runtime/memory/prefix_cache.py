@@ -4,7 +4,7 @@ Joins the tree, which knows contents and who holds them, with the pool, which kn
 blocks that nobody holds stay, and are evictable.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..plan import BASE_ADAPTER, AdapterId, BlockId
 from .block_pool import BlockPool
@@ -82,6 +82,29 @@ class PrefixCache:
         """Free a block that nobody holds, and behind which there is none."""
         assert self._tree is not None
         self._free(self._tree.evict(node))
+
+    def evict_behind(
+        self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]
+    ) -> None:
+        """If a version is not on the device, evict what only it could use and nobody holds.
+
+        KV of the same content is used by all versions that have it.
+        """
+        for namespace, versions in self._versions.items():
+            if adapter_id in versions and not any(map(is_on_device, versions)):
+                assert self._tree is not None
+                for node in self._tree.unreferenced(namespace):
+                    self.evict(node)
+
+    def num_blocks_without(self, is_on_device: Callable[[AdapterId], bool]) -> int:
+        """Blocks of namespaces of which no version is on the device. O(namespaces)."""
+        if self._tree is None:
+            return 0
+        return sum(
+            self._tree.num_blocks_of(namespace)
+            for namespace, versions in self._versions.items()
+            if not any(map(is_on_device, versions))
+        )
 
     def drop_version(self, adapter_id: AdapterId) -> None:
         """Nobody asks for this version any more: what only it could use goes."""

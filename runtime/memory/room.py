@@ -38,30 +38,56 @@ class RoomMaker:
             return False
         while num_bytes > 0 or num_blocks > 0:
             is_block = num_bytes <= 0
-            item = self._victim(include_waiting=include_waiting, keep=keep, is_block=is_block)
-            num_bytes -= item.num_bytes
-            if isinstance(item, DeviceCopy):
-                self._evict_adapter(item.adapter_id)
-            else:
-                assert isinstance(item, KvNode)
-                num_blocks -= 1
-                self._prefixes.evict(item)
+            victims = self._victims(include_waiting=include_waiting, keep=keep, is_block=is_block)
+            for item in victims:
+                if isinstance(item, KvNode) and not item.is_free_leaf:
+                    continue  # it went with its adapter
+                freed_bytes, freed_blocks = self._evict(item)
+                num_bytes -= freed_bytes
+                num_blocks -= freed_blocks
+                if num_bytes <= 0 and not (is_block and num_blocks > 0):
+                    break
         return True
 
-    def _victim(self, *, include_waiting: bool, keep: AdapterId, is_block: bool) -> MemoryItem:
-        """The worst that may go; adapters of waiting requests only where there is nothing else."""
+    def _evict(self, item: MemoryItem) -> tuple[int, int]:
+        """Return what has become free: bytes, and blocks; KV may go with an adapter."""
+        if isinstance(item, DeviceCopy):
+            num_cached = self._prefixes.num_evictable_blocks
+            self._evict_adapter(item.adapter_id)
+            num_blocks = num_cached - self._prefixes.num_evictable_blocks
+            return item.num_bytes + num_blocks * self._pool.block_bytes, num_blocks
+        assert isinstance(item, KvNode)
+        self._prefixes.evict(item)
+        return item.num_bytes, 1
+
+    def _victims(
+        self, *, include_waiting: bool, keep: AdapterId, is_block: bool
+    ) -> list[MemoryItem]:
+        """Rank anew, and return the worst that may go, as many as one ranking is good for.
+
+        Adapters of waiting requests only where there is nothing else.
+        """
+        found: list[MemoryItem] = []
         wanted = None
+        most_bytes = self._cache.policy.rules.ranked_share * self._pool.num_blocks
+        most_bytes *= self._pool.block_bytes
+        found_bytes = 0
         is_block |= self._cache.slab is not None
         for item in self._cache.policy.victims():
-            if not item.is_adapter:
-                return item
-            if is_block or not self._cache.may_go(item, include_waiting=True, keep=keep):
-                continue
-            if self._cache.may_go(item, include_waiting=False, keep=keep):
-                return item
-            wanted = wanted or item
+            if item.is_adapter:
+                if is_block or not self._cache.may_go(item, include_waiting=True, keep=keep):
+                    continue
+                if not self._cache.may_go(item, include_waiting=False, keep=keep):
+                    wanted = wanted or item
+                    continue
+            found.append(item)
+            found_bytes += item.num_bytes
+            if found_bytes >= most_bytes:
+                break
+        if found:
+            return found
         assert wanted is not None and include_waiting, "nothing is left of what was counted"
-        return wanted
+        return [wanted]
 
     def free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
         """Evict idle adapters until their slab has a range of so many bytes; whether it has one."""

@@ -26,6 +26,7 @@ class OpenTransfer:
 
     command: Transfer
     part_bytes: tuple[int, ...]  # over the link, one part behind the other
+    began_s: float = 0.0
     is_demand: bool = field(init=False)  # by now
     num_arrived: int = 0  # parts
 
@@ -133,6 +134,7 @@ class TransferTable:
     def begin(self, transfer: OpenTransfer, now_s: float) -> None:
         """A transfer is to be in the next plan."""
         assert transfer.transfer_id not in self._open, transfer
+        transfer.began_s = now_s
         self._open[transfer.transfer_id] = transfer
         self._commands.append(transfer.command)
         self._changed(transfer, now_s)

@@ -158,7 +158,7 @@ class Scheduler:
         Growth comes first, then decode rows, prefill chunks of running requests, new requests.
         """
         draft = StepDraft(self.config, self._recovery)
-        self.memory.evict_asked()
+        self.memory.begin_plan(self.num_running, now_s)
         self._continuation.reset_outgrown(draft, now_s)
         if not self._cold_starts.stops_everybody():
             self._continuation.squash(draft, now_s)

@@ -126,6 +126,9 @@ class ServerMetrics:
         yield self._gauge("num_requests_running", "Requests that run.", stats.num_running)
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 means all.", used)
+        yield self._gauge(
+            "kv_blocks_invalid", "KV blocks without their adapter.", stats.kv_blocks_invalid
+        )
         cache = GaugeMetricFamily(
             self._name("cache_config_info"),
             "The KV cache.",

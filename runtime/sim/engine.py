@@ -10,11 +10,10 @@ from ..coldstart.cold_start import PlannedColdStarts
 from ..coldstart.planner import Planner
 from ..engine.core import CoreConfig, EngineCore
 from ..engine.messages import AddRequest
-from ..memory.adapter_cache import AdapterCache
-from ..memory.block_pool import BlockPool
-from ..memory.budget import MemoryBudget
 from ..memory.device_memory import DeviceMemory
 from ..memory.host_cache import HostCache
+from ..memory.make import MakeMemoryPolicy, MemorySizes, make_device_memory
+from ..memory.reload_cost import ReloadCosts
 from ..plan import AdapterId, RequestId
 from ..sampling import SamplingParams
 from ..scheduler.config import SchedulerConfig
@@ -44,7 +43,9 @@ class SimulationOptions:
     num_queues: int | None = None
     growth_headroom: float = 0.01
     max_steps_in_flight: int = 1
-    make_adapter_cache: Callable[[MemoryBudget], AdapterCache] = AdapterCache
+    memory_policy: str | MakeMemoryPolicy = "lru"
+    prefix_cache: bool = False
+    adapter_memory_fraction: float | None = None  # of policies that split
     host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
     factors: Factors = AS_MODELLED  # which nobody who decides is told of
 
@@ -146,14 +147,6 @@ def _fill_host(core: EngineCore, machine: SimulatedMachine, ranks: Sequence[int]
 def _make_scheduler(
     machine: SimulatedMachine, options: SimulationOptions, output_tokens: Mapping[RequestId, int]
 ) -> Scheduler:
-    budget = MemoryBudget(machine.memory_bytes)
-    host_bytes = options.host_adapter_bytes
-    memory = DeviceMemory(
-        budget,
-        BlockPool(machine.num_blocks, machine.block_bytes, budget),
-        options.make_adapter_cache(budget),
-        None if host_bytes is None else HostCache(host_bytes),
-    )
     config = SchedulerConfig(
         max_num_batched_tokens=machine.max_num_batched_tokens,
         max_num_seqs=machine.max_num_seqs,
@@ -162,11 +155,35 @@ def _make_scheduler(
         growth_headroom=options.growth_headroom,
     )
     model = machine.model
-    cold_starts = PlannedColdStarts(Planner(model), _worker_tokens(model), memory.transfers)
     times = ProfiledTimes(model, config.max_num_batched_tokens)
+    memory = _make_memory(machine, options, times, config)
+    cold_starts = PlannedColdStarts(Planner(model), _worker_tokens(model), memory.transfers)
     return Scheduler(
         config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,
         predictor=options.make_predictor(output_tokens), times=times,
+    )  # fmt: skip
+
+
+def _make_memory(
+    machine: SimulatedMachine, options: SimulationOptions, times: StepTimes,
+    config: SchedulerConfig,
+) -> DeviceMemory:  # fmt: skip
+    model, host_bytes = machine.model, options.host_adapter_bytes
+    sizes = MemorySizes(
+        capacity_bytes=machine.memory_bytes,
+        num_blocks=machine.num_blocks,
+        block_size=machine.block_size,
+        block_bytes=machine.block_bytes,
+        max_model_len=0,
+        adapter_share=options.adapter_memory_fraction,
+    )
+    costs = ReloadCosts(
+        times, machine.block_size, config.max_num_batched_tokens, model.link,
+        is_assisted=model.num_workers > 0,
+    )  # fmt: skip
+    return make_device_memory(
+        sizes, options.memory_policy, costs, None if host_bytes is None else HostCache(host_bytes),
+        keeps_prefixes=options.prefix_cache,
     )  # fmt: skip
 
 

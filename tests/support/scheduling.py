@@ -4,14 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from corun.runtime.adapter import AdapterFacts
-from corun.runtime.memory.adapter_cache import AdapterCache
-from corun.runtime.memory.adapter_slab import AdapterSlab
-from corun.runtime.memory.block_pool import BlockPool
-from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.host_cache import HostCache
-from corun.runtime.memory.kv_tree import KvTree
-from corun.runtime.memory.policies.lru import LruPolicy
+from corun.runtime.memory.make import MemorySizes, make_device_memory
+from corun.runtime.memory.reload_cost import ReloadCosts
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, RequestId, StepPlan
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.sampling import SamplingParams
@@ -38,22 +34,22 @@ def facts(num_bytes: int, content: str = "content") -> AdapterFacts:
 def make_memory(
     *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
     slab_bytes: int | None = None, host: HostCache | None = None, keeps_prefixes: bool = False,
-    max_history_blocks: int | None = None,
+    max_history_blocks: int | None = None, policy: str = "lru",
 ) -> DeviceMemory:  # fmt: skip
     """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise."""
     if capacity_bytes is None:
         capacity_bytes = num_blocks * block_bytes + (slab_bytes or 0)
-    budget = MemoryBudget(capacity_bytes)
-    slab = None if slab_bytes is None else AdapterSlab(slab_bytes)
-    policy = LruPolicy()
-    return DeviceMemory(
-        budget,
-        BlockPool(num_blocks, block_bytes, budget),
-        AdapterCache(budget, slab, policy),
-        host,
-        KvTree(BLOCK_SIZE, block_bytes, policy) if keeps_prefixes else None,
+    sizes = MemorySizes(
+        capacity_bytes=capacity_bytes,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        block_bytes=block_bytes,
+        max_model_len=0,
+        slab_bytes=slab_bytes,
         max_history_blocks=max_history_blocks,
     )
+    costs = ReloadCosts(LearnedTimes(16), BLOCK_SIZE, 16)
+    return make_device_memory(sizes, policy, costs, host, keeps_prefixes=keeps_prefixes)
 
 
 class Guess:

@@ -23,7 +23,7 @@ from ...memory.host_cache import HostCache
 from ...scheduler.scheduler import Scheduler
 from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
-from ..loop import OwnPolicy
+from ..loop import OwnPolicies
 from ..messages import CpuWorkerStats, ModelInfo, TokenizerSpec
 from ..tokenizer import load_tokenizer, spec_of
 from .adapter_wiring import (
@@ -92,7 +92,7 @@ def build_engine(
     *,
     on_progress: Callable[[str], None],
     own_process: bool,
-    own_policy: OwnPolicy | None = None,
+    own_policies: OwnPolicies | None = None,
 ) -> EngineAssembly:
     """Load model and adapters and connect everything.
 
@@ -101,7 +101,7 @@ def build_engine(
         on_progress: Told what is being done, for people.
         own_process: Whether the front end is in another process, so that what is this one's
             (threads, collector) may be set.
-        own_policy: Makes the scheduling policy instead of the one that ``config`` names.
+        own_policies: Go before those that ``config`` names.
 
     Raises:
         CorunError: With the reason why the engine cannot start.
@@ -112,7 +112,7 @@ def build_engine(
         from ....gpu.execution.compilation import compilation_told
 
     with compilation_told(on_progress):
-        built = _build(config, on_progress, own_policy, own_process=own_process)
+        built = _build(config, on_progress, own_policies, own_process=own_process)
     if own_process:
         keep_living()
     return built
@@ -130,7 +130,7 @@ def _imports(*, own_process: bool) -> Iterator[None]:
 
 
 def _build(
-    config: EngineConfig, on_progress: Callable[[str], None], own_policy: OwnPolicy | None,
+    config: EngineConfig, on_progress: Callable[[str], None], own_policies: OwnPolicies | None,
     *, own_process: bool,
 ) -> EngineAssembly:  # fmt: skip
     assert config.model is not None
@@ -172,7 +172,7 @@ def _build(
 
             profile = profile_for(config, loaded, placement, facts)
         assembly = _connect(
-            config, source, loaded, adapters, on_progress, placement, profile, own_policy
+            config, source, loaded, adapters, on_progress, placement, profile, own_policies
         )
     except BaseException:
         loaded.close()
@@ -200,7 +200,7 @@ def _connect(
     on_progress: Callable[[str], None],
     placement: Placement,
     profile: "Profile | None",
-    own_policy: OwnPolicy | None,
+    own_policies: OwnPolicies | None,
 ) -> EngineAssembly:
     """Plan the memory, make core and executor, register the adapters."""
     from ....gpu.execution import assemble
@@ -231,7 +231,7 @@ def _connect(
         undo.callback(executor.close)
         scheduler = make_scheduler(
             config, loaded, memory, _host_cache(arena, host), defaults.eos_token_ids, coexecution,
-            own_policy,
+            own_policies,
         )  # fmt: skip
         core = EngineCore(
             scheduler, executor, manager,

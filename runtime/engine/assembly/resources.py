@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ...config.engine import EngineConfig
 from ...config.notations import parse_num_bytes
 from ...errors import ConfigError, ResourceError
+from ...memory.make import adapter_share
 
 _GIB = 2**30
 
@@ -79,7 +80,7 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
     capacity_bytes = _capacity_bytes(config, facts)
     slab_bytes = None
     if facts.type == "cuda":
-        slab_bytes = int(capacity_bytes * config.adapter_memory_fraction)
+        slab_bytes = int(capacity_bytes * adapter_share(config.adapter_memory_fraction))
     num_blocks = (capacity_bytes - (slab_bytes or 0)) // facts.block_bytes
     if config.prefix_cache == "off":
         num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))

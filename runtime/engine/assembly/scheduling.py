@@ -1,25 +1,22 @@
 """Makes the scheduler and the accounts that it keeps."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...config.engine import EngineConfig
-from ...config.notations import parse_queues
-from ...memory.adapter_cache import AdapterCache
-from ...memory.adapter_slab import AdapterSlab
-from ...memory.block_pool import BlockPool
-from ...memory.budget import MemoryBudget
+from ...config.notations import parse_queues, parse_weights
 from ...memory.device_memory import DeviceMemory
 from ...memory.host_cache import HostCache
-from ...memory.kv_tree import KvTree
-from ...memory.policies.lru import LruPolicy
+from ...memory.make import MemorySizes, make_device_memory
+from ...memory.reload_cost import ReloadCosts
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.policy import PolicyFacts
 from ...scheduler.predictor import make_predictor
 from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.step_times import LearnedTimes, ProfiledTimes, StepTimes
-from ..loop import OwnPolicy
+from ..loop import OwnPolicies
 from .resources import MemoryPlan
 
 if TYPE_CHECKING:
@@ -30,25 +27,13 @@ if TYPE_CHECKING:
 def make_scheduler(
     config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
     eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
-    own_policy: OwnPolicy | None = None,
+    own_policies: OwnPolicies | None = None,
 ) -> Scheduler:  # fmt: skip
     """Make the scheduler and the accounts that it keeps."""
-    budget = MemoryBudget(plan.capacity_bytes)
-    memory_policy = LruPolicy()
-    slab = None if plan.slab_bytes is None else AdapterSlab(plan.slab_bytes)
+    own = own_policies or OwnPolicies()
     block_bytes = loaded.layout.block_bytes
-    tree = None
-    if config.prefix_cache == "on":
-        tree = KvTree(config.block_size, block_bytes, memory_policy)
-    memory = DeviceMemory(
-        budget,
-        BlockPool(plan.num_blocks, block_bytes, budget),
-        AdapterCache(budget, slab, memory_policy),
-        host,
-        tree,
-        transfers=None if coexecution is None else coexecution.cold_starts.transfers,
-        max_history_blocks=plan.max_history_blocks,
-    )
+    times = _step_times(config, coexecution)
+    memory = _make_memory(config, loaded, plan, host, times, coexecution, own)
     scheduler_config = SchedulerConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -70,7 +55,6 @@ def make_scheduler(
             max_assisted_tokens_per_step=coexecution.max_tokens_per_step,
             max_assisted_rows_per_step=coexecution.max_rows_per_step,
         )
-    times = _step_times(config, coexecution)
     facts = PolicyFacts(
         times=times,
         capacity_tokens=plan.capacity_bytes * config.block_size // block_bytes,
@@ -79,11 +63,41 @@ def make_scheduler(
         refresh_s=config.refresh_s,
         num_queues=parse_queues(config.queues, "--queues"),
     )
-    policy = own_policy(facts) if own_policy else make_policy(config.scheduling_policy, facts)
+    policy = (own.scheduling or partial(make_policy, config.scheduling_policy))(facts)
     return Scheduler(
         scheduler_config, policy, memory, eos_token_ids, cold_starts,
         predictor=make_predictor(config.output_predictor), times=times,
     )  # fmt: skip
+
+
+def _make_memory(
+    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
+    times: StepTimes, coexecution: "Coexecution | None", own: OwnPolicies,
+) -> DeviceMemory:  # fmt: skip
+    link = None if coexecution is None else coexecution.profile.model.link
+    is_assisted = coexecution is not None and coexecution.pool is not None
+    weights = config.memory_policy_weights
+    sizes = MemorySizes(
+        capacity_bytes=plan.capacity_bytes,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        block_bytes=loaded.layout.block_bytes,
+        max_model_len=plan.max_model_len,
+        slab_bytes=plan.slab_bytes,
+        max_history_blocks=plan.max_history_blocks,
+        adapter_share=config.adapter_memory_fraction,
+    )
+    return make_device_memory(
+        sizes,
+        own.memory or config.memory_policy,
+        ReloadCosts(
+            times, config.block_size, config.max_num_batched_tokens, link, is_assisted=is_assisted
+        ),
+        host,
+        None if coexecution is None else coexecution.cold_starts.transfers,
+        weights=None if weights is None else parse_weights(weights, "--memory-policy-weights"),
+        keeps_prefixes=config.prefix_cache == "on",
+    )
 
 
 def _step_times(config: EngineConfig, coexecution: "Coexecution | None") -> StepTimes:

@@ -13,6 +13,8 @@ class MemoryFacts:
 
     reload_cost_s: Callable[[MemoryItem], float]  # what a request waits if it is gone; above 0
     mean_batch_size: Callable[[], float]  # running requests, over the last 5 seconds
+    # Of frequency, recency and size of adapters, for ``chameleon``; None = the paper's.
+    weights: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,9 @@ class MemoryRules:
     keeps_history: bool = True  # KV of requests that have ended
     ties_kv_to_adapter: bool = True  # no KV is on the device without its adapter
     is_split: bool = False  # blocks take room from blocks alone, adapters from adapters
+    ranked_share: float = (
+        0.0  # of the pool goes by one ranking, where that takes long; 0 = one item
+    )
 
 
 class RankingPolicy(MemoryPolicy, Protocol):

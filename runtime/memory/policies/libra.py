@@ -21,6 +21,7 @@ from .policy import MemoryItem
 _FIRST_REUSE_AGE_S = 600.0
 _MIN_AGES, _MAX_AGES = 64, 1023  # before the median counts; that it is taken of
 _PRUNE_QUERIES = 1000
+_RANKED_SHARE = 0.01
 _LOG_FADED = math.log(1e-3)  # visits: an adapter that is away and was visited less is forgotten
 
 
@@ -55,7 +56,7 @@ class LibraPolicy:
     """
 
     def __init__(self, facts: MemoryFacts) -> None:
-        self.rules = MemoryRules()
+        self.rules = MemoryRules(ranked_share=_RANKED_SHARE)
         self._facts = facts
         self._now_s = 0.0
         # Seconds over the tau of their time, so that all visits have faded alike.

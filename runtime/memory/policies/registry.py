@@ -9,10 +9,10 @@ from .lru import LruPolicy
 
 
 # Loaded when asked for: they need numpy, which reading options does not.
-def _chameleon(_facts: MemoryFacts) -> RankingPolicy:
-    from .chameleon import ChameleonMemoryPolicy
+def _chameleon(facts: MemoryFacts) -> RankingPolicy:
+    from .chameleon import PRINTED_WEIGHTS, ChameleonMemoryPolicy
 
-    return ChameleonMemoryPolicy()
+    return ChameleonMemoryPolicy(facts.weights or PRINTED_WEIGHTS)
 
 
 def _libra(facts: MemoryFacts) -> RankingPolicy:

@@ -9,6 +9,7 @@ from corun.runtime.config.notations import (
     parse_lora_modules,
     parse_num_bytes,
     parse_queues,
+    parse_weights,
 )
 from corun.runtime.errors import ConfigError
 from hypothesis import given
@@ -88,3 +89,15 @@ def test_numbers_of_queues(text: str, number: int | None) -> None:
 def test_what_is_no_number_of_queues(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--x is .* fixed:K with K from 1 to 4"):
         parse_queues(text, "--x")
+
+
+def test_weights() -> None:
+    assert parse_weights("0.45,0.10, 0.45", "--x") == (0.45, 0.1, 0.45)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1,2", "1,2,3,4", "1,2,x", "-1,1,1", "0,0,0", "nan,1,1", "inf,1,1"]
+)
+def test_what_are_no_weights(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--x is '{text}', must be three numbers"):
+        parse_weights(text, "--x")

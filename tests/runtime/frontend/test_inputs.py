@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.loop import OwnPolicies
 from corun.runtime.engine.messages import AddRequest
 from corun.runtime.errors import ConfigError
 from corun.runtime.frontend.inputs import (
@@ -16,6 +17,7 @@ from corun.runtime.frontend.inputs import (
     engine_sampling,
     read_options,
 )
+from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.fcfs import FcfsPolicy
 from hypothesis import given
@@ -82,8 +84,12 @@ def test_options_make_a_configuration_and_a_policy_beside_it() -> None:
     config = EngineConfig(seed=3)
     assert read_options(None, {"seed": 3}) == (config, None)
     assert read_options(config, {}) == (config, None)
-    assert read_options(None, {"seed": 3, "scheduling_policy": FcfsPolicy}) == (config, FcfsPolicy)
-    assert read_options(config, {"scheduling_policy": FcfsPolicy}) == (config, FcfsPolicy)
+    own = OwnPolicies(scheduling=FcfsPolicy)
+    assert read_options(None, {"seed": 3, "scheduling_policy": FcfsPolicy}) == (config, own)
+    assert read_options(config, {"scheduling_policy": FcfsPolicy}) == (config, own)
+    own = OwnPolicies(FcfsPolicy, CorunMemoryPolicy)
+    options = {"scheduling_policy": FcfsPolicy, "memory_policy": CorunMemoryPolicy}
+    assert read_options(config, options) == (config, own)
     with pytest.raises(TypeError, match="not both: scheduling_policy"):
         read_options(config, {"scheduling_policy": "fcfs"})
     with pytest.raises(ConfigError, match=r"--scheduling-policy is .*object"):

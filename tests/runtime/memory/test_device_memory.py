@@ -71,11 +71,11 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
     load(memory, 1, 100)
     memory.cache.acquire(AdapterId(1))
     memory.drop(AdapterId(1))
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == ()
     assert memory.has_evictions and memory.take_gone() == []
     memory.cache.release(AdapterId(1))
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == (1,)
     assert memory.take_gone() == [1]
     assert memory.take_gone() == []
@@ -85,16 +85,16 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
 def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
     memory = make_memory(num_blocks=4)
     memory.drop(AdapterId(7))
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == ()
     assert memory.take_gone() == [7]
     assert memory.load(AdapterId(1), facts(100), 0.0)
     (transfer,) = memory.transfers.take_commands()
     memory.drop(AdapterId(1))
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert memory.take_gone() == []
     memory.settle(TransferResult(transfer.transfer_id), 0.0)
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == (1,)
     assert memory.take_gone() == [1]
     assert memory.budget.free_bytes == 4 * BLOCK_BYTES
@@ -105,7 +105,7 @@ def test_evictions_of_a_lost_plan_are_told_again_but_not_of_what_has_come_since(
     for number in (1, 2):
         load(memory, number, 100)
         assert memory.evict(AdapterId(number))
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     lost = memory.take_evictions()
     assert lost == (1, 2)
     load(memory, 2, 100)
@@ -130,7 +130,7 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert memory.evict(AdapterId(1))
     assert memory.evict(AdapterId(1)), "it is still there"
     assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == (1,)
     assert not memory.evict(AdapterId(1))
     assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
@@ -199,7 +199,7 @@ class InPlace:
 
     def plan(self) -> None:
         """What is commanded comes to its end; the machine has no more than there is."""
-        self.memory.evict_asked()
+        self.memory.begin_plan(0, 0.0)
         evictions = self.memory.take_evictions()
         transfers = self.memory.transfers.take_commands()
         loads = [one for one in transfers if isinstance(one, AdapterTransfer)]

@@ -1,43 +1,8 @@
 """Prefixes that are kept, to whom they belong, and how they make way."""
 
-from corun.runtime.memory.device_memory import DeviceMemory
-from corun.runtime.memory.kv_tree import KvNode
-from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferResult
-from support.scheduling import BLOCK_SIZE, facts, make_memory
-
-NAMESPACE = b"n"
-
-
-def keep(
-    memory: DeviceMemory, first_token: int, num_blocks: int, *,
-    adapter_id: AdapterId = BASE_ADAPTER, namespace: bytes = NAMESPACE,
-) -> list[KvNode]:  # fmt: skip
-    """Let a request compute so many blocks, and end."""
-    block_ids = memory.pool.allocate(num_blocks)
-    assert block_ids is not None
-    path: list[KvNode] = []
-    for number, block_id in enumerate(block_ids):
-        tokens = (first_token + number,) * BLOCK_SIZE
-        parent = path[-1] if path else None
-        node = memory.prefixes.keep(adapter_id, namespace, parent, tokens, block_id, 0.0)
-        path.append(node)
-    memory.let_go(path, ())
-    memory.check_invariants()
-    return path
-
-
-def tokens_of(first_token: int, num_blocks: int) -> tuple[int, ...]:
-    return tuple(first_token + number for number in range(num_blocks) for _ in range(BLOCK_SIZE))
-
-
-def num_found(memory: DeviceMemory, first_token: int, namespace: bytes = NAMESPACE) -> int:
-    return len(memory.prefixes.match(namespace, tokens_of(first_token, 8), 8 * BLOCK_SIZE))
-
-
-def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
-    assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
-    (transfer,) = memory.transfers.take_commands()
-    memory.settle(TransferResult(transfer.transfer_id), 0.0)
+from corun.runtime.plan import BASE_ADAPTER, AdapterId
+from support.kept_prefixes import NAMESPACE, keep, load, num_found, tokens_of
+from support.scheduling import facts, make_memory
 
 
 def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
@@ -110,13 +75,14 @@ def test_history_is_cut_to_what_it_may_hold() -> None:
 def test_what_the_last_version_had_goes_with_it() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True)
     for number in (1, 2):  # two names of one content
+        load(memory, number, 100)
         keep(memory, 10 * number, 1, adapter_id=AdapterId(number), namespace=b"content")
     keep(memory, 10, 1)
     memory.drop(AdapterId(1))
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert num_found(memory, 10, b"content") == num_found(memory, 20, b"content") == 1
     memory.drop(AdapterId(2))
-    memory.evict_asked()
+    memory.begin_plan(0, 0.0)
     assert num_found(memory, 10, b"content") == num_found(memory, 20, b"content") == 0
     assert num_found(memory, 10) == 1, "the base model's stays"
     memory.check_invariants()

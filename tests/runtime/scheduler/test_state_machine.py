@@ -10,6 +10,7 @@ import pytest
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.errors import RequestError
 from corun.runtime.memory.host_cache import HostCache
+from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.plan import (
     AdapterId,
     AdapterTransfer,
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_host_shared=st.booleans(),
         guess_tokens=st.integers(1, 20),
         keeps_prefixes=st.booleans(),
+        memory_policy=st.sampled_from(tuple(MEMORY_POLICIES)),
     )
     def build(
         self,
@@ -91,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_host_shared: bool,
         guess_tokens: int,
         keeps_prefixes: bool,
+        memory_policy: str,
     ) -> None:
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
         if slab_bytes is not None:
@@ -113,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             slab_bytes=slab_bytes,
             host=host,
             keeps_prefixes=keeps_prefixes,
+            policy=memory_policy,
         )
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), memory.transfers, start_share=cold_start_share,
@@ -447,9 +451,21 @@ class Lived(NamedTuple):
     num_found_tokens: int  # of prompts, in the KV of others
 
 
-def live_through(seed: int, policy: str, depth: int, num_acts: int = 80) -> Lived:
-    """Run one random history."""
+@pytest.mark.full
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("memory_policy", MEMORY_POLICIES)
+@pytest.mark.parametrize("policy", ["corun", "chameleon"])
+def test_every_pair_of_policies(policy: str, memory_policy: str, depth: int) -> None:
+    for seed in range(100, 160):
+        live_through(seed, policy, depth, memory_policy=memory_policy)
+
+
+def live_through(
+    seed: int, policy: str, depth: int, num_acts: int = 80, memory_policy: str | None = None
+) -> Lived:
+    """Run one random history, under a drawn memory policy unless one is given."""
     rng, host_rng = random.Random(seed), random.Random(f"host {seed}")
+    drawn_policy = random.Random(f"memory {seed}").choice(tuple(MEMORY_POLICIES))
     machine = SchedulerMachine()
     machine.depth, machine.policy = depth, policy
     machine.build(
@@ -468,6 +484,7 @@ def live_through(seed: int, policy: str, depth: int, num_acts: int = 80) -> Live
         is_host_shared=host_rng.random() < 0.5,
         guess_tokens=host_rng.choice([1, 1, 1, 5]),
         keeps_prefixes=host_rng.random() < 0.5,
+        memory_policy=memory_policy or drawn_policy,
     )
     curses = rng.choice([0, 0, 3])
     for _ in range(num_acts):

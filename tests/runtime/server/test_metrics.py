@@ -27,6 +27,7 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:num_requests_waiting", (model,)] == 1
     assert samples["corun:num_requests_running", (model,)] == 2
     assert samples["corun:kv_cache_usage_perc", (model,)] == 0.25
+    assert samples["corun:kv_blocks_invalid", (model,)] == 7
     cache = (("block_size", "16"), ("num_gpu_blocks", "100"))
     assert samples["corun:cache_config_info", cache] == 1
     device = (("link", "unpaced"), ("sync", "host"))

@@ -1,0 +1,92 @@
+"""Puts the accounts of the device's memory together: for engines, and for simulated ones. Pure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import ConfigError, ResourceError
+from .adapter_cache import AdapterCache
+from .adapter_slab import AdapterSlab
+from .block_pool import BlockPool
+from .budget import MemoryBudget
+from .device_memory import DeviceMemory
+from .host_cache import HostCache
+from .kv_tree import KvTree
+from .policies.facts import MemoryFacts, RankingPolicy
+from .policies.registry import make_memory_policy
+from .policy_inputs import PolicyInputs
+from .reload_cost import ReloadCosts
+from .transfers import TransferTable
+
+MakeMemoryPolicy = Callable[[MemoryFacts], RankingPolicy]
+
+_DEFAULT_ADAPTER_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySizes:
+    """What the accounts are of."""
+
+    capacity_bytes: int  # KV blocks and adapters together
+    num_blocks: int  # that exist physically
+    block_size: int  # tokens
+    block_bytes: int
+    max_model_len: int  # tokens that one request may come to
+    slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
+    max_history_blocks: int | None = None  # that no request uses; None = all
+    # For adapters, of policies that split what has no slab; None = it was not asked for.
+    adapter_share: float | None = None
+
+
+def adapter_share(asked: float | None) -> float:
+    """Of memory that is split, the part of adapters."""
+    return _DEFAULT_ADAPTER_SHARE if asked is None else asked
+
+
+def make_device_memory(
+    sizes: MemorySizes, policy: str | MakeMemoryPolicy, costs: ReloadCosts,
+    host: HostCache | None = None, transfers: TransferTable | None = None,
+    *, weights: tuple[float, float, float] | None = None, keeps_prefixes: bool = True,
+) -> DeviceMemory:  # fmt: skip
+    """Make the memory that ``policy``, a name or what makes one, ranks.
+
+    ``weights``: see ``MemoryFacts``. ``keeps_prefixes``: whether KV is kept for others.
+
+    Raises ``ConfigError`` if there is no such policy, or a share for adapters is asked for where
+    nothing is split, ``ResourceError`` if a part is too small for one request.
+    """
+    inputs = PolicyInputs(costs)
+    facts = MemoryFacts(reload_cost_s=costs, mean_batch_size=inputs.batch_size, weights=weights)
+    ranking = make_memory_policy(policy, facts) if isinstance(policy, str) else policy(facts)
+    slab_bytes, num_blocks = sizes.slab_bytes, sizes.num_blocks
+    if slab_bytes is None and ranking.rules.is_split:
+        share = adapter_share(sizes.adapter_share)
+        slab_bytes = int(sizes.capacity_bytes * share)
+        num_blocks = min(num_blocks, (sizes.capacity_bytes - slab_bytes) // sizes.block_bytes)
+        _check_parts(sizes, num_blocks, share)
+    elif slab_bytes is None and sizes.adapter_share is not None:
+        raise ConfigError(
+            f"--adapter-memory-fraction is {sizes.adapter_share:g}, but adapters share the memory "
+            "with KV blocks here; leave it out, or choose --memory-policy static-split"
+        )
+    budget = MemoryBudget(sizes.capacity_bytes)
+    tree = KvTree(sizes.block_size, sizes.block_bytes, ranking) if keeps_prefixes else None
+    return DeviceMemory(
+        budget,
+        BlockPool(num_blocks, sizes.block_bytes, budget),
+        AdapterCache(budget, None if slab_bytes is None else AdapterSlab(slab_bytes), ranking),
+        host,
+        tree,
+        transfers=transfers,
+        max_history_blocks=sizes.max_history_blocks,
+        inputs=inputs,
+    )
+
+
+def _check_parts(sizes: MemorySizes, num_blocks: int, share: float) -> None:
+    num_tokens = num_blocks * sizes.block_size
+    if num_tokens < sizes.max_model_len:
+        raise ResourceError(
+            f"{num_tokens} tokens of KV fit beside {share:.0%} of the memory for adapters "
+            f"(--adapter-memory-fraction), but one request may take {sizes.max_model_len} "
+            "(--max-model-len); lower either, or raise --memory-gib"
+        )

@@ -1,0 +1,37 @@
+"""What memory policies go by and only others see. Pure."""
+
+import math
+from dataclasses import dataclass, field
+
+from .reload_cost import ReloadCosts
+
+_WINDOW_S = 5.0  # FastLibra section 5.2, of the batch size
+
+
+class RecentMean:
+    """By time, the older the less; 0 before the first value."""
+
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
+        self._newest, self._since_s = 0.0, -math.inf
+        self._mean = 0.0
+
+    def __call__(self) -> float:
+        """As of the newest value."""
+        return self._mean
+
+    def note(self, value: float, now_s: float) -> None:
+        """It is this from now on."""
+        share = math.exp(-max(0.0, now_s - self._since_s) / self._window_s)
+        self._mean = share * self._mean + (1.0 - share) * self._newest
+        if math.isinf(self._since_s):
+            self._mean = value
+        self._newest, self._since_s = value, now_s
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """Told by the memory, asked by its policy; see ``policies.facts.MemoryFacts``."""
+
+    costs: ReloadCosts
+    batch_size: RecentMean = field(default_factory=RecentMean)

@@ -1,0 +1,101 @@
+"""Who goes by the rules of the policy: KV with its adapter or apart, one ranking or one each."""
+
+import pytest
+from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferResult
+from support.kept_prefixes import keep, load, num_found
+from support.scheduling import BLOCK_BYTES, facts, make_memory
+
+A, B = AdapterId(1), AdapterId(2)
+
+
+def evicts_adapter(memory: DeviceMemory, num_bytes: int) -> tuple[AdapterId, ...]:
+    assert memory.reclaim(0, num_bytes, include_waiting=False, keep=BASE_ADAPTER)
+    return memory.take_evictions()
+
+
+def history(memory: DeviceMemory) -> None:
+    """An adapter that was used first, its KV, and that of the base model."""
+    load(memory, A, 100)
+    keep(memory, 10, 2, adapter_id=A, namespace=b"a")
+    keep(memory, 20, 1)
+    memory.prefixes.visit(memory.prefixes.match(b"a", (10,) * 4, 4), 0.0)
+
+
+def test_kv_goes_with_its_adapter_where_that_is_the_rule() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    history(memory)
+    assert evicts_adapter(memory, 500) == (A,)
+    assert num_found(memory, 10, b"a") == 0 and num_found(memory, 20) == 1
+    assert memory.budget.free_bytes == 7 * BLOCK_BYTES, "its KV counts as what it freed"
+    assert memory.num_invalid_kv_blocks == 0
+
+
+def test_and_stays_where_it_is_not() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="discard-idle")
+    history(memory)
+    assert memory.take_evictions() == (A,), "nobody waits for it"
+    assert num_found(memory, 10, b"a") == 2 and memory.num_invalid_kv_blocks == 2
+    load(memory, A, 100)
+    assert memory.num_invalid_kv_blocks == 0
+
+
+def test_kv_that_another_version_on_the_device_may_use_stays() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    load(memory, A, 100)
+    load(memory, B, 100)
+    for adapter_id in (A, B):  # two names of one content
+        keep(memory, 10 * adapter_id, 1, adapter_id=adapter_id, namespace=b"content")
+    assert memory.evict(A)
+    memory.begin_plan(0, 0.0)
+    assert memory.take_evictions() == (A,) and num_found(memory, 20, b"content") == 1
+    assert memory.evict(B)
+    memory.begin_plan(0, 0.0)
+    assert memory.take_evictions() == (B,) and num_found(memory, 20, b"content") == 0
+
+
+def test_kv_computed_beside_a_load_that_fails_goes_when_the_request_has_let_go() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    transfer = memory.load(A, facts(100), 0.0)
+    assert transfer is not None
+    memory.cache.acquire(A)
+    keep(memory, 10, 2, adapter_id=A, namespace=b"a")
+    memory.settle(TransferResult(transfer.transfer_id, "the file is gone"), 1.0)
+    memory.take_evictions()
+    assert num_found(memory, 10, b"a") == 2, "the request may be running still"
+    memory.cache.release(A)
+    memory.check_invariants()
+    memory.take_evictions()
+    assert memory.cache.state(A) is AdapterState.ABSENT and num_found(memory, 10, b"a") == 0
+
+
+def test_history_that_is_not_wanted_goes_when_nobody_holds_it() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="slora")
+    keep(memory, 10, 2)
+    assert num_found(memory, 10) == 2, "who runs beside may share it"
+    memory.take_evictions()
+    assert num_found(memory, 10) == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "libra", "corun", "chameleon"])
+def test_as_much_goes_as_is_asked_for_however_it_is_ranked(policy: str) -> None:
+    memory = make_memory(num_blocks=400, keeps_prefixes=True, policy=policy)
+    for first in range(100):
+        keep(memory, 10 * first, 4)
+    assert memory.reclaim(37, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.pool.num_free_ids == 37
+    memory.check_invariants()
+
+
+def test_a_ranking_that_takes_long_is_good_for_one_per_cent() -> None:
+    memory = make_memory(num_blocks=400, keeps_prefixes=True, policy="libra")
+    for first in range(100):
+        keep(memory, 10 * first, 4)
+    assert memory.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert [num_found(memory, 10 * first) for first in range(5)] == [3, 3, 3, 3, 4]
+    one_each = make_memory(num_blocks=400, keeps_prefixes=True, policy="lru")
+    for first in range(100):
+        keep(one_each, 10 * first, 4)
+    assert one_each.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert [num_found(one_each, 10 * first) for first in range(2)] == [0, 4]
