@@ -41,7 +41,8 @@ class AsyncEngine:
     default the engine computes in a thread of this process; with ``own_process=True`` in a
     process of its own, where nothing that this process does can slow it down. Where it computes in
     a thread, ``scheduling_policy`` may also be what makes a ``SchedulerPolicy`` from
-    ``PolicyFacts``, such as a class.
+    ``PolicyFacts``, such as a class, and ``memory_policy`` what makes a ``RankingPolicy`` from
+    ``MemoryFacts``.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class AsyncEngine:
             client = ProcessClient(config)
         else:
             raise ConfigError(
-                "with own_process=True scheduling_policy and memory_policy must be names: no other "
-                f"process can have {own_policies}"
+                f"no other process can have {own_policies}: with own_process=True each policy must "
+                "be a name"
             )
         self._set_up(client, None)
 

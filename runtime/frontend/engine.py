@@ -29,8 +29,9 @@ class Engine:
 
     ``Engine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``; as
     ``scheduling_policy`` also what makes a ``SchedulerPolicy`` from ``PolicyFacts``, such as a
-    class. Raises ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a context manager
-    or ``close`` it.
+    class, as ``memory_policy`` what makes a ``RankingPolicy`` from ``MemoryFacts``. Raises
+    ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a context manager or ``close``
+    it.
     """
 
     def __init__(

@@ -153,11 +153,14 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 
 
 def test_a_cold_request_begins_behind_a_prefix(deep: ParityCase, tmp_path: Path) -> None:
-    """Its KV is on the device though its adapter has gone; what is new is computed by workers."""
+    """Its KV is on the device though its adapter has gone, as some memory policies have it.
+
+    What is new is computed by workers.
+    """
     name = NAMES[0]
     with ColdEngine(
         deep.directory, {name: deep.adapters[name]}, tmp_path, delta_backend="numpy",
-        prefix_cache="on",
+        prefix_cache="on", memory_policy="static-split",
     ) as engine:  # fmt: skip
         prompt = prompts(1, seed=31, num_tokens=18)[0]
         first = engine.ask(name, prompt)
