@@ -14,6 +14,7 @@ import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.coexec.invocation import Invocation
 from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from support.cold_engine import ColdEngine
 from support.cold_parity import LARGE_SPEC, NUM_LAYERS, check, make_case, prompts, split_at
 from support.devices import DEVICES
@@ -108,13 +109,15 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
     return ParityCase("llama3-rope", tmp_path_factory.mktemp("many"), specs=specs)
 
 
-def room(where: str, case: ParityCase, *, num_tokens: int, num_adapters: int) -> dict[str, Any]:
+def room(
+    where: str, case: ParityCase, *, num_tokens: int, num_adapters: int, is_split: bool = False
+) -> dict[str, Any]:
     """Options by which so much fits in float32; on CUDA adapters have a part for themselves."""
     adapter_bytes = num_adapters * max(map(file_bytes, case.adapters.values()))
     adapter_bytes += STAGING_BYTES if where == "cuda" else 0
     memory_bytes = adapter_bytes + case.kv_block_bytes(num_tokens, torch.float32)
     options: dict[str, Any] = {"device": where, "memory_gib": memory_bytes / 2**30}
-    if where == "cuda":
+    if where == "cuda" or is_split:
         options["adapter_memory_fraction"] = adapter_bytes / memory_bytes
     return {**options, "dtype": "float32", "block_size": 4, "max_lora_rank": RANK}
 
@@ -123,13 +126,23 @@ def file_bytes(path: Path) -> int:
     return (path / "adapter_model.safetensors").stat().st_size
 
 
+IN_EVERY_RUN = ("corun", "static-split")
+POLICIES = [
+    pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.full)
+    for name in MEMORY_POLICIES
+]
+
+
 @pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("memory_policy", POLICIES)
 @pytest.mark.parametrize("where", DEVICES)
-def test_more_adapters_than_fit(many: ParityCase, where: str) -> None:
+def test_more_adapters_than_fit(many: ParityCase, where: str, memory_policy: str) -> None:
     """All are asked for at once, twice, and no request fails: others are evicted for them."""
     names = [*many.adapters] * 2
     greedy = replace(GREEDY, max_tokens=6)
-    options = room(where, many, num_tokens=200, num_adapters=NUM_THAT_FIT)
+    is_split = memory_policy == "static-split"
+    options = room(where, many, num_tokens=200, num_adapters=NUM_THAT_FIT, is_split=is_split)
+    options["memory_policy"] = memory_policy
     with Engine(model=str(many.directory), max_model_len=20, **options) as engine:
         loras = [LoRARequest(name, 1, str(many.adapters[name])) for name in names]
         outputs = engine.generate([[5, 6, 7, 8]] * len(names), greedy, loras)
