@@ -178,6 +178,11 @@ class EngineConfig:
         maximum=2**16,
         help="Waiting requests whose adapters are loaded ahead at most.",
     )
+    prefetch_expected: bool = option(
+        False,
+        help="Load adapters before they are asked for, when they are expected by the time between "
+        "their requests so far.",
+    )
     growth_headroom: float = option(
         0.01,
         minimum=0,

@@ -215,7 +215,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return gauges and totals. O(adapters on the device)."""
         memory = self._scheduler.memory
-        counters = self._scheduler.counters
+        counters, forecast = self._scheduler.counters, self._scheduler.forecast
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -235,6 +235,9 @@ class EngineCore:
             cold_starts=dict(self._scheduler.cold_start_counts()),
             num_device_evictions=memory.cache.num_evictions,
             num_host_evictions=memory.num_host_evictions,
+            num_prefetch_hits=0 if forecast is None else forecast.num_hits,
+            num_prefetch_misses=0 if forecast is None else forecast.num_misses,
+            prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
         )
 
     def resident_adapters(self) -> frozenset[AdapterId]:

@@ -173,6 +173,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
     num_device_evictions: int = 0  # of adapters
     num_host_evictions: int = 0
+    num_prefetch_hits: int = 0  # loads of adapters that were expected, and then asked for
+    num_prefetch_misses: int = 0
+    prefetch_missed_bytes: int = 0
     kv_blocks_invalid: int = 0  # their adapter is not on the device
 
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+from ..adapter import AdapterFacts
 from ..memory.adapter_cache import AdapterState
 from ..memory.device_memory import DeviceMemory
 from ..memory.kv_tree import KvNode
-from ..plan import BASE_ADAPTER
+from ..plan import BASE_ADAPTER, AdapterId
 from ..request import Request
 from .cold import ColdStarts
 from .config import SchedulerConfig
+from .forecast import ArrivalForecast
 from .limits import blocks_for
 from .policy import NO_ROOM, SchedulerPolicy, Verdict
 from .running_set import RunningSet
@@ -25,19 +27,30 @@ class Admission:
         memory: DeviceMemory,
         running: RunningSet,
         cold_starts: ColdStarts,
+        forecast: ArrivalForecast | None = None,
     ) -> None:
-        """All five are the scheduler's own."""
+        """All are the scheduler's own. ``forecast``: None = nobody loads what is not asked for."""
         self._config = config
         self._policy = policy
         self._memory = memory
         self._running = running
         self._cold_starts = cold_starts
+        self._forecast = forecast
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
-        """Admit until no seat is left or the policy stops, into ``draft`` while it has room."""
-        if not len(self._policy):
-            return
+        """Admit until no seat is left or the policy stops, into ``draft`` while it has room.
+
+        Then load ahead, if there was room for all.
+        """
+        verdict = Verdict.ADMITTED
+        if len(self._policy):
+            verdict = self._admit(draft, now_s)
+        if verdict not in NO_ROOM:
+            self._prefetch(now_s)
+
+    def _admit(self, draft: StepDraft, now_s: float) -> Verdict:
+        """Return what became of the last one."""
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
@@ -49,12 +62,16 @@ class Admission:
             except StopIteration:
                 request = None
         candidates.close()
-        if verdict not in NO_ROOM:
-            self._prefetch(now_s)
+        return verdict
 
-    def num_known_prefix_tokens(self, request: Request) -> int:
-        """Tokens of a request whose KV is there now."""
-        return len(self._match(request)) * self._config.block_size
+    def arrived(self, request: Request, now_s: float) -> None:
+        """A request begins to wait for the first time."""
+        request.num_known_prefix_tokens = len(self._match(request)) * self._config.block_size
+        if self._forecast is not None:
+            state = self._memory.cache.state(request.adapter_id)
+            self._forecast.arrived(
+                request, now_s, is_on_device=state is not AdapterState.ABSENT
+            )  # fmt: skip
 
     def _has_seat(self) -> bool:
         """Whether one more request may run.
@@ -139,19 +156,17 @@ class Admission:
         """
         assert request.adapter is not None, request.request_id
         for _ in range(2):
-            if self._load(request, now_s, is_demand=True):
+            if self._load(request, now_s):
                 return True
             if not self._memory.reclaim_load(request.adapter, include_waiting=include_waiting):
                 return False
-        return self._load(request, now_s, is_demand=True)
+        return self._load(request, now_s)
 
-    def _load(self, request: Request, now_s: float, *, is_demand: bool) -> bool:
+    def _load(self, request: Request, now_s: float) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
         assert request.adapter is not None, request.request_id
-        if is_demand:
-            self._running.promise_growth()  # which the load must leave alone
-        adapter_id, adapter = request.adapter_id, request.adapter
-        return self._memory.load(adapter_id, adapter, now_s, is_demand=is_demand) is not None
+        self._running.promise_growth()  # which the load must leave alone
+        return self._memory.load(request.adapter_id, request.adapter, now_s) is not None
 
     def _start(
         self, request: Request, path: Sequence[KvNode], num_blocks: int, draft: StepDraft,
@@ -178,18 +193,36 @@ class Admission:
             draft.add_cold_chunk(request, chunk)
 
     def _prefetch(self, now_s: float) -> None:
-        """Load adapters of requests that wait for a seat, leaving what is kept for growth."""
+        """Load adapters of requests that wait for a seat, then those that are expected."""
+        for request in self._policy.upcoming(self._config.max_prefetch_requests):
+            if not self._load_ahead(request.adapter_id, request.adapter, now_s):
+                return
+        if self._forecast is None:
+            return
+        for adapter_id, adapter in self._forecast.expected(now_s):
+            if self._memory.cache.state(adapter_id) is not AdapterState.ABSENT:
+                continue
+            if not self._load_ahead(adapter_id, adapter, now_s):
+                return
+            if self._memory.cache.state(adapter_id) is AdapterState.LOADING:
+                self._forecast.loads(adapter_id, adapter.num_bytes)
+
+    def _load_ahead(
+        self, adapter_id: AdapterId, adapter: AdapterFacts | None, now_s: float
+    ) -> bool:
+        """Load an adapter unless it is there, leaving what is kept for growth; False: no room."""
         memory = self._memory
+        if memory.cache.state(adapter_id) is not AdapterState.ABSENT:
+            return True
+        assert adapter is not None, adapter_id
         reserve_bytes = self._headroom_blocks * memory.pool.block_bytes
         if memory.cache.slab is not None:
             reserve_bytes = 0  # blocks are not where adapters go
-        for request in self._policy.upcoming(self._config.max_prefetch_requests):
-            if memory.cache.state(request.adapter_id) is not AdapterState.ABSENT:
-                continue
-            needed_bytes = request.adapter_bytes + reserve_bytes
-            self._running.promise_growth()
+        needed_bytes = adapter.num_bytes + reserve_bytes
+        self._running.promise_growth()
+        if not memory.has_adapter_room(needed_bytes):
+            memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
             if not memory.has_adapter_room(needed_bytes):
-                memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
-                if not memory.has_adapter_room(needed_bytes):
-                    return
-            self._load(request, now_s, is_demand=False)
+                return False
+        memory.load(adapter_id, adapter, now_s, is_demand=False)
+        return True

@@ -18,6 +18,7 @@ class SchedulerConfig:
     max_num_waiting: int | None = None  # None = no limit
     mix_decode_with_prefill: bool = True  # decode rows ride along with prefill chunks
     recompute_at_tokens: int | None = None  # KV made below this length is of no use from it on
+    prefetch_expected: bool = False  # adapters, by when they were asked for before
     max_prefetch_requests: int = 16  # waiting requests whose adapters load ahead of admission
     max_assisted_tokens_per_step: int = 512  # of requests whose adapter is still being loaded
     max_assisted_rows_per_step: int = 4  # such requests

@@ -30,6 +30,7 @@ from .cold import ColdStarts, WarmStarts
 from .config import SchedulerConfig
 from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
+from .forecast import ArrivalForecast
 from .limits import max_total_tokens
 from .policy import SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
@@ -77,7 +78,10 @@ class Scheduler:
         self._continuation = Continuation(
             config, policy, self._running, self._cold_starts, self.counters, self._wait
         )
-        self._admission = Admission(config, policy, memory, self._running, self._cold_starts)
+        self.forecast = ArrivalForecast() if config.prefetch_expected else None
+        self._admission = Admission(
+            config, policy, memory, self._running, self._cold_starts, self.forecast
+        )
         self._recovery = Recovery()
         self._results = ResultReader(
             frozenset(eos_token_ids), self._running, self._recovery, self.counters
@@ -136,7 +140,7 @@ class Scheduler:
         check_queue(self.num_waiting, self.config.max_num_waiting)
         request.max_total_tokens = max_total_tokens(request, self.config, self.memory)
         self._predict(request)
-        request.num_known_prefix_tokens = self._admission.num_known_prefix_tokens(request)
+        self._admission.arrived(request, now_s)
         self._requests[request_id] = request
         self._wait(request, now_s)
 
@@ -151,6 +155,8 @@ class Scheduler:
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         """Evict an adapter version that no request will name any more."""
         self.memory.drop(adapter_id)
+        if self.forecast is not None:
+            self.forecast.forget(adapter_id)
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed or transferred now.
@@ -234,7 +240,10 @@ class Scheduler:
 
     def wake_at_s(self) -> float | None:
         """When ``schedule`` may decide otherwise although nothing has happened; None = never."""
-        return self._policy.wake_at_s()
+        times_s = [self._policy.wake_at_s()]
+        if self.forecast is not None:
+            times_s.append(self.forecast.wake_at_s())
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def check_invariants(self) -> None:
         """Assert that all parts agree; for tests and idle moments."""

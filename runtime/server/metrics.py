@@ -219,12 +219,25 @@ class ServerMetrics:
             ("retried_rows", "Rows that came to nothing, computed again.", stats.num_retried_rows),
             ("cpu_worker_restarts", "CPU workers replaced.", stats.cpu_workers.num_restarts),
             ("cpu_worker_failed_jobs", "Jobs of dead workers.", stats.cpu_workers.num_failed_jobs),
+            (
+                "adapter_prefetch_wasted_bytes",
+                "Adapters loaded because they were expected, and not asked for.",
+                stats.prefetch_missed_bytes,
+            ),
             ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
         ):
             family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
+        prefetches = CounterMetricFamily(
+            self._name("adapter_prefetches"),
+            "Loads of adapters that were expected, by whether they were asked for.",
+            labels=["model_name", "outcome"],
+        )
+        prefetches.add_metric([self._model_name, "hit"], stats.num_prefetch_hits)
+        prefetches.add_metric([self._model_name, "miss"], stats.num_prefetch_misses)
+        yield prefetches
         evictions = CounterMetricFamily(
             self._name("lora_adapter_evictions"),
             "Adapters that left a level of memory.",

@@ -77,7 +77,7 @@ class FakeEngine:
         self.error: CorunError | None = None
         self.stats = EngineStats(
             num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
-            kv_blocks_invalid=7, num_preemptions=3,
+            kv_blocks_invalid=7, num_preemptions=3, num_prefetch_hits=5, prefetch_missed_bytes=6,
             running_adapters=("upper",), waiting_adapters=("digits",),
         )  # fmt: skip
         self.adapters = {

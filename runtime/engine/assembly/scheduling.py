@@ -45,6 +45,7 @@ def make_scheduler(
         mix_decode_with_prefill=loaded.model.device.type != "cuda",
         recompute_at_tokens=loaded.recompute_at_tokens,
         max_prefetch_requests=config.prefetch_requests,
+        prefetch_expected=config.prefetch_expected,
         growth_headroom=config.growth_headroom,
     )
     cold_starts = None

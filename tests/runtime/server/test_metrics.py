@@ -28,6 +28,9 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:num_requests_running", (model,)] == 2
     assert samples["corun:kv_cache_usage_perc", (model,)] == 0.25
     assert samples["corun:kv_blocks_invalid", (model,)] == 7
+    assert samples["corun:adapter_prefetches_total", (model, ("outcome", "hit"))] == 5
+    assert samples["corun:adapter_prefetches_total", (model, ("outcome", "miss"))] == 0
+    assert samples["corun:adapter_prefetch_wasted_bytes_total", (model,)] == 6
     cache = (("block_size", "16"), ("num_gpu_blocks", "100"))
     assert samples["corun:cache_config_info", cache] == 1
     device = (("link", "unpaced"), ("sync", "host"))
