@@ -253,7 +253,10 @@ class DeviceMemory:
         if self.host is None:
             return ()
         if self.host.is_device_memory:
-            self.host.keep_within(max(0, self.budget.capacity_bytes - self.pool.written_bytes))
+            left_bytes = self.budget.capacity_bytes - self.pool.written_bytes
+            if self.cache.slab is not None:
+                left_bytes = min(left_bytes, self.cache.slab.capacity_bytes)
+            self.host.keep_within(max(0, left_bytes))
         return self.host.take_evictions()
 
     def drop(self, adapter_id: AdapterId) -> None:

@@ -34,6 +34,13 @@ def _check_memory(
     num_blocks = blocks_for(total_tokens - 1, config.block_size)  # the last token needs no KV
     if memory.can_ever_hold(num_blocks, request.adapter_bytes):
         return
+    slab = memory.cache.slab
+    if slab is not None and request.adapter_bytes > slab.capacity_bytes:
+        raise RequestError(
+            f"the adapter takes {_mib(request.adapter_bytes)}, but {_mib(slab.capacity_bytes)} of "
+            "the memory are for adapters (raise --adapter-memory-fraction or --memory-gib)",
+            param="model",
+        )
     needed_bytes = num_blocks * memory.pool.block_bytes + request.adapter_bytes
     raise RequestError(
         f"{total_tokens} tokens with their adapter need {_mib(needed_bytes)} and {num_blocks} KV "

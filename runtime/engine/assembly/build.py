@@ -213,9 +213,11 @@ def _connect(
     fingerprint = model_fingerprint(source, loaded.config)
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
-        host = make_host_adapters(config, loaded, arena, memory.slab_bytes, profile)
-        # The account is of what is left when loads have their buffers.
-        memory = replace(memory, slab_bytes=host.slab_bytes)
+        is_cuda = loaded.model.device.type == "cuda"
+        slab_bytes = memory.slab_bytes if is_cuda else None  # elsewhere it is an account alone
+        host = make_host_adapters(config, loaded, arena, slab_bytes, profile)
+        if is_cuda:  # the account is of what is left when loads have their buffers
+            memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
         manager = AdapterManager(facts_reader(host), base_names(config), host)
         undo.callback(manager.close)

@@ -6,6 +6,7 @@ from ...config.engine import EngineConfig
 from ...config.notations import parse_num_bytes
 from ...errors import ConfigError, ResourceError
 from ...memory.make import adapter_share
+from ...memory.policies.registry import splits_memory
 
 _GIB = 2**30
 
@@ -69,9 +70,10 @@ def plan_max_model_len(
 def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
     """Size the budget and the KV pool.
 
-    CUDA memory is taken whole at start, so there adapters have a slab beside the blocks. On the CPU
-    blocks take memory only when they are written, so both share all of it; what nobody has shared
-    out, history holds no more than a quarter of, because it would stay.
+    CUDA memory is taken whole at start, so there adapters have a slab beside the blocks, as they
+    have under policies that split the memory. On the CPU blocks take memory only when they are
+    written, so both share all of it; what nobody has shared out, history holds no more than a
+    quarter of, because it would stay.
 
     Raises:
         ResourceError: There is less memory than was asked for, or too little for one request of
@@ -79,7 +81,7 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
     """
     capacity_bytes = _capacity_bytes(config, facts)
     slab_bytes = None
-    if facts.type == "cuda":
+    if facts.type == "cuda" or splits_memory(config.memory_policy):
         slab_bytes = int(capacity_bytes * adapter_share(config.adapter_memory_fraction))
     num_blocks = (capacity_bytes - (slab_bytes or 0)) // facts.block_bytes
     if config.prefix_cache == "off":

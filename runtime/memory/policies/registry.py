@@ -21,21 +21,33 @@ def _libra(facts: MemoryFacts) -> RankingPolicy:
     return LibraPolicy(facts)
 
 
-def _lru(**rules: bool) -> Callable[[MemoryFacts], RankingPolicy]:
-    return lambda _facts: LruPolicy(MemoryRules(**rules))
+# LRU under other rules. vLLM divides its memory into two parts, of which neither knows what the
+# other has; and KV that is kept must do without its adapter where that is not.
+_BASELINES: Mapping[str, MemoryRules] = {
+    "static-split": MemoryRules(is_split=True, ties_kv_to_adapter=False),
+    "discard-idle": MemoryRules(keeps_idle_adapters=False, ties_kv_to_adapter=False),
+    "slora": MemoryRules(
+        keeps_idle_adapters=False, ties_kv_to_adapter=False, keeps_history=False
+    ),
+}  # fmt: skip
+
+
+def _lru(rules: MemoryRules) -> Callable[[MemoryFacts], RankingPolicy]:
+    return lambda _facts: LruPolicy(rules)
 
 
 MEMORY_POLICIES: Mapping[str, Callable[[MemoryFacts], RankingPolicy]] = {
     "corun": CorunMemoryPolicy,
-    "lru": _lru(),
+    "lru": _lru(MemoryRules()),
     "chameleon": _chameleon,
     "libra": _libra,
-    # As vLLM divides its memory: two parts, of which neither knows what the other has.
-    "static-split": _lru(is_split=True, ties_kv_to_adapter=False),
-    # KV that is kept must do without its adapter, which is not.
-    "discard-idle": _lru(keeps_idle_adapters=False, ties_kv_to_adapter=False),
-    "slora": _lru(keeps_idle_adapters=False, ties_kv_to_adapter=False, keeps_history=False),
+    **{name: _lru(rules) for name, rules in _BASELINES.items()},
 }
+
+
+def splits_memory(name: str) -> bool:
+    """Whether the policy of this name divides the memory between blocks and adapters."""
+    return name in _BASELINES and _BASELINES[name].is_split
 
 
 def make_memory_policy(name: str, facts: MemoryFacts) -> RankingPolicy:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from corun.runtime.errors import ConfigError, OverloadedError, RequestError
-from corun.runtime.plan import RequestId
+from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.events import RequestEvent
@@ -102,6 +102,13 @@ class TestRefusals:
         with pytest.raises(RequestError, match=message):
             scheduler.add_request(make_request(1, **options), 0.0)
         assert not scheduler.has_work()
+
+    def test_an_adapter_that_is_larger_than_its_part_of_the_memory(self) -> None:
+        scheduler = make_scheduler(memory=make_memory(num_blocks=8, slab_bytes=2**20))
+        request = make_request(1, adapter_id=AdapterId(1), adapter_bytes=2**21)
+        wanted = r"takes 2\.00 MiB, but 1\.00 MiB .*--adapter-memory-fraction"
+        with pytest.raises(RequestError, match=wanted):
+            scheduler.add_request(request, 0.0)
 
     def test_the_largest_request_that_fits_is_served(self) -> None:
         scheduler = make_scheduler(memory=make_memory(num_blocks=8))

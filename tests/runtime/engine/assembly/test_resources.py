@@ -1,5 +1,7 @@
 """Sizes from options and facts."""
 
+from dataclasses import replace
+
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.resources import (
@@ -68,6 +70,17 @@ def test_on_cuda_adapters_have_a_slab_beside_the_blocks() -> None:
     config = EngineConfig(memory_gib=1.0, adapter_memory_fraction=0.75, max_model_len=4097)
     with pytest.raises(ResourceError, match=r"0\.25 GiB hold the KV of 4096 tokens"):
         plan_memory(config, facts(kind="cuda"), 4097)
+
+
+def test_and_under_policies_that_split_the_memory() -> None:
+    asked = EngineConfig(memory_gib=1.0, memory_policy="static-split", adapter_memory_fraction=0.5)
+    plan = plan_memory(asked, facts(), 4096)
+    assert (plan.slab_bytes, plan.num_blocks) == (GIB // 2, 512)
+    # Where nobody asked for a length, the context becomes what fits.
+    assert plan_memory(asked, facts(), 512 * 16 + 1).max_model_len == 512 * 16
+    config = replace(asked, max_model_len=512 * 16 + 1)
+    with pytest.raises(ResourceError, match=r"0\.5 GiB hold the KV of 8192 tokens, .* take 8193"):
+        plan_memory(config, facts(), 512 * 16 + 1)
 
 
 def test_asking_for_more_than_is_free_is_refused_with_both_numbers() -> None:
