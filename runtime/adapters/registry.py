@@ -42,6 +42,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int  # on the device
     version: str  # content digest, hexadecimal
     resident: bool  # on the device now
+    pinned: bool = False  # stays there
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class _Entry:
     version: AdapterVersion | None = None  # serves new requests
     load_id: LoadId | None = None  # the load that is running
     reason: str | None = None  # why the last load failed
+    is_pinned: bool = False  # whatever version it is
 
     @property
     def state(self) -> str:
@@ -170,6 +172,29 @@ class AdapterRegistry:
             raise self._unknown(name)
         return self._drain(entry.version)
 
+    def serving(self, name: str) -> AdapterVersion | None:
+        """The version that serves new requests for ``name``, if one does."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.version
+
+    def largest_unpinned_bytes(self, *, without: str) -> int:
+        """Of the versions that serve: what requests may need beside all that is pinned."""
+        versions = [
+            entry.version
+            for name, entry in self._entries.items()
+            if not entry.is_pinned and name != without
+        ]
+        return max((version.num_bytes for version in versions if version is not None), default=0)
+
+    def set_pinned(self, name: str, *, is_pinned: bool) -> None:
+        """Note it of a name that is registered, for all versions to come."""
+        self._entries[name].is_pinned = is_pinned
+
+    def is_pinned(self, name: str) -> bool:
+        """Whether the versions of ``name`` are to stay on the device."""
+        entry = self._entries.get(name)
+        return entry is not None and entry.is_pinned
+
     def resolve(self, name: str) -> AdapterVersion:
         """The version that serves new requests for ``name``.
 
@@ -218,7 +243,8 @@ class AdapterRegistry:
             if entry.version is None:
                 infos[name] = _empty_info(name, entry)
             else:
-                infos[name] = _info(entry.version, READY, entry.reason, resident)
+                info = _info(entry.version, READY, entry.reason, resident)
+                infos[name] = msgspec.structs.replace(info, pinned=entry.is_pinned)
         return tuple(infos[name] for name in sorted(infos))
 
     def check_invariants(self) -> None:

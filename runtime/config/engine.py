@@ -200,6 +200,11 @@ class EngineConfig:
         help="Adapters to serve, as name=path or as JSON with both.",
         check=parse_lora_modules,
     )
+    pin: tuple[str, ...] = option(
+        (),
+        metavar="NAME",
+        help="Adapters of these that stay on the device, as long as they are served.",
+    )
     max_lora_rank: int = option(
         256,
         minimum=1,

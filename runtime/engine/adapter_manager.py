@@ -15,10 +15,16 @@ from typing import Protocol
 
 from ..adapter import AdapterFacts
 from ..adapters.registry import AdapterInfo, AdapterRegistry, AdapterVersion, LoadId
-from ..errors import AdapterError, CorunError
-from ..memory.device_memory import HostRoom
+from ..errors import AdapterError, CorunError, RequestError
+from ..memory.registrations import HostRoom
 from ..plan import AdapterId, HostPlace, HostPlaceId
-from .messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
+from .messages import (
+    AdapterOperation,
+    AdaptersChanged,
+    OperationDone,
+    PinAdapter,
+    RemoveAdapter,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,6 +53,21 @@ class AdapterResidency(Protocol):
         """Evict a version for good."""
         ...
 
+    def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
+        """Raise ``RequestError`` unless so much may be pinned, in place of a version.
+
+        ``other_bytes``: of an adapter that a request may need beside.
+        """
+        ...
+
+    def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
+        """Keep a version on the device, for which there is room."""
+        ...
+
+    def unpin_adapter(self, adapter_id: AdapterId) -> None:
+        """It may leave the device again."""
+        ...
+
     def resident_adapters(self) -> frozenset[AdapterId]:
         """Versions on the device now."""
         ...
@@ -70,6 +91,7 @@ class _Job:
     name: str
     path: str
     load_id: LoadId
+    pinned: bool | None = None  # None = as the name is by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +171,21 @@ class AdapterManager:
 
     # Operations.
 
-    def handle(self, message: AddAdapter | RemoveAdapter) -> None:
+    def handle(self, message: AdapterOperation) -> None:
         """Begin an operation; ``poll`` tells how it ended. Raises ``CorunError`` if refused."""
         if isinstance(message, RemoveAdapter):
             self._remove(message)
             return
+        if isinstance(message, PinAdapter):
+            self.pin_now(message.name, is_pinned=message.pinned)
+            self._done.append(OperationDone(message.operation_id))
+            return
         load_id = self._registry.begin_loading(message.name, message.path)
         self._is_changed = True
         self._num_reading += 1
-        self._jobs.put(_Job(message.operation_id, message.name, message.path, load_id))
+        self._jobs.put(
+            _Job(message.operation_id, message.name, message.path, load_id, message.pinned)
+        )
 
     def add_now(self, name: str, path: str) -> None:
         """Register an adapter and wait for it. Raises ``CorunError`` with the reason."""
@@ -166,6 +194,21 @@ class AdapterManager:
         done = self._done.pop()
         if done.error is not None:
             raise AdapterError(f"adapter {name!r}: {done.error}")
+
+    def pin_now(self, name: str, *, is_pinned: bool) -> None:
+        """Keep ``name`` on the device, or no longer.
+
+        Raises ``RequestError`` if there is no such adapter, it is not ready, or there is no room.
+        """
+        assert self._device is not None
+        version = self._registry.resolve(name)
+        if is_pinned:
+            self._check_pin(name, version.facts, version)
+            self._device.pin_adapter(version.adapter_id, version.facts)
+        else:
+            self._device.unpin_adapter(version.adapter_id)
+        self._registry.set_pinned(name, is_pinned=is_pinned)
+        self._is_changed = True
 
     def poll(self) -> list[OperationDone | AdaptersChanged]:
         """Return operations that have ended, and the adapters if anything about them changed."""
@@ -201,7 +244,12 @@ class AdapterManager:
         os.close(self._event_fd)
 
     def _remove(self, message: RemoveAdapter) -> None:
-        self._drop(self._registry.remove(message.name))
+        old = self._registry.serving(message.name)
+        freed = self._registry.remove(message.name)
+        if old is not None:  # it may have requests left, which do not keep it from leaving
+            assert self._device is not None
+            self._device.unpin_adapter(old.adapter_id)
+        self._drop(freed)
         self._done.append(OperationDone(message.operation_id))
         self._is_changed = True
 
@@ -226,20 +274,46 @@ class AdapterManager:
             assert self._device is not None
             digest = read.facts.digest if read.facts is not None and read.is_kept else None
             self._device.end_registration(read.place_id, digest)
-        if read.facts is None:
-            self._registry.failed(job.name, job.load_id, str(read.error))
-            self._done.append(
-                OperationDone(job.operation_id, str(read.error), type(read.error).__name__)
-            )
+        old = self._registry.serving(job.name)
+        is_pinned = self._registry.is_pinned(job.name) if job.pinned is None else job.pinned
+        error = read.error or self._pin_error(job.name, read.facts, old, is_pinned=is_pinned)
+        if read.facts is None or error is not None:
+            self._registry.failed(job.name, job.load_id, str(error))
+            self._done.append(OperationDone(job.operation_id, str(error), type(error).__name__))
+            if read.facts is not None:
+                self._maybe_gone.add(read.facts.digest)
             return
         registered = self._registry.ready(job.name, job.path, job.load_id, read.facts)
         if registered is None:
-            error = f"adapter {job.name!r} was removed while it was being loaded"
-            self._done.append(OperationDone(job.operation_id, error, AdapterError.__name__))
+            text = f"adapter {job.name!r} was removed while it was being loaded"
+            self._done.append(OperationDone(job.operation_id, text, AdapterError.__name__))
             self._maybe_gone.add(read.facts.digest)
             return
+        if old is not None and registered.is_new:
+            assert self._device is not None
+            self._device.unpin_adapter(old.adapter_id)
         self._drop(registered.freed)
+        self.pin_now(job.name, is_pinned=is_pinned)
         self._done.append(OperationDone(job.operation_id))
+
+    def _pin_error(
+        self, name: str, facts: AdapterFacts | None, old: AdapterVersion | None, *, is_pinned: bool
+    ) -> CorunError | None:
+        """Why what has been read cannot be pinned, if it is to be."""
+        if facts is None or not is_pinned:
+            return None
+        try:
+            self._check_pin(name, facts, old)
+        except RequestError as error:
+            return error
+        return None
+
+    def _check_pin(self, name: str, facts: AdapterFacts, old: AdapterVersion | None) -> None:
+        """Raise ``RequestError`` unless ``name`` may be pinned with this content."""
+        assert self._device is not None
+        other_bytes = self._registry.largest_unpinned_bytes(without=name)
+        replaced = None if old is None else old.adapter_id
+        self._device.check_pin(facts.num_bytes, other_bytes, replaced)
 
     def _tell_gone(self) -> None:
         """Two names may have the same content, and an old version that of a new one.

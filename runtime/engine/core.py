@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..adapter import AdapterFacts
 from ..adapters.registry import AdapterVersion
 from ..errors import EngineDeadError
-from ..memory.device_memory import HostRoom
 from ..memory.namespace import kv_namespace
+from ..memory.registrations import HostRoom
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,
@@ -170,6 +171,20 @@ class EngineCore:
         self._scheduler.drop_adapter(adapter_id)
         self._has_news = True
 
+    def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
+        """Raise ``RequestError`` unless so much may be pinned, in place of ``replaced``."""
+        self._scheduler.check_pin(num_bytes, other_bytes, replaced)
+
+    def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
+        """Bring a version to the device as soon as there is room, and keep it there."""
+        self._scheduler.memory.pins.pin(adapter_id, facts)
+        self._has_news = True
+
+    def unpin_adapter(self, adapter_id: AdapterId) -> None:
+        """It may leave the device again. No error if it was not pinned."""
+        self._scheduler.memory.pins.unpin(adapter_id)
+        self._has_news = True
+
     def evict_adapter(self, name: str) -> bool:
         """Evict the version that new requests for ``name`` use, if it is idle; say whether it was.
 
@@ -181,11 +196,11 @@ class EngineCore:
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
         """Make room on the host for an adapter whose layers take so many bytes."""
-        return self._scheduler.memory.place_registration(layer_bytes)
+        return self._scheduler.memory.registrations.begin(layer_bytes)
 
     def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
         """What was to be read to that place is there, with this content, or is not."""
-        self._scheduler.memory.end_registration(place_id, digest)
+        self._scheduler.memory.registrations.end(place_id, digest)
         self._has_news = True
 
     def forget_content(self, digest: str) -> None:
@@ -288,7 +303,7 @@ class EngineCore:
             timeout_s = min(timeout_s, max(0.0, wake_at_s - self._clock()))
         elif not self._is_waiting:
             is_stuck = scheduler.has_work() and not (
-                self._has_news or scheduler.memory.num_registrations
+                self._has_news or len(scheduler.memory.registrations)
             )
             assert not is_stuck, "there is work, but nothing to wait for"
             return

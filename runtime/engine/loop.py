@@ -22,6 +22,7 @@ from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from .channel import Channel
 from .messages import (
     AbortRequests,
+    AdapterOperation,
     AdaptersChanged,
     AddAdapter,
     AddRequest,
@@ -30,6 +31,7 @@ from .messages import (
     FromEngine,
     ModelInfo,
     OperationDone,
+    PinAdapter,
     Ready,
     RemoveAdapter,
     ReportStats,
@@ -92,7 +94,7 @@ class Core(Protocol):
 class AdapterOperations(Protocol):
     """Registers and unregisters adapters."""
 
-    def handle(self, message: AddAdapter | RemoveAdapter) -> None:
+    def handle(self, message: AdapterOperation) -> None:
         """Begin an operation; ``poll`` tells how it ended."""
         ...
 
@@ -194,7 +196,7 @@ class EngineHost:
                     self._add_request(request)
             case AbortRequests(request_ids):
                 self._core.abort(request_ids)
-            case AddAdapter() | RemoveAdapter():
+            case AddAdapter() | PinAdapter() | RemoveAdapter():
                 self._begin_operation(message)
             case ReportStats():
                 self._must_tell = True
@@ -233,7 +235,7 @@ class EngineHost:
         except RequestError as error:
             self._refusals.append(_failed(request.request_id, error))
 
-    def _begin_operation(self, message: AddAdapter | RemoveAdapter) -> None:
+    def _begin_operation(self, message: AdapterOperation) -> None:
         try:
             self._adapters.handle(message)
         except CorunError as error:

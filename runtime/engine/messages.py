@@ -48,6 +48,15 @@ class AddAdapter(EngineMessage, frozen=True):
     operation_id: int
     name: str
     path: str
+    pinned: bool | None = None  # None = as the name is by now
+
+
+class PinAdapter(EngineMessage, frozen=True):
+    """Keep ``name`` on the device, whatever its version, or no longer."""
+
+    operation_id: int
+    name: str
+    pinned: bool
 
 
 class RemoveAdapter(EngineMessage, frozen=True):
@@ -65,7 +74,8 @@ class Shutdown(EngineMessage, frozen=True):
     """End the engine process; open requests get an error."""
 
 
-ToEngine = AddRequests | AbortRequests | AddAdapter | RemoveAdapter | ReportStats | Shutdown
+AdapterOperation = AddAdapter | PinAdapter | RemoveAdapter
+ToEngine = AddRequests | AbortRequests | AdapterOperation | ReportStats | Shutdown
 
 
 # Engine -> front end.

@@ -183,14 +183,26 @@ class AsyncEngine:
 
     # Adapters.
 
-    async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+    async def add_lora(
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
+    ) -> None:
         """Register an adapter; the same name with the same path is left alone unless ``reload``.
 
-        Another path makes a new version; running requests finish on the old one.
-        Raises ``AdapterError``.
+        Another path makes a new version; running requests finish on the old one. ``pinned``: as
+        ``pin_lora``; None = as the name is by now. Raises ``AdapterError``, and ``RequestError`` if
+        there is no room for one more that is pinned.
         """
         await self.start()
-        await self._loras.add(lora_request, reload=reload)
+        await self._loras.add(lora_request, reload=reload, pinned=pinned)
+
+    async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
+        """Bring an adapter to the device and keep it there, whatever its version; or no longer.
+
+        Raises ``UnknownModelError``, ``AdapterUnavailableError``, and ``RequestError`` if too
+        little memory would be left for a request of the full context.
+        """
+        await self.start()
+        await self._loras.pin(lora_name, pinned=pinned)
 
     async def remove_lora(self, lora_name: str) -> None:
         """Unregister an adapter; running requests finish. Raises ``UnknownModelError``."""

@@ -89,12 +89,24 @@ class Engine:
 
     # Adapters.
 
-    def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+    def add_lora(
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
+    ) -> None:
         """Register an adapter; the same name with the same path is left alone unless ``reload``.
 
-        Another path makes a new version. Raises ``AdapterError``.
+        Another path makes a new version. ``pinned``: as ``pin_lora``; None = as the name is by now.
+        Raises ``AdapterError``, and ``RequestError`` if there is no room for one more that is
+        pinned.
         """
-        self._thread.run(self._engine.add_lora(lora_request, reload=reload))
+        self._thread.run(self._engine.add_lora(lora_request, reload=reload, pinned=pinned))
+
+    def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
+        """Bring an adapter to the device and keep it there, whatever its version; or no longer.
+
+        Raises ``UnknownModelError``, ``AdapterUnavailableError``, and ``RequestError`` if too
+        little memory would be left for a request of the full context.
+        """
+        self._thread.run(self._engine.pin_lora(lora_name, pinned=pinned))
 
     def remove_lora(self, lora_name: str) -> None:
         """Unregister an adapter. Raises ``UnknownModelError``."""

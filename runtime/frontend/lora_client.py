@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 from ..engine.client import EngineClient
-from ..engine.messages import AddAdapter, OperationDone, RemoveAdapter
+from ..engine.messages import AdapterOperation, AddAdapter, OperationDone, PinAdapter, RemoveAdapter
 from ..errors import AdapterError, EngineDeadError, rebuild_error
 from .inputs import Lora
 from .lora_directory import LoraDirectory, adapter_path, check_lora_request
@@ -28,15 +28,22 @@ class LoraClient:
         elif lora is not None:
             await self.add(lora, reload=False)
 
-    async def add(self, lora: LoRARequest, *, reload: bool) -> None:
+    async def add(self, lora: LoRARequest, *, reload: bool, pinned: bool | None = None) -> None:
         check_lora_request(lora)
         if not reload and self.directory.has(lora):
+            if pinned is not None:
+                await self.pin(lora.lora_name, pinned=pinned)
             return
         lock = self._locks.setdefault(lora.lora_name, asyncio.Lock())
         async with lock:
             if reload or not self.directory.has(lora):
                 path = adapter_path(lora)
-                await self._run(AddAdapter(next(self._operation_ids), lora.lora_name, path))
+                number = next(self._operation_ids)
+                await self._run(AddAdapter(number, lora.lora_name, path, pinned))
+
+    async def pin(self, name: str, *, pinned: bool) -> None:
+        self.directory.check_known(name, param="lora_name")
+        await self._run(PinAdapter(next(self._operation_ids), name, pinned))
 
     async def remove(self, name: str) -> None:
         self.directory.check_known(name)
@@ -61,7 +68,7 @@ class LoraClient:
                 future.set_exception(EngineDeadError(str(error)))
         self._operations.clear()
 
-    async def _run(self, message: AddAdapter | RemoveAdapter) -> None:
+    async def _run(self, message: AdapterOperation) -> None:
         future = asyncio.get_running_loop().create_future()
         self._operations[message.operation_id] = future
         try:

@@ -68,7 +68,8 @@ class AdapterCache:
         self._entries = {
             BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)
         }
-        self._idle: dict[AdapterId, DeviceCopy] = {}  # resident and unreferenced
+        self._idle: dict[AdapterId, DeviceCopy] = {}  # resident, unreferenced and not pinned
+        self._pinned: set[AdapterId] = set()
         self._idle_bytes = 0
         self._num_waiting: dict[AdapterId, int] = {}
         self._num_evictions = 0
@@ -172,6 +173,22 @@ class AdapterCache:
         elif entry.state is AdapterState.RESIDENT:
             self._rest(entry)
 
+    def pin(self, adapter_id: AdapterId) -> None:
+        """It is never a victim from now on, whether or not it is on the device by now."""
+        self._pinned.add(adapter_id)
+        entry = self._idle.get(adapter_id)
+        if entry is not None:
+            self._withdraw(entry)
+
+    def unpin(self, adapter_id: AdapterId) -> None:
+        """It may go again. No error if it was not pinned."""
+        if adapter_id not in self._pinned:
+            return
+        self._pinned.remove(adapter_id)
+        entry = self._entries.get(adapter_id)
+        if entry is not None and entry.state is AdapterState.RESIDENT and not entry.num_references:
+            self._rest(entry)
+
     def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
         """Take the bytes of an absent adapter if they are free; say whether they were."""
         assert adapter_id not in self._entries, f"adapter {adapter_id} is loaded twice"
@@ -242,7 +259,7 @@ class AdapterCache:
         self._drop(adapter_id, entry)
 
     def forget(self, adapter_id: AdapterId) -> None:
-        """A version that is not on the device will not come again."""
+        """A version that is not on the device, nor pinned, will not come again."""
         assert adapter_id not in self._entries, adapter_id
         self._copies.pop(adapter_id, None)
 
@@ -254,6 +271,7 @@ class AdapterCache:
             assert adapter_id == BASE_ADAPTER or self._copies[adapter_id] is entry
             assert entry.state is not AdapterState.ABSENT, (adapter_id, entry)
             idle = entry.state is AdapterState.RESIDENT and entry.num_references == 0
+            idle &= adapter_id not in self._pinned
             assert idle == (adapter_id in self._idle), (adapter_id, entry)
             assert not entry.has_failed or entry.num_references, (adapter_id, entry)
         assert total_bytes == self.used_bytes, (total_bytes, self.used_bytes)
@@ -277,7 +295,9 @@ class AdapterCache:
             yield from waiting
 
     def _rest(self, entry: DeviceCopy) -> None:
-        """Nothing refers to a resident adapter any more: it can be evicted."""
+        """Nothing refers to a resident adapter any more: it can be evicted, unless it is pinned."""
+        if entry.adapter_id in self._pinned:
+            return
         self._idle[entry.adapter_id] = entry
         self._idle_bytes += entry.num_bytes
         self._mark_evictable(entry.num_bytes)

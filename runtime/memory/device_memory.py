@@ -6,7 +6,6 @@ next plan gives and takes at once: what is evicted is free here as soon as that 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ..adapter import AdapterFacts
 from ..plan import (
@@ -14,7 +13,6 @@ from ..plan import (
     AdapterId,
     AdapterTransfer,
     BlockId,
-    HostPlace,
     HostPlaceId,
     TransferResult,
 )
@@ -24,20 +22,12 @@ from .block_pool import BlockPool
 from .budget import MemoryBudget
 from .host_cache import HostCache
 from .kv_tree import KvNode, KvTree
+from .pins import Pins
 from .policy_inputs import PolicyInputs
 from .prefix_cache import PrefixCache
+from .registrations import AdapterRegistrations
 from .room import RoomMaker
 from .transfers import OpenLoad, OpenTransfer, TransferTable
-
-_REGISTRATION_OWNER = "registrations"
-
-
-@dataclass(frozen=True, slots=True)
-class HostRoom:
-    """Where on the host an adapter that is being registered is kept."""
-
-    place: HostPlace | None  # None = nowhere
-    evictions: tuple[HostPlaceId, ...] = ()  # to be carried out before anything is written there
 
 
 class DeviceMemory:
@@ -61,6 +51,8 @@ class DeviceMemory:
         self.pool = pool
         self.cache = cache
         self.host = host
+        self.registrations = AdapterRegistrations(budget, host)
+        self.pins = Pins(cache, pool)
         self.prefixes = PrefixCache(pool, tree, cache.policy)
         self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
         self.transfers = TransferTable() if transfers is None else transfers
@@ -68,18 +60,12 @@ class DeviceMemory:
         self._rules = cache.policy.rules
         self._max_history_blocks = max_history_blocks if self._rules.keeps_history else 0
         self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident ones
-        self._registrations: dict[HostPlaceId, int] = {}  # under way, and what they reserve
         self._num_draining_blocks = 0
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
         self._failed_loads: dict[AdapterId, None] = {}  # that may have KV without the adapter
         self._gone: list[AdapterId] = []
-
-    @property
-    def num_registrations(self) -> int:
-        """Adapters that are being read to the host for the first time: their end may make room."""
-        return len(self._registrations)
 
     @property
     def has_evictions(self) -> bool:
@@ -99,10 +85,15 @@ class DeviceMemory:
             return 0
         return self.prefixes.num_blocks_without(self._is_on_device)
 
-    def can_ever_hold(self, num_blocks: int, adapter_bytes: int) -> bool:
-        """Whether a request of this size fits if it is alone on the device."""
-        if self.cache.slab is not None and adapter_bytes > self.cache.slab.capacity_bytes:
+    def can_ever_hold(
+        self, num_blocks: int, adapter_bytes: int, adapter_id: AdapterId = BASE_ADAPTER
+    ) -> bool:
+        """Whether a request of this size fits if it is alone on the device, with what is pinned."""
+        pinned_bytes = self.pins.num_bytes(without=adapter_id)
+        slab = self.cache.slab
+        if slab is not None and room_bytes(adapter_bytes) + pinned_bytes > slab.capacity_bytes:
             return False
+        adapter_bytes += pinned_bytes
         needed_bytes = num_blocks * self.pool.block_bytes + adapter_bytes
         return num_blocks <= self.pool.num_blocks and needed_bytes <= self.budget.capacity_bytes
 
@@ -168,7 +159,7 @@ class DeviceMemory:
         short_blocks = num_blocks - pool.num_free_ids - num_draining
         if self.cache.slab is not None:
             has_blocks = self._room.free_up(0, short_blocks, include_waiting=False, keep=keep)
-            return has_blocks and self._room.free_range(
+            return has_blocks and self._free_range(
                 num_bytes, include_waiting=include_waiting, keep=keep
             )
         block_bytes = pool.block_bytes
@@ -180,6 +171,19 @@ class DeviceMemory:
         return self._room.free_up(
             short_bytes, short_blocks, include_waiting=include_waiting, keep=keep
         )
+
+    def _free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
+        """Free a range of the slab; where only pinned adapters are in the way, they move."""
+        if self._room.free_range(num_bytes, include_waiting=include_waiting, keep=keep):
+            return True
+        slab = self.cache.slab
+        assert slab is not None
+        if not include_waiting or self.cache.referenced_ids():
+            return False
+        if num_bytes + self.pins.num_loaded_bytes() > slab.capacity_bytes:
+            return False
+        with self.pins.lifted():
+            return self._room.free_range(num_bytes, include_waiting=True, keep=keep)
 
     def load(
         self, adapter_id: AdapterId, adapter: AdapterFacts, now_s: float, *, is_demand: bool = True
@@ -197,6 +201,7 @@ class DeviceMemory:
                 return None
         has_begun = self.cache.begin_load(adapter_id, num_bytes)
         assert has_begun, (adapter_id, num_bytes)
+        self.pins.load_begins(adapter_id)
         slab = self.cache.slab
         command = AdapterTransfer(
             self.transfers.new_id(), adapter_id, num_bytes, is_demand,
@@ -221,28 +226,6 @@ class DeviceMemory:
             self._evict(adapter_id)
         return bool(victims)
 
-    def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
-        """Make room on the host for an adapter that is registered now, if it may have any."""
-        if self.host is None:
-            return HostRoom(None)
-        num_bytes = sum(layer_bytes) if self.host.is_device_memory else 0
-        if not self.budget.reserve(_REGISTRATION_OWNER, num_bytes):
-            return HostRoom(None)
-        place = self.host.begin_registration(layer_bytes)
-        if place is None:
-            self.budget.release(_REGISTRATION_OWNER, num_bytes)
-        else:
-            self._registrations[place.place_id] = num_bytes
-        return HostRoom(place, self.host.take_evictions())
-
-    def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
-        """What was to be read to a place is there, with this content; None = it is not."""
-        assert self.host is not None
-        self.budget.release(_REGISTRATION_OWNER, self._registrations.pop(place_id))
-        if digest is not None:
-            self.host.filled(place_id, digest)
-        self.host.end_use(place_id)
-
     def forget_content(self, digest: str) -> None:
         """No adapter version has this content any more."""
         if self.host is not None:
@@ -263,6 +246,7 @@ class DeviceMemory:
         """Evict ``adapter_id`` for good, as soon as nothing on the device refers to it."""
         assert adapter_id != BASE_ADAPTER
         self._dropped[adapter_id] = None
+        self.pins.unpin(adapter_id)
 
     def evict(self, adapter_id: AdapterId) -> bool:
         """Evict an adapter with the next step if it is idle; say whether it is now.
@@ -328,6 +312,7 @@ class DeviceMemory:
         self.budget.check_invariants()
         self.pool.check_invariants()
         self.cache.check_invariants()
+        self.pins.check_invariants()
         self.prefixes.check_invariants()
         assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
         if self._rules.ties_kv_to_adapter:

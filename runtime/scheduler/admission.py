@@ -193,7 +193,10 @@ class Admission:
             draft.add_cold_chunk(request, chunk)
 
     def _prefetch(self, now_s: float) -> None:
-        """Load adapters of requests that wait for a seat, then those that are expected."""
+        """Load what is pinned, adapters of requests that wait for a seat, and who is expected."""
+        for adapter_id, adapter in self._memory.pins.to_load():
+            if not self._load_ahead(adapter_id, adapter, now_s):
+                return
         for request in self._policy.upcoming(self._config.max_prefetch_requests):
             if not self._load_ahead(request.adapter_id, request.adapter, now_s):
                 return

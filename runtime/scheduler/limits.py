@@ -1,7 +1,10 @@
 """Whether a request can be served at all. Refusals name the limit and the flag that moves it."""
 
+from collections.abc import Iterable
+
 from ..errors import RequestError
 from ..limits import check_prompt_length
+from ..memory.adapter_slab import room_bytes
 from ..memory.device_memory import DeviceMemory
 from ..request import Request
 from .config import SchedulerConfig
@@ -22,6 +25,38 @@ def max_total_tokens(request: Request, config: SchedulerConfig, memory: DeviceMe
     return total_tokens
 
 
+def check_pin(
+    num_bytes: int, pinned_bytes: int, other_bytes: int, open_requests: Iterable[Request],
+    config: SchedulerConfig, memory: DeviceMemory,
+) -> None:  # fmt: skip
+    """Raise ``RequestError`` unless so many bytes may be pinned beside what is.
+
+    What is left must hold a request of the full context with an adapter of ``other_bytes``, and
+    each that is open: what is pinned never makes way.
+    """
+    block_bytes = memory.pool.block_bytes
+    full_bytes = blocks_for(config.max_model_len - 1, config.block_size) * block_bytes
+    if memory.cache.slab is not None:
+        num_bytes, capacity_bytes = room_bytes(num_bytes), memory.cache.slab.capacity_bytes
+        adapters = [other_bytes, *(request.adapter_bytes for request in open_requests)]
+        needed_bytes = room_bytes(max(adapters))
+    else:
+        capacity_bytes = memory.budget.capacity_bytes
+        open_bytes = [
+            blocks_for(one.max_total_tokens - 1, config.block_size) * block_bytes
+            + one.adapter_bytes
+            for one in open_requests
+        ]
+        needed_bytes = max([full_bytes + other_bytes, *open_bytes])
+    if pinned_bytes + num_bytes + needed_bytes > capacity_bytes:
+        raise RequestError(
+            f"the adapter takes {_mib(num_bytes)}, {_mib(pinned_bytes)} are pinned already "
+            f"and one request may need {_mib(needed_bytes)}; there are {_mib(capacity_bytes)} "
+            "(raise --memory-gib, lower --max-model-len, or unpin others)",
+            param="pinned",
+        )
+
+
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold the KV of ``num_tokens`` tokens."""
     return -(-num_tokens // block_size)
@@ -32,7 +67,7 @@ def _check_memory(
 ) -> None:
     """Raise ``RequestError`` unless the request fits when it is alone on the device."""
     num_blocks = blocks_for(total_tokens - 1, config.block_size)  # the last token needs no KV
-    if memory.can_ever_hold(num_blocks, request.adapter_bytes):
+    if memory.can_ever_hold(num_blocks, request.adapter_bytes, request.adapter_id):
         return
     slab = memory.cache.slab
     if slab is not None and request.adapter_bytes > slab.capacity_bytes:
@@ -42,10 +77,13 @@ def _check_memory(
             param="model",
         )
     needed_bytes = num_blocks * memory.pool.block_bytes + request.adapter_bytes
+    pinned_bytes = memory.pins.num_bytes(without=request.adapter_id)
+    pinned = f", {_mib(pinned_bytes)} of it for pinned adapters" if pinned_bytes else ""
     raise RequestError(
         f"{total_tokens} tokens with their adapter need {_mib(needed_bytes)} and {num_blocks} KV "
         f"blocks; there are {_mib(memory.budget.capacity_bytes)} and {memory.pool.num_blocks} "
-        "blocks in all (raise --memory-gib, lower --max-model-len, or ask for fewer max_tokens)",
+        f"blocks in all{pinned} (raise --memory-gib, lower --max-model-len, or ask for fewer "
+        "max_tokens)",
         param="max_tokens",
     )
 

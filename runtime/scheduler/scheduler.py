@@ -31,7 +31,7 @@ from .config import SchedulerConfig
 from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .forecast import ArrivalForecast
-from .limits import max_total_tokens
+from .limits import check_pin, max_total_tokens
 from .policy import SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
 from .recovery import Recovery
@@ -157,6 +157,19 @@ class Scheduler:
         self.memory.drop(adapter_id)
         if self.forecast is not None:
             self.forecast.forget(adapter_id)
+
+    def check_pin(
+        self, num_bytes: int, other_bytes: int = 0, replaced: AdapterId | None = None
+    ) -> None:
+        """Raise ``RequestError`` unless an adapter of so many bytes may be pinned.
+
+        ``other_bytes``: of an adapter that a request may need beside; ``replaced``: a version that
+        will not be pinned any more.
+        """
+        pinned_bytes = self.memory.pins.num_bytes(without=replaced)
+        check_pin(
+            num_bytes, pinned_bytes, other_bytes, self._requests.values(), self.config, self.memory
+        )
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed or transferred now.

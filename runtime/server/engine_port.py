@@ -81,8 +81,14 @@ class EnginePort(Protocol):
         """Return all registered adapters, in whatever state."""
         ...
 
-    async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+    async def add_lora(
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
+    ) -> None:
         """Register an adapter and wait until it is ready. Raises ``AdapterError``."""
+        ...
+
+    async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
+        """Keep an adapter on the device, or no longer. Raises ``RequestError``."""
         ...
 
     async def remove_lora(self, lora_name: str) -> None:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from ..adapters.names import check_adapter_name
 from ..adapters.registry import AdapterInfo
-from ..errors import AdapterError, NotServedError, RequestError
+from ..errors import AdapterError, RequestError
 from ..frontend.outputs import LoRARequest
 from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
@@ -19,12 +19,12 @@ _UNUSED_INT_ID = 1  # the name identifies an adapter
 
 
 class LoadRequest(RequestModel):
-    """Which directory to serve under which name."""
+    """Which directory to serve under which name; without one, ``pinned`` is of a known name."""
 
     lora_name: str
-    lora_path: str
+    lora_path: str | None = None
     load_inplace: bool | None = None  # a name that is taken gets a new version
-    pinned: bool | None = None
+    pinned: bool | None = None  # stays on the device; None = as the name is by now
 
 
 class UnloadRequest(RequestModel):
@@ -46,13 +46,15 @@ class LoraRoutes:
         return json_response({"object": "list", "data": [_as_dict(one) for one in adapters]})
 
     async def load(self, request: Request) -> Response:
-        """Register an adapter; answers when it is ready or refused."""
+        """Register an adapter, or pin one; answers when it is ready or refused."""
         body = parse_body(LoadRequest, await self._read(request))
         self._check_name(body.lora_name)
+        if body.lora_path is None and body.pinned is not None:
+            await self._state.engine.pin_lora(body.lora_name, pinned=body.pinned)
+            return self._done("pinned" if body.pinned else "unpinned", body.lora_name)
         if not body.lora_path:
-            raise HttpError(400, "lora_path is empty", code="invalid_value", param="lora_path")
-        if body.pinned:
-            raise NotServedError("pinned is not served: adapters cannot be pinned", param="pinned")
+            what = "missing" if body.lora_path is None else "empty"
+            raise HttpError(400, f"lora_path is {what}", code="invalid_value", param="lora_path")
         if self._find(body.lora_name) is not None and not body.load_inplace:
             raise HttpError(
                 400,
@@ -64,6 +66,7 @@ class LoraRoutes:
         await self._state.engine.add_lora(
             LoRARequest(body.lora_name, _UNUSED_INT_ID, body.lora_path),
             reload=bool(body.load_inplace),
+            pinned=body.pinned,
         )
         return self._done("loaded", body.lora_name)
 

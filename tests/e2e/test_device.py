@@ -4,7 +4,7 @@ Beside this file, tests/parity and the server's tests here run on both as well.
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.coexec.invocation import Invocation
 from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.errors import ConfigError, RequestError
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from support.cold_engine import ColdEngine
 from support.cold_parity import LARGE_SPEC, NUM_LAYERS, check, make_case, prompts, split_at
@@ -151,6 +152,39 @@ def test_more_adapters_than_fit(many: ParityCase, where: str, memory_policy: str
     assert answers[:NUM_ADAPTERS] == answers[NUM_ADAPTERS:]
     for name, output in list(zip(names, outputs, strict=True))[:: NUM_ADAPTERS // 5]:
         assert largest_error(many, output, name) < MAX_RELATIVE_ERROR
+
+
+def pin_all(engine: Engine, names: Sequence[str]) -> None:
+    for name in names:
+        engine.pin_lora(name)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("where", DEVICES)
+def test_what_is_pinned_stays_while_others_come_and_go(many: ParityCase, where: str) -> None:
+    first, second, *others = many.adapters
+    options = room(where, many, num_tokens=200, num_adapters=NUM_THAT_FIT)
+    options["lora_modules"] = (f"{first}={many.adapters[first]}",)
+    with pytest.raises(ConfigError, match=r"--pin nobody: no model or adapter is named"):
+        Engine(model=str(many.directory), max_model_len=20, pin=("nobody",), **options)
+    with Engine(model=str(many.directory), max_model_len=20, pin=(first,), **options) as engine:
+        engine.add_lora(LoRARequest(second, 1, str(many.adapters[second])), pinned=True)
+        loras = [LoRARequest(name, 1, str(many.adapters[name])) for name in others]
+        for _ in range(2):
+            engine.generate([[5, 6, 7]] * len(loras), replace(GREEDY, max_tokens=2), loras)
+        assert engine.get_stats().num_device_evictions >= NUM_ADAPTERS - NUM_THAT_FIT
+        infos = {info.name: info for info in engine.list_loras()}
+        assert {name for name, info in infos.items() if info.pinned} == {first, second}
+        assert infos[first].resident and infos[second].resident
+        with pytest.raises(RequestError, match=r"are pinned already .* one request may need"):
+            pin_all(engine, others)
+        pinned = [info.name for info in engine.list_loras() if info.pinned]
+        assert 2 < len(pinned) < NUM_ADAPTERS - 2
+        output, *_ = engine.generate([[5, 6, 7, 8]], replace(GREEDY, max_tokens=6), others[-1])
+        assert largest_error(many, output, others[-1]) < MAX_RELATIVE_ERROR
+        for name in pinned:
+            engine.pin_lora(name, pinned=False)
+        assert not any(info.pinned for info in engine.list_loras())
 
 
 @pytest.mark.usefixtures("one_torch_thread")

@@ -72,9 +72,9 @@ class _Policies:
         for name in (ON_HOST, IN_FILES):
             facts = AdapterFacts(name, 8, 400, host_bytes=_HOST_BYTES, layers=layers)
             self.registry.ready(name, "/", self.registry.begin_loading(name, "/"), facts)
-        room = self.memory.place_registration(_HOST_BYTES)
+        room = self.memory.registrations.begin(_HOST_BYTES)
         assert room.place is not None
-        self.memory.end_registration(room.place.place_id, ON_HOST)
+        self.memory.registrations.end(room.place.place_id, ON_HOST)
 
     def add(self, request_id: int, name: str) -> None:
         version = self.registry.resolve(name)

@@ -12,12 +12,13 @@ from pathlib import Path
 from corun.runtime.adapters.registry import AdapterInfo
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import (
+    AdapterOperation,
     AdaptersChanged,
-    AddAdapter,
     AddRequest,
     EngineStats,
     ModelInfo,
     OperationDone,
+    PinAdapter,
     RemoveAdapter,
     RequestUpdate,
     TokenizerSpec,
@@ -175,15 +176,18 @@ class FakeAdapters:
 
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}
+        self.pinned: dict[str, bool] = {}
         self._told: list[OperationDone | AdaptersChanged] = []
         self._num_versions = 0
         self._fd = os.eventfd(0)
 
-    def handle(self, message: AddAdapter | RemoveAdapter) -> None:
+    def handle(self, message: AdapterOperation) -> None:
         if isinstance(message, RemoveAdapter):
             if message.name not in self.paths:
                 raise UnknownModelError(f"no adapter is named {message.name!r}")
             del self.paths[message.name]
+        elif isinstance(message, PinAdapter):
+            self.pinned[message.name] = message.pinned
         elif not Path(message.path).is_dir():
             error = f"{message.path} is no directory"
             done = OperationDone(message.operation_id, error, AdapterError.__name__)
@@ -192,6 +196,8 @@ class FakeAdapters:
         else:
             self._num_versions += 1
             self.paths[message.name] = message.path
+            if message.pinned is not None:
+                self.pinned[message.name] = message.pinned
         self._told += [AdaptersChanged(self.infos()), OperationDone(message.operation_id)]
 
     def poll(self) -> list[OperationDone | AdaptersChanged]:
@@ -200,7 +206,17 @@ class FakeAdapters:
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(
-            AdapterInfo(name, path, "ready", None, 8, 1024, str(self._num_versions), True)
+            AdapterInfo(
+                name,
+                path,
+                "ready",
+                None,
+                8,
+                1024,
+                str(self._num_versions),
+                True,
+                self.pinned.get(name, False),
+            )
             for name, path in self.paths.items()
         )
 

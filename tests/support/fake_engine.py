@@ -14,6 +14,7 @@ from corun.runtime.errors import (
     EngineDeadError,
     OverloadedError,
     RequestError,
+    UnknownModelError,
 )
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.frontend.outputs import (
@@ -128,11 +129,21 @@ class FakeEngine:
     def list_loras(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.adapters.values())
 
-    async def add_lora(self, lora_request: LoRARequest, *, reload: bool = False) -> None:
+    async def add_lora(
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
+    ) -> None:
         if "missing" in lora_request.lora_path:
             raise AdapterError(f"there is no directory {lora_request.lora_path!r}")
         name = lora_request.lora_name
         self.adapters[name] = make_adapter(name, path=lora_request.lora_path)
+        if pinned is not None:
+            await self.pin_lora(name, pinned=pinned)
+
+    async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
+        if lora_name not in self.adapters:
+            raise UnknownModelError(f"no adapter is named {lora_name!r}")
+        adapter = self.adapters[lora_name]
+        self.adapters[lora_name] = msgspec.structs.replace(adapter, pinned=pinned)
 
     async def remove_lora(self, lora_name: str) -> None:
         del self.adapters[lora_name]

@@ -423,14 +423,14 @@ class LoadingEngine:
 
         def make_room(layer_bytes: Sequence[int]) -> HostPlace | None:
             nonlocal place
-            room = self.memory.place_registration(layer_bytes)
+            room = self.memory.registrations.begin(layer_bytes)
             self.host.evict(room.evictions)
             place = room.place
             return place
 
         adapter = self.host.register(path, make_room)
         if place is not None:
-            self.memory.end_registration(place.place_id, adapter.digest)
+            self.memory.registrations.end(place.place_id, adapter.digest)
         return AdapterFacts(
             adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes
         )

@@ -10,7 +10,7 @@ from ...adapters.load import OpenAdapter, open_adapter
 from ...adapters.sources import AdapterSource, parse_lora_module
 from ...config.demo import model_name
 from ...config.engine import EngineConfig
-from ...errors import AdapterError
+from ...errors import AdapterError, ConfigError, RequestError
 from ...plan import AdapterTransfer
 from ..adapter_manager import AdapterManager, MakeRoom, ReadAdapter
 from .resources import ArenaPlan
@@ -98,3 +98,8 @@ def register_adapters(
             if source.name in named:
                 raise
             _LOG.error("not served: %s", error)
+    for name in config.pin:
+        try:
+            manager.pin_now(name, is_pinned=True)
+        except RequestError as error:
+            raise ConfigError(f"--pin {name}: {error}") from error

@@ -8,9 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 import pytest
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.engine.adapter_manager import AdapterManager, MakeRoom
-from corun.runtime.engine.messages import AdaptersChanged, AddAdapter, OperationDone, RemoveAdapter
-from corun.runtime.errors import AdapterError, AdapterUnavailableError, UnknownModelError
-from corun.runtime.memory.device_memory import HostRoom
+from corun.runtime.engine.messages import (
+    AdaptersChanged,
+    AddAdapter,
+    OperationDone,
+    PinAdapter,
+    RemoveAdapter,
+)
+from corun.runtime.errors import (
+    AdapterError,
+    AdapterUnavailableError,
+    RequestError,
+    UnknownModelError,
+)
+from corun.runtime.memory.registrations import HostRoom
 from corun.runtime.plan import AdapterId, HostPlace, HostPlaceId
 
 
@@ -22,6 +33,20 @@ class FakeDevice:
         self.resident: set[AdapterId] = set()
         self.places: dict[HostPlaceId, str | None] = {}  # and the content that they came to have
         self.forgotten: list[str] = []
+        self.pinned: dict[AdapterId, int] = {}  # bytes
+        self.most_pinned_bytes = 250
+
+    def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
+        self.other_bytes = other_bytes
+        taken = {key: size for key, size in self.pinned.items() if key != replaced}
+        if sum(taken.values()) + num_bytes > self.most_pinned_bytes:
+            raise RequestError("no room", param="pinned")
+
+    def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
+        self.pinned[adapter_id] = facts.num_bytes
+
+    def unpin_adapter(self, adapter_id: AdapterId) -> None:
+        self.pinned.pop(adapter_id, None)
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         self.dropped.append(adapter_id)
@@ -176,6 +201,71 @@ def test_the_same_content_stays_the_same_version(
     add(manager, files, "d1", path="/elsewhere")
     assert manager.resolve("a").adapter_id == version
     assert device.dropped == []
+
+
+def pinned(manager: AdapterManager) -> dict[str, bool]:
+    manager.poll()
+    return {info.name: info.pinned for info in manager.infos()}
+
+
+def pin(manager: AdapterManager, name: str, *, is_pinned: bool = True) -> None:
+    manager.handle(PinAdapter(8, name, is_pinned))
+    done, changed = wait_done(manager)
+    assert done == OperationDone(8)
+    assert changed is None or pinned(manager)[name] == is_pinned
+
+
+def test_a_name_is_pinned_whatever_its_version(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    add(manager, files, "d1")
+    pin(manager, "a")
+    old_id = manager.resolve("a").adapter_id
+    assert device.pinned == {old_id: 100}
+    manager.acquire(old_id)
+    add(manager, files, "d2", path="/b")
+    assert device.pinned == {manager.resolve("a").adapter_id: 100}, "the old one only drains"
+    assert manager.release(old_id)
+    manager.handle(AddAdapter(7, "a", "/b", pinned=False))
+    assert wait_done(manager)[0] == OperationDone(7)
+    assert device.pinned == {} and pinned(manager) == {"a": False}
+    pin(manager, "a")
+    manager.acquire(manager.resolve("a").adapter_id)
+    manager.handle(RemoveAdapter(9, "a"))
+    assert device.pinned == {}, "the requests that it has left do not need it to stay"
+
+
+def test_what_does_not_fit_is_not_pinned_and_changes_nothing(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    device.most_pinned_bytes = 100
+    files.content.update({"/a": "d1", "/b": "d2"})
+    manager.handle(AddAdapter(7, "a", "/a", pinned=True))
+    assert wait_done(manager)[0] == OperationDone(7)
+    manager.handle(AddAdapter(8, "b", "/b", pinned=True))
+    done, _ = wait_done(manager)
+    assert (done.error, done.error_kind) == ("no room", "RequestError")
+    with pytest.raises(AdapterUnavailableError, match="no room"):
+        manager.resolve("b")
+    assert device.other_bytes == 0
+    add(manager, files, "d3", path="/c")
+    assert manager.resolve("a").digest == "d3", "it takes the place of its old version"
+    device.most_pinned_bytes = 50
+    done, _ = add(manager, files, "d4", path="/d")
+    assert done.error == "no room"
+    assert manager.resolve("a").digest == "d3" and pinned(manager)["a"]
+    files.content["/b"] = "d2"
+    manager.handle(AddAdapter(9, "b", "/b"))
+    assert wait_done(manager)[0] == OperationDone(9)
+    with pytest.raises(RequestError, match="no room"):
+        manager.handle(PinAdapter(10, "b", True))
+    with pytest.raises(UnknownModelError):
+        manager.handle(PinAdapter(11, "c", True))
+    assert pinned(manager) == {"a": True, "b": False}
+    pin(manager, "a", is_pinned=False)
+    device.most_pinned_bytes = 100
+    pin(manager, "a")
+    assert device.other_bytes == 100, "what requests for the other may need"
 
 
 def test_removal(manager: AdapterManager, files: Files, device: FakeDevice) -> None:

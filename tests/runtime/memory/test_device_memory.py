@@ -256,13 +256,13 @@ def test_blocks_that_were_written_keep_adapters_away_until_a_load_has_them_retur
     assert blocks is not None
     memory.plan()
     memory.memory.pool.free(blocks)
-    assert memory.memory.place_registration((PAGESIZE,) * 3).place is None, "six are written"
+    assert memory.memory.registrations.begin((PAGESIZE,) * 3).place is None, "six are written"
     memory.load(2)
     memory.evict(2)
     assert memory.kept() == [1, 2]
-    room = memory.memory.place_registration((PAGESIZE,) * 3)
+    room = memory.memory.registrations.begin((PAGESIZE,) * 3)
     assert room.place is not None and room.evictions == (), "the pages went back"
-    memory.memory.end_registration(room.place.place_id, "content 3")
+    memory.memory.registrations.end(room.place.place_id, "content 3")
     assert memory.kept() == [1, 2, 3]
 
 

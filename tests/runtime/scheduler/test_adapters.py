@@ -331,9 +331,9 @@ def test_what_leaves_the_host_goes_in_a_plan_of_its_own_if_need_be() -> None:
     """Before anything else in it, and again if nobody knows what became of the plan."""
     memory = make_memory(host=HostCache(2 * PAGESIZE))
     scheduler = make_scheduler(memory=memory)
-    room = memory.place_registration((PAGESIZE,))
+    room = memory.registrations.begin((PAGESIZE,))
     assert room.place is not None
-    memory.end_registration(room.place.place_id, "content")
+    memory.registrations.end(room.place.place_id, "content")
     assert scheduler.schedule(0.0) is None and not scheduler.has_work()
     memory.forget_content("content")
     assert scheduler.has_work()

@@ -1,5 +1,6 @@
 """Anything may happen in any order: everything ends, and ends with the right tokens."""
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from mmap import PAGESIZE
@@ -49,6 +50,10 @@ MAX_MODEL_LEN = 24
 NUM_ADAPTERS = 4
 REFRESH_S = 20.0  # of policies that cut queues
 OUTCOMES = (Outcome.TOKENS, Outcome.RETRY, Outcome.FAILED)
+
+
+def adapter_of(adapter: int) -> AdapterFacts:
+    return AdapterFacts(f"content {adapter}", 8, adapter * 130, host_bytes=(PAGESIZE,) * adapter)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -212,11 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             arrival_s=arrival_s,
             adapter_id=AdapterId(adapter),
-            adapter=AdapterFacts(
-                f"content {adapter}", 8, adapter * 130, host_bytes=(PAGESIZE,) * adapter
-            )
-            if adapter
-            else None,
+            adapter=adapter_of(adapter) if adapter else None,
             ignore_eos=ignore_eos,
             min_tokens=min(2, max_tokens or 2),
         )
@@ -309,6 +310,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.executor.progress_transfer(loads[index % len(loads)], num_groups)
         self.poll()
 
+    @rule(adapter=st.integers(1, NUM_ADAPTERS), is_pinned=st.booleans())
+    def pin(self, adapter: int, is_pinned: bool) -> None:
+        """Pin an adapter if that leaves room for all, or let it go again."""
+        memory = self.scheduler.memory
+        adapter_id, pins = AdapterId(adapter), memory.pins
+        if not is_pinned:
+            pins.unpin(adapter_id)
+        elif memory.host is not None and memory.host.is_device_memory:
+            return  # where it would lie, is so small here that nothing else would find room
+        elif adapter_id not in pins:
+            with contextlib.suppress(RequestError):
+                self.scheduler.check_pin(adapter_of(adapter).num_bytes)
+                pins.pin(adapter_id, adapter_of(adapter))
+
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 50))
     def curse(self, index: int) -> None:
@@ -371,6 +386,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.parts_agree()
         assert set(self.ended) == set(self.requests)
         memory = self.scheduler.memory
+        for adapter in range(1, NUM_ADAPTERS + 1):
+            memory.pins.unpin(AdapterId(adapter))
         for adapter_id in memory.cache.resident_ids():
             self.scheduler.drop_adapter(adapter_id)
         dropped = set(memory.cache.resident_ids())
@@ -438,7 +455,7 @@ def test_long_crowded_histories(policy: str, depth: int) -> None:
 @pytest.mark.parametrize("policy", ["chameleon", "chameleon-paper", "output-only"])
 def test_lanes_are_cut_while_requests_run(policy: str, depth: int) -> None:
     """In histories of so many requests that sizes are known, which is from 64 on."""
-    lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(12)]
+    lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(18)]
     assert max(one.num_lanes for one in lived) > 1
 
 
@@ -518,6 +535,7 @@ def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
         (5, bool(machine.requests), lambda: follow_up(machine, rng)),
         (curses, bool(machine.requests), lambda: machine.curse(rng.randint(0, 50))),
         (2, bool(executor.steps), machine.lose_step),
+        (3, True, lambda: machine.pin(rng.randint(1, NUM_ADAPTERS), rng.random() < 0.6)),
     ]
     (_, can_happen, action), *_ = rng.choices(actions, weights=[one[0] for one in actions])
     if can_happen:

@@ -100,7 +100,13 @@ def test_adapter_updates(start_server: Callable[..., Any], engine: Any) -> None:
             refused = post("/v1/load_lora_adapter", lora_name=name, lora_path="/x")
             assert refused.json()["error"]["param"] == "lora_name"
         pinned = post("/v1/load_lora_adapter", lora_name="p", lora_path="/x", pinned=True)
-        assert pinned.json()["error"]["code"] == "not_served"
+        assert pinned.json()["adapter"]["pinned"] is True
+        unpinned = post("/v1/load_lora_adapter", lora_name="p", pinned=False).json()
+        assert (unpinned["status"], unpinned["adapter"]["pinned"]) == ("unpinned", False)
+        assert post("/v1/load_lora_adapter", lora_name="nobody", pinned=True).status_code == 404
+        neither = post("/v1/load_lora_adapter", lora_name="p")
+        assert (neither.status_code, neither.json()["error"]["param"]) == (400, "lora_path")
+        assert "missing" in neither.json()["error"]["message"]
         assert post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
         assert post("/v1/unload_lora_adapter", lora_name="broken").status_code == 200  # it failed
         gone = post("/unload_lora_adapter", lora_name="uper")

@@ -1,0 +1,78 @@
+"""Adapters that are to stay on the device. Pure account keeping."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ..adapter import AdapterFacts
+from ..plan import AdapterId
+from .adapter_cache import AdapterCache, AdapterState
+from .adapter_slab import room_bytes
+from .block_pool import BlockPool
+
+
+class Pins:
+    """Pinned versions and what they take, those that have not been on the device yet among them."""
+
+    def __init__(self, cache: AdapterCache, pool: BlockPool) -> None:
+        """``cache``: makes no victim of what is pinned; ``pool``: has promised what could go."""
+        self._cache = cache
+        self._pool = pool
+        self._adapters: dict[AdapterId, AdapterFacts] = {}
+        self._to_load: dict[AdapterId, AdapterFacts] = {}
+
+    def __contains__(self, adapter_id: object) -> bool:
+        return adapter_id in self._adapters
+
+    def num_bytes(self, *, without: AdapterId | None = None) -> int:
+        """What all take together, but for one."""
+        return self._sum(key for key in self._adapters if key != without)
+
+    def num_loaded_bytes(self) -> int:
+        """What those take that are on the device, or on their way."""
+        return self._sum(key for key in self._adapters if key not in self._to_load)
+
+    def pin(self, adapter_id: AdapterId, adapter: AdapterFacts) -> None:
+        """Keep a version on the device from when it is there. No error if that is so already."""
+        if adapter_id in self._adapters:
+            return
+        self._adapters[adapter_id] = adapter
+        self._cache.pin(adapter_id)
+        self._pool.promise(self._pool.num_promised_blocks)  # it no longer backs any
+        if self._cache.state(adapter_id) is AdapterState.ABSENT:
+            self._to_load[adapter_id] = adapter
+
+    def unpin(self, adapter_id: AdapterId) -> None:
+        """It may go again. No error if it was not pinned."""
+        self._adapters.pop(adapter_id, None)
+        self._to_load.pop(adapter_id, None)
+        self._cache.unpin(adapter_id)
+
+    def load_begins(self, adapter_id: AdapterId) -> None:
+        """If it fails, it is loaded again when it is asked for."""
+        self._to_load.pop(adapter_id, None)
+
+    def to_load(self) -> tuple[tuple[AdapterId, AdapterFacts], ...]:
+        """Return those that no load has begun for."""
+        return tuple(self._to_load.items())
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, pinned adapters may make way; those that do are to be loaded again."""
+        resident = [one for one in self._adapters if one not in self._to_load]
+        for adapter_id in resident:
+            self._cache.unpin(adapter_id)
+        yield
+        for adapter_id in resident:
+            self._cache.pin(adapter_id)
+            if self._cache.state(adapter_id) is AdapterState.ABSENT:
+                self._to_load[adapter_id] = self._adapters[adapter_id]
+
+    def _sum(self, adapter_ids: Iterable[AdapterId]) -> int:
+        sizes = [self._adapters[adapter_id].num_bytes for adapter_id in adapter_ids]
+        return sum(sizes) if self._cache.slab is None else sum(map(room_bytes, sizes))
+
+    def check_invariants(self) -> None:
+        """Assert that whoever is to be loaded is pinned and not on the device."""
+        for adapter_id in self._to_load:
+            assert adapter_id in self._adapters
+            assert self._cache.state(adapter_id) is AdapterState.ABSENT
