@@ -455,7 +455,7 @@ def test_long_crowded_histories(policy: str, depth: int) -> None:
 @pytest.mark.parametrize("policy", ["chameleon", "chameleon-paper", "output-only"])
 def test_lanes_are_cut_while_requests_run(policy: str, depth: int) -> None:
     """In histories of so many requests that sizes are known, which is from 64 on."""
-    lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(18)]
+    lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(24)]
     assert max(one.num_lanes for one in lived) > 1
 
 
@@ -535,7 +535,7 @@ def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
         (5, bool(machine.requests), lambda: follow_up(machine, rng)),
         (curses, bool(machine.requests), lambda: machine.curse(rng.randint(0, 50))),
         (2, bool(executor.steps), machine.lose_step),
-        (3, True, lambda: machine.pin(rng.randint(1, NUM_ADAPTERS), rng.random() < 0.6)),
+        (3, True, lambda: machine.pin(rng.randint(1, NUM_ADAPTERS), rng.random() < 0.3)),
     ]
     (_, can_happen, action), *_ = rng.choices(actions, weights=[one[0] for one in actions])
     if can_happen:
