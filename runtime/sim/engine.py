@@ -23,10 +23,12 @@ from ..scheduler.registry import make_policy
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_times import ProfiledTimes, StepTimes
 from .clock import VirtualClock
-from .executor import END_TOKEN, LatencyExecutor
+from .executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
 from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed
 from .replay import Replayed, replay
-from .workloads import Workload
+from .workloads import Workload, WorkloadRequest
+
+_FIRST_TOKEN = 1 + max(END_TOKEN, ORDINARY_TOKEN)  # of prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +107,24 @@ def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:
             one.arrival_s,
             AddRequest(
                 request_id=index,
-                prompt_token_ids=(END_TOKEN,) * one.prompt_tokens,
+                prompt_token_ids=_prompt(index, one, workload.content_tokens),
                 sampling=sampling,
                 adapter_name=_adapter_name(one.adapter),
             ),
         )
         for index, one in enumerate(workload.requests, start=1)
     ]
+
+
+def _prompt(index: int, request: WorkloadRequest, content_tokens: int) -> tuple[int, ...]:
+    """Equal where, and only where, contents are; nothing in it is a token that is generated."""
+    named = (
+        token_id
+        for content_id in request.content_ids
+        for token_id in (_FIRST_TOKEN + 2 * content_id,) * content_tokens
+    )
+    own = itertools.repeat(_FIRST_TOKEN + 2 * index + 1)
+    return tuple(itertools.islice(itertools.chain(named, own), request.prompt_tokens))
 
 
 def _output_tokens(workload: Workload) -> Mapping[RequestId, int]:

@@ -1,7 +1,7 @@
 """Machines to simulate, as data: every figure has its source or was set by hand."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from ...profiles.curve import Curve, CurveFamily
@@ -12,6 +12,7 @@ from ..coldstart.link import group_of_layers
 
 _GIB = 2**30
 _PAGE_BYTES = 4096
+_WORKER_FLOP_PER_S = 64e9  # by hand: a core with products of bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,24 +149,67 @@ def _a40(
     )
 
 
+def _with_slow_link(machine: SimulatedMachine) -> SimulatedMachine:
+    """At a quarter: others copy, too, or it is a smaller link."""
+    model = replace(machine.model, link=LinkModel(bytes_per_s=3e9, latency_s=1e-3))  # by hand
+    return replace(machine, name=f"{machine.name}-link3", model=model)
+
+
+def _with_workers(machine: SimulatedMachine, group_widths: Sequence[int]) -> SimulatedMachine:
+    """With 16 CPU workers that together are about as fast as the device's own prefill.
+
+    ``group_widths``: inputs and outputs of each group's targets together, which is what a delta
+    multiplies per token and rank, and what base products are taken to be in proportion to.
+    """
+    model, max_tokens = machine.model, float(machine.max_num_batched_tokens)
+    layer_s = model.step_s.at(max_tokens) / model.num_layers
+    groups = []
+    for index, (width, num_targets) in enumerate(
+        zip(group_widths, machine.group_targets, strict=True)
+    ):
+        rank_sum = 64.0 * num_targets
+        delta_s = max_tokens * 64.0 * 2 * width / _WORKER_FLOP_PER_S
+        base_s = layer_s * width / sum(group_widths)
+        groups.append(
+            GroupModel(
+                f"group {index}",
+                Curve((0.0, max_tokens), (0.0, base_s)),
+                CurveFamily(
+                    (0.0, rank_sum),
+                    (
+                        Curve((0.0, max_tokens), (0.0, 0.0)),
+                        Curve((0.0, max_tokens), (0.0, delta_s)),
+                    ),
+                ),
+            )
+        )
+    workers = replace(
+        model, groups=tuple(groups), num_workers=16, tokens_per_worker=16,
+        invocation_s=20e-6,  # by hand
+    )  # fmt: skip
+    return replace(machine, name=f"{machine.name}-workers", model=workers)
+
+
+# 32 layers, 32 heads of 128, keys and values in 2 bytes. An adapter of rank 64 on q, k and v is
+# 96 MiB: rank x (4096 + 4096) x 3 targets x 32 layers x 2 bytes.
+_LLAMA_7B = _a40(
+    "a40-llama7b",
+    kv_bytes_per_token=2**19,
+    adapter_bytes_per_rank=3 * 2**19,
+    group_targets=(3,),
+)
+# 32 layers, 8 key and value heads of 128. Adapters on all linears: by hand, about what their shapes
+# (4096, 1024, 14336) give.
+_LLAMA_8B = _a40(
+    "a40-llama8b",
+    kv_bytes_per_token=128 * 2**10,
+    adapter_bytes_per_rank=5_100_000,
+    group_targets=(3, 1, 2, 1),
+)
+_SLOW_8B = _with_slow_link(_LLAMA_8B)
+# Widths of q, k and v; of o; of gate and up; of down.
+_ASSISTED_8B = _with_workers(_SLOW_8B, (18432, 8192, 36864, 18432))
+
 MACHINES: Mapping[str, SimulatedMachine] = {
-    machine.name: machine
-    for machine in (
-        # 32 layers, 32 heads of 128, keys and values in 2 bytes. An adapter of rank 64 on q, k and
-        # v is 96 MiB: rank x (4096 + 4096) x 3 targets x 32 layers x 2 bytes.
-        _a40(
-            "a40-llama7b",
-            kv_bytes_per_token=2**19,
-            adapter_bytes_per_rank=3 * 2**19,
-            group_targets=(3,),
-        ),
-        # 32 layers, 8 key and value heads of 128. Adapters on all linears: by hand, about what
-        # their shapes (4096, 1024, 14336) give.
-        _a40(
-            "a40-llama8b",
-            kv_bytes_per_token=128 * 2**10,
-            adapter_bytes_per_rank=5_100_000,
-            group_targets=(3, 1, 2, 1),
-        ),
-    )
+    machine.name: machine for machine in (_LLAMA_7B, _LLAMA_8B, _SLOW_8B, _ASSISTED_8B)
 }

@@ -4,7 +4,7 @@ The recipe of S1 is Chameleon's (section 5.1): lengths of Azure's conversations,
 a hundred adapters of five ranks in equal numbers, small ranks more popular by a power law.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gamma
@@ -17,7 +17,9 @@ from .tenants import Client, read_maf, read_servegen
 from .traces import RequestTrace, TraceError, read_azure, read_gentd26_ids, read_mooncake
 
 RANKS = (8, 16, 32, 64, 128)
+_SESSION_RANKS = (32, 64)
 _NUM_ADAPTERS = 100
+_ZIPF_EXPONENT = 0.9
 _LUMP_S = 3.0  # Mooncake's time stamps
 _WINDOW_S = 600.0  # ServeGen's
 
@@ -48,6 +50,7 @@ class Drawn:
     ranks: tuple[int, ...]  # by adapter
     p99_output_tokens: float  # of the whole trace
     has_trace: bool = True
+    hash_ids: Sequence[tuple[int, ...]] = ()  # see ``RequestTrace``; empty = nobody shares any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,10 @@ class Ask:
     rng: np.random.Generator
 
 
-def _independent(ask: Ask) -> Drawn:
+_Adapters = tuple[_Ints, tuple[int, ...]]  # of the requests; ranks by adapter
+
+
+def _independent(ask: Ask, draw_adapters: Callable[[Ask], _Adapters]) -> Drawn:
     """Azure's conversations, arrivals and adapters each drawn without regard to the others."""
     if ask.traces is None:
         prompt, output = _conv_lengths(ask)
@@ -72,7 +78,7 @@ def _independent(ask: Ask) -> Drawn:
         prompt, output = trace.prompt_tokens[picked], trace.output_tokens[picked]
         p99_tokens = _p99(trace)
     arrival_s = np.cumsum(ask.rng.exponential(1.0 / ask.rate_rps, ask.num_requests))
-    adapters, ranks = _ranked_adapters(ask)
+    adapters, ranks = draw_adapters(ask)
     has_trace = ask.traces is not None
     return Drawn(arrival_s, prompt, output, adapters, ranks, p99_tokens, has_trace)
 
@@ -91,22 +97,45 @@ def _own_clock(ask: Ask, *, kind: str, has_gentd26_ids: bool = False) -> Drawn:
 
 
 def _sessions(ask: Ask) -> Drawn:
-    """Mooncake's conversations, their clock scaled; all turns of a session name one adapter."""
+    """Mooncake's conversations on their own clock, thinned to the rate by whole sessions.
+
+    All turns of a session name one adapter. Where the trace ends it begins again, with sessions
+    drawn anew that share nothing with those before.
+    """
     trace = read_mooncake(ask.traces)
-    arrival_s, picked = _window(trace, ask)
+    period_s = trace.arrival_s[-1] + trace.arrival_s[-1] / max(1, len(trace) - 1)
+    share = ask.rate_rps * period_s / len(trace)
+    if share > 1.0:
+        most = len(trace) / period_s
+        raise TraceError(f"the trace has {most:.3g} requests/s, not the {ask.rate_rps:g} asked for")
+    names, session = np.unique(trace.session, return_inverse=True)
     # Time stamps come in lumps; who is in one came at any time of it.
-    arrival_s = arrival_s + ask.rng.uniform(0.0, _LUMP_S, ask.num_requests)
-    order = np.argsort(arrival_s, kind="stable")
-    arrival_s, picked = arrival_s[order] - arrival_s[order[0]], picked[order]
-    adapter_of, ranks = _ranked_adapters(ask)
-    _, session = np.unique(trace.session[picked], return_inverse=True)
+    picks: list[_Ints] = []
+    arrivals: list[NDArray[np.float64]] = []
+    while sum(map(len, picks)) < ask.num_requests:
+        picked = np.flatnonzero((ask.rng.random(len(names)) < share)[session])
+        lumps_s = ask.rng.uniform(0.0, _LUMP_S, len(picked))
+        arrivals.append(trace.arrival_s[picked] + lumps_s + len(picks) * period_s)
+        picks.append(picked)
+    again = np.repeat(np.arange(len(picks)), [len(picked) for picked in picks])
+    arrival_s, picked = np.concatenate(arrivals), np.concatenate(picks)
+    order = np.argsort(arrival_s, kind="stable")[: ask.num_requests]
+    arrival_s, picked, again = arrival_s[order] - arrival_s[order[0]], picked[order], again[order]
+    _, who = np.unique(session[picked] + len(names) * again, return_inverse=True)
+    adapter_of = _zipf_ids(ask, _NUM_ADAPTERS, ask.num_requests)
+    adapters, ranks = _with_drawn_ranks(adapter_of[who], ask, _SESSION_RANKS)
+    num_hashes = 1 + max(max(one) for one in trace.hash_ids)
     return Drawn(
-        _scaled(arrival_s, ask),
+        arrival_s,
         trace.prompt_tokens[picked],
         trace.output_tokens[picked],
-        adapter_of[session],
+        adapters,
         ranks,
         _p99(trace),
+        hash_ids=[
+            tuple(number * num_hashes + one for one in trace.hash_ids[index])
+            for index, number in zip(picked.tolist(), again.tolist(), strict=True)
+        ],
     )
 
 
@@ -222,7 +251,7 @@ def _conv_lengths(ask: Ask) -> tuple[_Ints, _Ints]:
     return draw(_CONV_PROMPT_TOKENS), draw(_CONV_OUTPUT_TOKENS)
 
 
-def _ranked_adapters(ask: Ask) -> tuple[_Ints, tuple[int, ...]]:
+def _ranked_adapters(ask: Ask) -> _Adapters:
     """Ranks in equal numbers; the k-th smallest with weight 1/k, adapters of one rank alike."""
     per_rank = _NUM_ADAPTERS // len(RANKS)
     weights = 1.0 / np.arange(1, len(RANKS) + 1)
@@ -231,17 +260,27 @@ def _ranked_adapters(ask: Ask) -> tuple[_Ints, tuple[int, ...]]:
     return adapters, tuple(rank for rank in RANKS for _ in range(per_rank))
 
 
-def _gentd26_adapters(ask: Ask) -> tuple[_Ints, tuple[int, ...]]:
+def _zipf_ids(ask: Ask, num_ids: int, num_drawn: int) -> _Ints:
+    """The k-th with weight 1 / k^.9."""
+    weights = np.arange(1, num_ids + 1) ** -_ZIPF_EXPONENT
+    return ask.rng.choice(num_ids, num_drawn, p=weights / weights.sum())
+
+
+def _zipf_adapters(ask: Ask, *, num_adapters: int) -> _Adapters:
+    return _with_drawn_ranks(_zipf_ids(ask, num_adapters, ask.num_requests), ask)
+
+
+def _gentd26_adapters(ask: Ask) -> _Adapters:
     """LoRAs in the order of the trace, from a drawn request on."""
     ids = read_gentd26_ids(ask.traces)
     start = int(ask.rng.integers(len(ids)))
     return _with_drawn_ranks(ids[(start + np.arange(ask.num_requests)) % len(ids)], ask)
 
 
-def _with_drawn_ranks(names: _Ints, ask: Ask) -> tuple[_Ints, tuple[int, ...]]:
+def _with_drawn_ranks(names: _Ints, ask: Ask, choice: Sequence[int] = RANKS) -> _Adapters:
     """Adapters for what is named; ranks in equal numbers, shuffled."""
     found, adapters = np.unique(names, return_inverse=True)
-    ranks = [RANKS[index % len(RANKS)] for index in range(len(found))]
+    ranks = [choice[index % len(choice)] for index in range(len(found))]
     ask.rng.shuffle(ranks)
     return adapters.astype(np.int64), tuple(ranks)
 
@@ -252,16 +291,24 @@ class Recipe:
 
     machine: str
     draw: Callable[[Ask], Drawn]
-    length_divisor: int = 1
+    prompt_divisor: int = 1  # of lengths
+    output_divisor: int = 1
 
+
+_ranked = partial(_independent, draw_adapters=_ranked_adapters)
+_zipf = partial(_independent, draw_adapters=partial(_zipf_adapters, num_adapters=300))
+_gentd26 = partial(_independent, draw_adapters=_gentd26_adapters)
 
 RECIPES: Mapping[str, Recipe] = {
-    "S1": Recipe("a40-llama7b", _independent),
-    "S2": Recipe("a40-llama7b", _independent, length_divisor=5),
+    "S1": Recipe("a40-llama7b", _ranked),
+    "S2": Recipe("a40-llama7b", _ranked, prompt_divisor=5, output_divisor=5),
     "S3": Recipe("a40-llama8b", partial(_own_clock, kind="conv", has_gentd26_ids=True)),
     "S4": Recipe("a40-llama7b", partial(_own_clock, kind="code")),
     "S5": Recipe("a40-llama7b", partial(_own_clock, kind="conv", has_gentd26_ids=True)),
-    "mooncake": Recipe("a40-llama8b", _sessions),
+    "zipf": Recipe("a40-llama8b", _zipf, prompt_divisor=5, output_divisor=5),
+    "gentd26": Recipe("a40-llama8b", _gentd26, prompt_divisor=5, output_divisor=5),
+    "mooncake-16": Recipe("a40-llama7b", _sessions, prompt_divisor=16, output_divisor=4),
+    "mooncake-8": Recipe("a40-llama7b", _sessions, prompt_divisor=8, output_divisor=4),
     "maf": Recipe("a40-llama7b", _functions),
     "servegen": Recipe("a40-llama8b", partial(_clients, model="m-small")),
 }

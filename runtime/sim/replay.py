@@ -29,6 +29,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     finish_reason: str | None = None  # as in ``RequestUpdate``
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class _Run:
             record.num_output_tokens += len(update.token_ids)
             if record.first_token_s is None:
                 record.first_token_s = at_s
+                record.num_cached_tokens = update.num_cached_tokens
         if update.finish_reason is not None:
             record.end_s = at_s
             record.finish_reason = update.finish_reason

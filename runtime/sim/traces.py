@@ -8,7 +8,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError
 
 DIRECTORY_VARIABLE = "CORUN_TRACES"
+HASHED_TOKENS = 512  # of a block of Mooncake's prompts
 
 
 class TraceError(ConfigError):
@@ -33,6 +34,8 @@ class RequestTrace:
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     session: NDArray[np.int64]  # the conversation that it belongs to; empty = not known
+    # Of its prompt: each names ``HASHED_TOKENS`` tokens and all before them; empty = not known.
+    hash_ids: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -66,17 +69,13 @@ def read_mooncake(directory: Path | None) -> RequestTrace:
     names = ("conversation_trace.jsonl", "mooncake_conversation.parquet")
     path = find_trace(directory, "Mooncake's trace of conversations", names)
     if path.suffix == ".parquet":
-        arrival_s, prompt, output, session = read_parquet(path, (*_REQUEST_COLUMNS, "session_id"))
-        return _checked(path, arrival_s, prompt, output, session)
-    stamps_ms, prompt, output, hashes = _read_jsonl(path, _MOONCAKE_FIELDS)
-    first_ms = stamps_ms[0]
-    return _checked(
-        path,
-        [(stamp - first_ms) / 1e3 for stamp in stamps_ms],
-        prompt,
-        output,
-        [each[min(1, len(each) - 1)] if each else -1 for each in hashes],
-    )
+        arrival_s, prompt, output, hashes = read_parquet(path, (*_REQUEST_COLUMNS, "hash_ids"))
+    else:
+        stamps_ms, prompt, output, hashes = _read_jsonl(path, _MOONCAKE_FIELDS)
+        arrival_s = [(stamp - stamps_ms[0]) / 1e3 for stamp in stamps_ms]
+    hash_ids = tuple(_checked_hashes(path, row, each) for row, each in enumerate(hashes))
+    session = [each[min(1, len(each) - 1)] for each in hash_ids]
+    return replace(_checked(path, arrival_s, prompt, output, session), hash_ids=hash_ids)
 
 
 def read_gentd26_ids(directory: Path | None) -> NDArray[np.int64]:
@@ -153,6 +152,7 @@ _AZURE_COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "ContextTokens": int,
     "GeneratedTokens": int,
 }
+_MAX_HASH = 2**24  # they are numbered from 0 on
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -192,6 +192,16 @@ def _read_jsonl(path: Path, names: Sequence[str]) -> list[list[Any]]:
     if not values[0]:
         raise TraceError(f"{path} holds no request")
     return values
+
+
+def _checked_hashes(path: Path, row: int, hashes: object) -> tuple[int, ...]:
+    """Of one prompt."""
+    if not isinstance(hashes, list) or not hashes:
+        raise TraceError(f"{path}: row {row} has no hashes of its prompt's blocks")
+    for one in hashes:
+        if type(one) is not int or not 0 <= one <= _MAX_HASH:
+            raise TraceError(f"{path}: a hash of row {row} is {one!r}, not from 0 to {_MAX_HASH}")
+    return tuple(hashes)
 
 
 def _checked(

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from .recipes import RECIPES, Ask
+from .traces import HASHED_TOKENS
 
 _LIMIT_OVER_P99 = 4
 
@@ -19,6 +20,9 @@ class WorkloadRequest:
     adapter: int
     prompt_tokens: int
     output_tokens: int  # what it will generate, which no policy is told
+    # Of its prompt, from the start: each names ``Workload.content_tokens`` tokens. What has no name
+    # is like nothing else; nor is what it generates, even to the next turn that quotes it.
+    content_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Workload:
     ranks: tuple[int, ...]  # by adapter
     max_tokens: int  # that a request may generate: a limit far beyond what most do
     has_trace: bool = True  # False: its lengths are of a table of quantiles
+    content_tokens: int = HASHED_TOKENS
 
 
 def make_workload(
@@ -55,15 +60,15 @@ def make_workload(
     recipe = RECIPES[name]
     ask = Ask(rate_rps, num_requests, traces, np.random.default_rng(seed))
     drawn = recipe.draw(ask)
-    prompt, output = (
-        np.maximum(1, tokens // recipe.length_divisor)
-        for tokens in (drawn.prompt_tokens, drawn.output_tokens)
-    )
+    prompt = np.maximum(1, drawn.prompt_tokens // recipe.prompt_divisor)
+    output = np.maximum(1, drawn.output_tokens // recipe.output_divisor)
     columns = (drawn.arrival_s, drawn.adapters, prompt, output)
     rows = zip(*(column.tolist() for column in columns), strict=True)
+    contents = drawn.hash_ids or ((),) * num_requests
     return Workload(
-        tuple(WorkloadRequest(*row) for row in rows),
+        tuple(WorkloadRequest(*row, ids) for row, ids in zip(rows, contents, strict=True)),
         drawn.ranks,
-        _LIMIT_OVER_P99 * max(1, int(drawn.p99_output_tokens) // recipe.length_divisor),
+        _LIMIT_OVER_P99 * max(1, int(drawn.p99_output_tokens) // recipe.output_divisor),
         has_trace=drawn.has_trace,
+        content_tokens=HASHED_TOKENS // recipe.prompt_divisor,
     )

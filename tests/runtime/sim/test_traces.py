@@ -29,6 +29,7 @@ _MOONCAKE_ROWS = (
     {"timestamp": 30000, "input_length": 100, "output_length": 26, "hash_ids": [7]},
     {"timestamp": 30000, "input_length": 1300, "output_length": 9, "hash_ids": [0, 14, 15]},
 )
+_HASHED = '{"timestamp": 30000, "input_length": 7, "output_length": 5, "hash_ids": %s}'
 _MAF = "invocations_per_function_md.anon.d01.csv"
 _MAF_ROWS = (
     "HashOwner,HashApp,HashFunction,Trigger,1,2,3",
@@ -45,6 +46,7 @@ def write(path: Path, lines: Sequence[str]) -> None:
 def write_parquet(path: Path, columns: Mapping[str, Any]) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="traces as parquet files need pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(dict(columns)), path)
 
 
@@ -71,6 +73,12 @@ def test_mooncakes_sessions_are_those_of_the_second_block(tmp_path: Path) -> Non
     assert trace.arrival_s.tolist() == [0.0, 3.0, 3.0]
     assert trace.prompt_tokens.tolist() == [700, 100, 1300]
     assert trace.session.tolist() == [14, 7, 14]
+    assert trace.hash_ids == ((0, 14), (7,), (0, 14, 15))
+    hashes = [row["hash_ids"] for row in _MOONCAKE_ROWS]
+    columns = {"arrival_s": [0.0, 3.0, 3.0], "prompt_tokens": [700, 100, 1300],
+               "output_tokens": [52, 26, 9], "hash_ids": hashes}  # fmt: skip
+    write_parquet(tmp_path / "parquet/mooncake_conversation.parquet", columns)
+    assert read_mooncake(tmp_path / "parquet").hash_ids == trace.hash_ids
 
 
 def test_functions_are_ordered_by_their_calls(tmp_path: Path) -> None:
@@ -138,6 +146,9 @@ def test_what_is_wrong_with_a_csv_is_said_in_one_line(
         (mooncake('{"timestamp": 3, "input_length": 4}'), "line 2: there is no 'output_length'"),
         (mooncake('{"timestamp": 30000, "input_len'), "line 2: "),
         (mooncake("[]"), "line 2: "),
+        (mooncake(_HASHED % "[]"), "row 1 has no hashes"),
+        (mooncake(_HASHED % '[0, "7"]'), "a hash of row 1 is '7'"),
+        (mooncake(_HASHED % "[0, -7]"), "a hash of row 1 is -7"),
         (lambda directory: write(directory / _MOONCAKE, ()), "holds no request"),
     ],
 )

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.engine import requests_of
+from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN
 from corun.runtime.sim.machines import MACHINES
 from corun.runtime.sim.recipes import RANKS, RECIPES
 from corun.runtime.sim.traces import TraceError, trace_directory
-from corun.runtime.sim.workloads import Workload, make_workload
+from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
 
 _TRACES = trace_directory()
 needs_traces = pytest.mark.skipif(
@@ -84,24 +86,66 @@ def test_names_in_their_order_are_more_local_than_drawn_ones() -> None:
     assert num_switches(draw("S3")) < 0.8 * num_switches(draw("S4"))
 
 
-def test_all_turns_of_a_session_name_one_adapter(tmp_path: Path) -> None:
+def write_sessions(directory: Path, *, num_sessions: int, num_turns: int) -> None:
+    """Four requests to a stamp; each turn's prompt is a block longer than the one before."""
     rows = [
         {
-            "timestamp": 3000 * (turn // 4), "input_length": 10 + turn % 7, "output_length": 5,
-            "hash_ids": [0, 100 + turn % 7],
+            "timestamp": 3000 * (number // 4),
+            "input_length": 512 * (2 + number // num_sessions),
+            "output_length": 9,
+            "hash_ids": [
+                0, *range(session := 100 * (1 + number % num_sessions),
+                          session + 1 + number // num_sessions),
+            ],
         }
-        for turn in range(70)
+        for number in range(num_sessions * num_turns)
     ]  # fmt: skip
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "conversation_trace.jsonl").write_text(text, encoding="utf-8")
-    workload = make_workload("mooncake", rate_rps=1.0, num_requests=70, seed=1, traces=tmp_path)
-    adapters = {(one.prompt_tokens, one.adapter) for one in workload.requests}
-    assert len(adapters) == 7 == len({prompt for prompt, _ in adapters})
+    (directory / "conversation_trace.jsonl").write_text(text, encoding="utf-8")
+
+
+def test_all_turns_of_a_session_name_one_adapter(tmp_path: Path) -> None:
+    write_sessions(tmp_path, num_sessions=7, num_turns=10)
+    workload = make_workload("mooncake-8", rate_rps=0.6, num_requests=70, seed=1, traces=tmp_path)
+    of_session: dict[int, list[WorkloadRequest]] = {}
+    for one in workload.requests:
+        of_session.setdefault(one.content_ids[1], []).append(one)
+    assert len(of_session) > 7  # sessions of a trace that begins again are others
+    for turns in of_session.values():
+        assert len({one.adapter for one in turns}) == 1
+        assert len(turns) == 10 or turns[-1].arrival_s > workload.requests[-1].arrival_s - 60.0
+        lengths = [one.prompt_tokens for one in sorted(turns, key=lambda one: one.prompt_tokens)]
+        assert lengths == [64 * turn for turn in range(2, 2 + len(turns))]
+    assert {one.output_tokens for one in workload.requests} == {2}
     # Four at a time have one stamp; they come at different times.
     assert (np.diff([one.arrival_s for one in workload.requests]) > 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in {"S1", "S2"}])
+def test_sessions_are_not_thinned_to_more_than_there_are(tmp_path: Path) -> None:
+    write_sessions(tmp_path, num_sessions=3, num_turns=2)
+    with pytest.raises(TraceError, match=r"has 1.67 requests/s, not the 2 asked for"):
+        make_workload("mooncake-8", rate_rps=2.0, num_requests=6, seed=1, traces=tmp_path)
+
+
+def test_prompts_have_equal_tokens_where_their_contents_are_equal() -> None:
+    ids = ((0, 5, 6), (0, 5, 7), (0, 9), ())
+    workload = Workload(
+        tuple(WorkloadRequest(0.0, 0, 10, 1, one) for one in ids), (8,), 1, content_tokens=4
+    )
+    prompts = [request.prompt_token_ids for _, request in requests_of(workload)]
+    assert {len(prompt) for prompt in prompts} == {10}
+
+    def num_common(one: int, other: int) -> int:
+        pairs = zip(prompts[one], prompts[other], strict=True)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    assert [num_common(0, other) for other in (1, 2, 3)] == [8, 4, 0]
+    assert not set(prompts[3]).intersection(*prompts[:3])
+    assert not {END_TOKEN, ORDINARY_TOKEN}.intersection(*prompts)
+    assert len(set(prompts[2][8:])) == 1 and prompts[2][8:] != prompts[3][8:]  # its own
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in {"S1", "S2", "zipf"}])
 def test_other_recipes_say_which_trace_they_need(name: str) -> None:
     with pytest.raises(TraceError, match=r"this workload needs .* by --traces or CORUN_TRACES"):
         draw(name, has_traces=False)
