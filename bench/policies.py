@@ -10,36 +10,46 @@ idle adapters) keeps the P99 of first tokens within 5 times that of the same req
 by bisection to 2 % by the median of 5 seeds; those of S4 are shares of the rate that ``slora``
 serves when requests never stop coming. Outputs are predicted by an oracle that is right in 80 %.
 
+With ``--memory`` the scheduler is ``fcfs``, prefixes are kept, and memory policies are compared, at
+rates of their own: adapters of one popularity behind a slow link, and conversations of many turns.
+
 What a cell came to is kept under a digest of the code that decides it, so a run that was stopped
 goes on where it was. The last line is JSON.
 
     python bench/policies.py [--full] [--traces DIR] [--only cells accuracy limits]
         [--cells S1@1.1 S3@1.0] [--policies corun slora] [--seeds 3] [--picture policies.png]
+    python bench/policies.py --memory [--full] [--cells mooncake-8@1.4 zipf@7.5@a40-llama8b-link3]
 """
 
 import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.machines import MACHINES
 from corun.runtime.sim.recipes import RECIPES
 from corun.runtime.sim.traces import trace_directory
 from corun.runtime.sim.workloads import make_workload
-from paired import report
+from paired import Ratio, report
 from replays import verdicts
-from replays.cells import ACCURACY, BASELINE, POLICIES, Cell, machine_of
+from replays.cells import ACCURACY, BASELINE, MEMORY, POLICIES, Cell, machine_of
 from replays.kept import KeptCells
 from replays.loads import Search, largest_rate, search_together
 from replays.picture import draw
 from replays.runner import Runner
 from replays.settings import (
     ACCURACY_SETTINGS,
+    DEFAULT_MEMORY_POLICIES,
+    DEFAULT_MEMORY_SETTINGS,
     DEFAULT_POLICIES,
     DEFAULT_SETTINGS,
+    FULL_MEMORY_SETTINGS,
     FULL_SETTINGS,
     IN_UNITS_OF_CAPACITY,
     LIMITED_POLICY,
@@ -51,7 +61,7 @@ from replays.table import table
 
 _PARTS = ("cells", "accuracy", "limits")
 _NUM_REQUESTS = 2500
-_DEFAULT_SEEDS, _FULL_SEEDS = 7, 9
+_DEFAULT_SEEDS, _DEFAULT_MEMORY_SEEDS, _FULL_SEEDS = 7, 5, 9
 _UNIT_SEEDS = 5  # of the rates that loads are in units of
 # Where the search begins, near what was found before; 1 for other recipes.
 _START_RPS: Mapping[str, float] = {"S1": 1.2, "S2": 7.0, "S3": 0.95, "S4": 0.3, "S5": 0.9}
@@ -76,27 +86,37 @@ def main() -> None:
 def _run(options: argparse.Namespace) -> None:
     traces = trace_directory(options.traces)
     settings, policies = _chosen(options)
-    recipes = dict.fromkeys(setting.recipe for setting, _ in runs_of(settings, policies))
-    limited = [recipe for recipe in LIMITED_RECIPES if recipe in recipes]
-    if "limits" not in options.only:
-        limited = []
+    recipes = dict.fromkeys(setting.recipe for setting in settings)
     for recipe in recipes:
         make_workload(recipe, rate_rps=1.0, num_requests=1, seed=1, traces=traces)
     _make(options.results)
-    if options.picture is not None:
-        _make(options.picture.parent)
-    runs = _runs(options, settings, policies)
-    _announce(options, len(runs), len(recipes) + len(limited))
     with Runner(KeptCells(options.results, traces), traces, options.processes) as runner:
+        if options.memory:
+            runs = runs_of(settings, policies, MEMORY)
+            _announce(options, len(runs), 0)
+            _report_memory(options, _results(options, runs, runner, _memory_cell))
+            return
+        limited = [recipe for recipe in LIMITED_RECIPES if recipe in recipes]
+        if "limits" not in options.only:
+            limited = []
+        if options.picture is not None:
+            _make(options.picture.parent)
+        runs = _runs(options, settings, policies)
+        _announce(options, len(runs), len(recipes) + len(limited))
         units, largest = _loads(options, list(recipes), limited, runner)
-        cells = {
-            run: [_cell(options, run, units, seed) for seed in _seeds(options)] for run in runs
-        }
-        figures = runner.run(cell for of_run in cells.values() for cell in of_run)
-        results = {
-            run: [figures[cell] for cell in of_run] for run, of_run in cells.items()
-        }  # fmt: skip
+        results = _results(options, runs, runner, partial(_cell, units))
     _report(options, results, units, largest)
+
+
+def _results(
+    options: argparse.Namespace, runs: Sequence[tuple[Setting, str]], runner: Runner,
+    make_cell: Callable[[argparse.Namespace, tuple[Setting, str], int], Cell],
+) -> verdicts.Results:  # fmt: skip
+    """``make_cell``: of a run and a seed."""
+    seeds = range(1, options.seeds + 1)
+    cells = {run: [make_cell(options, run, seed) for seed in seeds] for run in runs}
+    figures = runner.run(cell for of_run in cells.values() for cell in of_run)
+    return {run: [figures[cell] for cell in of_run] for run, of_run in cells.items()}
 
 
 def _make(folder: Path) -> None:
@@ -145,11 +165,19 @@ def _capacity_rps(options: argparse.Namespace, recipe: str, runner: Runner) -> f
 
 
 def _cell(
-    options: argparse.Namespace, run: tuple[Setting, str], units: Mapping[str, float], seed: int
+    units: Mapping[str, float], options: argparse.Namespace, run: tuple[Setting, str], seed: int
 ) -> Cell:
     setting, policy = run
     rate_rps = float(f"{setting.load * units[setting.recipe]:.4g}")
     return Cell(setting.recipe, rate_rps, policy, setting.accuracy, seed, options.requests)
+
+
+def _memory_cell(options: argparse.Namespace, run: tuple[Setting, str], seed: int) -> Cell:
+    setting, policy = run
+    return Cell(
+        setting.recipe, setting.load, "fcfs", setting.accuracy, seed, options.requests,
+        memory_policy=policy, machine=setting.machine,
+    )  # fmt: skip
 
 
 def _runs(
@@ -161,10 +189,6 @@ def _runs(
         loads = {setting.load for setting in settings if setting.recipe == "S1"}
         runs += [(one, "corun") for one in ACCURACY_SETTINGS if one.load in loads]
     return list(dict.fromkeys(runs))
-
-
-def _seeds(options: argparse.Namespace) -> Iterable[int]:
-    return range(1, options.seeds + 1)
 
 
 def _announce(options: argparse.Namespace, num_runs: int, num_searches: int) -> None:
@@ -182,7 +206,7 @@ def _report(
     largest: Mapping[str, float],
 ) -> None:  # fmt: skip
     machines = {recipe: machine_of(recipe).name for recipe in units}
-    pairs = verdicts.judge_pairs(results) | verdicts.judge_accuracy(results)
+    pairs = verdicts.judge_pairs(results, verdicts.all_bounds()) | verdicts.judge_accuracy(results)
     shares = verdicts.judge_preemptions(results)
     bounds: dict[str, bool | None] = {name: is_held for name, (_, is_held) in pairs.items()}
     bounds |= {name: is_held for name, (_, is_held) in shares.items()}
@@ -201,10 +225,7 @@ def _report(
         "medians": _medians(results),
     }
     print(f"\nsimulated on {machines}; medians over {options.seeds} seeds, in seconds\n")
-    print(table(results), "\n")
-    for name, (found, is_held) in pairs.items():
-        interval = f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
-        print(f"{'holds' if is_held else 'FAILS'}  {name}: {interval}")
+    _print_pairs(results, pairs)
     for name, (share, is_held) in shares.items():
         print(f"{'holds' if is_held else 'FAILS'}  {name}: {share:.3%}")
     for name, load in largest.items():
@@ -213,6 +234,31 @@ def _report(
         names = ", ".join(f"{recipe}: {machine}" for recipe, machine in machines.items())
         draw(results, options.picture, f"First tokens, simulated ({names}); 90 % intervals")
     report("policies", _workload(options), figures, bounds)
+
+
+def _report_memory(options: argparse.Namespace, results: verdicts.Results) -> None:
+    pairs = verdicts.judge_pairs(results, verdicts.memory_bounds()) | verdicts.judge_spread(results)
+    over_corun = verdicts.chameleon_over_corun(results)
+    means = {name: value for name, value in over_corun.items() if name.endswith(": mean")}
+    is_all = options.full and options.cells is None and options.policies is None
+    default = "chameleon" if max(means.values(), default=2.0) <= verdicts.MAX_CHAMELEON else "corun"
+    figures: dict[str, Any] = {
+        "ratios": {name: found.to_json() for name, (found, _) in pairs.items()},
+        "chameleon_over_corun": {name: round(value, 3) for name, value in over_corun.items()},
+        "default": default if is_all else None,
+        "medians": _medians(results),
+    }
+    print(f"\nsimulated; medians over {options.seeds} seeds, in seconds\n")
+    _print_pairs(results, pairs)
+    bounds: dict[str, bool | None] = {name: is_held for name, (_, is_held) in pairs.items()}
+    report("policies --memory", _workload(options), figures, bounds)
+
+
+def _print_pairs(results: verdicts.Results, pairs: Mapping[str, tuple[Ratio, bool]]) -> None:
+    print(table(results), "\n")
+    for name, (found, is_held) in pairs.items():
+        interval = f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
+        print(f"{'holds' if is_held else 'FAILS'}  {name}: {interval}")
 
 
 def _is_all(options: argparse.Namespace) -> bool:
@@ -238,7 +284,10 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
 def _chosen(options: argparse.Namespace) -> tuple[list[Setting], list[str]]:
     """Settings and policies as asked for. Raises ``ConfigError``."""
     if options.seeds is None:
-        options.seeds = _FULL_SEEDS if options.full else _DEFAULT_SEEDS
+        fewer_seeds = _DEFAULT_MEMORY_SEEDS if options.memory else _DEFAULT_SEEDS
+        options.seeds = _FULL_SEEDS if options.full else fewer_seeds
+    if options.memory and (options.only is not None or options.picture is not None):
+        raise ConfigError("--only and --picture say nothing of --memory: leave them out")
     if options.only is None:
         options.only = list(_PARTS if options.full else _PARTS[:1])
     for name in ("seeds", "requests", "processes"):
@@ -246,20 +295,27 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Setting], list[str]]:
             raise ConfigError(f"--{name} is {getattr(options, name)}, must be at least 1")
     if not 0.0 <= options.accuracy <= 1.0:
         raise ConfigError(f"--accuracy is {options.accuracy:g}, must be from 0 to 1")
-    policies = options.policies or list(POLICIES if options.full else DEFAULT_POLICIES)
+    known, few, all_settings, few_settings = (
+        (MEMORY, DEFAULT_MEMORY_POLICIES, FULL_MEMORY_SETTINGS, DEFAULT_MEMORY_SETTINGS)
+        if options.memory
+        else (POLICIES, DEFAULT_POLICIES, FULL_SETTINGS, DEFAULT_SETTINGS)
+    )
+    policies = options.policies or list(known if options.full else few)
     for policy in policies:
-        if policy not in POLICIES:
-            raise ConfigError(f"--policies has {policy!r}, must be of: {', '.join(POLICIES)}")
+        if policy not in known:
+            raise ConfigError(f"--policies has {policy!r}, must be of: {', '.join(known)}")
     if options.cells is None:
-        settings = list(FULL_SETTINGS if options.full else DEFAULT_SETTINGS)
+        settings = list(all_settings if options.full else few_settings)
     else:
-        settings = [_setting(text) for text in options.cells]
-    settings = [Setting(setting.recipe, setting.load, options.accuracy) for setting in settings]
-    return settings, policies
+        settings = [_setting(text, has_machine=options.memory) for text in options.cells]
+    return [replace(setting, accuracy=options.accuracy) for setting in settings], policies
 
 
-def _setting(text: str) -> Setting:
-    recipe, _, load = text.partition("@")
+def _setting(text: str, *, has_machine: bool) -> Setting:
+    recipe, _, rest = text.partition("@")
+    load, _, machine = rest.partition("@") if has_machine else (rest, "", "")
+    if machine and machine not in MACHINES:
+        raise ConfigError(f"--cells has {text!r}: the machine must be of: {', '.join(MACHINES)}")
     if recipe not in RECIPES:
         raise ConfigError(f"--cells has {text!r}: the recipe must be of: {', '.join(RECIPES)}")
     try:
@@ -268,16 +324,17 @@ def _setting(text: str) -> Setting:
         value = 0.0
     if not 0.0 < value < float("inf"):
         raise ConfigError(f"--cells has {text!r}, must be a recipe and a load above 0: S1@1.1")
-    return Setting(recipe, value)
+    return Setting(recipe, value, machine=machine or None)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="all policies and cells, 9 seeds")
+    parser.add_argument("--memory", action="store_true", help="compare memory policies")
     parser.add_argument("--only", nargs="+", choices=_PARTS, help="parts (default: cells)")
     parser.add_argument("--cells", nargs="+", metavar="RECIPE@LOAD", help="instead of the usual")
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=", ".join(POLICIES))
-    parser.add_argument("--seeds", type=int, help="per cell (default: 7; 9 with --full)")
+    parser.add_argument("--seeds", type=int, help="default: 7, 5 with --memory, 9 with --full")
     parser.add_argument("--requests", type=int, default=_NUM_REQUESTS, help="per cell")
     parser.add_argument("--accuracy", type=float, default=ACCURACY, help="of the oracle, 0 to 1")
     parser.add_argument("--traces", metavar="DIR", help="of trace files (default: CORUN_TRACES)")

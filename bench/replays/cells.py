@@ -1,14 +1,17 @@
 """One recipe at one rate under one policy, on virtual time, and what comes of it."""
 
-import functools
 import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+from corun.runtime.memory.make import MakeMemoryPolicy
+from corun.runtime.memory.policies.corun import CorunMemoryPolicy
+from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.plan import RequestId
 from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor, OutputPredictor
@@ -21,6 +24,11 @@ from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
 
 BASELINE = "slora"  # fcfs without headroom, which drops idle adapters, as S-LoRA does
 POLICIES = (BASELINE, *SCHEDULER_POLICIES)
+# ``corun`` with KV that may be on the device without its adapter.
+UNTIED = "corun-untied"
+MEMORY = (*MEMORY_POLICIES, UNTIED)
+SPLIT = "static-split"
+_SPLIT_SHARE = 0.2  # of memory, for adapters
 DROPPED_SHARE = 0.05  # of the requests: while the engine fills
 ACCURACY = 0.8  # of the oracle
 
@@ -35,14 +43,19 @@ class Cell:
     accuracy: float | None  # of the oracle; None = the predictor is ``history``
     seed: int
     num_requests: int
+    # Of MEMORY: keeps prefixes, too. None = adapters alone are kept, as each policy did in the
+    # days of the bounds it is held to.
+    memory_policy: str | None = None
+    machine: str | None = None  # None = the one that the recipe is meant for
 
     @property
     def name(self) -> str:
         """For people and files."""
-        return (
-            f"{self.recipe}-{self.rate_rps:g}rps-{self.policy}-{predictor_name(self.accuracy)}"
-            f"-seed{self.seed}-{self.num_requests}"
-        )
+        parts = (
+            self.recipe, f"{self.rate_rps:g}rps", self.policy, predictor_name(self.accuracy),
+            f"seed{self.seed}", f"{self.num_requests}", self.memory_policy, self.machine,
+        )  # fmt: skip
+        return "-".join(part for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,9 @@ class Figures:
     num_requests: int  # that these figures are of
     num_refused: int
     served_rps: float
+    num_evictions: int  # of adapters from the device, each of which was loaded before
+    link_bytes: int  # to the device
+    hit_share: float  # of prompt tokens, found in the KV of others
 
 
 def predictor_name(accuracy: float | None) -> str:
@@ -89,7 +105,7 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
 
     options = SimulationOptions(
         scheduling_policy=policy,
-        make_predictor=functools.partial(_predictor, cell.accuracy, cell.seed),
+        make_predictor=partial(_predictor, cell.accuracy, cell.seed),
     )
     if cell.policy == BASELINE:
         options = replace(
@@ -97,8 +113,19 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
             growth_headroom=0.0,
             memory_policy="slora",
         )
-    machine = machine_of(cell.recipe)
+    if cell.memory_policy is not None:
+        options = replace(
+            options,
+            memory_policy=_memory_policy(cell.memory_policy),
+            prefix_cache=True,
+            adapter_memory_fraction=_SPLIT_SHARE if cell.memory_policy == SPLIT else None,
+        )
+    machine = machine_of(cell.recipe) if cell.machine is None else MACHINES[cell.machine]
     return _figures(simulate(machine, workload, options), workload, machine.name, policies[0])
+
+
+def _memory_policy(name: str) -> str | MakeMemoryPolicy:
+    return partial(CorunMemoryPolicy, ties_kv_to_adapter=False) if name == UNTIED else name
 
 
 def _predictor(
@@ -137,6 +164,10 @@ def _figures(
         num_requests=len(records),
         num_refused=sum(replayed.refused.values()),
         served_rps=len(replayed.records) / replayed.duration_s,
+        num_evictions=replayed.stats.num_device_evictions,
+        link_bytes=replayed.link["to_device"].num_bytes,
+        hit_share=sum(record.num_cached_tokens for record in records)
+        / sum(one.prompt_tokens for one in requests),
     )
 
 
@@ -163,7 +194,7 @@ def _percentile(values: np.ndarray, percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-@functools.cache
+@cache
 def alone_s(machine: str, prompt_tokens: int, rank: int) -> float:
     """First token of a request alone on an idle engine, its adapter not on the device.
 

@@ -1,22 +1,23 @@
 """What cells came to, on disk: a run that was stopped goes on with those that are not there yet.
 
 A cell is kept under the digest of the code that decides it: of the scheduler, memory, cold starts,
-engine core and simulator, of its own policy and of this folder's ``cells.py``, but not of the other
-policies. Comments and docstrings do not count.
+engine core and simulator, of its own policies and of this folder's ``cells.py``, but not of the
+other policies. Comments and docstrings do not count.
 """
 
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import corun
 
-from replays.cells import BASELINE, POLICIES, Cell, Figures
+from replays.cells import BASELINE, UNTIED, Cell, Figures
 
 PRODUCT = Path(corun.__file__).parent
 _CELLS = Path(__file__).with_name("cells.py")
@@ -35,6 +36,17 @@ _OWN: Mapping[str, Sequence[str]] = {
     "chameleon-paper": _LANES,
     "output-only": _LANES,
 }
+_LRU = ("lru.py",)
+_OWN_OF_MEMORY: Mapping[str, Sequence[str]] = {
+    "corun": ("corun.py",),
+    UNTIED: ("corun.py",),
+    "lru": _LRU,
+    "chameleon": ("chameleon.py", *_LRU),
+    "libra": ("libra.py",),
+    "static-split": _LRU,
+    "discard-idle": _LRU,
+    "slora": _LRU,
+}
 
 
 class KeptCells:
@@ -42,11 +54,11 @@ class KeptCells:
 
     def __init__(self, folder: Path, traces: Path | None) -> None:
         self._folder = folder
+        of_traces = _traces_digest(traces)
         # Now, before anybody changes the code that is about to run.
-        digests = {policy: code_digest(policy) + _traces_digest(traces) for policy in POLICIES}
         self._digests = {
-            policy: hashlib.sha256(digest.encode()).hexdigest()[:16]
-            for policy, digest in digests.items()
+            policies: hashlib.sha256((code_digest(*policies) + of_traces).encode()).hexdigest()[:16]
+            for policies in itertools.product(_OWN, (None, *_OWN_OF_MEMORY))
         }
 
     def get(self, cell: Cell) -> Figures | None:
@@ -68,24 +80,35 @@ class KeptCells:
         os.replace(part, path)
 
     def _path(self, cell: Cell) -> Path:
-        return self._folder / f"{cell.name}-{self._digests[cell.policy]}.json"
+        digest = self._digests[cell.policy, cell.memory_policy]
+        return self._folder / f"{cell.name}-{digest}.json"
 
 
-def code_digest(policy: str) -> str:
-    """Of all code that decides the cells of ``policy``."""
+def code_digest(policy: str, memory_policy: str | None) -> str:
+    """Of all code that decides the cells of these policies."""
     digest = hashlib.sha256()
-    for path in deciding_files(policy):
+    for path in deciding_files(policy, memory_policy):
         digest.update(f"{path.name}\n{_code_of(path)}\n".encode())
     return digest.hexdigest()
 
 
-def deciding_files(policy: str) -> list[Path]:
+def deciding_files(policy: str, memory_policy: str | None) -> list[Path]:
     """Their paths, in a fixed order."""
-    scheduler = PRODUCT / "runtime/scheduler"
     found = {path for pattern in _DECIDING for path in PRODUCT.glob(pattern)}
-    of_policies = {path for own in _OWN.values() for name in own for path in scheduler.glob(name)}
-    own = {path for name in _OWN[policy] for path in scheduler.glob(name)}
-    return [*sorted(found - of_policies | own), _CELLS]
+    # Without prefixes it is ``lru``, or what drops idle adapters.
+    of_memory = _OWN_OF_MEMORY["lru" if memory_policy is None else memory_policy]
+    for folder, owned, own in (
+        ("runtime/scheduler", _OWN, _OWN[policy]),
+        ("runtime/memory/policies", _OWN_OF_MEMORY, of_memory),
+    ):
+        of_all = itertools.chain.from_iterable(owned.values())
+        found -= _paths(folder, of_all)
+        found |= _paths(folder, own)
+    return [*sorted(found), _CELLS]
+
+
+def _paths(folder: str, patterns: Iterable[str]) -> set[Path]:
+    return {path for pattern in patterns for path in (PRODUCT / folder).glob(pattern)}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Which cells are run: recipes at loads, policies, predictors."""
+"""Which cells are run: recipes at loads, policies, predictors; machines and memory policies."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ class Setting:
     """A recipe at a load, and how well outputs are predicted."""
 
     recipe: str
-    load: float
+    load: float  # where memory policies are compared: requests/s
     accuracy: float | None = ACCURACY  # of the oracle; None = ``history``
+    machine: str | None = None  # None = the recipe's
 
     @property
     def name(self) -> str:
         """Without the predictor where it is the usual one."""
         name = f"{self.recipe} at {self.load:g}"
+        if self.machine is not None:
+            name += f" on {self.machine}"
         is_usual = self.accuracy == ACCURACY
         return name if is_usual else f"{name}, {predictor_name(self.accuracy)}"
 
@@ -41,6 +44,24 @@ LIMITED_RECIPES = ("S1", "S2", "S3", "S4", "S5")  # of which the largest load is
 LIMITED_POLICY = "corun"
 
 
-def runs_of(settings: Iterable[Setting], policies: Sequence[str]) -> list[tuple[Setting, str]]:
-    """Every policy in every setting, in the order of ``POLICIES``."""
-    return [(setting, policy) for setting in settings for policy in POLICIES if policy in policies]
+ZIPF_SLOW = Setting("zipf", 7.5, machine="a40-llama8b-link3")
+ZIPF = Setting("zipf", 7.5)  # at 12 GB/s
+GENTD26_SLOW = Setting("gentd26", 7.5, machine="a40-llama8b-link3")
+WITH_WORKERS = (
+    Setting("zipf", 7.5, machine="a40-llama8b-link3-workers"),
+    Setting("gentd26", 7.5, machine="a40-llama8b-link3-workers"),
+)
+MOONCAKE = tuple(Setting("mooncake-8", rate_rps) for rate_rps in (1.2, 1.4, 1.55))
+DEFAULT_MEMORY_SETTINGS = (ZIPF_SLOW, MOONCAKE[1])
+FULL_MEMORY_SETTINGS = (
+    ZIPF_SLOW, ZIPF, GENTD26_SLOW, Setting("gentd26", 7.5), *WITH_WORKERS,
+    Setting("mooncake-16", 2.2), *MOONCAKE,
+)  # fmt: skip
+DEFAULT_MEMORY_POLICIES = ("corun", "lru", "discard-idle", "slora", "static-split")
+
+
+def runs_of(
+    settings: Iterable[Setting], policies: Sequence[str], known: Sequence[str] = POLICIES
+) -> list[tuple[Setting, str]]:
+    """Every policy in every setting, in the order of ``known``."""
+    return [(setting, policy) for setting in settings for policy in known if policy in policies]

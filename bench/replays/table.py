@@ -9,12 +9,15 @@ from replays.verdicts import METRICS, Results, median_of
 
 _HEAD = (
     "setting", "policy", *METRICS, "E2E", "TPOT ms", "preempted", "squashed", "refused", "K",
-    "quotas",
+    "quotas", "evicted", "GB in", "hits",
 )  # fmt: skip
 
 
 def table(results: Results) -> str:
-    """Medians over seeds; times in seconds. Lanes and quotas are the first seed's, at its end."""
+    """Medians over seeds; times in seconds. Lanes and quotas are the first seed's, at its end.
+
+    Adapters evicted, what came over the link, and prompt tokens found in the KV of others.
+    """
     rows: list[Sequence[str]] = [_HEAD]
     rows += [_row(setting, policy, figures) for (setting, policy), figures in results.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -35,6 +38,9 @@ def _row(setting: Setting, policy: str, figures: Sequence[Figures]) -> Sequence[
         str(sum(one.num_refused for one in figures)),
         str(figures[0].num_lanes) if quotas else "-",
         "/".join(map(str, quotas)) or "-",
+        f"{statistics.median(one.num_evictions for one in figures):.0f}",
+        f"{statistics.median(one.link_bytes for one in figures) / 1e9:.1f}",
+        f"{statistics.median(one.hit_share for one in figures):.1%}",
     )
 
 

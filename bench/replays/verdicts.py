@@ -6,8 +6,18 @@ from dataclasses import dataclass
 
 from paired import Ratio, ratio_of
 
-from replays.cells import ACCURACY, BASELINE, Figures, predictor_name
-from replays.settings import ACCURACY_SETTINGS, FULL_SETTINGS, Setting
+from replays.cells import ACCURACY, BASELINE, SPLIT, UNTIED, Figures, predictor_name
+from replays.settings import (
+    ACCURACY_SETTINGS,
+    FULL_MEMORY_SETTINGS,
+    FULL_SETTINGS,
+    GENTD26_SLOW,
+    MOONCAKE,
+    WITH_WORKERS,
+    ZIPF,
+    ZIPF_SLOW,
+    Setting,
+)
 
 # By setting and policy; one element per seed, in the same order everywhere.
 Results = Mapping[tuple[Setting, str], Sequence[Figures]]
@@ -18,6 +28,7 @@ METRICS: Mapping[str, Callable[[Figures], float]] = {
     "P99": lambda one: one.ttft_p99_s,
     "P99 slowdown": lambda one: one.slowdown_p99,
 }
+_VALUES = {**METRICS, "link bytes": lambda one: one.link_bytes}
 MAX_PREEMPTED = 0.002
 MAX_PREEMPTED_HISTORY = 0.01
 MAX_SQUASHED = 0.05
@@ -26,6 +37,10 @@ MIN_LARGEST_LOAD = 1.00
 MAX_CHAMELEON = 1.03  # up to which it is preferred to ``corun``
 
 _MAX_P99 = 1.02
+_MAX_MEAN = 1.05  # of memory policies
+_MAX_SPREAD = 1.02  # of the means of all memory policies, with workers
+_MAX_LINK_SHARE = 0.6
+_BINDING_RPS = 1.4  # from which on memory is what ``mooncake-8`` lacks
 _SLACK = 0.04  # of the interval's end, where something is not to be above a value
 
 
@@ -36,7 +51,7 @@ class Bound:
     setting: Setting
     policy: str
     other: str
-    metric: str  # of METRICS
+    metric: str  # of METRICS, or link bytes
     most: float  # of the ratio of the two
     is_lower: bool  # the ratio is to be below 1, all of its interval
 
@@ -99,14 +114,57 @@ def ratio(results: Results, setting: Setting, policy: str, other: str, metric: s
     ours, theirs = results.get((setting, policy)), results.get((setting, other))
     if ours is None or theirs is None:
         return None
-    value = METRICS[metric]
+    value = _VALUES[metric]
     return ratio_of([value(a) / value(b) for a, b in zip(ours, theirs, strict=True)])
 
 
-def judge_pairs(results: Results) -> dict[str, tuple[Ratio, bool]]:
-    """Ratios of all bounds whose two policies were run, and whether they hold."""
+def memory_bounds() -> list[Bound]:
+    """Those between ``corun`` and another memory policy."""
+    bounds = []
+    for setting in FULL_MEMORY_SETTINGS:
+        if setting in WITH_WORKERS:
+            bounds.append(
+                Bound(
+                    setting, "corun", "discard-idle", "link bytes", _MAX_LINK_SHARE, is_lower=False
+                )
+            )
+            continue
+        for other, share in _lower_means(setting):
+            bounds.append(Bound(setting, "corun", other, "mean", 1.0 - share, is_lower=True))
+        for other in ("lru", "libra", "chameleon", UNTIED, SPLIT):
+            bounds.append(Bound(setting, "corun", other, "mean", _MAX_MEAN, is_lower=False))
+    return bounds
+
+
+def _lower_means(setting: Setting) -> Iterable[tuple[str, float]]:
+    """Whose mean of first tokens that of ``corun`` is to be below, and by which share."""
+    discarding = {ZIPF_SLOW: 0.25, ZIPF: 0.05, GENTD26_SLOW: 0.08}
+    if setting in discarding:
+        yield "discard-idle", discarding[setting]
+    if setting.recipe.startswith("mooncake"):
+        yield "slora", 0.30
+    if setting in MOONCAKE and setting.load >= _BINDING_RPS:
+        yield SPLIT, 0.10
+
+
+def judge_spread(results: Results) -> dict[str, tuple[Ratio, bool]]:
+    """With workers: the largest mean over the smallest, of all memory policies."""
     judged = {}
-    for bound in all_bounds():
+    for setting in WITH_WORKERS:
+        runs = [figures for (of_run, _), figures in results.items() if of_run == setting]
+        if len(runs) < 2:
+            continue
+        by_seed = [[one.ttft_mean_s for one in figures] for figures in zip(*runs, strict=True)]
+        found = ratio_of([max(means) / min(means) for means in by_seed])
+        is_held = found.median <= _MAX_SPREAD and found.high <= _MAX_SPREAD + _SLACK
+        judged[f"{setting.name}: means of all policies within {_MAX_SPREAD:.2f}"] = found, is_held
+    return judged
+
+
+def judge_pairs(results: Results, bounds: Iterable[Bound]) -> dict[str, tuple[Ratio, bool]]:
+    """Ratios of the bounds whose two policies were run, and whether they hold."""
+    judged = {}
+    for bound in bounds:
         found = ratio(results, bound.setting, bound.policy, bound.other, bound.metric)
         if found is not None:
             judged[bound.name] = found, bound.holds(found)

@@ -265,24 +265,24 @@ class DeviceMemory:
         return gone
 
     def begin_plan(self, num_running: int, now_s: float) -> None:
-        """Carry out what ``evict`` and ``drop`` asked for; the next plan tells of it."""
+        """Carry out what ``evict`` and ``drop`` asked for; the next plan tells of it.
+
+        What history holds too much of goes first, so that no newcomer finds it.
+        """
         if self._inputs is not None:
             self._inputs.batch_size.note(num_running, now_s)
         asked, self._asked_evictions = self._asked_evictions, []
         for adapter_id in (*asked, *self._dropped):
             if self.cache.is_idle(adapter_id):
                 self._evict(adapter_id)
-        self._collect_gone()
-
-    def take_evictions(self) -> tuple[AdapterId, ...]:
-        """Return the adapters that leave the device with the next plan.
-
-        What history holds too much of goes, too.
-        """
-        self._clear_failed_loads()
         if self._max_history_blocks is not None:
             num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
             self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
+        self._collect_gone()
+
+    def take_evictions(self) -> tuple[AdapterId, ...]:
+        """Return the adapters that leave the device with the next plan."""
+        self._clear_failed_loads()
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id)
         evictions, self._evictions = tuple(self._evictions), []

@@ -1,6 +1,7 @@
 """The judging of scheduling policies, and what is kept of a run that was stopped."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -12,11 +13,11 @@ import policies
 import pytest
 from paired import Ratio
 from replays import kept, verdicts
-from replays.cells import BASELINE, POLICIES, Cell, Figures, alone_s, run_cell
+from replays.cells import BASELINE, MEMORY, POLICIES, Cell, Figures, alone_s, run_cell
 from replays.kept import KeptCells, code_digest, deciding_files
 from replays.loads import largest_rate
 from replays.runner import Runner
-from replays.settings import Setting
+from replays.settings import FULL_MEMORY_SETTINGS, WITH_WORKERS, Setting
 from replays.table import table
 from replays.verdicts import Bound
 
@@ -29,6 +30,7 @@ def _figures(ttft_s: float = 1.0, **values: Any) -> Figures:
         ttft_mean_s=ttft_s, ttft_p50_s=ttft_s, ttft_p99_s=ttft_s, slowdown_p99=ttft_s,
         unloaded_p99_s=1.0, e2e_mean_s=10.0, tpot_mean_s=0.05, num_preempted=0, num_squashes=0,
         num_lanes=1, quota_tokens=(), num_requests=1000, num_refused=0, served_rps=1.0,
+        num_evictions=0, link_bytes=10**9, hit_share=0.0,
     )  # fmt: skip
     return dataclasses.replace(made, **values)
 
@@ -76,7 +78,7 @@ def test_ratios_are_of_the_same_seeds() -> None:
         (_SETTING, "corun"): [_figures(1.0), _figures(20.0), _figures(3.0)],
         (_SETTING, BASELINE): [_figures(2.0), _figures(40.0), _figures(6.0)],
     }
-    judged = verdicts.judge_pairs(results)
+    judged = verdicts.judge_pairs(results, verdicts.all_bounds())
     assert judged
     for found, is_held in judged.values():
         assert (found.median, found.low, found.high) == (0.5, 0.5, 0.5)
@@ -176,7 +178,7 @@ def test_other_code_and_other_traces_are_other_cells(
     traces = tmp_path / "traces"
     traces.mkdir()
     assert KeptCells(tmp_path, traces).get(_CELL) is None
-    monkeypatch.setattr(kept, "code_digest", lambda policy: "another")
+    monkeypatch.setattr(kept, "code_digest", lambda *policies: "another")
     assert KeptCells(tmp_path, None).get(_CELL) is None
     assert kept_cells.get(_CELL) == _figures()
 
@@ -191,14 +193,22 @@ def test_the_digest_is_of_all_code_that_decides() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=60
     ).stdout.splitlines()
-    decided = {path for policy in POLICIES for path in deciding_files(policy)}
+    decided = {
+        path
+        for policies in itertools.product(POLICIES, MEMORY)
+        for path in deciding_files(*policies)
+    }
     missing = {Path(name) for name in loaded} - decided
     assert not {path for path in missing if path.name != "__init__.py"}
-    files = deciding_files("corun")
-    names = {path.name for path in files if path.parent.name != "policies"}  # those of memory
+    files = deciding_files("corun", "libra")
+    of_memory = {path.name for path in files if path.parent.name == "policies"}
+    assert {"libra.py", "registry.py"} <= of_memory
+    assert not {"chameleon.py", "lru.py", "corun.py"} & of_memory
+    names = {path.name for path in files if path.parent.name != "policies"}
     assert {"corun.py", "keyed.py", "scheduler.py", "cells.py"} <= names
     assert not {"chameleon.py", "sjf.py"} & names
-    assert len({code_digest(policy) for policy in ("corun", "sjf", "chameleon")}) == 3
+    assert len({code_digest(policy, None) for policy in ("corun", "sjf", "chameleon")}) == 3
+    assert len({code_digest("fcfs", policy) for policy in ("corun", "lru", "libra")}) == 3
 
 
 def test_lanes_are_in_the_table() -> None:
@@ -226,6 +236,67 @@ def test_a_small_run_to_the_end_without_traces(
     assert not any(" left: " in text for text in again)  # all of it was kept
 
 
+def test_memory_policies_are_compared_with_prefixes_kept(run: Callable[..., list[str]]) -> None:
+    arguments = (
+        "--memory", "--cells", "zipf@7.5@a40-llama8b-link3", "--seeds", "2", "--requests", "60",
+        "--policies", "corun", "corun-untied", "static-split", "slora", "discard-idle",
+        "--processes", "1",
+    )  # fmt: skip
+    first = run(*arguments)
+    line = json.loads(first[-1])
+    held = "zipf at 7.5 on a40-llama8b-link3: mean of corun"
+    assert set(line["pass"]) == {
+        f"{held} 25 % below discard-idle", f"{held} <= 1.05 x corun-untied",
+        f"{held} <= 1.05 x static-split",
+    }  # fmt: skip
+    assert line["figures"]["default"] is None
+    again = run(*arguments)
+    assert json.loads(again[-1])["figures"] == line["figures"]
+    assert not any(" left: " in text for text in again)
+
+
+def test_a_memory_policy_finds_what_another_turn_has_left(tmp_path: Path) -> None:
+    turns = [
+        {"timestamp": 20_000 * turn, "input_length": 2048 * turn, "output_length": 40,
+         "hash_ids": list(range(4 * turn))}
+        for turn in range(1, 4)
+    ]  # fmt: skip
+    text = "".join(json.dumps(row) + "\n" for row in turns)
+    (tmp_path / "conversation_trace.jsonl").write_text(text, encoding="utf-8")
+    cell = Cell("mooncake-8", 0.05, "fcfs", 0.8, 1, 3, memory_policy="corun")
+    # Of prompts of 256, 512 and 768 tokens.
+    assert run_cell(cell, tmp_path).hit_share == pytest.approx((256 + 512) / (512 + 768))
+    for memory_policy in ("slora", None):
+        other = dataclasses.replace(cell, memory_policy=memory_policy)
+        assert run_cell(other, tmp_path).hit_share == 0.0
+
+
+def test_every_bound_of_memory_has_a_name_of_its_own_and_a_setting_that_is_run() -> None:
+    bounds = verdicts.memory_bounds()
+    assert len({bound.name for bound in bounds}) == len(bounds)
+    assert {bound.setting for bound in bounds} == set(FULL_MEMORY_SETTINGS)
+    assert {bound.policy for bound in bounds} | {bound.other for bound in bounds} == set(MEMORY)
+    against_slora = {b.setting.name for b in bounds if b.other == BASELINE and b.most == 0.7}
+    assert against_slora == {
+        "mooncake-16 at 2.2", *(f"mooncake-8 at {load}" for load in (1.2, 1.4, 1.55))
+    }  # fmt: skip
+    lower = {b.setting.load for b in bounds if b.other == "static-split" and b.is_lower}
+    assert lower == {1.4, 1.55}
+
+
+def test_with_workers_all_memory_policies_are_alike() -> None:
+    def held(*means_s: float) -> list[bool]:
+        names = ("corun", "lru", "slora")
+        results = {
+            (WITH_WORKERS[0], name): [_figures(mean_s), _figures(2 * mean_s)]
+            for name, mean_s in zip(names, means_s, strict=True)
+        }
+        return [is_held for _, is_held in verdicts.judge_spread(results).values()]
+
+    assert held(1.0, 1.01, 1.02) == [True]
+    assert held(1.0, 1.03, 0.99) == [False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -233,6 +304,10 @@ def test_a_small_run_to_the_end_without_traces(
         (["--cells", "S9@1.0"], "--cells has 'S9@1.0'"),
         (["--cells", "S1@fast"], "--cells has 'S1@fast'"),
         (["--policies", "best"], "--policies has 'best'"),
+        (["--memory", "--policies", "fcfs"], "--policies has 'fcfs', must be of: corun, lru, "),
+        (["--memory", "--cells", "zipf@1@abacus"], "the machine must be of: a40-llama7b, "),
+        (["--memory", "--picture", "a.png"], "--only and --picture say nothing of --memory"),
+        (["--memory"], "needs Mooncake's trace"),
         (["--accuracy", "1.5"], "--accuracy is 1.5"),
         (["--seeds", "0"], "--seeds is 0"),
         (["--cells", "S1@1", "--results", "/dev/null/kept"], "/dev/null/kept cannot be made"),

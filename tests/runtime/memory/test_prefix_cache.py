@@ -67,7 +67,7 @@ def test_history_is_cut_to_what_it_may_hold() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, max_history_blocks=2)
     keep(memory, 10, 3)
     keep(memory, 20, 2)
-    memory.take_evictions()
+    memory.begin_plan(0, 0.0)
     assert (num_found(memory, 10), num_found(memory, 20)) == (0, 2)
     memory.check_invariants()
 
