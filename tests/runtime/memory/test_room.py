@@ -74,7 +74,7 @@ def test_history_that_is_not_wanted_goes_when_nobody_holds_it() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="slora")
     keep(memory, 10, 2)
     assert num_found(memory, 10) == 2, "who runs beside may share it"
-    memory.take_evictions()
+    memory.begin_plan(0, 0.0)
     assert num_found(memory, 10) == 0
 
 
