@@ -250,7 +250,9 @@ def _load_s(item: MemoryItem) -> float:
     return link.latency_s + item.num_bytes / link.bytes_per_s
 
 
-_FACTS = MemoryFacts(reload_cost_s=_load_s, mean_batch_size=lambda: _BATCH_SIZE)
+_FACTS = MemoryFacts(
+    reload_cost_s=_load_s, mean_batch_size=lambda: _BATCH_SIZE, kv_reuse_share=lambda: 1.0
+)
 
 
 def _next_uses(items: Sequence[_Item]) -> list[float]:

@@ -48,8 +48,8 @@ ZIPF_SLOW = Setting("zipf", 7.5, machine="a40-llama8b-link3")
 ZIPF = Setting("zipf", 7.5)  # at 12 GB/s
 GENTD26_SLOW = Setting("gentd26", 7.5, machine="a40-llama8b-link3")
 WITH_WORKERS = (
-    Setting("zipf", 7.5, machine="a40-llama8b-link3-workers"),
-    Setting("gentd26", 7.5, machine="a40-llama8b-link3-workers"),
+    Setting("zipf", 7.5, machine="a40-llama8b-workers"),
+    Setting("gentd26", 7.5, machine="a40-llama8b-workers"),
 )
 MOONCAKE = tuple(Setting("mooncake-8", rate_rps) for rate_rps in (1.2, 1.4, 1.55))
 DEFAULT_MEMORY_SETTINGS = (ZIPF_SLOW, MOONCAKE[1])

@@ -53,7 +53,8 @@ class DeviceMemory:
         self.host = host
         self.registrations = AdapterRegistrations(budget, host)
         self.pins = Pins(cache, pool)
-        self.prefixes = PrefixCache(pool, tree, cache.policy)
+        reuse = None if inputs is None else inputs.kv_reuse
+        self.prefixes = PrefixCache(pool, tree, cache.policy, reuse)
         self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
         self.transfers = TransferTable() if transfers is None else transfers
         self._inputs = inputs

@@ -55,7 +55,10 @@ def make_device_memory(
     nothing is split, ``ResourceError`` if a part is too small for one request.
     """
     inputs = PolicyInputs(costs)
-    facts = MemoryFacts(reload_cost_s=costs, mean_batch_size=inputs.batch_size, weights=weights)
+    facts = MemoryFacts(
+        reload_cost_s=costs, mean_batch_size=inputs.batch_size, kv_reuse_share=inputs.kv_reuse,
+        weights=weights,
+    )  # fmt: skip
     ranking = make_memory_policy(policy, facts) if isinstance(policy, str) else policy(facts)
     slab_bytes, num_blocks = sizes.slab_bytes, sizes.num_blocks
     if slab_bytes is None and ranking.rules.is_split:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from .reload_cost import ReloadCosts
 
 _WINDOW_S = 5.0  # FastLibra section 5.2, of the batch size
+_FIRST_BLOCKS, _MOST_BLOCKS = 1000, 40_000  # taken to be found at first; after which they fade
 
 
 class RecentMean:
@@ -29,9 +30,28 @@ class RecentMean:
         self._newest, self._since_s = value, now_s
 
 
+class ReuseShare:
+    """Of KV blocks that requests need lately: found ones over computed ones; at most 1."""
+
+    def __init__(self) -> None:
+        self._num_found = self._num_computed = float(_FIRST_BLOCKS)
+
+    def __call__(self) -> float:
+        return min(1.0, self._num_found / self._num_computed)
+
+    def note(self, *, num_found: int = 0, num_computed: int = 0) -> None:
+        """So many more were found in the KV of others, or computed."""
+        self._num_found += num_found
+        self._num_computed += num_computed
+        if self._num_computed > _MOST_BLOCKS:
+            self._num_found /= 2.0
+            self._num_computed /= 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
     """Told by the memory, asked by its policy; see ``policies.facts.MemoryFacts``."""
 
     costs: ReloadCosts
     batch_size: RecentMean = field(default_factory=RecentMean)
+    kv_reuse: ReuseShare = field(default_factory=ReuseShare)

@@ -10,6 +10,7 @@ from ..plan import BASE_ADAPTER, AdapterId, BlockId
 from .block_pool import BlockPool
 from .kv_tree import FreedKv, KvNode, KvTree
 from .policies.policy import MemoryPolicy
+from .policy_inputs import ReuseShare
 
 _MIN_NAMESPACES = 1024
 
@@ -17,9 +18,16 @@ _MIN_NAMESPACES = 1024
 class PrefixCache:
     """What requests find, hold, keep and let go."""
 
-    def __init__(self, pool: BlockPool, tree: KvTree | None, policy: MemoryPolicy) -> None:
-        """``tree``: of blocks of ``pool``, ranked by ``policy``; None = nothing is kept."""
+    def __init__(
+        self, pool: BlockPool, tree: KvTree | None, policy: MemoryPolicy,
+        reuse: ReuseShare | None = None,
+    ) -> None:  # fmt: skip
+        """``tree``: of blocks of ``pool``, ranked by ``policy``; None = nothing is kept.
+
+        ``reuse``: is told what is found and computed; None = nobody is.
+        """
         self._pool = pool
+        self._reuse = ReuseShare() if reuse is None else reuse
         self._policy = policy
         self._tree = tree
         self._versions: dict[bytes, set[AdapterId]] = {}  # by KV namespace, the base model's apart
@@ -52,6 +60,7 @@ class PrefixCache:
 
     def visit(self, path: Sequence[KvNode], now_s: float) -> None:
         """A request begins behind these blocks."""
+        self._reuse.note(num_found=len(path))
         for node in path:
             self._policy.visit(node, now_s)
 
@@ -68,6 +77,7 @@ class PrefixCache:
             self._note_namespace(self._tree, namespace, adapter_id)
         node = self._tree.enter(namespace, parent, token_ids, block_id)
         self._policy.visit(node, now_s)
+        self._reuse.note(num_computed=1)
         self._mark_cached()
         # The same may have been there, and nobody held it: then it no longer backs a promise.
         self._pool.promise(self._pool.num_promised_blocks)

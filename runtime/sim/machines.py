@@ -12,7 +12,7 @@ from ..coldstart.link import group_of_layers
 
 _GIB = 2**30
 _PAGE_BYTES = 4096
-_WORKER_FLOP_PER_S = 64e9  # by hand: a core with products of bfloat16
+_WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ def _with_slow_link(machine: SimulatedMachine) -> SimulatedMachine:
 
 
 def _with_workers(machine: SimulatedMachine, group_widths: Sequence[int]) -> SimulatedMachine:
-    """With 16 CPU workers that together are about as fast as the device's own prefill.
+    """With 16 CPU workers that keep up with the device's own products at ranks up to 100 or so.
 
     ``group_widths``: inputs and outputs of each group's targets together, which is what a delta
     multiplies per token and rank, and what base products are taken to be in proportion to.
@@ -208,7 +208,7 @@ _LLAMA_8B = _a40(
 )
 _SLOW_8B = _with_slow_link(_LLAMA_8B)
 # Widths of q, k and v; of o; of gate and up; of down.
-_ASSISTED_8B = _with_workers(_SLOW_8B, (18432, 8192, 36864, 18432))
+_ASSISTED_8B = _with_workers(_LLAMA_8B, (18432, 8192, 36864, 18432))
 
 MACHINES: Mapping[str, SimulatedMachine] = {
     machine.name: machine for machine in (_LLAMA_7B, _LLAMA_8B, _SLOW_8B, _ASSISTED_8B)

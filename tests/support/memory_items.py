@@ -22,6 +22,13 @@ def _cost_s(item: MemoryItem) -> float:
 
 
 def facts_of(
-    *, mean_batch_size: float = 1.0, reload_cost_s: Callable[[MemoryItem], float] = _cost_s
+    *,
+    mean_batch_size: float = 1.0,
+    kv_reuse_share: float = 1.0,
+    reload_cost_s: Callable[[MemoryItem], float] = _cost_s,
 ) -> MemoryFacts:
-    return MemoryFacts(reload_cost_s=reload_cost_s, mean_batch_size=lambda: mean_batch_size)
+    return MemoryFacts(
+        reload_cost_s=reload_cost_s,
+        mean_batch_size=lambda: mean_batch_size,
+        kv_reuse_share=lambda: kv_reuse_share,
+    )

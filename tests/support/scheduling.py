@@ -6,7 +6,7 @@ from typing import Any
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.host_cache import HostCache
-from corun.runtime.memory.make import MemorySizes, make_device_memory
+from corun.runtime.memory.make import MakeMemoryPolicy, MemorySizes, make_device_memory
 from corun.runtime.memory.reload_cost import ReloadCosts
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, RequestId, StepPlan
 from corun.runtime.request import Request, RequestStatus
@@ -34,7 +34,7 @@ def facts(num_bytes: int, content: str = "content") -> AdapterFacts:
 def make_memory(
     *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
     slab_bytes: int | None = None, host: HostCache | None = None, keeps_prefixes: bool = False,
-    max_history_blocks: int | None = None, policy: str = "lru",
+    max_history_blocks: int | None = None, policy: str | MakeMemoryPolicy = "lru",
 ) -> DeviceMemory:  # fmt: skip
     """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise."""
     if capacity_bytes is None:

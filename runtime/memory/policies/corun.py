@@ -13,6 +13,8 @@ from .policy import MemoryItem
 from .ranked_heap import RankedHeap
 
 DECAY_ARRIVALS = 1000.0  # in which a visit fades to 1/e
+# What a new block is worth at least: else none would stay until it is found.
+_LEAST_REUSE_SHARE = 0.05
 
 
 @dataclass(slots=True)
@@ -28,17 +30,19 @@ class _Uses:
 class CorunMemoryPolicy:
     """The lowest H = L + f c / bytes goes first.
 
-    f are visits decayed over ``DECAY_ARRIVALS`` arrivals, which are the visits of adapters; c what
-    its reload costs, in seconds. L is the lowest H of what could have gone when something last
-    went: that of the victim, wherever the lowest is the victim. All but c is as of the last visit,
-    so that a block which becomes a leaf late is as old as the rest of its prefix. What has no
-    bytes goes last. Nothing is remembered of what has left: on traces of adapters that was worth
-    as much here as it cost there. Every call takes O(log n).
+    f are visits decayed over ``DECAY_ARRIVALS`` arrivals, which are the visits of adapters; the
+    first one of a KV block, which nobody has asked for yet, counts as the share of blocks that are
+    found lately. c is what its reload costs, in seconds. L is the lowest H of what could have gone
+    when something last went: that of the victim, wherever the lowest is the victim. All but c is as
+    of the last visit, so that a block which becomes a leaf late is as old as the rest of its
+    prefix. What has no bytes goes last. Nothing is remembered of what has left: on traces of
+    adapters that was worth as much here as it cost there. Every call takes O(log n).
     """
 
     def __init__(self, facts: MemoryFacts, *, ties_kv_to_adapter: bool = True) -> None:
         self.rules = MemoryRules(ties_kv_to_adapter=ties_kv_to_adapter)
         self._reload_cost_s = facts.reload_cost_s
+        self._kv_reuse_share = facts.kv_reuse_share
         self._floor = 0.0
         self._num_arrivals = 0
         self._uses: dict[MemoryItem, _Uses] = {}
@@ -76,10 +80,13 @@ class CorunMemoryPolicy:
         return iter(self._offered)
 
     def _use(self, item: MemoryItem) -> _Uses:
-        frequency = 1.0
         last = self._uses.get(item)
         if last is not None:
             num_since = self._num_arrivals - last.arrival
-            frequency += last.frequency * math.exp(-num_since / DECAY_ARRIVALS)
+            frequency = 1.0 + last.frequency * math.exp(-num_since / DECAY_ARRIVALS)
+        elif item.is_adapter:
+            frequency = 1.0
+        else:
+            frequency = max(_LEAST_REUSE_SHARE, self._kv_reuse_share())
         uses = self._uses[item] = _Uses(frequency, self._num_arrivals, self._floor)
         return uses

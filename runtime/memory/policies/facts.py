@@ -13,6 +13,7 @@ class MemoryFacts:
 
     reload_cost_s: Callable[[MemoryItem], float]  # what a request waits if it is gone; above 0
     mean_batch_size: Callable[[], float]  # running requests, over the last 5 seconds
+    kv_reuse_share: Callable[[], float]  # how often a computed block is found, lately; 0 to 1
     # Of frequency, recency and size of adapters, for ``chameleon``; None = the paper's.
     weights: tuple[float, float, float] | None = None
 

@@ -121,6 +121,29 @@ def test_a_block_that_becomes_a_leaf_late_is_as_old_as_its_prefix() -> None:
     assert names_of(policy) == ["parent", "other"]
 
 
+@pytest.mark.parametrize(
+    ("share", "cost_s", "first"),
+    [(0.4, 0.39, "once"), (0.4, 0.41, "new"), (0.0, 0.049, "once"), (0.0, 0.051, "new")],
+)
+def test_a_new_block_is_worth_as_much_as_others_were_found(
+    share: float, cost_s: float, first: str
+) -> None:
+    policy = CorunMemoryPolicy(facts_of(kv_reuse_share=share))
+    new, found = Item("new"), Item("found", cost_s=0.1)
+    once = Item("once", is_adapter=True, cost_s=cost_s)
+    for item in (new, found, found, once):
+        policy.visit(item, 0.0)
+    for item in (new, found, once):
+        policy.offer(item)
+    assert next(name for name in names_of(policy) if name != "found") == first
+    policy.withdraw(found)
+    policy.offer(found)
+    frequency = max(share, 0.05) + 1.0
+    policy.offer(Item("other", is_adapter=True, cost_s=0.1 * frequency + 0.001))
+    names = names_of(policy)
+    assert names.index("found") + 1 == names.index("other")
+
+
 def test_the_rule_for_blocks_without_adapter_may_be_off() -> None:
     assert CorunMemoryPolicy(facts_of()).rules.ties_kv_to_adapter
     assert not CorunMemoryPolicy(facts_of(), ties_kv_to_adapter=False).rules.ties_kv_to_adapter
