@@ -28,7 +28,10 @@ METRICS: Mapping[str, Callable[[Figures], float]] = {
     "P99": lambda one: one.ttft_p99_s,
     "P99 slowdown": lambda one: one.slowdown_p99,
 }
-_VALUES = {**METRICS, "link bytes": lambda one: one.link_bytes}
+_VALUES: Mapping[str, Callable[[Figures], float]] = {
+    **METRICS,
+    "link bytes": lambda one: one.link_bytes,
+}
 MAX_PREEMPTED = 0.002
 MAX_PREEMPTED_HISTORY = 0.01
 MAX_SQUASHED = 0.05

@@ -66,7 +66,9 @@ def make_workload(
     rows = zip(*(column.tolist() for column in columns), strict=True)
     contents = drawn.hash_ids or ((),) * num_requests
     return Workload(
-        tuple(WorkloadRequest(*row, ids) for row, ids in zip(rows, contents, strict=True)),
+        tuple(
+            WorkloadRequest(*row, content_ids=ids) for row, ids in zip(rows, contents, strict=True)
+        ),
         drawn.ranks,
         _LIMIT_OVER_P99 * max(1, int(drawn.p99_output_tokens) // recipe.output_divisor),
         has_trace=drawn.has_trace,
