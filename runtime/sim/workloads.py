@@ -63,12 +63,10 @@ def make_workload(
     prompt = np.maximum(1, drawn.prompt_tokens // recipe.prompt_divisor)
     output = np.maximum(1, drawn.output_tokens // recipe.output_divisor)
     columns = (drawn.arrival_s, drawn.adapters, prompt, output)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
     contents = drawn.hash_ids or ((),) * num_requests
+    rows = zip(*(column.tolist() for column in columns), contents, strict=True)
     return Workload(
-        tuple(
-            WorkloadRequest(*row, content_ids=ids) for row, ids in zip(rows, contents, strict=True)
-        ),
+        tuple(WorkloadRequest(*row) for row in rows),
         drawn.ranks,
         _LIMIT_OVER_P99 * max(1, int(drawn.p99_output_tokens) // recipe.output_divisor),
         has_trace=drawn.has_trace,
