@@ -110,6 +110,11 @@ class AdapterLoader:
         """Whether all loads have ended."""
         return not self._under_way and self._fetcher.is_idle
 
+    @property
+    def has_demand(self) -> bool:
+        """Whether a request waits for a load that is being copied."""
+        return any(not started.is_gradual for started in self._under_way)
+
     def start(self, transfer: AdapterTransfer) -> None:
         """Begin a load: at once if it is on the host, else when its files are read.
 
@@ -214,7 +219,7 @@ class AdapterLoader:
 
     def _advance(self) -> None:
         """Enqueue what was read; prefetches have the link while no request waits for a load."""
-        has_demand = any(not started.is_gradual for started in self._under_way)
+        has_demand = self.has_demand
         for started in self._under_way:
             reading = started.arrival.reading()
             if reading is not None and reading.num_groups > started.num_read:

@@ -54,6 +54,11 @@ class ResidentAdapters:
         """Whether there is no adapter, and no load under way."""
         return not self._resident and self._loader.is_idle
 
+    @property
+    def has_demand(self) -> bool:
+        """Whether a request waits for a load that is being copied."""
+        return self._loader.has_demand
+
     def __contains__(self, adapter_id: AdapterId) -> bool:
         """Whether it is on the device or moves there; the base model always is."""
         return adapter_id == BASE_ADAPTER or adapter_id in self._resident

@@ -23,6 +23,7 @@ from ..device.host_memory import TorchDevice
 from ..device.select import DeviceOptions, make_device
 from ..forward.batch import StepContext
 from ..fused.install import select_fused_kernels
+from ..kv.host import HostKv
 from ..linear.plain import PlainLinear
 from ..linear.select import select_linear_backend
 from ..linear.wrapper import leave_weight_files, wrap_linears
@@ -248,11 +249,15 @@ def warm_up_kernels(
 def make_executor(
     loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch,
     *, eos_token_ids: tuple[int, ...], max_model_len: int, assistant: Assistant | None = None,
+    host_kv: HostKv | None = None,
 ) -> DeviceExecutor:  # fmt: skip
-    """Make an executor; it owns the runner from now on, whose model stays the caller's."""
+    """Make an executor; it owns the runner and ``host_kv`` from now on, the model is the caller's.
+
+    ``host_kv``: where KV blocks are copied to and from; None = nowhere.
+    """
     return DeviceExecutor(
         runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
-        max_model_len=max_model_len, assistant=assistant,
+        max_model_len=max_model_len, assistant=assistant, host_kv=host_kv,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from ...runtime.plan import (
     AdapterTransfer,
     HostPlaceId,
+    KvTransfer,
     Outcome,
     RequestId,
     Result,
@@ -32,6 +34,8 @@ from ..coexec.assistant import Assistant, ColdRow
 from ..device.lost import raise_if_lost
 from ..forward.batch import DeltaPass
 from ..forward.lower import ForwardInputs, PackedRows, lower
+from ..kv.host import HostKv
+from ..kv.transfers import KvTransfers
 from ..lora.table import LoraTable
 from .request_table import RequestState, RequestTable
 from .runner import ModelRunner
@@ -61,9 +65,9 @@ class DeviceExecutor:
 
     def __init__(
         self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch: AdapterFetch,
-        *, max_model_len: int, assistant: Assistant | None = None,
+        *, max_model_len: int, assistant: Assistant | None = None, host_kv: HostKv | None = None,
     ) -> None:  # fmt: skip
-        """Plans with ASSISTED rows need an ``assistant``."""
+        """Plans with ASSISTED rows need an ``assistant``, and with KV transfers a ``host_kv``."""
         self._runner = runner
         self._sampler = sampler
         self._requests = RequestTable(max_model_len, runner.block_size)
@@ -77,6 +81,9 @@ class DeviceExecutor:
         self._evict_from_host = fetch.evict
         loader = AdapterLoader(fetch.fetch, self._notify, fetch.cpus)
         self._adapters = ResidentAdapters(loader, table, self._results)
+        self._kv: KvTransfers | None = None
+        if host_kv is not None:
+            self._kv = KvTransfers(host_kv, runner.pool, self._notify)
         self._closed = False
 
     def submit(self, plan: StepPlan) -> None:
@@ -93,13 +100,14 @@ class DeviceExecutor:
             self._evict_from_host(plan.host_evictions)
         self._runner.pool.release(plan.freed_blocks)
         for transfer in plan.transfers:
-            assert isinstance(transfer, AdapterTransfer), transfer
-            self._adapters.load(transfer)
+            self._start_transfer(transfer)
         for transfer_id in plan.promoted_transfers:
             self._adapters.promote(transfer_id)
-        self._adapters.take_loads()
+            if self._kv is not None:
+                self._kv.promote(transfer_id)
+        self._take_transfers()
         rows: list[RowResult] = []
-        with self._adapters.unwatched():
+        with self._unwatched():
             for batch in plan.sub_batches:
                 rows.extend(self._run_batch(batch))
         self._results.append(StepResult(plan.step_id, tuple(rows)))
@@ -115,26 +123,28 @@ class DeviceExecutor:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return []
-        self._adapters.take_loads()
+        self._take_transfers()
         results = list(self._results)
         self._results.clear()
         return results
 
     @property
     def is_idle(self) -> bool:
-        """Whether no adapter is on the device, nor anything on its way there."""
-        return self._adapters.is_idle
+        """Whether no adapter is on the device, nor anything on its way there or back."""
+        return self._adapters.is_idle and (self._kv is None or self._kv.is_idle)
 
     def fileno(self) -> int:
         """Readable while ``poll`` would return something."""
         return self._event_fd
 
     def close(self) -> None:
-        """Stop loading and free the model's pool. Idempotent."""
+        """Stop loading and copying, and free the model's pool. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._adapters.close()
+        if self._kv is not None:
+            self._kv.close()
         os.close(self._event_fd)
         self._runner.close()
 
@@ -278,6 +288,28 @@ class DeviceExecutor:
 
     def _adapters_of(self, states: Iterable[RequestState]) -> list[ResidentAdapter]:
         return [self._adapters[state.adapter_id] for state in states]
+
+    def _take_transfers(self) -> None:
+        """Let go on what moves beside the steps, and take what has come of it."""
+        self._adapters.take_loads()
+        if self._kv is not None:
+            self._results += self._kv.take_results(is_link_wanted=self._adapters.has_demand)
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Let nobody look at copies while this thread computes."""
+        with ExitStack() as stack:
+            stack.enter_context(self._adapters.unwatched())
+            if self._kv is not None:
+                stack.enter_context(self._kv.unwatched())
+            yield
+
+    def _start_transfer(self, transfer: Transfer) -> None:
+        if isinstance(transfer, AdapterTransfer):
+            self._adapters.load(transfer)
+        else:
+            assert self._kv is not None, "there is no memory for KV blocks on the host"
+            self._kv.start(transfer)
 
 
 def _result_of(request_id: RequestId, sampled: SampledRow) -> RowResult:

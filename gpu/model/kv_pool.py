@@ -86,6 +86,12 @@ class KvPool:
         """Keys [blocks, kv_heads, block_size, key_dim] and values of one layer."""
         return self._views[index]
 
+    def bytes_of(self, first: int, num_blocks: int) -> torch.Tensor:
+        """All layers' keys and values of neighbouring blocks, uint8."""
+        end = first + num_blocks
+        assert 0 <= first < end <= self.num_blocks, (first, end, self.num_blocks)
+        return self._slab[first * self.block_bytes : end * self.block_bytes]
+
     def release(self, block_ids: Iterable[int]) -> None:
         """Give the memory of blocks that nobody uses back to the machine (CPU only).
 

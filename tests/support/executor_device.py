@@ -9,6 +9,7 @@ import torch
 from corun.gpu.adapters.arrival import AdapterLoad, Copied
 from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
+from corun.gpu.kv.host import HostKv
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model.load import ModelSource
 from corun.runtime.config.engine import EngineConfig
@@ -134,6 +135,7 @@ class ExecutorDevice:
             eos_token_ids=(2,),
             max_model_len=64,
             assistant=self.workers,
+            host_kv=HostKv(self.loaded.device, 8, self.runner.pool.block_bytes),
         )
         self.assistant: Any = None  # of ASSISTED plans
         self._num_steps = 0

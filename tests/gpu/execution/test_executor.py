@@ -5,15 +5,19 @@ import os
 import resource
 import select
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from corun.gpu.lora.table import DeviceAdapter
+from corun.profiles.link import Direction
 from corun.runtime.errors import AdapterError, EngineDeadError, ResourceError
 from corun.runtime.plan import (
     BlockId,
     HostPlaceId,
+    HostSlot,
+    KvTransfer,
     Outcome,
     RequestId,
     RetryCause,
@@ -74,6 +78,33 @@ def test_chunks_and_other_blocks_do_not_change_the_tokens(device: ExecutorDevice
     (again,) = device.run(rows((2, 0, 7, True)), block_updates=(blocks(2, 20, 22),))
     (straight,) = device.run(rows((1, 6, 1, True)))
     assert again.rows[0].token_ids == straight.rows[0].token_ids
+
+
+def test_blocks_that_were_on_the_host_give_the_same_tokens(device: ExecutorDevice) -> None:
+    def move(number: int, direction: Direction, *pairs: tuple[int, int]) -> KvTransfer:
+        blocks, slots = zip(*pairs, strict=True)
+        return KvTransfer(
+            TransferId(number), direction, tuple(map(BlockId, blocks)), tuple(map(HostSlot, slots))
+        )
+
+    prompt = (5, 6, 7, 8, 9, 10, 11, 12)
+    device.run(
+        rows((1, 0, 8, True)), new_requests=(new(1, prompt),), block_updates=(blocks(1, 0, 1, 2),)
+    )
+    (straight,) = device.run(rows((1, 8, 1, True)))
+    device.submit(transfers=(move(1, Direction.TO_HOST, (0, 5), (1, 3)),))
+    assert wait_transfer(device) == TransferResult(TransferId(1))
+    device.run(
+        rows((2, 0, 8, False)),
+        new_requests=(new(2, (9, 9, 9, 9, 9, 9, 9, 9)),),
+        block_updates=(blocks(2, 0, 1),),
+    )
+    prefetch = replace(move(2, Direction.TO_DEVICE, (6, 5), (4, 3)), is_demand=False)
+    device.submit(transfers=(prefetch,), promoted_transfers=(TransferId(2),))
+    assert wait_transfer(device) == TransferResult(TransferId(2))
+    (again,) = device.run(rows((1, 8, 1, True)), block_updates=(blocks(1, 6, 4, 7),))
+    assert again.rows == straight.rows
+    assert device.executor.is_idle
 
 
 def test_a_row_computed_again_replaces_its_token(device: ExecutorDevice) -> None:

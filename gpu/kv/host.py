@@ -1,0 +1,125 @@
+"""KV blocks in the host's memory: room for them, and the streams by which they come and go.
+
+The memory is this process's own: no other one reads KV. So it is anonymous, which /dev/shm does not
+limit and which is gone with the process, however that ends. On the CPU it is taken from the machine
+when a slot is first written; CUDA pins all of it at the start.
+"""
+
+import logging
+import mmap
+import time
+
+import torch
+
+from ...runtime.errors import ResourceError
+from ...shm.backing import available_memory_bytes
+from ..device.base import DeviceError, DeviceTimeoutError, Stream
+from ..device.cuda_memory import MAX_PIECE_BYTES
+from ..device.host_memory import HostMemory, TorchDevice
+from ..device.huge_pages import advise_huge_pages
+
+_LOG = logging.getLogger(__name__)
+
+_END_TIMEOUT_S = 5.0
+
+
+class HostKv:
+    """``num_slots`` slots of one KV block each, which copies may name.
+
+    Knows nothing of which slot is free.
+    """
+
+    def __init__(
+        self,
+        device: TorchDevice,
+        num_slots: int,
+        block_bytes: int,
+        *,
+        watch_cpus: tuple[int, ...] = (),
+    ) -> None:
+        """Take the memory and make the streams; before the device's first operation.
+
+        Args:
+            device: That copies; the blocks there are its own memory.
+            num_slots: At least one.
+            block_bytes: Of ``KvLayout``.
+            watch_cpus: Where a thread looks for the end of copies; () = where the caller runs.
+
+        Raises:
+            ResourceError: The machine has too little memory, or the device refuses it.
+        """
+        assert num_slots > 0, num_slots
+        self.device = device
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self.watch_cpus = watch_cpus
+        self.demand = device.stream("KV demand")
+        self.prefetch = device.stream("KV prefetch")
+        self.to_host = device.stream("KV to host")
+        self.compute: Stream | None = None  # see ``used_by``
+        # A device may know large memory in pieces, and one copy must lie in one of them.
+        self._slots_per_piece = MAX_PIECE_BYTES // block_bytes
+        self._memory: HostMemory | None = self._take_memory()
+
+    def used_by(self, compute: Stream) -> None:
+        """Say on which stream kernels use the blocks, if they are not done when steps are."""
+        self.compute = compute
+
+    def bytes_of(self, first: int, num_slots: int) -> torch.Tensor:
+        """Neighbouring slots, uint8. Drop it before ``close``."""
+        assert self._memory is not None, "closed"
+        assert first >= 0 and 0 < num_slots <= self.num_slots - first, (first, num_slots)
+        return self._memory.tensor(
+            self._offset_bytes(first), (num_slots * self.block_bytes,), torch.uint8
+        )
+
+    def follows(self, slot: int) -> bool:
+        """Whether it lies right behind the slot before it."""
+        return slot % self._slots_per_piece != 0
+
+    def close(self) -> None:
+        """Come to the end of the copies, within a deadline, and give the memory back. Idempotent.
+
+        Memory that copies still use stays registered until the device is closed.
+        """
+        if self._memory is None:
+            return
+        memory, self._memory = self._memory, None
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        try:
+            for stream in (self.demand, self.prefetch, self.to_host):
+                self._come_to_end(stream, deadline_s - time.monotonic())
+            memory.close()
+        except DeviceError as error:
+            _LOG.error("the host's memory for KV blocks stays registered: %s", error)
+
+    def _offset_bytes(self, slot: int) -> int:
+        piece, index = divmod(slot, self._slots_per_piece)
+        return piece * MAX_PIECE_BYTES + index * self.block_bytes
+
+    def _take_memory(self) -> HostMemory:
+        num_bytes = self._offset_bytes(self.num_slots - 1) + self.block_bytes
+        what = f"{num_bytes} bytes for KV blocks in the host's memory (--host-kv-bytes)"
+        available_bytes = available_memory_bytes()
+        if num_bytes > available_bytes:
+            raise ResourceError(f"{what} are more than the {available_bytes} that are available")
+        whole_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            mapping = mmap.mmap(-1, whole_pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # What a child has as well, until it runs its program, is copied when it is written to:
+            # the device would go on with the old pages.
+            mapping.madvise(mmap.MADV_DONTFORK)
+            advise_huge_pages(mapping)
+            # It holds the mapping.
+            return self.device.register(memoryview(mapping), name="KV blocks")
+        except (OSError, DeviceError) as error:
+            raise ResourceError(f"{what} cannot be had: {error}; ask for less") from error
+
+    def _come_to_end(self, stream: Stream, timeout_s: float) -> None:
+        """Raises ``DeviceTimeoutError``; whatever has failed does not matter any more."""
+        try:
+            self.device.synchronize(stream, timeout_s=max(timeout_s, 0.0))
+        except DeviceTimeoutError:
+            raise
+        except DeviceError as error:
+            _LOG.debug("a copy that nobody waits for has failed: %s", error)

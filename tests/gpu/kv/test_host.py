@@ -1,0 +1,99 @@
+"""Slots for KV blocks in the host's memory: where they lie, and what is refused."""
+
+import logging
+import re
+
+import pytest
+import torch
+from corun.gpu.device.base import DeviceError
+from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.kv import host as host_kv
+from corun.gpu.kv.host import HostKv
+from corun.runtime.errors import ResourceError
+from support.host_kv import NotingDevice
+
+BLOCK_BYTES = 192
+
+
+def test_slots_lie_behind_each_other_and_do_not_overlap() -> None:
+    device = CpuDevice()
+    host = HostKv(device, 5, BLOCK_BYTES)
+    for slot in range(5):
+        host.bytes_of(slot, 1).fill_(slot)
+    whole = host.bytes_of(0, 5)
+    assert whole.view(5, BLOCK_BYTES).tolist() == [[slot] * BLOCK_BYTES for slot in range(5)]
+    del whole
+    host.close()
+    host.close()
+    device.close()
+
+
+def test_no_slot_lies_in_two_pieces_of_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_kv, "MAX_PIECE_BYTES", 2 * BLOCK_BYTES + 64)
+    device = CpuDevice()
+    host = HostKv(device, 5, BLOCK_BYTES)
+    assert [slot for slot in range(1, 5) if not host.follows(slot)] == [2, 4]
+    start = host.bytes_of(0, 1).data_ptr()
+    offsets = [host.bytes_of(slot, 1).data_ptr() - start for slot in range(5)]
+    assert offsets == [0, 192, 448, 640, 896]
+    host.close()
+    device.close()
+
+
+def test_memory_that_the_machine_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_kv, "available_memory_bytes", lambda: 10 * BLOCK_BYTES - 1)
+    device = CpuDevice()
+    HostKv(device, 9, BLOCK_BYTES).close()
+    device.close()
+    wanted = r"1920 bytes .*--host-kv-bytes.* more than the 1919 that are available$"
+    with pytest.raises(ResourceError, match=wanted):
+        HostKv(CpuDevice(), 10, BLOCK_BYTES)
+
+
+def test_memory_that_the_kernel_refuses_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_kv, "available_memory_bytes", lambda: 2**62)
+    with pytest.raises(ResourceError, match=r"--host-kv-bytes.* cannot be had: .*ask for less$"):
+        HostKv(CpuDevice(), 2**60 // BLOCK_BYTES, BLOCK_BYTES)
+
+
+def test_memory_that_the_device_refuses_is_an_error_of_one_line() -> None:
+    device = NotingDevice()
+    device.refuses_memory = DeviceError("too many pages are locked")
+    wanted = r"--host-kv-bytes.* cannot be had: too many pages are locked"
+    with pytest.raises(ResourceError, match=wanted):
+        HostKv(device, 5, BLOCK_BYTES)
+    device.close()
+
+
+def test_memory_is_taken_when_it_is_written_and_goes_with_the_slots() -> None:
+    def resident_bytes(address: int) -> int:
+        """Of the mapping at an address."""
+        with open("/proc/self/smaps") as file:
+            text = file.read()
+        for start, rest in re.findall(r"(?m)^([0-9a-f]+)-.*\n((?:[A-Z].*\n)*)", text):
+            end = int(re.search(rf"{start}-([0-9a-f]+)", text)[1], 16)  # type: ignore[index]
+            if int(start, 16) <= address < end:
+                return 1024 * int(re.search(r"Rss: +(\d+)", rest)[1])  # type: ignore[index]
+        return 0
+
+    device = CpuDevice()
+    host = HostKv(device, 64, 2**20)
+    address = host.bytes_of(0, 1).data_ptr()
+    assert resident_bytes(address) < 2**20
+    host.bytes_of(0, 8).fill_(1)
+    assert resident_bytes(address) >= 8 * 2**20
+    host.close()
+    assert resident_bytes(address) == 0
+    device.close()
+
+
+def test_a_device_that_is_closed_first_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    device = CpuDevice()
+    host = HostKv(device, 5, BLOCK_BYTES)
+    device.copy(host.to_host, host.bytes_of(0, 1), torch.ones(BLOCK_BYTES, dtype=torch.uint8))
+    device.close()
+    with caplog.at_level(logging.WARNING):
+        host.close()
+    assert not caplog.records

@@ -1,0 +1,115 @@
+"""A pool, slots on the host and the copies between them, on the CPU device or a real GPU."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from corun.gpu.device.base import Event, Stream
+from corun.gpu.device.cpu import CpuDevice
+from corun.gpu.device.host_memory import HostMemory, TorchDevice
+from corun.gpu.device.link import PacedLink
+from corun.gpu.kv.host import HostKv
+from corun.gpu.kv.transfers import KvTransfers
+from corun.gpu.model.kv_pool import KvLayout, KvPool, LayerKvShape
+from corun.profiles.link import Direction
+from corun.runtime.plan import BlockId, HostSlot, KvTransfer, TransferId, TransferResult
+
+TIMEOUT_S = 10.0
+LAYOUT = KvLayout((LayerKvShape(2, 8, 8),), 4, torch.float32)
+
+
+class NotingDevice(CpuDevice):
+    """Notes on which stream copies are enqueued, and fails as it is told to."""
+
+    def __init__(self, link: PacedLink | None = None) -> None:
+        super().__init__(link=link)
+        self.copies: list[str] = []  # names of streams
+        self.refusal: Exception | None = None  # of the next copy to be enqueued
+        self.loss: Exception | None = None  # of every question
+        self.refuses_memory: Exception | None = None
+
+    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.copies.append(stream.name)
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
+        super().copy(stream, destination, source)
+
+    def is_done(self, event: Event) -> bool:
+        if self.loss is not None:
+            raise self.loss
+        return super().is_done(event)
+
+    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
+        if self.refuses_memory is not None:
+            raise self.refuses_memory
+        return super().register(memory, name=name, is_paced=is_paced)
+
+
+class HostTier:
+    """The engine's thread: starts transfers, and takes what came of them when it is told."""
+
+    def __init__(
+        self, device: TorchDevice, layout: KvLayout = LAYOUT, *, num_blocks: int = 16,
+        num_slots: int = 16, where: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.device = device
+        self.host = HostKv(device, num_slots, layout.block_bytes)
+        self.pool = KvPool(layout, num_blocks, torch.device(where))
+        self._told = threading.Semaphore(0)
+        self.transfers = KvTransfers(self.host, self.pool, self._told.release)
+        self.fill(0)
+
+    def fill(self, seed: int) -> torch.Tensor:
+        """Write something else to every block; returns it, [blocks, bytes]."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.pool.num_blocks, self.pool.block_bytes)
+        contents = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        self.pool.bytes_of(0, self.pool.num_blocks).copy_(contents.view(-1))
+        return contents
+
+    def block(self, number: int) -> torch.Tensor:
+        """What a block holds."""
+        return self.pool.bytes_of(number, 1).cpu().clone()
+
+    def start(
+        self, number: int, direction: Direction, pairs: dict[int, int], *, is_demand: bool = True
+    ) -> None:
+        """``pairs``: slots by block."""
+        blocks, slots = map(BlockId, pairs), map(HostSlot, pairs.values())
+        self.transfers.start(
+            KvTransfer(TransferId(number), direction, tuple(blocks), tuple(slots), is_demand)
+        )
+
+    def take(self, *, is_link_wanted: bool = False) -> list[TransferResult]:
+        return self.transfers.take_results(is_link_wanted=is_link_wanted)
+
+    def wait(self, num_results: int = 1) -> list[TransferResult]:
+        """Go on as the engine does until so many have ended."""
+        results = self.take()
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while len(results) < num_results:
+            assert self._told.acquire(timeout=deadline_s - time.monotonic()), "nobody was told"
+            results += self.take()
+        return results
+
+    def move(self, direction: Direction, pairs: dict[int, int]) -> None:
+        """One transfer from its start to its end, which must be good."""
+        self.start(99, direction, pairs)
+        assert self.wait() == [TransferResult(TransferId(99))]
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.device.close()
+
+
+@contextmanager
+def open_tier(device: TorchDevice) -> Iterator[HostTier]:
+    """A tier that is closed at the end."""
+    tier = HostTier(device)
+    try:
+        yield tier
+    finally:
+        tier.close()
