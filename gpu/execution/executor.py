@@ -14,7 +14,6 @@ import torch
 from ...runtime.plan import (
     AdapterTransfer,
     HostPlaceId,
-    KvTransfer,
     Outcome,
     RequestId,
     Result,
@@ -24,6 +23,7 @@ from ...runtime.plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
+    Transfer,
     WorkersChanged,
 )
 from ...shm.errors import ShmError

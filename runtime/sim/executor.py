@@ -15,7 +15,7 @@ from ..adapter import AdapterFacts
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,
-    AdapterTransfer,
+    KvTransfer,
     NewRequest,
     Outcome,
     RequestId,
@@ -26,6 +26,7 @@ from ..plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
+    Transfer,
     TransferId,
     TransferRead,
     TransferResult,
@@ -82,6 +83,7 @@ class LatencyExecutor:
             sleep: Waits on that clock.
         """
         self._model = machine.model
+        self._block_bytes = machine.block_bytes
         self._output_tokens = output_tokens
         self._facts_of = facts_of
         self._clock = clock
@@ -107,7 +109,6 @@ class LatencyExecutor:
         for new in plan.new_requests:
             self._announce(new)
         for transfer in plan.transfers:
-            assert isinstance(transfer, AdapterTransfer), transfer
             self._begin_transfer(transfer, now_s)
         for transfer_id in plan.promoted_transfers:
             self._loads.promote(transfer_id, now_s)
@@ -152,7 +153,7 @@ class LatencyExecutor:
                 self._end_step(next_s)
                 continue
             result = self._loads.settle()
-            if isinstance(result, TransferResult):
+            if isinstance(result, TransferResult) and result.transfer_id in self._loading:
                 self._resident.add(self._loading.pop(result.transfer_id))
             elif isinstance(result, TransferRead):
                 self._expect_end()
@@ -177,7 +178,11 @@ class LatencyExecutor:
         assert not in_use, f"adapter {adapter_id} is evicted while a step uses it"
         self._resident.remove(adapter_id)
 
-    def _begin_transfer(self, transfer: AdapterTransfer, now_s: float) -> None:
+    def _begin_transfer(self, transfer: Transfer, now_s: float) -> None:
+        if isinstance(transfer, KvTransfer):
+            num_bytes = len(transfer.block_ids) * self._block_bytes
+            self._loads.start_copy(transfer, num_bytes, now_s)
+            return
         adapter_id = transfer.adapter_id
         known = self._resident.union(self._loading.values())
         assert adapter_id not in known, f"adapter {adapter_id} is loaded twice"

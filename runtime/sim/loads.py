@@ -1,7 +1,8 @@
-"""Adapters on their way to a simulated device: files are read one by one, the link is shared.
+"""What moves to and from a simulated device: files are read one by one, the link is shared.
 
 Files are read as ``coldstart.files`` expects it: one adapter after the other, each in the order of
-its layers, those that requests wait for before prefetches, which give way between layer groups.
+its layers, those that requests wait for before prefetches, which give way between layer groups. KV
+blocks take the same link; those that go to the host have its other direction to themselves.
 """
 
 import math
@@ -12,6 +13,7 @@ from ...profiles.models import LinkModel
 from ..plan import (
     AdapterId,
     AdapterTransfer,
+    KvTransfer,
     Result,
     TransferId,
     TransferProgress,
@@ -38,19 +40,19 @@ class _Reading:
 
 
 class SimulatedLoads:
-    """Loads under way, and when each of their layer groups is there. Time never goes back."""
+    """Loads and KV copies under way, and when each part is there. Time never goes back."""
 
     def __init__(self, link: LinkModel, file_bytes_per_s: float) -> None:
         self._link = link
         self._file_bytes_per_s = file_bytes_per_s
-        # Nothing goes to the host yet: adapters are never written, and KV stays where it is.
         self._lanes = {direction: SharedLane(link.bytes_per_s) for direction in Direction}
         self._num_bytes = dict.fromkeys(Direction, 0)
         self._loads: dict[TransferId, _Load] = {}
+        self._copies: dict[TransferId, KvTransfer] = {}
         self._reading: _Reading | None = None
         # Of loads that have ended, the newest of each adapter.
         self._ended_s: dict[AdapterId, tuple[float, ...]] = {}
-        # (time, transfer, group) of what is on the link, the next one last.
+        # (time, transfer, part) of what is on the link, the next one last.
         self._arrivals: list[tuple[float, TransferId, int]] = []
 
     def start(self, transfer: AdapterTransfer, group_bytes: tuple[int, ...], now_s: float) -> None:
@@ -64,8 +66,21 @@ class SimulatedLoads:
         elif self._reading is None:
             self._read_next(now_s)
 
+    def start_copy(self, transfer: KvTransfer, num_bytes: int, now_s: float) -> None:
+        """Begin a copy of KV blocks, which arrive together."""
+        self._copies[transfer.transfer_id] = transfer
+        self._num_bytes[transfer.direction] += num_bytes
+        self._lanes[transfer.direction].start(
+            transfer.transfer_id, (num_bytes,), now_s, is_demand=transfer.is_demand
+        )
+        self._expect()
+
     def promote(self, transfer_id: TransferId, now_s: float) -> None:
-        """A request waits for what was a prefetch; unknown loads have ended."""
+        """A request waits for what was a prefetch; unknown transfers have ended."""
+        if transfer_id in self._copies:
+            self._lanes[Direction.TO_DEVICE].promote(transfer_id, now_s)
+            self._expect()
+            return
         load = self._loads.get(transfer_id)
         if load is None:
             return
@@ -86,6 +101,10 @@ class SimulatedLoads:
         if self._reading is not None and self._reading.end_s <= self.next_s:
             return self._end_reading(self._reading)
         now_s, transfer_id, group = self._arrivals.pop()
+        copy = self._copies.pop(transfer_id, None)
+        if copy is not None:
+            self._lanes[copy.direction].forget(transfer_id, now_s)
+            return TransferResult(transfer_id)
         load = self._loads[transfer_id]
         load.num_arrived = group + 1
         if load.num_arrived < len(load.group_bytes):
@@ -129,10 +148,12 @@ class SimulatedLoads:
     def _expect(self) -> None:
         """Say again when everything arrives: what shares the link has changed."""
         self._arrivals = [
-            (end_s + self._link.latency_s, TransferId(index), group)
-            for index, ends_s in self._lanes[Direction.TO_DEVICE].ends_s().items()
-            for group, end_s in enumerate(ends_s)
-            if group >= self._loads[TransferId(index)].num_arrived
+            (end_s + self._link.latency_s, TransferId(index), part)
+            for lane in self._lanes.values()
+            for index, ends_s in lane.ends_s().items()
+            for part, end_s in enumerate(ends_s)
+            if TransferId(index) in self._copies
+            or part >= self._loads[TransferId(index)].num_arrived
         ]
         self._arrivals.sort(reverse=True)
 

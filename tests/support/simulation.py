@@ -3,11 +3,15 @@
 from dataclasses import replace
 
 from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.link import Direction
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.plan import (
     AdapterId,
     AdapterTransfer,
+    BlockId,
+    HostSlot,
+    KvTransfer,
     NewRequest,
     RequestId,
     Result,
@@ -15,6 +19,7 @@ from corun.runtime.plan import (
     StepPlan,
     SubBatch,
     SubBatchKind,
+    Transfer,
     TransferId,
 )
 from corun.runtime.sampling import SamplingParams
@@ -70,7 +75,7 @@ class DrivenExecutor:
 
     def submit(
         self, *batches: SubBatch, new: tuple[NewRequest, ...] = (),
-        transfers: tuple[AdapterTransfer, ...] = (), promoted: tuple[int, ...] = (),
+        transfers: tuple[Transfer, ...] = (), promoted: tuple[int, ...] = (),
         forget: tuple[int, ...] = (), evict: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         plan = StepPlan(
@@ -115,4 +120,14 @@ def load(number: int, *, is_demand: bool = True) -> AdapterTransfer:
     return AdapterTransfer(
         TransferId(number), AdapterId(number), FACTS.num_bytes,
         is_demand,
+    )  # fmt: skip
+
+
+def copy_kv(
+    number: int, direction: Direction, num_blocks: int, *, is_demand: bool = True
+) -> KvTransfer:
+    """Of blocks of 400 bytes."""
+    return KvTransfer(
+        TransferId(number), direction, tuple(map(BlockId, range(num_blocks))),
+        tuple(map(HostSlot, range(num_blocks))), is_demand,
     )  # fmt: skip

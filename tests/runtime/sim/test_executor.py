@@ -22,7 +22,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN
 from corun.runtime.sim.machines import Factors, slowed
-from support.simulation import MODEL, DrivenExecutor, load, request, row
+from support.simulation import MODEL, DrivenExecutor, copy_kv, load, request, row
 
 NO_LATENCY = replace(MODEL, link=LinkModel(1000.0, 0.0), host_step_s=0.0)
 
@@ -105,6 +105,50 @@ def test_a_prefetch_has_the_link_while_nobody_waits_for_a_load() -> None:
         (3.5, progress(1)),
         (4.5, arrived(1)),
     ]
+
+
+def test_kv_goes_both_ways_at_once() -> None:
+    driven = DrivenExecutor()
+    out, back = copy_kv(1, Direction.TO_HOST, 5), copy_kv(2, Direction.TO_DEVICE, 10)
+    driven.submit(transfers=(out, back))
+    # 2000 and 4000 bytes, each alone in its direction, and half a second of latency.
+    assert without_workers(driven.results()) == [
+        (0.0, stepped(1)),
+        (2.5, arrived(1)),
+        (4.5, arrived(2)),
+    ]
+    assert driven.executor.link_stats(Direction.TO_HOST) == LinkStats(2000, 2.0, 0)
+    assert driven.executor.link_stats(Direction.TO_DEVICE) == LinkStats(4000, 4.0, 0)
+
+
+def test_kv_shares_the_link_with_a_load_in_its_direction() -> None:
+    driven = DrivenExecutor()
+    driven.submit(
+        transfers=(
+            load(1),
+            copy_kv(2, Direction.TO_DEVICE, 5),
+            copy_kv(3, Direction.TO_HOST, 5),
+        )
+    )
+    # 2000 bytes each at half the link's speed; of the load, half of them are a layer group.
+    assert without_workers(driven.results()) == [
+        (0.0, stepped(1)),
+        (2.5, progress(1)),
+        (2.5, arrived(3)),
+        (4.5, arrived(1)),
+        (4.5, arrived(2)),
+    ]
+
+
+def test_a_prefetch_of_kv_gives_way_until_a_request_waits_for_it() -> None:
+    driven = DrivenExecutor()
+    driven.submit(transfers=(copy_kv(1, Direction.TO_DEVICE, 5, is_demand=False),))
+    driven.results(1.0)
+    driven.submit(transfers=(copy_kv(2, Direction.TO_DEVICE, 5),))
+    driven.results(2.0)
+    driven.submit(promoted=(1, 3))
+    # Each has 1000 bytes left at 2 s.
+    assert driven.results() == [(2.0, stepped(3)), (4.5, arrived(1)), (4.5, arrived(2))]
 
 
 def test_files_are_read_one_after_the_other_and_prefetches_give_way() -> None:
