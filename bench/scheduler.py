@@ -110,7 +110,7 @@ class _Load:
             refresh_s=_REFRESH_S,
         )
         self.scheduler = Scheduler(
-            config, make_policy(policy, facts), DeviceMemory(budget, pool, AdapterCache(budget)),
+            config, make_policy(policy, facts), DeviceMemory(pool, AdapterCache(budget)),
             [0], times=times,
         )  # fmt: skip
 

@@ -48,10 +48,13 @@ class Request:
     num_allocated_tokens: int = 0  # room in block_ids
     num_kept_tokens: int = 0  # in whole blocks whose KV others may find
     num_cached_tokens: int | None = None  # of the prompt, found when it ran first
+    num_host_cached_tokens: int = 0  # of these, copied to the device for it
     num_known_prefix_tokens: int = 0  # of the prompt, whose KV was there when it arrived
     num_in_flight_samples: int = 0
     num_in_flight_steps: int = 0
     num_preemptions: int = 0
+    num_swap_ins: int = 0  # begun for it since it waits
+    coming_tokens: range = range(0)  # positions whose KV the last one brings
     num_counted_prompt_tokens: int = 0  # for statistics: each prompt token counts once
     is_announced: bool = False  # the executor knows it
     is_held: bool = False  # not to be scheduled until no step in flight refers to it
@@ -106,6 +109,9 @@ class Request:
         """It begins to run behind so many tokens whose KV was there."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_tokens
+            coming = self.coming_tokens
+            self.num_host_cached_tokens = len(range(coming.start, min(coming.stop, num_tokens)))
+        self.num_swap_ins, self.coming_tokens = 0, range(0)
         self.num_counted_prompt_tokens = max(
             self.num_counted_prompt_tokens, min(num_tokens, self.num_prompt_tokens)
         )

@@ -144,6 +144,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None
     num_preemptions: int = 0  # of a request that has ended
     num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
+    num_host_cached_tokens: int = 0  # of these, from the host; with the first token
     cold_start: "ColdStartInfo | None" = None  # with the first token, of one that came cold
 
 

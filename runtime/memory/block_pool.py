@@ -23,7 +23,7 @@ class BlockPool:
         assert block_bytes > 0, block_bytes
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
-        self._budget = budget
+        self.budget = budget
         self._warm: list[int] = []  # heap; free, and may hold memory
         self._cold: list[int] = []  # heap; free, and was given back
         self._num_touched = 0  # ids from here on were never handed out
@@ -57,20 +57,20 @@ class BlockPool:
         They can be freed whenever somebody needs them.
         """
         assert 0 <= num_blocks <= len(self._allocated), num_blocks
-        self._budget.mark_evictable((num_blocks - self._num_cached) * self.block_bytes)
+        self.budget.mark_evictable((num_blocks - self._num_cached) * self.block_bytes)
         self._num_cached = num_blocks
 
     @property
     def num_available_blocks(self) -> int:
         """Blocks that lie free now, promised or not."""
-        return min(self.num_free_ids, self._budget.free_bytes // self.block_bytes)
+        return min(self.num_free_ids, self.budget.free_bytes // self.block_bytes)
 
     def promise(self, num_blocks: int) -> None:
         """Keep blocks for growth, or as many as there are, instead of those promised before."""
         num_bytes = min(num_blocks, self.num_unused_blocks) * self.block_bytes
         # What is left of a block is nobody's.
-        self.num_promised_blocks = self._budget.promise(num_bytes) // self.block_bytes
-        self._budget.promise(self.num_promised_blocks * self.block_bytes)
+        self.num_promised_blocks = self.budget.promise(num_bytes) // self.block_bytes
+        self.budget.promise(self.num_promised_blocks * self.block_bytes)
 
     @property
     def written_bytes(self) -> int:
@@ -93,7 +93,7 @@ class BlockPool:
         num_promised = min(num_blocks, self.num_promised_blocks)
         if num_blocks > self.num_free_ids:
             return None
-        has_bytes = self._budget.reserve(
+        has_bytes = self.budget.reserve(
             KV_OWNER,
             num_blocks * self.block_bytes,
             promised_bytes=num_promised * self.block_bytes,
@@ -119,7 +119,7 @@ class BlockPool:
             self._allocated.remove(block_id)
             heapq.heappush(self._warm, block_id)
             num_freed += 1
-        self._budget.release(KV_OWNER, num_freed * self.block_bytes)
+        self.budget.release(KV_OWNER, num_freed * self.block_bytes)
 
     def check_invariants(self) -> None:
         """Assert that every block is in exactly one place and that its bytes are accounted for."""
@@ -129,5 +129,5 @@ class BlockPool:
         assert returned | self._allocated == set(range(self._num_touched))
         assert self._num_touched <= self.num_blocks
         assert 0 <= self.num_promised_blocks <= self.num_unused_blocks
-        held = self._budget.reserved_bytes(KV_OWNER)
+        held = self.budget.reserved_bytes(KV_OWNER)
         assert held == len(self._allocated) * self.block_bytes, held

@@ -19,45 +19,54 @@ from ..plan import (
 from .adapter_cache import AdapterCache, AdapterState
 from .adapter_slab import room_bytes
 from .block_pool import BlockPool
-from .budget import MemoryBudget
 from .host_cache import HostCache
+from .host_slots import HostSlots
 from .kv_tree import KvNode, KvTree
 from .pins import Pins
 from .policy_inputs import PolicyInputs
 from .prefix_cache import PrefixCache
 from .registrations import AdapterRegistrations
 from .room import RoomMaker
-from .transfers import OpenLoad, OpenTransfer, TransferTable
+from .swapper import KvSwapper
+from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
 
 
 class DeviceMemory:
     """The budget with the block pool and the adapter cache that take from it."""
 
     def __init__(
-        self, budget: MemoryBudget, pool: BlockPool, cache: AdapterCache,
-        host: HostCache | None = None, tree: KvTree | None = None,
+        self, pool: BlockPool, cache: AdapterCache, host: HostCache | None = None,
+        tree: KvTree | None = None,
         *, transfers: TransferTable | None = None, max_history_blocks: int | None = None,
-        inputs: PolicyInputs | None = None,
+        inputs: PolicyInputs | None = None, num_host_slots: int = 0,
     ) -> None:  # fmt: skip
-        """``pool`` and ``cache`` must take from ``budget``.
+        """``pool`` and ``cache`` must take from one budget.
 
         ``host``: where adapters come from, and are in use if that is the device's memory: those
         that nothing uses have what KV blocks and the others leave of the budget. None = nobody
         plans that. ``tree``: keeps the KV of prefixes, by the policy of ``cache``; None = nobody
         does. ``transfers``: where they are kept; None = in its own table. ``max_history_blocks``:
         of those that no request uses; None = all. ``inputs``: of the policy; None = it has none.
+        ``num_host_slots``: blocks of KV that the host has room for, which takes a tree and inputs.
         """
-        self.budget = budget
+        self.budget = pool.budget
         self.pool = pool
         self.cache = cache
         self.host = host
-        self.registrations = AdapterRegistrations(budget, host)
+        self.registrations = AdapterRegistrations(pool.budget, host)
         self.pins = Pins(cache, pool)
+        slots = HostSlots(num_host_slots)
         reuse = None if inputs is None else inputs.kv_reuse
-        self.prefixes = PrefixCache(pool, tree, cache.policy, reuse)
+        self.prefixes = PrefixCache(pool, tree, cache.policy, slots, reuse)
         self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
         self.transfers = TransferTable() if transfers is None else transfers
         self._inputs = inputs
+        self.swapper: KvSwapper | None = None
+        if num_host_slots:
+            assert tree is not None and inputs is not None
+            self.swapper = KvSwapper(
+                tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs
+            )
         self._rules = cache.policy.rules
         self._max_history_blocks = max_history_blocks if self._rules.keeps_history else 0
         self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident ones
@@ -65,7 +74,7 @@ class DeviceMemory:
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
-        self._failed_loads: dict[AdapterId, None] = {}  # that may have KV without the adapter
+        self._orphaned: dict[AdapterId, None] = {}  # that may have KV without the adapter
         self._gone: list[AdapterId] = []
 
     @property
@@ -150,10 +159,22 @@ class DeviceMemory:
         The blocks may be promised ones, the bytes may not. Evicts prefixes that nobody uses and
         idle adapters (all but ``keep``) where what is free, or about to be, is too little. Where
         adapters have a slab the bytes are a range of that, and no adapter goes for blocks. Returns
-        whether the room is there or will come by itself, with what drains; False leaves all as it
-        was.
+        whether the room is there or will come by itself, with what drains or, where nothing else
+        can go, when copies have ended; False leaves all as it was.
         """
-        pool, num_draining = self.pool, self._num_draining_blocks
+        num_draining = self._num_draining_blocks
+        num_pinned = 0 if self.swapper is None else self.swapper.num_pinned_blocks
+        return any(
+            self._reclaim(num_blocks, num_bytes, number, include_waiting=include_waiting, keep=keep)
+            for number in dict.fromkeys((num_draining, num_draining + num_pinned))
+        )
+
+    def _reclaim(
+        self, num_blocks: int, num_bytes: int, num_draining: int,
+        *, include_waiting: bool, keep: AdapterId,
+    ) -> bool:  # fmt: skip
+        """See to it where so many blocks come by themselves."""
+        pool = self.pool
         num_new_blocks = max(0, num_blocks - pool.num_promised_blocks)
         if num_new_blocks > pool.num_unused_blocks - pool.num_promised_blocks + num_draining:
             return False
@@ -281,9 +302,14 @@ class DeviceMemory:
             self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
         self._collect_gone()
 
+    def copy_ahead(self, now_s: float) -> None:
+        """Copy KV to the host that is likely to go soon, with the next plan."""
+        if self.swapper is not None:
+            self.swapper.copy_ahead(self._max_history_blocks, now_s)
+
     def take_evictions(self) -> tuple[AdapterId, ...]:
         """Return the adapters that leave the device with the next plan."""
-        self._clear_failed_loads()
+        self._clear_orphaned()
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id)
         evictions, self._evictions = tuple(self._evictions), []
@@ -306,6 +332,9 @@ class DeviceMemory:
             if self._inputs is not None and transfer.is_demand and result.error is None:
                 duration_s = now_s - transfer.began_s
                 self._inputs.costs.load_ended(transfer.command.num_bytes, duration_s)
+        elif isinstance(transfer, OpenCopy):
+            assert self.swapper is not None
+            self.swapper.end(transfer, has_failed=result.error is not None)
         return transfer
 
     def check_invariants(self) -> None:
@@ -316,10 +345,12 @@ class DeviceMemory:
         self.pins.check_invariants()
         self.prefixes.check_invariants()
         assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
+        if self.swapper is not None:
+            self.swapper.check_invariants()
         if self._rules.ties_kv_to_adapter:
-            failed = self._failed_loads
+            orphaned = self._orphaned
             num_blocks = self.prefixes.num_blocks_without(
-                lambda adapter_id: adapter_id in failed or self._is_on_device(adapter_id)
+                lambda adapter_id: adapter_id in orphaned or self._is_on_device(adapter_id)
             )
             assert not num_blocks, "KV is on the device without its adapter"
         self.transfers.check_invariants()
@@ -337,7 +368,7 @@ class DeviceMemory:
         adapter_id, place = load.command.adapter_id, load.command.host
         if has_failed:
             self.cache.fail_load(adapter_id)
-            self._failed_loads[adapter_id] = None
+            self._orphaned[adapter_id] = None
         else:
             self.cache.finish_load(adapter_id)
         if self.host is None:
@@ -354,19 +385,22 @@ class DeviceMemory:
         """Evict an idle adapter with the next plan."""
         self.cache.evict(adapter_id)
         self._evictions.append(adapter_id)
-        if self._rules.ties_kv_to_adapter:
-            self.prefixes.evict_behind(adapter_id, self._is_on_device)
+        if self._rules.ties_kv_to_adapter and not self.prefixes.evict_behind(
+            adapter_id, self._is_on_device
+        ):
+            self._orphaned[adapter_id] = None
         if self.host is not None and self.host.is_device_memory:
             self.host.end_use(self._read_in_place.pop(adapter_id))
 
-    def _clear_failed_loads(self) -> None:
-        """Let KV go that was computed while its adapter came, which it then did not."""
-        for adapter_id in tuple(self._failed_loads):
+    def _clear_orphaned(self) -> None:
+        """Let KV go that was computed, or copied, while its adapter came or went."""
+        for adapter_id in tuple(self._orphaned):
             if self.cache.has_failed(adapter_id):
                 continue  # until the last request has let go of it
-            del self._failed_loads[adapter_id]
-            if self._rules.ties_kv_to_adapter:
-                self.prefixes.evict_behind(adapter_id, self._is_on_device)
+            if not self._rules.ties_kv_to_adapter or self.prefixes.evict_behind(
+                adapter_id, self._is_on_device
+            ):
+                del self._orphaned[adapter_id]
 
     def _is_on_device(self, adapter_id: AdapterId) -> bool:
         """Or on its way there."""
@@ -377,7 +411,7 @@ class DeviceMemory:
         for adapter_id in tuple(self._dropped):
             if self.cache.state(adapter_id) is AdapterState.ABSENT:
                 del self._dropped[adapter_id]
-                self._failed_loads.pop(adapter_id, None)
+                self._orphaned.pop(adapter_id, None)
                 self.prefixes.drop_version(adapter_id)
                 self.cache.forget(adapter_id)
                 self._gone.append(adapter_id)

@@ -77,6 +77,7 @@ class KvTree:
         self.num_device_blocks = 0
         self.num_unreferenced_blocks = 0  # on the device; evicted from the leaves on, all can go
         self.num_host_blocks = 0  # with or without a block on the device
+        self.num_claims = 0  # how often an unreferenced block was referred to, or went
         self._policy = policy
         self._pack = struct.Struct(f"={block_size}i").pack
         self._roots: dict[bytes, _Root] = {}
@@ -114,6 +115,7 @@ class KvTree:
                 return
             if held.block_id is not None:
                 self.num_unreferenced_blocks -= 1
+                self.num_claims += 1
                 if not held.num_device_children:
                     self._policy.withdraw(held)
             held = held.parent
@@ -232,6 +234,10 @@ class KvTree:
             self._detach(root.children.values(), freed)
         return freed
 
+    def has_namespace(self, namespace: bytes) -> bool:
+        """Whether anything of it is kept, on the device or on the host."""
+        return namespace in self._roots
+
     def num_blocks_of(self, namespace: bytes) -> int:
         """Blocks of it on the device, without those detached. O(1)."""
         root = self._roots.get(namespace)
@@ -308,6 +314,7 @@ class KvTree:
         if node.root is not None:
             node.root.num_device_blocks -= 1
             self.num_unreferenced_blocks -= 1
+            self.num_claims += 1
 
     def _offer_if_free(self, node: KvNode | None) -> None:
         if node is not None and node.is_free_leaf:

@@ -33,6 +33,7 @@ class MemorySizes:
     max_model_len: int  # tokens that one request may come to
     slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
     max_history_blocks: int | None = None  # that no request uses; None = all
+    num_host_slots: int = 0  # blocks of KV that the host has room for
     # For adapters, of policies that split what has no slab; None = it was not asked for.
     adapter_share: float | None = None
 
@@ -74,7 +75,6 @@ def make_device_memory(
     budget = MemoryBudget(sizes.capacity_bytes)
     tree = KvTree(sizes.block_size, sizes.block_bytes, ranking) if keeps_prefixes else None
     return DeviceMemory(
-        budget,
         BlockPool(num_blocks, sizes.block_bytes, budget),
         AdapterCache(budget, None if slab_bytes is None else AdapterSlab(slab_bytes), ranking),
         host,
@@ -82,6 +82,9 @@ def make_device_memory(
         transfers=transfers,
         max_history_blocks=sizes.max_history_blocks,
         inputs=inputs,
+        num_host_slots=sizes.num_host_slots
+        if keeps_prefixes and ranking.rules.keeps_history
+        else 0,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..plan import BASE_ADAPTER, AdapterId, BlockId
 from .block_pool import BlockPool
+from .host_slots import HostSlots
 from .kv_tree import FreedKv, KvNode, KvTree
 from .policies.policy import MemoryPolicy
 from .policy_inputs import ReuseShare
@@ -19,14 +20,15 @@ class PrefixCache:
     """What requests find, hold, keep and let go."""
 
     def __init__(
-        self, pool: BlockPool, tree: KvTree | None, policy: MemoryPolicy,
+        self, pool: BlockPool, tree: KvTree | None, policy: MemoryPolicy, slots: HostSlots,
         reuse: ReuseShare | None = None,
     ) -> None:  # fmt: skip
-        """``tree``: of blocks of ``pool``, ranked by ``policy``; None = nothing is kept.
+        """``tree``: ranked by ``policy``, of blocks of ``pool``; None = nothing is kept.
 
-        ``reuse``: is told what is found and computed; None = nobody is.
+        ``slots``: on the host. ``reuse``: is told what is found and computed; None = nobody is.
         """
         self._pool = pool
+        self._slots = slots
         self._reuse = ReuseShare() if reuse is None else reuse
         self._policy = policy
         self._tree = tree
@@ -63,6 +65,7 @@ class PrefixCache:
         self._reuse.note(num_found=len(path))
         for node in path:
             self._policy.visit(node, now_s)
+        self._slots.use(path)
 
     def keep(
         self, adapter_id: AdapterId, namespace: bytes, parent: KvNode | None,
@@ -86,25 +89,29 @@ class PrefixCache:
     def let_go(self, path: Sequence[KvNode]) -> None:
         """A request no longer holds these blocks."""
         if self._tree is not None and path:
-            self._free(self._tree.release(path[-1]))
+            self.free(self._tree.release(path[-1]))
 
     def evict(self, node: KvNode) -> None:
         """Free a block that nobody holds, and behind which there is none."""
         assert self._tree is not None
-        self._free(self._tree.evict(node))
+        self.free(self._tree.evict(node))
 
     def evict_behind(
         self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]
-    ) -> None:
+    ) -> bool:
         """If a version is not on the device, evict what only it could use and nobody holds.
 
-        KV of the same content is used by all versions that have it.
+        KV of the same content is used by all versions that have it. Returns whether all is gone:
+        copies hold what they move.
         """
+        num_left = 0
         for namespace, versions in self._versions.items():
             if adapter_id in versions and not any(map(is_on_device, versions)):
                 assert self._tree is not None
                 for node in self._tree.unreferenced(namespace):
                     self.evict(node)
+                num_left += self._tree.num_blocks_of(namespace)
+        return not num_left
 
     def num_blocks_without(self, is_on_device: Callable[[AdapterId], bool]) -> int:
         """Blocks of namespaces of which no version is on the device. O(namespaces)."""
@@ -123,11 +130,12 @@ class PrefixCache:
             if not versions:
                 del self._versions[namespace]
                 assert self._tree is not None
-                self._free(self._tree.drop_namespace(namespace))
+                self.free(self._tree.drop_namespace(namespace))
 
     def check_invariants(self) -> None:
         """Assert that tree and pool agree."""
         assert self._pool.num_cached_blocks == self.num_evictable_blocks
+        self._slots.check_invariants()
         if self._tree is not None:
             self._tree.check_invariants()
 
@@ -137,12 +145,14 @@ class PrefixCache:
             self._versions = {
                 name: versions
                 for name, versions in self._versions.items()
-                if name == namespace or tree.num_blocks_of(name)
+                if name == namespace or tree.has_namespace(name)
             }
             self._max_namespaces = max(_MIN_NAMESPACES, 2 * len(self._versions))
 
-    def _free(self, freed: FreedKv) -> None:
+    def free(self, freed: FreedKv) -> None:
+        """Take back what has no content any more."""
         self._pool.free(freed.block_ids)
+        self._slots.free(freed.host_slots)
         self._mark_cached()
 
     def _mark_cached(self) -> None:

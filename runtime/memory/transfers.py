@@ -13,11 +13,13 @@ from ..adapter import AdapterFacts
 from ..plan import (
     AdapterId,
     AdapterTransfer,
+    KvTransfer,
     Transfer,
     TransferId,
     TransferProgress,
     TransferRead,
 )
+from .kv_tree import KvNode
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -78,6 +80,15 @@ class Change(NamedTuple):
 
     number: int  # of changes so far
     at_s: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenCopy(OpenTransfer):
+    """A copy of KV blocks."""
+
+    command: KvTransfer
+    nodes: tuple[KvNode, ...]  # parallel to the blocks, and held
+    num_pinned_blocks: int  # that can be evicted, or again, when it has ended
 
 
 class ReadingTurn(NamedTuple):

@@ -16,6 +16,8 @@ from .policy import NO_ROOM, SchedulerPolicy, Verdict
 from .running_set import RunningSet
 from .step_draft import StepDraft
 
+_MAX_SWAP_INS = 2  # of a request that waits
+
 
 class Admission:
     """Offers the device's room to a policy's candidates."""
@@ -91,9 +93,17 @@ class Admission:
         if request.num_in_flight_steps:
             return Verdict.NO_KV  # preempted just now, and what it held is still in use
         verdict = self._ready_adapter(request, draft, now_s, is_first=is_first)
-        if verdict is not None:
+        if verdict is Verdict.NO_ADAPTER or (verdict and self._memory.swapper is None):
             return verdict
         path = self._match(request)
+        if self._memory.swapper is not None:
+            num_found = self._memory.swapper.num_readable(path)
+            if num_found < len(path):
+                coming = self._swap_in(request, path, num_found, now_s, include_waiting=is_first)
+                verdict = verdict or coming
+            path = path[:num_found]
+        if verdict is not None:
+            return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size) - len(path)
         num_to_come = self._running.num_blocks_to_come(request, len(path))
         if not self._has_room(request, path, num_blocks, num_to_come):
@@ -108,6 +118,40 @@ class Admission:
         self._start(request, path, num_blocks, draft, now_s)
         memory.pool.promise(max(0, num_to_come - num_blocks))
         return Verdict.ADMITTED
+
+    def _swap_in(
+        self, request: Request, path: Sequence[KvNode], num_found: int, now_s: float,
+        *, include_waiting: bool,
+    ) -> Verdict | None:  # fmt: skip
+        """Bring what only the host has of ``path``; None = the request is to compute it.
+
+        Nothing is kept for the request when it has come: who needs room may have it first, and
+        after a second time what is gone is computed.
+        """
+        memory, swapper, size = self._memory, self._memory.swapper, self._config.block_size
+        assert swapper is not None
+        if swapper.is_coming(path[num_found]):  # for somebody else, perhaps
+            request.coming_tokens = range(num_found * size, len(path) * size)
+            return Verdict.LOADING
+        nodes = path[num_found:]
+        if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_worth_bringing(nodes):
+            return None
+        num_blocks = blocks_for(request.num_known_tokens, size) - num_found
+        num_to_come = self._running.num_blocks_to_come(request, num_found)
+        if not self._has_room(request, path[:num_found], num_blocks, num_to_come):
+            return Verdict.NO_KV
+        memory.prefixes.hold(path)
+        if memory.pool.num_available_blocks < len(nodes):
+            memory.reclaim(len(nodes), 0, include_waiting=include_waiting, keep=request.adapter_id)
+        block_ids = memory.pool.allocate(len(nodes))
+        if block_ids is None:
+            memory.prefixes.let_go(path)
+            return Verdict.NO_KV
+        swapper.bring(nodes, block_ids, now_s)
+        self._running.promise_growth()
+        request.num_swap_ins += 1
+        request.coming_tokens = range(num_found * size, len(path) * size)
+        return Verdict.LOADING
 
     def _match(self, request: Request) -> Sequence[KvNode]:
         """Find what has been computed of the known tokens.

@@ -36,6 +36,7 @@ class RequestEvent(NamedTuple):
     error: str | None = None
     num_preemptions: int = 0  # of a request that has ended by itself
     num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
+    num_host_cached_tokens: int = 0  # of these, from the host; with the first token
     cold_start: ColdStart | None = None  # with the first token, of a request that came cold
 
 

@@ -21,7 +21,7 @@ class Verdict(enum.Enum):
     """What came of a candidate for admission."""
 
     ADMITTED = "admitted"  # it runs; the policy no longer holds it
-    LOADING = "loading"  # its adapter is on the way, with its bytes taken
+    LOADING = "loading"  # its adapter, or KV of it, is on the way, with its bytes taken
     NO_KV = "no_kv"  # there is no room for its tokens, known and predicted
     NO_ADAPTER = "no_adapter"  # there is no room for its adapter, or it is leaving the device
 

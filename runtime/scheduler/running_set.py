@@ -177,6 +177,8 @@ class RunningSet:
         assert self._holders.keys() == self._requests.keys() | self._draining
         own = [block_id for holder in self._holders.values() for block_id in holder.own_block_ids()]
         shared = {node.block_id for holder in self._holders.values() for node in holder.path}
+        if self._memory.swapper is not None:
+            shared |= self._memory.swapper.held_blocks()
         assert len(set(own)) == len(own), "a block has two owners"
         assert not shared.intersection(own), "a block of the tree is somebody's own"
         assert len(own) + len(shared) == self._memory.pool.num_used_blocks

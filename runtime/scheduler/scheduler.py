@@ -185,6 +185,7 @@ class Scheduler:
             # Who ran alone and had to give way may begin again: no step would ever wake it.
             if may_admit or not (self.num_running or self._in_flight):
                 self._admission.admit(draft, now_s)
+        self.memory.copy_ahead(now_s)
         transfers = self.memory.transfers.take_commands()
         has_loads = any(isinstance(one, AdapterTransfer) for one in transfers)
         step_id = StepId(self._next_step_id)
@@ -319,6 +320,7 @@ class Scheduler:
             return event
         return event._replace(
             num_cached_tokens=request.num_cached_tokens or 0,
+            num_host_cached_tokens=request.num_host_cached_tokens,
             cold_start=self._cold_starts.first_token(event.request_id, now_s),
         )
 

@@ -60,9 +60,7 @@ class _Policies:
         planner = Planner(_MODEL, PlannerConfig(forced=LoadStrategy.ASSISTED))
         budget = MemoryBudget(10_000)
         self.host = HostCache(2 * sum(_HOST_BYTES))
-        self.memory = DeviceMemory(
-            budget, BlockPool(64, 100, budget), AdapterCache(budget), self.host
-        )
+        self.memory = DeviceMemory(BlockPool(64, 100, budget), AdapterCache(budget), self.host)
         cold_starts = PlannedColdStarts(planner, (0, 512), self.memory.transfers)
         self.scheduler = Scheduler(
             _CONFIG, make_policy("fcfs", policy_facts()), self.memory, (), cold_starts

@@ -1,6 +1,7 @@
 """Builders for schedulers, requests and executors that fit each other."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from corun.runtime.adapter import AdapterFacts
@@ -35,8 +36,12 @@ def make_memory(
     *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
     slab_bytes: int | None = None, host: HostCache | None = None, keeps_prefixes: bool = False,
     max_history_blocks: int | None = None, policy: str | MakeMemoryPolicy = "lru",
+    num_host_slots: int = 0, token_s: float = 1.0,
 ) -> DeviceMemory:  # fmt: skip
-    """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise."""
+    """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise.
+
+    ``token_s``: what computing one takes; at 0 nothing is ever copied back from the host.
+    """
     if capacity_bytes is None:
         capacity_bytes = num_blocks * block_bytes + (slab_bytes or 0)
     sizes = MemorySizes(
@@ -47,9 +52,20 @@ def make_memory(
         max_model_len=0,
         slab_bytes=slab_bytes,
         max_history_blocks=max_history_blocks,
+        num_host_slots=num_host_slots,
     )
-    costs = ReloadCosts(LearnedTimes(16), BLOCK_SIZE, 16)
+    costs = ReloadCosts(_Prompts(token_s), BLOCK_SIZE, 16)
     return make_device_memory(sizes, policy, costs, host, keeps_prefixes=keeps_prefixes)
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Each token takes the same."""
+
+    token_s: float
+
+    def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
+        return num_tokens * self.token_s
 
 
 class Guess:

@@ -78,6 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_host_shared=st.booleans(),
         guess_tokens=st.integers(1, 20),
         keeps_prefixes=st.booleans(),
+        num_host_slots=st.sampled_from([0, 2, 6, 40]),
+        token_s=st.sampled_from([0.0, 1.0, 1.0]),
         memory_policy=st.sampled_from(tuple(MEMORY_POLICIES)),
     )
     def build(
@@ -98,6 +100,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_host_shared: bool,
         guess_tokens: int,
         keeps_prefixes: bool,
+        num_host_slots: int,
+        token_s: float,
         memory_policy: str,
     ) -> None:
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
@@ -121,6 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             slab_bytes=slab_bytes,
             host=host,
             keeps_prefixes=keeps_prefixes,
+            num_host_slots=num_host_slots,
+            token_s=token_s,
             policy=memory_policy,
         )
         self.cold_starts = RandomColdStarts(
@@ -448,6 +454,7 @@ def test_long_crowded_histories(policy: str, depth: int) -> None:
     assert sum(one.num_preemptions for one in lived) > 40
     assert sum(one.num_cold_starts for one in lived) > 40
     assert sum(one.num_found_tokens for one in lived) > 400
+    assert sum(one.num_host_tokens for one in lived) > 40
 
 
 @pytest.mark.full
@@ -466,6 +473,7 @@ class Lived(NamedTuple):
     num_cold_starts: int
     num_lanes: int  # at its end
     num_found_tokens: int  # of prompts, in the KV of others
+    num_host_tokens: int  # of these, on the host
 
 
 @pytest.mark.full
@@ -482,6 +490,7 @@ def live_through(
 ) -> Lived:
     """Run one random history, under a drawn memory policy unless one is given."""
     rng, host_rng = random.Random(seed), random.Random(f"host {seed}")
+    kv_rng = random.Random(f"KV {seed}")
     drawn_policy = random.Random(f"memory {seed}").choice(tuple(MEMORY_POLICIES))
     machine = SchedulerMachine()
     machine.depth, machine.policy = depth, policy
@@ -501,6 +510,8 @@ def live_through(
         is_host_shared=host_rng.random() < 0.5,
         guess_tokens=host_rng.choice([1, 1, 1, 5]),
         keeps_prefixes=host_rng.random() < 0.5,
+        num_host_slots=kv_rng.choice([0, 2, 6, 40]),
+        token_s=kv_rng.choice([0.0, 1.0, 1.0]),
         memory_policy=memory_policy or drawn_policy,
     )
     curses = rng.choice([0, 0, 3])
@@ -511,7 +522,10 @@ def live_through(
     machine.teardown()
     num_lanes = int(machine.made_policy.counts().get("num_lanes", 1))
     num_found = sum(request.num_cached_tokens or 0 for request in machine.requests.values())
-    return Lived(counters.num_preemptions, machine.cold_starts.num_started, num_lanes, num_found)
+    num_host = sum(request.num_host_cached_tokens for request in machine.requests.values())
+    return Lived(
+        counters.num_preemptions, machine.cold_starts.num_started, num_lanes, num_found, num_host
+    )
 
 
 def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
