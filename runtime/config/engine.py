@@ -135,6 +135,15 @@ class EngineConfig:
         "holds adapters that no request uses.",
         check=parse_num_bytes,
     )
+    host_kv_bytes: str | None = option(
+        None,
+        metavar="BYTES",
+        number_as_text=True,
+        help="Host memory, e.g. 16GiB, for KV of requests that have ended, which comes back to the "
+        "device when others begin alike; default: an eighth of what is free, 16 GiB at most. None "
+        "on a CPU without a link, where KV blocks are in the host's memory anyway.",
+        check=parse_num_bytes,
+    )
     prefix_cache: str = option(
         "on",
         choices=PREFIX_CACHES,

@@ -49,6 +49,7 @@ class SimulationOptions:
     prefix_cache: bool = False
     adapter_memory_fraction: float | None = None  # of policies that split
     host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
+    host_kv_bytes: int = 0  # for KV that has left the device
     factors: Factors = AS_MODELLED  # which nobody who decides is told of
 
 
@@ -188,6 +189,7 @@ def _make_memory(
         block_size=machine.block_size,
         block_bytes=machine.block_bytes,
         max_model_len=0,
+        num_host_slots=options.host_kv_bytes // machine.block_bytes,
         adapter_share=options.adapter_memory_fraction,
     )
     costs = ReloadCosts(

@@ -39,6 +39,7 @@ from .resources import (
     DeviceFacts,
     MemoryPlan,
     plan_copied_arena,
+    plan_host_slots,
     plan_max_model_len,
     plan_memory,
     plan_shared_arena,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from ....gpu.adapters.host import HostAdapters
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.execution.executor import DeviceExecutor
+    from ....gpu.kv.host import HostKv
     from ....gpu.model.generation import GenerationDefaults
     from ....gpu.model.load import ModelSource
     from ....profiles.profile import Profile
@@ -221,14 +223,17 @@ def _connect(
         undo.callback(host.close)
         manager = AdapterManager(facts_reader(host), base_names(config), host)
         undo.callback(manager.close)
-        coexecution = _coexecution(config, loaded, host, placement, profile, on_progress)
+        host_kv = _host_kv(loaded, memory, placement)
+        if host_kv is not None:
+            undo.callback(host_kv.close)
+        coexecution = _coexecution(config, loaded, host, placement, profile, on_progress, host_kv)
         if coexecution is not None:
             undo.callback(coexecution.close)
         assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
         executor = assemble.make_executor(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
             eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
-            assistant=None if coexecution is None else coexecution.assistant,
+            assistant=None if coexecution is None else coexecution.assistant, host_kv=host_kv,
         )  # fmt: skip
         undo.callback(executor.close)
         scheduler = make_scheduler(
@@ -253,20 +258,32 @@ def _connect(
 
 def _coexecution(
     config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", placement: Placement,
-    profile: "Profile | None", on_progress: Callable[[str], None],
+    profile: "Profile | None", on_progress: Callable[[str], None], host_kv: "HostKv | None",
 ) -> "Coexecution | None":  # fmt: skip
     """Start it where adapters are copied to the device."""
     if not _copies_adapters(config, loaded):
         return None
     from .coexecution import start_coexecution
 
-    return start_coexecution(config, loaded, host, placement, profile, on_progress)
+    return start_coexecution(config, loaded, host, placement, profile, on_progress, host_kv)
+
+
+def _host_kv(loaded: "LoadedModel", memory: MemoryPlan, placement: Placement) -> "HostKv | None":
+    """Make the room for KV on the host, before the device's first operation."""
+    if not memory.num_host_slots:
+        return None
+    from ....gpu.kv.host import HostKv
+
+    return HostKv(
+        loaded.device, memory.num_host_slots, loaded.layout.block_bytes,
+        watch_cpus=placement.background_cpus,
+    )  # fmt: skip
 
 
 def _plan_memory(
     config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts
 ) -> tuple[MemoryPlan, ArenaPlan]:
-    """Share what is free between the one budget and, where that is apart, the arena."""
+    """Share what is free between the one budget and, where those are apart, arena and host KV."""
     from ....gpu.execution import assemble
 
     device = loaded.model.device
@@ -275,13 +292,17 @@ def _plan_memory(
     if _copies_adapters(config, loaded):
         arena = plan_copied_arena(config, device.type, host_bytes)
         host_bytes -= arena.memory_bytes
+    block_bytes = loaded.layout.block_bytes
+    num_host_slots = plan_host_slots(config, block_bytes, host_bytes, has_link=arena is not None)
+    host_bytes -= num_host_slots * block_bytes
     max_model_len = _max_model_len(config, loaded.config, loaded.rope_max_len)
     device_facts = DeviceFacts(
         type=device.type,
         free_bytes=assemble.free_bytes(device, host_bytes),
-        block_bytes=loaded.layout.block_bytes,
+        block_bytes=block_bytes,
     )
     memory = plan_memory(config, device_facts, max_model_len)
+    memory = replace(memory, num_host_slots=num_host_slots)
     return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ....gpu.coexec.gateway import PredictDelta, WorkerGateway
     from ....gpu.coexec.handover import Exchange
     from ....gpu.execution.assemble import LoadedModel
+    from ....gpu.kv.host import HostKv
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def start_coexecution(
     placement: Placement,
     profile: Profile | None,
     on_progress: Callable[[str], None],
+    host_kv: "HostKv | None",
 ) -> Coexecution | None:
     """Start the workers, if there are to be any, and connect them; None without a profile.
 
@@ -83,6 +85,8 @@ def start_coexecution(
     device.adopt(compute)
     if is_cuda:  # on the CPU the kernels have read what they read when a step is over
         host.read_by(compute)
+        if host_kv is not None:
+            host_kv.used_by(compute)
     if profile is None:
         return None
     transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute

@@ -13,6 +13,9 @@ _GIB = 2**30
 # The arena that adapters are copied from, where nothing else is asked for: of what is free.
 _ARENA_SHARE = 1 / 8
 _MAX_ARENA_BYTES = 8 * _GIB
+# KV on the host, likewise. CUDA pins it at start, which takes a second for some GiB.
+_HOST_KV_SHARE = 1 / 8
+_MAX_HOST_KV_BYTES = 16 * _GIB
 # Addresses cost nothing where memory is taken page by page; twice the budget leaves holes that an
 # adapter's layers fit even where others of all sizes come and go.
 _ADDRESSES_PER_BYTE = 2
@@ -38,6 +41,7 @@ class MemoryPlan:
     max_model_len: int  # what the model allows, cut to what fits
     slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
     max_history_blocks: int | None = None  # that no request uses; None = all
+    num_host_slots: int = 0  # KV blocks that the host has room for
 
 
 def plan_max_model_len(
@@ -111,6 +115,44 @@ def _capacity_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
             f"are free on {facts.type} with the model loaded"
         )
     return asked_bytes
+
+
+def plan_host_slots(
+    config: EngineConfig, block_bytes: int, host_available_bytes: int, *, has_link: bool
+) -> int:
+    """Say how many KV blocks the host has room for.
+
+    Args:
+        config: The options.
+        block_bytes: Of one block over all layers.
+        host_available_bytes: Memory of the host that nothing else is planned for.
+        has_link: Whether the device's memory is apart from the host's.
+
+    Raises:
+        ConfigError: Room is asked for where none is of use, or too little for a block.
+        ResourceError: There is less memory than was asked for.
+    """
+    asked = config.host_kv_bytes
+    asked_bytes = None if asked is None else parse_num_bytes(asked, "--host-kv-bytes")
+    use = None
+    if not has_link:
+        use = "the model runs on a CPU, where KV blocks are in the host's memory"
+    elif config.prefix_cache == "off":
+        use = "no KV is kept (--prefix-cache off)"
+    if use is not None:
+        if asked_bytes:
+            raise ConfigError(f"--host-kv-bytes is {asked}, but {use}; leave it out")
+        return 0
+    if asked_bytes is None:
+        asked_bytes = min(int(host_available_bytes * _HOST_KV_SHARE), _MAX_HOST_KV_BYTES)
+    elif asked_bytes > host_available_bytes:
+        raise ResourceError(
+            f"--host-kv-bytes is {asked}, but only {host_available_bytes / _GIB:.3g} GiB of host "
+            "memory are free"
+        )
+    elif 0 < asked_bytes < block_bytes:
+        raise ConfigError(f"--host-kv-bytes is {asked}, but one KV block takes {block_bytes} bytes")
+    return asked_bytes // block_bytes
 
 
 @dataclass(frozen=True, slots=True)

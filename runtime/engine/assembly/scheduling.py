@@ -86,6 +86,7 @@ def _make_memory(
         max_model_len=plan.max_model_len,
         slab_bytes=plan.slab_bytes,
         max_history_blocks=plan.max_history_blocks,
+        num_host_slots=plan.num_host_slots,
         adapter_share=config.adapter_memory_fraction,
     )
     return make_device_memory(

@@ -8,6 +8,7 @@ from corun.runtime.engine.assembly.resources import (
     ArenaPlan,
     DeviceFacts,
     plan_copied_arena,
+    plan_host_slots,
     plan_max_model_len,
     plan_memory,
     plan_shared_arena,
@@ -122,6 +123,33 @@ def test_the_arena_that_shares_the_budget() -> None:
     assert small.idle_bytes == 1024
     large = plan_shared_arena(EngineConfig(host_adapter_bytes="1TiB"), 4 * GIB)
     assert large.idle_bytes == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "free_gib", "num_slots"), [(None, 4, 512), (None, 900, 16384), ("3GiB", 4, 3072)]
+)
+def test_kv_on_the_host(asked: str | None, free_gib: int, num_slots: int) -> None:
+    config = EngineConfig(host_kv_bytes=asked)
+    assert plan_host_slots(config, 2**20, free_gib * GIB, has_link=True) == num_slots
+
+
+def test_kv_on_the_host_where_it_is_of_no_use() -> None:
+    assert plan_host_slots(EngineConfig(), 2**20, 4 * GIB, has_link=False) == 0
+    assert plan_host_slots(EngineConfig(host_kv_bytes="0"), 2**20, 4 * GIB, has_link=False) == 0
+    asked = EngineConfig(host_kv_bytes="1GiB")
+    with pytest.raises(ConfigError, match="--host-kv-bytes is 1GiB.* on a CPU"):
+        plan_host_slots(asked, 2**20, 4 * GIB, has_link=False)
+    off = EngineConfig(host_kv_bytes="1GiB", prefix_cache="off")
+    with pytest.raises(ConfigError, match="--host-kv-bytes is 1GiB.*--prefix-cache off"):
+        plan_host_slots(off, 2**20, 4 * GIB, has_link=True)
+    assert plan_host_slots(EngineConfig(prefix_cache="off"), 2**20, 4 * GIB, has_link=True) == 0
+
+
+def test_kv_on_the_host_that_there_is_no_memory_for() -> None:
+    with pytest.raises(ResourceError, match="--host-kv-bytes is 5GiB.* 4 GiB"):
+        plan_host_slots(EngineConfig(host_kv_bytes="5GiB"), 2**20, 4 * GIB, has_link=True)
+    with pytest.raises(ConfigError, match="--host-kv-bytes is 4096.* 1048576 bytes"):
+        plan_host_slots(EngineConfig(host_kv_bytes="4096"), 2**20, 4 * GIB, has_link=True)
 
 
 def test_amounts_are_checked_with_the_options() -> None:
