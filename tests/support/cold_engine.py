@@ -110,6 +110,7 @@ class ColdEngine:
         self._ids = itertools.count(1)
         self.plans: list[StepPlan] = []
         self.max_cold_rows = 0  # in any of these plans
+        self.num_host_cached_tokens = 0  # of all prompts
         self.answers: dict[int, Answer] = {}
         self._num_arrived: dict[AdapterId, int] = {}
         self._gate = threading.Event()
@@ -195,6 +196,7 @@ class ColdEngine:
         for update in self.core.step(timeout_s=0.002):
             answer = self.answers[update.request_id]
             answer.token_ids += update.token_ids
+            self.num_host_cached_tokens += update.num_host_cached_tokens
             for one in update.logprobs or ():
                 answer.candidates.append(
                     dict(zip(one.top_token_ids, one.top_logprobs, strict=True))
@@ -300,7 +302,9 @@ class ColdEngine:
         assert memory.host is not None
         assert self.arena.place_ids == memory.host.place_ids
         assert self.arena.taken_bytes == memory.host.taken_bytes
-        assert all(self.pool.end(n).num_outstanding == 0 for n in range(self.pool.num_workers))
+        pool = self.coexecution.pool  # none where the model is not in bfloat16
+        ends = [] if pool is None else [pool.end(number) for number in range(pool.num_workers)]
+        assert not any(end.num_outstanding for end in ends)
 
     @property
     def arena(self) -> HostArena:

@@ -137,18 +137,18 @@ def test_kv_on_the_host_where_it_is_of_no_use() -> None:
     assert plan_host_slots(EngineConfig(), 2**20, 4 * GIB, has_link=False) == 0
     assert plan_host_slots(EngineConfig(host_kv_bytes="0"), 2**20, 4 * GIB, has_link=False) == 0
     asked = EngineConfig(host_kv_bytes="1GiB")
-    with pytest.raises(ConfigError, match="--host-kv-bytes is 1GiB.* on a CPU"):
+    with pytest.raises(ConfigError, match=r"--host-kv-bytes is 1GiB.* on a CPU"):
         plan_host_slots(asked, 2**20, 4 * GIB, has_link=False)
     off = EngineConfig(host_kv_bytes="1GiB", prefix_cache="off")
-    with pytest.raises(ConfigError, match="--host-kv-bytes is 1GiB.*--prefix-cache off"):
+    with pytest.raises(ConfigError, match=r"--host-kv-bytes is 1GiB.*--prefix-cache off"):
         plan_host_slots(off, 2**20, 4 * GIB, has_link=True)
     assert plan_host_slots(EngineConfig(prefix_cache="off"), 2**20, 4 * GIB, has_link=True) == 0
 
 
 def test_kv_on_the_host_that_there_is_no_memory_for() -> None:
-    with pytest.raises(ResourceError, match="--host-kv-bytes is 5GiB.* 4 GiB"):
+    with pytest.raises(ResourceError, match=r"--host-kv-bytes is 5GiB.* 4 GiB"):
         plan_host_slots(EngineConfig(host_kv_bytes="5GiB"), 2**20, 4 * GIB, has_link=True)
-    with pytest.raises(ConfigError, match="--host-kv-bytes is 4096.* 1048576 bytes"):
+    with pytest.raises(ConfigError, match=r"--host-kv-bytes is 4096.* 1048576 bytes"):
         plan_host_slots(EngineConfig(host_kv_bytes="4096"), 2**20, 4 * GIB, has_link=True)
 
 
