@@ -113,6 +113,18 @@ class PrefixCache:
                 num_left += self._tree.num_blocks_of(namespace)
         return not num_left
 
+    def behind(self, adapter_id: AdapterId) -> list[KvNode]:
+        """Return what a version could use and nobody holds; what is behind another before that.
+
+        O(namespaces), and what there is.
+        """
+        found: list[KvNode] = []
+        for namespace, versions in self._versions.items():
+            if adapter_id in versions:
+                assert self._tree is not None
+                found += self._tree.unreferenced(namespace)
+        return found
+
     def num_blocks_without(self, is_on_device: Callable[[AdapterId], bool]) -> int:
         """Blocks of namespaces of which no version is on the device. O(namespaces)."""
         if self._tree is None:

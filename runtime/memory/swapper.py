@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from ...profiles.link import Direction
 from ..plan import BlockId, HostSlot, KvTransfer
+from .adapter_cache import DeviceCopy
 from .block_pool import BlockPool
 from .host_slots import HostSlots
 from .kv_tree import KvNode, KvTree
-from .policies.policy import MemoryPolicy
+from .policies.facts import RankingPolicy
 from .prefix_cache import PrefixCache
 from .reload_cost import ReloadCosts
 from .transfers import OpenCopy, TransferTable
@@ -32,7 +33,7 @@ class KvSwapper:
 
     def __init__(
         self, tree: KvTree, pool: BlockPool, prefixes: PrefixCache, slots: HostSlots,
-        policy: MemoryPolicy, transfers: TransferTable, costs: ReloadCosts,
+        policy: RankingPolicy, transfers: TransferTable, costs: ReloadCosts,
     ) -> None:  # fmt: skip
         """Nothing has been copied.
 
@@ -193,12 +194,20 @@ class KvSwapper:
         """Yield blocks about as they would leave the device.
 
         A parent is next when its last child has gone, since it was used when that was: how the
-        policy would rank it then, it does not say.
+        policy would rank it then, it does not say. What leaves with its adapter goes at once, so
+        its beginning is first: the rest is of no use alone.
         """
         num_gone: dict[KvNode, int] = {}
+        seen: set[KvNode] = set()
         for item in self._policy.victims():
+            if isinstance(item, DeviceCopy) and self._policy.rules.ties_kv_to_adapter:
+                for one in reversed(self._prefixes.behind(item.adapter_id)):
+                    if one not in seen:
+                        seen.add(one)
+                        yield one
             node = item if isinstance(item, KvNode) else None
-            while node is not None:
+            while node is not None and node not in seen:
+                seen.add(node)
                 yield node
                 parent = node.parent
                 if parent is None or parent.num_references:
