@@ -137,7 +137,7 @@ class KvSwapper:
             return
         self._num_leaving -= len(copy.nodes)
         for node, slot in zip(copy.nodes, copy.command.host_slots, strict=True):
-            if has_failed or node.root is None:
+            if has_failed:
                 self._slots.put_back((slot,))
             else:
                 self._tree.set_host_slot(node, slot)

@@ -205,6 +205,21 @@ def test_a_prefix_comes_back_to_new_blocks_and_is_read_at_the_end() -> None:
     assert memory.pool.num_used_blocks == 0
 
 
+def test_slots_that_are_read_are_nobody_elses() -> None:
+    memory = make(num_host_slots=3)
+    path = send_away(memory, 1, 3)
+    copy = bring(memory, 1, 3)
+    keep(memory, 1_000, 97)
+    assert not copies_of(memory), "there is no other room"
+    end(memory, copy)
+    memory.prefixes.hold(path)
+    assert not copies_of(memory), "a request may have others to come to"
+    memory.prefixes.let_go(path)
+    (copy,) = copies_of(memory)
+    assert set(copy.block_ids).isdisjoint(node.block_id for node in path)
+    assert not any(node.host_slot is not None for node in path)
+
+
 def test_what_did_not_come_is_forgotten_with_all_behind_it() -> None:
     memory = make()
     path = send_away(memory, 1, 6)
@@ -292,9 +307,9 @@ class SwapMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from([name for name in MEMORY_POLICIES if name != "slora"]),
-        num_blocks=st.integers(8, 50),
-        num_host_slots=st.integers(1, 60),
-        max_history_blocks=st.none() | st.integers(3, 30),
+        num_blocks=st.integers(8, 24),
+        num_host_slots=st.sampled_from([1, 2, 3, 5, 9, 60]),
+        max_history_blocks=st.none() | st.integers(3, 12),
     )
     def build(
         self, policy: str, num_blocks: int, num_host_slots: int, max_history_blocks: int | None
@@ -355,11 +370,21 @@ class SwapMachine(RuleBasedStateMachine):
     def make_room(self, num_blocks: int) -> None:
         self.memory.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
 
-    @rule()
-    def plan(self) -> None:
-        self.memory.copy_ahead(self.now_s)
-        self.memory.take_evictions()
-        self.take_commands()
+    @rule(num_plans=st.integers(1, 4))
+    def plan(self, num_plans: int) -> None:
+        for _ in range(num_plans):
+            self.memory.copy_ahead(self.now_s)
+            self.memory.take_evictions()
+            self.take_commands()
+
+    @rule(is_adapter=st.booleans(), symbols=st.lists(st.integers(0, 1), min_size=2, max_size=12))
+    def come_and_go(self, is_adapter: bool, symbols: list[int]) -> None:
+        """What mostly happens: history that nobody holds."""
+        self.begin(is_adapter, symbols)
+        self.end_request(len(self.requests) - 1)
+        self.plan(2)
+        while self.copies and len(symbols) % 3:
+            self.end_copy(0, False)
 
     @precondition(lambda self: self.known)
     @rule(number=st.integers(0, 99))
@@ -448,5 +473,5 @@ class SwapMachine(RuleBasedStateMachine):
 
 TestSwapping = SwapMachine.TestCase
 TestSwapping.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, database=None
+    max_examples=150, stateful_step_count=60, deadline=None, derandomize=True, database=None
 )
