@@ -52,8 +52,9 @@ REFRESH_S = 20.0  # of policies that cut queues
 OUTCOMES = (Outcome.TOKENS, Outcome.RETRY, Outcome.FAILED)
 
 
-def adapter_of(adapter: int) -> AdapterFacts:
-    return AdapterFacts(f"content {adapter}", 8, adapter * 130, host_bytes=(PAGESIZE,) * adapter)
+def adapter_of(version: AdapterId) -> AdapterFacts:
+    size = (version - 1) % NUM_ADAPTERS + 1
+    return AdapterFacts(f"content {version}", 8, size * 130, host_bytes=(PAGESIZE,) * size)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -157,6 +158,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[RequestId, Request] = {}
         self.outputs: dict[RequestId, list[int]] = {}
         self.ended: dict[RequestId, RequestEvent] = {}
+        self.versions = [AdapterId(number) for number in range(NUM_ADAPTERS + 1)]  # newest ones
+        self.dropped: set[AdapterId] = set()
         self.failing_adapters: set[AdapterId] = set()
         self.was_failed: set[RequestId] = set()
         self.now_s = 0.0
@@ -205,7 +208,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The next turn of a conversation, perhaps with another adapter."""
         request = list(self.requests.values())[index % len(self.requests)]
         prompt = (*request.prompt_token_ids, *self.outputs[request.request_id], *range(num_more))
-        adapter = request.adapter_id if other_adapter is None else other_adapter
+        adapter = request.adapter_id and (request.adapter_id - 1) % NUM_ADAPTERS + 1
+        adapter = adapter if other_adapter is None else other_adapter
         self.arrive_one(prompt[: MAX_MODEL_LEN - 1], 5, adapter, False, self.now_s)
 
     def arrive_one(
@@ -222,8 +226,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt=prompt,
             max_tokens=max_tokens,
             arrival_s=arrival_s,
-            adapter_id=AdapterId(adapter),
-            adapter=adapter_of(adapter) if adapter else None,
+            adapter_id=self.versions[adapter],
+            adapter=adapter_of(self.versions[adapter]) if adapter else None,
             ignore_eos=ignore_eos,
             min_tokens=min(2, max_tokens or 2),
         )
@@ -320,15 +324,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pin(self, adapter: int, is_pinned: bool) -> None:
         """Pin an adapter if that leaves room for all, or let it go again."""
         memory = self.scheduler.memory
-        adapter_id, pins = AdapterId(adapter), memory.pins
+        adapter_id, pins = self.versions[adapter], memory.pins
         if not is_pinned:
             pins.unpin(adapter_id)
         elif memory.host is not None and memory.host.is_device_memory:
             return  # where it would lie, is so small here that nothing else would find room
         elif adapter_id not in pins:
             with contextlib.suppress(RequestError):
-                self.scheduler.check_pin(adapter_of(adapter).num_bytes)
-                pins.pin(adapter_id, adapter_of(adapter))
+                self.scheduler.check_pin(adapter_of(adapter_id).num_bytes)
+                pins.pin(adapter_id, adapter_of(adapter_id))
 
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 50))
@@ -342,6 +346,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         event = self.scheduler.abort(request_id, self.now_s)
         assert (event is None) == (request_id not in self.requests or request_id in self.ended)
         self.take([] if event is None else [event])
+
+    @rule(adapter=st.integers(1, NUM_ADAPTERS))
+    def drop(self, adapter: int) -> None:
+        """An adapter gets other content; nobody names the old one any more."""
+        version = self.versions[adapter]
+        left = self.requests.keys() - self.ended.keys()
+        if all(self.requests[request_id].adapter_id != version for request_id in left):
+            self.scheduler.memory.pins.unpin(version)
+            self.scheduler.drop_adapter(version)
+            self.dropped.add(version)
+            self.versions[adapter] = AdapterId(version + NUM_ADAPTERS)
 
     def fill(self) -> None:
         while self.scheduler.num_in_flight < self.depth and self.schedule_one():
@@ -399,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         dropped = set(memory.cache.resident_ids())
         for _ in self.turns_to_end():
             self.parts_agree()
-        assert set(memory.take_gone()) == dropped
+        assert set(memory.take_gone()) == dropped | self.dropped
         if memory.host is not None:
             assert memory.host.num_used == 0
             assert self.executor.host is not None
@@ -412,7 +427,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work():
                 return
             self.fill()
-            assert self.executor.steps or self.executor.transfers, "stuck"
+            is_moving = self.executor.steps or self.executor.transfers
+            assert is_moving or not self.scheduler.has_work(), "stuck"
             for transfer_id in list(self.executor.transfers):
                 self.executor.finish_transfer(transfer_id)
             if self.executor.steps:
@@ -510,8 +526,8 @@ def live_through(
         is_host_shared=host_rng.random() < 0.5,
         guess_tokens=host_rng.choice([1, 1, 1, 5]),
         keeps_prefixes=host_rng.random() < 0.5,
-        num_host_slots=kv_rng.choice([0, 2, 6, 40]),
-        token_s=kv_rng.choice([0.0, 1.0, 1.0]),
+        num_host_slots=kv_rng.choice([0, 3, 9, 40]),
+        token_s=kv_rng.choice([0.0, 1.0, 1.0, 1.0, 1.0]),
         memory_policy=memory_policy or drawn_policy,
     )
     curses = rng.choice([0, 0, 3])
@@ -550,6 +566,7 @@ def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
         (curses, bool(machine.requests), lambda: machine.curse(rng.randint(0, 50))),
         (2, bool(executor.steps), machine.lose_step),
         (3, True, lambda: machine.pin(rng.randint(1, NUM_ADAPTERS), rng.random() < 0.3)),
+        (1, True, lambda: machine.drop(rng.randint(1, NUM_ADAPTERS))),
     ]
     (_, can_happen, action), *_ = rng.choices(actions, weights=[one[0] for one in actions])
     if can_happen:
