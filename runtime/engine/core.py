@@ -236,7 +236,7 @@ class EngineCore:
             num_waiting=self._scheduler.num_waiting,
             kv_blocks_used=memory.pool.num_used_blocks,
             kv_blocks_total=memory.pool.num_blocks,
-            kv_blocks_invalid=memory.num_invalid_kv_blocks,
+            kv_blocks_invalid=memory.tied_kv.num_invalid_blocks,
             adapter_bytes_used=memory.cache.used_bytes,
             num_preemptions=counters.num_preemptions,
             num_steps=self._num_steps,

@@ -28,6 +28,7 @@ from .prefix_cache import PrefixCache
 from .registrations import AdapterRegistrations
 from .room import RoomMaker
 from .swapper import KvSwapper
+from .tied_kv import TiedKv
 from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
 
 
@@ -58,6 +59,7 @@ class DeviceMemory:
         slots = HostSlots(num_host_slots)
         reuse = None if inputs is None else inputs.kv_reuse
         self.prefixes = PrefixCache(pool, tree, cache.policy, slots, reuse)
+        self.tied_kv = TiedKv(cache, self.prefixes)
         self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
         self.transfers = TransferTable() if transfers is None else transfers
         self._inputs = inputs
@@ -67,14 +69,13 @@ class DeviceMemory:
             self.swapper = KvSwapper(
                 tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs
             )
-        self._rules = cache.policy.rules
-        self._max_history_blocks = max_history_blocks if self._rules.keeps_history else 0
+        keeps_history = cache.policy.rules.keeps_history
+        self._max_history_blocks = max_history_blocks if keeps_history else 0
         self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident ones
         self._num_draining_blocks = 0
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
-        self._orphaned: dict[AdapterId, None] = {}  # that may have KV without the adapter
         self._gone: list[AdapterId] = []
 
     @property
@@ -87,13 +88,6 @@ class DeviceMemory:
     def num_host_evictions(self) -> int:
         """Adapters that have left the host's memory to make room so far."""
         return 0 if self.host is None else self.host.num_evictions
-
-    @property
-    def num_invalid_kv_blocks(self) -> int:
-        """Blocks that nobody could use now, because their adapter is not on the device."""
-        if self._rules.ties_kv_to_adapter:
-            return 0
-        return self.prefixes.num_blocks_without(self._is_on_device)
 
     def can_ever_hold(
         self, num_blocks: int, adapter_bytes: int, adapter_id: AdapterId = BASE_ADAPTER
@@ -309,7 +303,7 @@ class DeviceMemory:
 
     def take_evictions(self) -> tuple[AdapterId, ...]:
         """Return the adapters that leave the device with the next plan."""
-        self._clear_orphaned()
+        self.tied_kv.follow()
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id)
         evictions, self._evictions = tuple(self._evictions), []
@@ -347,12 +341,7 @@ class DeviceMemory:
         assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
         if self.swapper is not None:
             self.swapper.check_invariants()
-        if self._rules.ties_kv_to_adapter:
-            orphaned = self._orphaned
-            num_blocks = self.prefixes.num_blocks_without(
-                lambda adapter_id: adapter_id in orphaned or self._is_on_device(adapter_id)
-            )
-            assert not num_blocks, "KV is on the device without its adapter"
+        self.tied_kv.check_invariants()
         self.transfers.check_invariants()
         for transfer in self.transfers:
             if isinstance(transfer, OpenLoad):
@@ -368,7 +357,7 @@ class DeviceMemory:
         adapter_id, place = load.command.adapter_id, load.command.host
         if has_failed:
             self.cache.fail_load(adapter_id)
-            self._orphaned[adapter_id] = None
+            self.tied_kv.load_failed(adapter_id)
         else:
             self.cache.finish_load(adapter_id)
         if self.host is None:
@@ -385,33 +374,16 @@ class DeviceMemory:
         """Evict an idle adapter with the next plan."""
         self.cache.evict(adapter_id)
         self._evictions.append(adapter_id)
-        if self._rules.ties_kv_to_adapter and not self.prefixes.evict_behind(
-            adapter_id, self._is_on_device
-        ):
-            self._orphaned[adapter_id] = None
+        self.tied_kv.adapter_left(adapter_id)
         if self.host is not None and self.host.is_device_memory:
             self.host.end_use(self._read_in_place.pop(adapter_id))
-
-    def _clear_orphaned(self) -> None:
-        """Let KV go that was computed, or copied, while its adapter came or went."""
-        for adapter_id in tuple(self._orphaned):
-            if self.cache.has_failed(adapter_id):
-                continue  # until the last request has let go of it
-            if not self._rules.ties_kv_to_adapter or self.prefixes.evict_behind(
-                adapter_id, self._is_on_device
-            ):
-                del self._orphaned[adapter_id]
-
-    def _is_on_device(self, adapter_id: AdapterId) -> bool:
-        """Or on its way there."""
-        return self.cache.state(adapter_id) is not AdapterState.ABSENT
 
     def _collect_gone(self) -> None:
         """Move dropped adapters that have left the device to ``_gone``."""
         for adapter_id in tuple(self._dropped):
             if self.cache.state(adapter_id) is AdapterState.ABSENT:
                 del self._dropped[adapter_id]
-                self._orphaned.pop(adapter_id, None)
+                self.tied_kv.forget(adapter_id)
                 self.prefixes.drop_version(adapter_id)
                 self.cache.forget(adapter_id)
                 self._gone.append(adapter_id)

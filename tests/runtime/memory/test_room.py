@@ -29,16 +29,16 @@ def test_kv_goes_with_its_adapter_where_that_is_the_rule() -> None:
     assert evicts_adapter(memory, 500) == (A,)
     assert num_found(memory, 10, b"a") == 0 and num_found(memory, 20) == 1
     assert memory.budget.free_bytes == 7 * BLOCK_BYTES, "its KV counts as what it freed"
-    assert memory.num_invalid_kv_blocks == 0
+    assert memory.tied_kv.num_invalid_blocks == 0
 
 
 def test_and_stays_where_it_is_not() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="discard-idle")
     history(memory)
     assert memory.take_evictions() == (A,), "nobody waits for it"
-    assert num_found(memory, 10, b"a") == 2 and memory.num_invalid_kv_blocks == 2
+    assert num_found(memory, 10, b"a") == 2 and memory.tied_kv.num_invalid_blocks == 2
     load(memory, A, 100)
-    assert memory.num_invalid_kv_blocks == 0
+    assert memory.tied_kv.num_invalid_blocks == 0
 
 
 def test_kv_that_another_version_on_the_device_may_use_stays() -> None:
