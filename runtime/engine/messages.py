@@ -104,7 +104,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]  # from generation_config.json
-    kv_capacity_tokens: int
+    kv_capacity_tokens: int  # on the device
     memory_bytes: int  # KV and adapters together
     max_num_waiting: int
     model_path: str  # directory or hub id of the model and its tokenizer
@@ -112,6 +112,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     backends: dict[str, str]  # what is computed (attention, LoRA and so on), and by what
     summary: tuple[str, ...]  # lines for the log
     adapter_memory_bytes: int | None = None  # of it for adapters alone; None = shared with KV
+    host_kv_tokens: int = 0  # whose KV the host has room for
     # Measuring failed at start: there is no co-execution, requests wait for their adapters.
     has_profile_failed: bool = False
 

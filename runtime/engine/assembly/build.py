@@ -344,6 +344,7 @@ def _model_info(
         eos_token_ids=defaults.eos_token_ids,
         default_sampling=defaults.sampling,
         kv_capacity_tokens=memory.num_blocks * config.block_size,
+        host_kv_tokens=memory.num_host_slots * config.block_size,
         memory_bytes=memory.capacity_bytes,
         adapter_memory_bytes=memory.slab_bytes,
         max_num_waiting=config.max_num_waiting,

@@ -22,7 +22,7 @@ def summary_lines(
         f"model     {info.name} ({info.dtype} on {info.device}; {chosen})",
         f"device    {', '.join(f'{what} {name}' for what, name in info.device_choices.items())}",
         f"context   {info.max_model_len} tokens per request",
-        f"memory    {_memory_line(info)}, KV for {info.kv_capacity_tokens} tokens",
+        f"memory    {_memory_line(info)}, {_kv_line(info)}",
         f"cores     {cores}",
         f"adapters  {_adapter_line(info, adapters)}",
     )
@@ -36,6 +36,11 @@ def _memory_line(info: ModelInfo) -> str:
     if info.adapter_memory_bytes is None:
         return line
     return f"{line}, {info.adapter_memory_bytes / _GIB:.3g} GiB of it for adapters alone"
+
+
+def _kv_line(info: ModelInfo) -> str:
+    line = f"KV for {info.kv_capacity_tokens} tokens"
+    return f"{line} and {info.host_kv_tokens} on the host" if info.host_kv_tokens else line
 
 
 def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:

@@ -36,6 +36,12 @@ def test_names_everything_a_user_needs() -> None:
     assert "2 ready, ranks 8 to 64, 9.0 MiB; all fit at once" in text
 
 
+def test_says_how_much_kv_the_host_has_room_for() -> None:
+    assert "on the host" not in "\n".join(summary_lines(INFO, [], {}, ""))
+    info = msgspec.structs.replace(INFO, host_kv_tokens=9000)
+    assert "KV for 4096 tokens and 9000 on the host" in "\n".join(summary_lines(info, [], {}, ""))
+
+
 def test_says_how_many_adapters_fit() -> None:
     adapters = [adapter(str(i), 8, 4) for i in range(3)]
     assert "2 of them fit at once" in summary_lines(INFO, adapters, {}, "")[-1]
