@@ -23,7 +23,7 @@ from .transfers import OpenCopy, TransferTable
 _RESERVE_SHARE = 0.05
 # What one plan copies, and what it copies while requests wait for something to come.
 _PLAN_SHARE = 0.03
-_PLAN_SHARE_BESIDE_DEMAND = 0.005
+_PLAN_SHARE_BESIDE_DEMAND = 0.01
 # So many blocks have to be used or to go before the order is looked at again.
 _CHANGE_SHARE = 0.01
 
