@@ -69,7 +69,7 @@ _SATURATING_RPS = 1000.0
 _RESULTS = Path(__file__).with_name("results") / "policies"
 # For what is said before anything was run: seconds that a cell takes on one core, and how many
 # rates a bisection tries.
-_CELL_S = 4.0
+_CELL_S = 6.0
 _TRIED_RATES = 6
 
 

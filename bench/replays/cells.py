@@ -24,9 +24,9 @@ from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
 
 BASELINE = "slora"  # fcfs without headroom, which drops idle adapters, as S-LoRA does
 POLICIES = (BASELINE, *SCHEDULER_POLICIES)
-# ``corun`` with KV that may be on the device without its adapter.
-UNTIED = "corun-untied"
-MEMORY = (*MEMORY_POLICIES, UNTIED)
+# ``corun`` whose KV leaves the device with its adapter.
+TIED = "corun-tied"
+MEMORY = (*MEMORY_POLICIES, TIED)
 SPLIT = "static-split"
 _SPLIT_SHARE = 0.2  # of memory, for adapters
 DROPPED_SHARE = 0.05  # of the requests: while the engine fills
@@ -125,7 +125,7 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
 
 
 def _memory_policy(name: str) -> str | MakeMemoryPolicy:
-    return partial(CorunMemoryPolicy, ties_kv_to_adapter=False) if name == UNTIED else name
+    return partial(CorunMemoryPolicy, ties_kv_to_adapter=True) if name == TIED else name
 
 
 def _predictor(

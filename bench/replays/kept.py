@@ -17,7 +17,7 @@ from pathlib import Path
 
 import corun
 
-from replays.cells import BASELINE, UNTIED, Cell, Figures
+from replays.cells import BASELINE, TIED, Cell, Figures
 
 PRODUCT = Path(corun.__file__).parent
 _CELLS = Path(__file__).with_name("cells.py")
@@ -39,7 +39,7 @@ _OWN: Mapping[str, Sequence[str]] = {
 _LRU = ("lru.py",)
 _OWN_OF_MEMORY: Mapping[str, Sequence[str]] = {
     "corun": ("corun.py",),
-    UNTIED: ("corun.py",),
+    TIED: ("corun.py",),
     "lru": _LRU,
     "chameleon": ("chameleon.py", *_LRU),
     "libra": ("libra.py",),

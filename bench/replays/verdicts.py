@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paired import Ratio, ratio_of
 
-from replays.cells import ACCURACY, BASELINE, SPLIT, UNTIED, Figures, predictor_name
+from replays.cells import ACCURACY, BASELINE, SPLIT, TIED, Figures, predictor_name
 from replays.settings import (
     ACCURACY_SETTINGS,
     FULL_MEMORY_SETTINGS,
@@ -134,7 +134,7 @@ def memory_bounds() -> list[Bound]:
             continue
         for other, share in _lower_means(setting):
             bounds.append(Bound(setting, "corun", other, "mean", 1.0 - share, is_lower=True))
-        for other in ("lru", "libra", "chameleon", UNTIED, SPLIT):
+        for other in ("lru", "libra", "chameleon", TIED, SPLIT):
             bounds.append(Bound(setting, "corun", other, "mean", _MAX_MEAN, is_lower=False))
     return bounds
 

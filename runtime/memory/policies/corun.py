@@ -36,10 +36,11 @@ class CorunMemoryPolicy:
     when something last went: that of the victim, wherever the lowest is the victim. All but c is as
     of the last visit, so that a block which becomes a leaf late is as old as the rest of its
     prefix. What has no bytes goes last. Nothing is remembered of what has left: on traces of
-    adapters that was worth as much here as it cost there. Every call takes O(log n).
+    adapters that was worth as much here as it cost there. KV may stay without its adapter, which
+    comes back sooner than such KV is computed. Every call takes O(log n).
     """
 
-    def __init__(self, facts: MemoryFacts, *, ties_kv_to_adapter: bool = True) -> None:
+    def __init__(self, facts: MemoryFacts, *, ties_kv_to_adapter: bool = False) -> None:
         self.rules = MemoryRules(ties_kv_to_adapter=ties_kv_to_adapter)
         self._reload_cost_s = facts.reload_cost_s
         self._kv_reuse_share = facts.kv_reuse_share

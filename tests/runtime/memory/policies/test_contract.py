@@ -193,5 +193,5 @@ def test_what_the_memory_does_beside_ranks() -> None:
     )
     assert set(MEMORY_POLICIES) - keeps_idle == {"discard-idle", "slora"}
     assert set(MEMORY_POLICIES) - keeps_history == {"slora"}
-    assert ties == {"corun", "lru", "chameleon", "libra"}
+    assert ties == {"lru", "chameleon", "libra"}
     assert is_split == {"static-split"}

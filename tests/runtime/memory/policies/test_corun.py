@@ -144,6 +144,6 @@ def test_a_new_block_is_worth_as_much_as_others_were_found(
     assert names.index("found") + 1 == names.index("other")
 
 
-def test_the_rule_for_blocks_without_adapter_may_be_off() -> None:
-    assert CorunMemoryPolicy(facts_of()).rules.ties_kv_to_adapter
-    assert not CorunMemoryPolicy(facts_of(), ties_kv_to_adapter=False).rules.ties_kv_to_adapter
+def test_the_rule_for_blocks_without_adapter_may_be_on() -> None:
+    assert not CorunMemoryPolicy(facts_of()).rules.ties_kv_to_adapter
+    assert CorunMemoryPolicy(facts_of(), ties_kv_to_adapter=True).rules.ties_kv_to_adapter
