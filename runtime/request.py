@@ -55,7 +55,7 @@ class Request:
     num_preemptions: int = 0
     num_swap_ins: int = 0  # begun for it since it waits
     coming_tokens: range = range(0)  # positions whose KV the last one brings
-    num_counted_prompt_tokens: int = 0  # for statistics: each prompt token counts once
+    num_counted_prompt_tokens: int = 0  # computed or found; each prompt token counts once
     is_announced: bool = False  # the executor knows it
     is_held: bool = False  # not to be scheduled until no step in flight refers to it
     is_cold: bool = False  # runs although its adapter is not wholly on the device
@@ -105,16 +105,20 @@ class Request:
         """Under which its KV is found. What short contexts make is of no use in long ones."""
         return self.namespace + b"short" if self.has_short_kv else self.namespace
 
-    def found(self, num_tokens: int) -> None:
-        """It begins to run behind so many tokens whose KV was there."""
+    def found(self, num_tokens: int) -> int:
+        """It begins to run behind so many tokens whose KV was there.
+
+        Returns how many of them the statistics do not know: what it had computed, or found, before
+        it was preempted is no hit.
+        """
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_tokens
             coming = self.coming_tokens
             self.num_host_cached_tokens = len(range(coming.start, min(coming.stop, num_tokens)))
         self.num_swap_ins, self.coming_tokens = 0, range(0)
-        self.num_counted_prompt_tokens = max(
-            self.num_counted_prompt_tokens, min(num_tokens, self.num_prompt_tokens)
-        )
+        num_counted = self.num_counted_prompt_tokens
+        self.num_counted_prompt_tokens = max(num_counted, min(num_tokens, self.num_prompt_tokens))
+        return self.num_counted_prompt_tokens - num_counted
 
     def token_ids_of(self, start: int, end: int) -> tuple[int, ...]:
         """Known tokens from position ``start`` up to ``end``."""

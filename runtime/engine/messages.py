@@ -189,6 +189,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_prefetch_misses: int = 0
     prefetch_missed_bytes: int = 0
     kv_blocks_invalid: int = 0  # their adapter is not on the device
+    prompt_tokens_cached: int = 0  # found on the device, and so not among the computed ones
 
 
 class StepOutputs(EngineMessage, frozen=True):

@@ -10,6 +10,7 @@ from ..plan import BASE_ADAPTER, AdapterId
 from ..request import Request
 from .cold import ColdStarts
 from .config import SchedulerConfig
+from .events import SchedulerCounters
 from .forecast import ArrivalForecast
 from .limits import blocks_for
 from .policy import NO_ROOM, SchedulerPolicy, Verdict
@@ -29,6 +30,7 @@ class Admission:
         memory: DeviceMemory,
         running: RunningSet,
         cold_starts: ColdStarts,
+        counters: SchedulerCounters,
         forecast: ArrivalForecast | None = None,
     ) -> None:
         """All are the scheduler's own. ``forecast``: None = nobody loads what is not asked for."""
@@ -38,6 +40,7 @@ class Admission:
         self._running = running
         self._cold_starts = cold_starts
         self._forecast = forecast
+        self._counters = counters
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
@@ -222,7 +225,7 @@ class Admission:
         self._memory.cache.remove_waiting(request.adapter_id)
         self._running.start(request, path, block_ids, now_s)
         self._memory.prefixes.visit(path, now_s)
-        request.found(len(path) * self._config.block_size)
+        self._counters.prompt_tokens_cached += request.found(len(path) * self._config.block_size)
         request.is_cold = self._memory.cache.state(request.adapter_id) is AdapterState.LOADING
         draft.announce(request)
         draft.append_blocks(request, 0)

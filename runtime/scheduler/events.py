@@ -47,7 +47,9 @@ class SchedulerCounters:
     num_preemptions: int = 0
     num_failed_steps: int = 0
     num_retried_rows: int = 0  # came to nothing, whoever was to blame, and were planned again
-    prompt_tokens_computed: int = 0  # each prompt token counts once
+    # Each prompt token counts once: as computed, or as found on the device.
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
     generated_tokens: int = 0
 
 

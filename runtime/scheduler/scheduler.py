@@ -80,7 +80,7 @@ class Scheduler:
         )
         self.forecast = ArrivalForecast() if config.prefetch_expected else None
         self._admission = Admission(
-            config, policy, memory, self._running, self._cold_starts, self.forecast
+            config, policy, memory, self._running, self._cold_starts, self.counters, self.forecast
         )
         self._recovery = Recovery()
         self._results = ResultReader(

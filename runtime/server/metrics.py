@@ -7,7 +7,7 @@ bounded: outcomes, routes and status codes are closed sets, adapters are capped.
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -125,7 +125,7 @@ class ServerMetrics:
         yield self._gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
         yield self._gauge("num_requests_running", "Requests that run.", stats.num_running)
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 means all.", used)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks that requests hold; 1 means all.", used)
         yield self._gauge(
             "kv_blocks_invalid", "KV blocks without their adapter.", stats.kv_blocks_invalid
         )
@@ -212,6 +212,12 @@ class ServerMetrics:
 
     def _counters(self) -> Iterator[Metric]:
         stats = self._engine.get_stats()
+        # Of all prompts: ``prompt_tokens`` are of those that were answered.
+        sources = {
+            "local_compute": stats.prompt_tokens_computed,
+            "local_cache_hit": stats.prompt_tokens_cached,
+        }
+        num_sought = sum(sources.values())
         for name, text, value in (
             ("num_preemptions", "Requests sent back to waiting.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
@@ -226,48 +232,45 @@ class ServerMetrics:
             ),
             ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens whose KV was sought.", num_sought),
+            ("prefix_cache_hits", "Those of them on the device.", stats.prompt_tokens_cached),
         ):
             family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
-        prefetches = CounterMetricFamily(
-            self._name("adapter_prefetches"),
+        yield self._counts(
+            "adapter_prefetches",
             "Loads of adapters that were expected, by whether they were asked for.",
-            labels=["model_name", "outcome"],
-        )
-        prefetches.add_metric([self._model_name, "hit"], stats.num_prefetch_hits)
-        prefetches.add_metric([self._model_name, "miss"], stats.num_prefetch_misses)
-        yield prefetches
-        evictions = CounterMetricFamily(
-            self._name("lora_adapter_evictions"),
-            "Adapters that left a level of memory.",
-            labels=["model_name", "level"],
-        )
-        evictions.add_metric([self._model_name, "gpu"], stats.num_device_evictions)
-        evictions.add_metric([self._model_name, "cpu"], stats.num_host_evictions)
-        yield evictions
-        starts = CounterMetricFamily(
-            self._name("adapter_cold_starts"),
+            "outcome", {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
+        )  # fmt: skip
+        yield self._counts(
+            "prompt_tokens_by_source", "Prompt tokens by where their KV came from first.",
+            "source", sources,
+        )  # fmt: skip
+        yield self._counts(
+            "lora_adapter_evictions", "Adapters that left a level of memory.", "level",
+            {"gpu": stats.num_device_evictions, "cpu": stats.num_host_evictions},
+        )  # fmt: skip
+        yield self._counts(
+            "adapter_cold_starts",
             "Requests whose adapter was not on the device, by how they were started.",
-            labels=["model_name", "strategy"],
+            "strategy", stats.cold_starts,
+        )  # fmt: skip
+        yield self._counts(
+            "request_success", "Choices that ended, by reason.", "finished_reason", self.finished
         )
-        for strategy, count in sorted(stats.cold_starts.items()):
-            starts.add_metric([self._model_name, strategy], count)
-        yield starts
-        success = CounterMetricFamily(
-            self._name("request_success"),
-            "Choices that ended, by reason.",
-            labels=["model_name", "finished_reason"],
-        )
-        for reason, count in sorted(self.finished.items()):
-            success.add_metric([self._model_name, reason], count)
-        yield success
         http = CounterMetricFamily(
             self._name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
         )
         for labels, count in sorted(self.http_requests.items()):
             http.add_metric(list(labels), count)
         yield http
+
+    def _counts(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(self._name(name), text, labels=["model_name", label])
+        for value, count in sorted(counts.items()):
+            family.add_metric([self._model_name, value], count)
+        return family
 
     def _histogram(self, name: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(

@@ -157,6 +157,8 @@ def test_metrics_move(server: Served) -> None:
     assert moved("generation_tokens_total") == len("EVENING") + 1
     assert moved("request_success_total") == 1
     assert moved("engine_steps_total") >= 2
+    assert moved("prompt_tokens_by_source_total") == moved("prompt_tokens_total")
+    assert moved("prefix_cache_queries_total") == moved("prompt_tokens_total")
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
         assert moved(f"{name}_count") == 1
         assert moved(f"{name}_sum") > 0

@@ -51,6 +51,7 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
     run_to_end(scheduler, executor)
     assert turn.num_cached_tokens == 20
     assert scheduler.counters.prompt_tokens_computed == num_computed + 3
+    assert scheduler.counters.prompt_tokens_cached == 20
     assert scheduler.memory.pool.num_used_blocks == 0
 
 
@@ -100,6 +101,8 @@ def test_a_preempted_request_goes_on_behind_its_own() -> None:
     num_needed = sum(len(r.prompt_token_ids) + len(r.output_token_ids) - 1 for r in pair)
     num_again = num_row_tokens - num_needed
     assert num_again < scheduler.counters.num_preemptions * 10, "not all of it is computed again"
+    counters = scheduler.counters
+    assert (counters.prompt_tokens_computed, counters.prompt_tokens_cached) == (20, 0), "no hits"
 
 
 def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
