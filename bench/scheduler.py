@@ -2,10 +2,12 @@
 
 64 rows decode while others wait, of mixed sizes, outputs and adapters. In three situations: nobody
 gets in for want of KV; or for want of room for adapters; or a row ends now and then and somebody
-is admitted. The executor is a stub that returns a token per row, whose time is not counted. A
-refresh is the schedule in which a policy with lanes cuts them anew. The last line is JSON.
+is admitted. The first and the last also with a full tree: what is left of the pool is history of
+65,000 blocks, so that whoever takes a block evicts one; for one policy by every ranking of history.
+The executor is a stub that returns a token per row, whose time is not counted. A refresh is the
+schedule in which a policy with lanes cuts them anew. The last line is JSON.
 
-    python bench/scheduler.py [--steps 300] [--policies corun chameleon]
+    python bench/scheduler.py [--steps 300] [--policies corun chameleon] [--memory-policies lru]
 """
 
 import argparse
@@ -13,16 +15,17 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from corun.runtime.adapter import AdapterFacts
-from corun.runtime.memory.adapter_cache import AdapterCache
-from corun.runtime.memory.block_pool import BlockPool
-from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.memory.kv_tree import KvNode
+from corun.runtime.memory.make import MemorySizes, make_device_memory
+from corun.runtime.memory.reload_cost import ReloadCosts
 from corun.runtime.plan import (
+    BASE_ADAPTER,
     AdapterId,
     Outcome,
     RequestId,
@@ -55,10 +58,19 @@ _STEP_S = 0.05
 _MAX_ENDS = 6  # rows that end in one step, of those that do
 _REFRESH_S = 300.0
 _NUM_REFRESHES = 5
+_NUM_HISTORY_BLOCKS = 65_000
+_SESSION_BLOCKS = 256
+# Rankings of history: the other memory policies have one of these, or keep none.
+MEMORY_POLICIES = ("corun", "lru", "chameleon", "libra")
+_SMALL, _LARGE, _HUGE = (
+    range(128, 2049, 64), range(16_384, 49_153, 2048), range(1_090_000, 1_120_001, 10_000)
+)  # fmt: skip
 _PROMPTS = {
     num_tokens: (3,) * num_tokens
-    for num_tokens in (_ROW_PROMPT_TOKENS, *range(128, 2049, 64), *range(16_384, 49_153, 2048))
-}
+    for num_tokens in (
+        *range(_ROW_PROMPT_TOKENS, _ROW_PROMPT_TOKENS + _BLOCK_TOKENS), *_SMALL, *_LARGE, *_HUGE
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +83,30 @@ class Situation:
     blocks_per_adapter: int
     num_free_blocks: int  # beside what the rows and their adapters come to
     row_ends: bool
+    is_tree_full: bool = False  # what would lie free is history
 
 
 SITUATIONS = (
     # The smallest of them has more blocks than the rows are going to grow by.
-    Situation("no KV", range(16_384, 49_153, 2048), 1, 1, 0, row_ends=False),
+    Situation("no KV", _LARGE, 1, 1, 0, row_ends=False),
     # An adapter has more blocks than are free or are going to be grown by.
-    Situation("no adapter", range(128, 2049, 64), 1001, 4096, 512, row_ends=False),
-    Situation("turnover", range(128, 2049, 64), 1, 1, 64 * 256, row_ends=True),
+    Situation("no adapter", _SMALL, 1001, 4096, 512, row_ends=False),
+    Situation("turnover", _SMALL, 1, 1, 64 * 256, row_ends=True),
+    Situation(
+        "growth, tree full", _HUGE, 1, 1, _NUM_HISTORY_BLOCKS, row_ends=False, is_tree_full=True
+    ),
+    Situation(
+        "turnover, tree full", _SMALL, 1, 1, _NUM_HISTORY_BLOCKS, row_ends=True, is_tree_full=True
+    ),
 )
 
 
 class _Load:
     """A scheduler with its requests."""
 
-    def __init__(self, policy: str, situation: Situation, num_steps: int) -> None:
+    def __init__(
+        self, policy: str, situation: Situation, num_steps: int, memory_policy: str
+    ) -> None:
         self._rng = random.Random(0)
         self._situation = situation
         self._num_steps = num_steps
@@ -94,8 +115,6 @@ class _Load:
         adapter_blocks = _NUM_ADAPTERS * situation.blocks_per_adapter
         num_blocks = NUM_ROWS * (row_tokens // _BLOCK_TOKENS + 1) + situation.num_free_blocks
         num_blocks = round((num_blocks + adapter_blocks) * 1.02)  # what is left to growth
-        budget = MemoryBudget(num_blocks * _BLOCK_BYTES)
-        pool = BlockPool(num_blocks, _BLOCK_BYTES, budget)
         config = SchedulerConfig(
             max_num_batched_tokens=NUM_ROWS * _ROW_PROMPT_TOKENS,
             max_num_seqs=NUM_ROWS + (0 if situation.row_ends else 1),
@@ -109,10 +128,20 @@ class _Load:
             bytes_per_token=_BLOCK_BYTES / _BLOCK_TOKENS,
             refresh_s=_REFRESH_S,
         )
+        sizes = MemorySizes(
+            capacity_bytes=num_blocks * _BLOCK_BYTES,
+            num_blocks=num_blocks,
+            block_size=_BLOCK_TOKENS,
+            block_bytes=_BLOCK_BYTES,
+            max_model_len=config.max_model_len,
+        )
+        costs = ReloadCosts(times, _BLOCK_TOKENS, config.max_num_batched_tokens)
+        self._memory: DeviceMemory = make_device_memory(
+            sizes, memory_policy, costs, keeps_prefixes=situation.is_tree_full
+        )
         self.scheduler = Scheduler(
-            config, make_policy(policy, facts), DeviceMemory(pool, AdapterCache(budget)),
-            [0], times=times,
-        )  # fmt: skip
+            config, make_policy(policy, facts), self._memory, [0], times=times
+        )
 
     def add_rows(self) -> None:
         """Let those come who will be running."""
@@ -120,7 +149,25 @@ class _Load:
             num_tokens = self._num_steps
             if self._situation.row_ends:
                 num_tokens = 4 + index * self._num_steps // NUM_ROWS
-            self._add(_ROW_PROMPT_TOKENS, num_tokens, 1 + index % _NUM_ADAPTERS, 0.0)
+            # With a full tree some row takes a block in each step.
+            num_more = index % _BLOCK_TOKENS if self._situation.is_tree_full else 0
+            self._add(_ROW_PROMPT_TOKENS + num_more, num_tokens, 1 + index % _NUM_ADAPTERS, 0.0)
+
+    def fill_tree(self, now_s: float) -> None:
+        """Leave what others, who have ended, have computed, in all that lies free."""
+        memory = self._memory
+        memory.pool.promise(0)
+        while num_blocks := min(memory.pool.num_available_blocks, _SESSION_BLOCKS):
+            tokens = (self._rng.randrange(1 << 30),) * _BLOCK_TOKENS
+            block_ids = memory.pool.allocate(num_blocks)
+            assert block_ids is not None
+            path = list[KvNode]()
+            for block_id in block_ids:
+                parent = path[-1] if path else None
+                path.append(
+                    memory.prefixes.keep(BASE_ADAPTER, b"", parent, tokens, block_id, now_s)
+                )
+            memory.prefixes.let_go(path)
 
     def add_waiting(self, number: int) -> None:
         """Let ``number`` others arrive, all before the next refresh."""
@@ -143,6 +190,7 @@ class _Load:
             arrival_s=now_s,
             adapter_id=AdapterId(adapter),
             adapter=AdapterFacts(f"adapter-{adapter}", rank, num_bytes * rank // _RANKS[-1]),
+            namespace=b"%d" % self.num_requests,  # nobody finds what is another's
             num_predicted_output_tokens=output_tokens,
         )
         self.scheduler.add_request(request, now_s)
@@ -203,9 +251,13 @@ def step(scheduler: Scheduler, now_s: float) -> tuple[float, float]:
     return scheduled_s - start_s, time.perf_counter() - begin_s
 
 
-def measure(policy: str, situation: Situation, num_steps: int) -> list[Costs]:
+def measure(
+    policy: str, situation: Situation, num_steps: int, memory_policy: str = MEMORY_POLICIES[0]
+) -> list[Costs]:
     """Time steps of 64 rows by how many wait, in turn: what disturbs one disturbs the others."""
-    loads = [_waiting_load(policy, situation, number, num_steps) for number in NUM_WAITING]
+    loads = [
+        _waiting_load(policy, situation, number, num_steps, memory_policy) for number in NUM_WAITING
+    ]
     costs = [Costs() for _ in loads]
     now_s = _REFRESH_S + 1.0
     for load in loads:
@@ -228,14 +280,19 @@ def measure_refresh(policy: str, num_waiting: int) -> float:
     return statistics.median(samples)
 
 
-def _waiting_load(policy: str, situation: Situation, num_waiting: int, num_steps: int) -> _Load:
+def _waiting_load(
+    policy: str, situation: Situation, num_waiting: int, num_steps: int,
+    memory_policy: str = MEMORY_POLICIES[0],
+) -> _Load:  # fmt: skip
     """64 rows that decode, and so many that have come since."""
-    load = _Load(policy, situation, num_steps)
+    load = _Load(policy, situation, num_steps, memory_policy)
     load.add_rows()
     now_s = 0.0
     while load.scheduler.num_waiting:
         step(load.scheduler, now_s)
         now_s += _STEP_S
+    if situation.is_tree_full:
+        load.fill_tree(now_s)
     load.add_waiting(num_waiting)
     # As an engine's process does: what was made once is not looked through again and again.
     gc.collect()
@@ -266,6 +323,14 @@ def has_lanes(policy: str) -> bool:
     return "num_lanes" in make_policy(policy, facts).counts()
 
 
+def settings(options: argparse.Namespace, policy: str) -> Iterator[tuple[Situation, str]]:
+    """Which situations a scheduling policy is measured in, and who ranks the history in them."""
+    for situation in SITUATIONS:
+        is_ranked = situation.is_tree_full and policy == options.policies[0]
+        for memory_policy in options.memory_policies[: None if is_ranked else 1]:
+            yield situation, memory_policy
+
+
 def main() -> None:
     """Measure every policy in every situation."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -273,6 +338,10 @@ def main() -> None:
     parser.add_argument(
         "--policies", nargs="+", choices=SCHEDULER_POLICIES, default=list(SCHEDULER_POLICIES)
     )
+    parser.add_argument(
+        "--memory-policies", nargs="+", choices=MEMORY_POLICIES, default=list(MEMORY_POLICIES),
+        help="which rank a full tree for the first of --policies; others have the first of these",
+    )  # fmt: skip
     options = parser.parse_args()
     if options.steps <= NUM_ROWS:
         parser.error(f"--steps is {options.steps}, must be above {NUM_ROWS}")
@@ -280,10 +349,14 @@ def main() -> None:
     refresh_ms: dict[tuple[str, int], float] = {}
     figures: dict[str, Any] = {}
     for policy in options.policies:
-        for situation in SITUATIONS:
-            found = costs[policy, situation.name] = measure(policy, situation, options.steps)
+        for situation, memory_policy in settings(options, policy):
+            label = situation.name
+            if situation.is_tree_full:
+                label += f" by {memory_policy}"
+            found = measure(policy, situation, options.steps, memory_policy)
+            costs[policy, label] = found
             for num_waiting, cost in zip(NUM_WAITING, found, strict=True):
-                name = f"{policy}, {situation.name}, {num_waiting} wait"
+                name = f"{policy}, {label}, {num_waiting} wait"
                 figures[name] = cost.to_json()
                 print(name, figures[name], flush=True)
         for num_waiting in NUM_WAITING if has_lanes(policy) else ():

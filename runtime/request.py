@@ -95,10 +95,13 @@ class Request:
         simulated). The last token of a request needs no KV.
         """
         num_predicted = self.num_predicted_output_tokens
-        num_left = num_predicted - (self.num_known_tokens - self.num_prompt_tokens)
+        # Asked in every step for every request, so it calls little.
+        num_left = num_predicted + len(self.prompt_token_ids) - self.num_known_tokens
         if num_left <= 0:
             num_left = num_predicted // _OUTGROWN_DIVISOR
-        return max(0, min(num_left, self.max_total_tokens - self.num_known_tokens) - 1)
+        most = self.max_total_tokens - self.num_known_tokens
+        num_left = min(num_left, most)
+        return num_left - 1 if num_left > 0 else 0
 
     @property
     def kv_namespace(self) -> bytes:

@@ -24,10 +24,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.budget = budget
-        self._warm: list[int] = []  # heap; free, and may hold memory
-        self._cold: list[int] = []  # heap; free, and was given back
+        self._warm: list[BlockId] = []  # heap; free, and may hold memory
+        self._cold: list[BlockId] = []  # heap; free, and was given back
         self._num_touched = 0  # ids from here on were never handed out
-        self._allocated: set[int] = set()
+        self._allocated: set[BlockId] = set()
         self._num_cached = 0
         self.num_promised_blocks = 0
 
@@ -82,7 +82,7 @@ class BlockPool:
         blocks, self._warm = self._warm, []
         for block_id in blocks:
             heapq.heappush(self._cold, block_id)
-        return tuple(BlockId(block_id) for block_id in sorted(blocks))
+        return tuple(sorted(blocks))
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
         """Hand out ``num_blocks`` blocks, or None if there are not as many.
@@ -101,15 +101,15 @@ class BlockPool:
         if not has_bytes:
             return None
         self.num_promised_blocks -= num_promised
-        block_ids: list[int] = []
+        block_ids: list[BlockId] = []
         for free in (self._warm, self._cold):
-            num_taken = min(num_blocks - len(block_ids), len(free))
-            block_ids += [heapq.heappop(free) for _ in range(num_taken)]
+            while free and len(block_ids) < num_blocks:
+                block_ids.append(heapq.heappop(free))
         end = self._num_touched + num_blocks - len(block_ids)
-        block_ids += range(self._num_touched, end)
+        block_ids += map(BlockId, range(self._num_touched, end))
         self._num_touched = end
         self._allocated.update(block_ids)
-        return tuple(BlockId(block_id) for block_id in block_ids)
+        return tuple(block_ids)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
         """Take blocks back. Each must be handed out."""

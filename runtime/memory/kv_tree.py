@@ -211,11 +211,15 @@ class KvTree:
     def evict(self, node: KvNode) -> FreedKv:
         """Take the block of a free leaf; without a copy on the host it goes, and all behind it."""
         assert node.is_free_leaf, node
-        if node.host_slot is None:
-            return self._cut(node)
         freed = FreedKv([], [])
-        self._lose_block(node, freed)
-        self._policy.forget(node)
+        if node.host_slot is not None:
+            self._lose_block(node, freed)
+            self._policy.forget(node)
+        else:
+            self._unlink(node)
+            if node.children:
+                self._detach(node.children.values(), freed)
+            self._free(node, freed)
         self._offer_if_free(node.parent)
         return freed
 

@@ -81,9 +81,10 @@ class PrefixCache:
         node = self._tree.enter(namespace, parent, token_ids, block_id)
         self._policy.visit(node, now_s)
         self._reuse.note(num_computed=1)
-        self._mark_cached()
-        # The same may have been there, and nobody held it: then it no longer backs a promise.
-        self._pool.promise(self._pool.num_promised_blocks)
+        if self.num_evictable_blocks != self._pool.num_cached_blocks:
+            # The same was there, and nobody held it: it no longer backs a promise.
+            self._mark_cached()
+            self._pool.promise(self._pool.num_promised_blocks)
         return node
 
     def let_go(self, path: Sequence[KvNode]) -> None:

@@ -37,16 +37,10 @@ class RoomMaker:
         if num_blocks > num_cached or num_bytes > most_bytes:
             return False
         while num_bytes > 0 or num_blocks > 0:
-            is_block = num_bytes <= 0
-            victims = self._victims(include_waiting=include_waiting, keep=keep, is_block=is_block)
-            for item in victims:
-                if isinstance(item, KvNode) and not item.is_free_leaf:
-                    continue  # it went with its adapter
-                freed_bytes, freed_blocks = self._evict(item)
-                num_bytes -= freed_bytes
-                num_blocks -= freed_blocks
-                if num_bytes <= 0 and not (is_block and num_blocks > 0):
-                    break
+            item = self._victim(include_waiting=include_waiting, keep=keep, is_block=num_bytes <= 0)
+            freed_bytes, freed_blocks = self._evict(item)
+            num_bytes -= freed_bytes
+            num_blocks -= freed_blocks
         return True
 
     def _evict(self, item: MemoryItem) -> tuple[int, int]:
@@ -60,34 +54,20 @@ class RoomMaker:
         self._prefixes.evict(item)
         return item.num_bytes, 1
 
-    def _victims(
-        self, *, include_waiting: bool, keep: AdapterId, is_block: bool
-    ) -> list[MemoryItem]:
-        """Rank anew, and return the worst that may go, as many as one ranking is good for.
-
-        Adapters of waiting requests only where there is nothing else.
-        """
-        found: list[MemoryItem] = []
+    def _victim(self, *, include_waiting: bool, keep: AdapterId, is_block: bool) -> MemoryItem:
+        """Return the worst that may go; adapters of waiting requests only if there is no other."""
         wanted = None
-        most_bytes = self._cache.policy.rules.ranked_share * self._pool.num_blocks
-        most_bytes *= self._pool.block_bytes
-        found_bytes = 0
         is_block |= self._cache.slab is not None
         for item in self._cache.policy.victims():
-            if item.is_adapter:
-                if is_block or not self._cache.may_go(item, include_waiting=True, keep=keep):
-                    continue
-                if not self._cache.may_go(item, include_waiting=False, keep=keep):
-                    wanted = wanted or item
-                    continue
-            found.append(item)
-            found_bytes += item.num_bytes
-            if found_bytes >= most_bytes:
-                break
-        if found:
-            return found
+            if not item.is_adapter:
+                return item
+            if is_block or not self._cache.may_go(item, include_waiting=True, keep=keep):
+                continue
+            if self._cache.may_go(item, include_waiting=False, keep=keep):
+                return item
+            wanted = wanted or item
         assert wanted is not None and include_waiting, "nothing is left of what was counted"
-        return [wanted]
+        return wanted
 
     def free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
         """Evict idle adapters until their slab has a range of so many bytes; whether it has one."""

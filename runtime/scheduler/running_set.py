@@ -93,16 +93,16 @@ class RunningSet:
         size = self._block_size
         ends = sorted([(r.num_tokens_to_come, r.num_known_tokens) for r in requests], reverse=True)
         rooms: list[int] = []  # tokens that their last known blocks still take, ascending
-        num_blocks = most_blocks = 0
+        needs = [0]  # blocks just before each of them ends
+        num_blocks = 0
         for number, (num_tokens, num_known_tokens) in enumerate(ends, start=1):
-            num_known_blocks = blocks_for(num_known_tokens, size)
+            num_known_blocks = -(-num_known_tokens // size)
             num_blocks += num_known_blocks
             insort(rooms, num_known_blocks * size - num_known_tokens)
             num_whole, num_left = divmod(num_tokens, size)
-            num_more = number * num_whole + bisect_left(rooms, num_left)
-            most_blocks = max(most_blocks, num_blocks + num_more)
+            needs.append(num_blocks + number * num_whole + bisect_left(rooms, num_left))
         num_held_blocks = sum(len(request.block_ids) for request in requests) + num_found_blocks
-        return max(0, most_blocks - num_held_blocks)
+        return max(0, max(needs) - num_held_blocks)
 
     def promise_growth(self) -> None:
         """Keep for running requests what they are predicted to need."""

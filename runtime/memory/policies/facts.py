@@ -26,9 +26,7 @@ class MemoryRules:
     keeps_history: bool = True  # KV of requests that have ended
     ties_kv_to_adapter: bool = True  # no KV is on the device without its adapter
     is_split: bool = False  # blocks take room from blocks alone, adapters from adapters
-    ranked_share: float = (
-        0.0  # of the pool goes by one ranking, where that takes long; 0 = one item
-    )
+    ranked_share: float = 0.0  # of the pool that one ranking serves, as it takes long; 0 = one item
 
 
 class RankingPolicy(MemoryPolicy, Protocol):

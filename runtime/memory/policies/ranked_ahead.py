@@ -1,0 +1,61 @@
+"""Asks a policy that takes long to rank once for many victims. Pure."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from .facts import MemoryRules, RankingPolicy
+from .policy import MemoryItem
+
+_MOST_ROUNDS = 4  # of victims that nobody took, and that are named before those of a new ranking
+
+
+class RankedAhead:
+    """The same policy, but victims are named in the order they had when they were last ranked.
+
+    Who is used, or goes, is named no longer; what is offered since then is named when those that
+    were ranked first have gone. So a ranking serves ``num_items`` victims, one by one. It counts
+    from when the first of them goes: to look changes nothing.
+    """
+
+    def __init__(self, policy: RankingPolicy, num_items: int) -> None:
+        assert num_items > 0, num_items
+        self._policy = policy
+        self._num_items = num_items
+        self._ahead: dict[MemoryItem, None] = {}  # offered, and untouched since they were ranked
+        self._seen: dict[MemoryItem, None] = {}  # the same, by who has looked last
+
+    @property
+    def rules(self) -> MemoryRules:
+        return self._policy.rules
+
+    def visit(self, item: MemoryItem, now_s: float) -> None:
+        self._touch(item)
+        self._policy.visit(item, now_s)
+
+    def offer(self, item: MemoryItem) -> None:
+        self._policy.offer(item)
+
+    def withdraw(self, item: MemoryItem) -> None:
+        self._touch(item)
+        self._policy.withdraw(item)
+
+    def forget(self, item: MemoryItem) -> None:
+        if item in self._seen:
+            if len(self._ahead) >= _MOST_ROUNDS * self._num_items:
+                self._ahead.clear()
+            self._ahead.update(self._seen)
+            self._seen.clear()
+        self._touch(item)
+        self._policy.forget(item)
+
+    def victims(self) -> Iterator[MemoryItem]:
+        yield from self._ahead
+        # Of these none could be taken.
+        others = (item for item in self._policy.victims() if item not in self._ahead)
+        self._seen = dict.fromkeys(islice(others, self._num_items))
+        yield from self._seen
+        yield from others
+
+    def _touch(self, item: MemoryItem) -> None:
+        self._ahead.pop(item, None)
+        self._seen.pop(item, None)
