@@ -108,20 +108,22 @@ class Request:
         """Under which its KV is found. What short contexts make is of no use in long ones."""
         return self.namespace + b"short" if self.has_short_kv else self.namespace
 
-    def found(self, num_tokens: int) -> int:
+    def found(self, num_tokens: int) -> tuple[int, int]:
         """It begins to run behind so many tokens whose KV was there.
 
-        Returns how many of them the statistics do not know: what it had computed, or found, before
-        it was preempted is no hit.
+        Returns how many of them the statistics do not know, on the device and copied from the host:
+        what it had computed, or found, before it was preempted is no hit.
         """
+        coming = self.coming_tokens
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_tokens
-            coming = self.coming_tokens
             self.num_host_cached_tokens = len(range(coming.start, min(coming.stop, num_tokens)))
         self.num_swap_ins, self.coming_tokens = 0, range(0)
         num_counted = self.num_counted_prompt_tokens
         self.num_counted_prompt_tokens = max(num_counted, min(num_tokens, self.num_prompt_tokens))
-        return self.num_counted_prompt_tokens - num_counted
+        end = self.num_counted_prompt_tokens
+        num_host = len(range(max(num_counted, coming.start), min(coming.stop, end)))
+        return end - num_counted - num_host, num_host
 
     def token_ids_of(self, start: int, end: int) -> tuple[int, ...]:
         """Known tokens from position ``start`` up to ``end``."""

@@ -243,6 +243,7 @@ class EngineCore:
             num_failed_steps=counters.num_failed_steps,
             prompt_tokens_computed=counters.prompt_tokens_computed,
             prompt_tokens_cached=counters.prompt_tokens_cached,
+            prompt_tokens_host_cached=counters.prompt_tokens_host_cached,
             generated_tokens=counters.generated_tokens,
             running_adapters=self._names_of(memory.cache.referenced_ids()),
             waiting_adapters=self._names_of(memory.cache.waiting_ids()),

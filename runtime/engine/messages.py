@@ -190,6 +190,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefetch_missed_bytes: int = 0
     kv_blocks_invalid: int = 0  # their adapter is not on the device
     prompt_tokens_cached: int = 0  # found on the device, and so not among the computed ones
+    prompt_tokens_host_cached: int = 0  # nor are these, which were copied from the host
 
 
 class StepOutputs(EngineMessage, frozen=True):

@@ -225,7 +225,9 @@ class Admission:
         self._memory.cache.remove_waiting(request.adapter_id)
         self._running.start(request, path, block_ids, now_s)
         self._memory.prefixes.visit(path, now_s)
-        self._counters.prompt_tokens_cached += request.found(len(path) * self._config.block_size)
+        num_found, num_copied = request.found(len(path) * self._config.block_size)
+        self._counters.prompt_tokens_cached += num_found
+        self._counters.prompt_tokens_host_cached += num_copied
         request.is_cold = self._memory.cache.state(request.adapter_id) is AdapterState.LOADING
         draft.announce(request)
         draft.append_blocks(request, 0)

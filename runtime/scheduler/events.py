@@ -47,9 +47,10 @@ class SchedulerCounters:
     num_preemptions: int = 0
     num_failed_steps: int = 0
     num_retried_rows: int = 0  # came to nothing, whoever was to blame, and were planned again
-    # Each prompt token counts once: as computed, or as found on the device.
+    # Each prompt token counts once: computed, found on the device, or copied from the host.
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
+    prompt_tokens_host_cached: int = 0
     generated_tokens: int = 0
 
 

@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 
 from ..adapters.registry import AdapterInfo
+from ..engine.messages import EngineStats
 from .engine_port import EnginePort
 from .settings import AppSettings
 
@@ -212,12 +213,6 @@ class ServerMetrics:
 
     def _counters(self) -> Iterator[Metric]:
         stats = self._engine.get_stats()
-        # Of all prompts: ``prompt_tokens`` are of those that were answered.
-        sources = {
-            "local_compute": stats.prompt_tokens_computed,
-            "local_cache_hit": stats.prompt_tokens_cached,
-        }
-        num_sought = sum(sources.values())
         for name, text, value in (
             ("num_preemptions", "Requests sent back to waiting.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
@@ -225,32 +220,11 @@ class ServerMetrics:
             ("retried_rows", "Rows that came to nothing, computed again.", stats.num_retried_rows),
             ("cpu_worker_restarts", "CPU workers replaced.", stats.cpu_workers.num_restarts),
             ("cpu_worker_failed_jobs", "Jobs of dead workers.", stats.cpu_workers.num_failed_jobs),
-            (
-                "adapter_prefetch_wasted_bytes",
-                "Adapters loaded because they were expected, and not asked for.",
-                stats.prefetch_missed_bytes,
-            ),
             ("prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
-            ("prefix_cache_queries", "Prompt tokens whose KV was sought.", num_sought),
-            ("prefix_cache_hits", "Those of them on the device.", stats.prompt_tokens_cached),
         ):
-            family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
-        yield self._counts(
-            "adapter_prefetches",
-            "Loads of adapters that were expected, by whether they were asked for.",
-            "outcome", {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
-        )  # fmt: skip
-        yield self._counts(
-            "prompt_tokens_by_source", "Prompt tokens by where their KV came from first.",
-            "source", sources,
-        )  # fmt: skip
-        yield self._counts(
-            "lora_adapter_evictions", "Adapters that left a level of memory.", "level",
-            {"gpu": stats.num_device_evictions, "cpu": stats.num_host_evictions},
-        )  # fmt: skip
+            yield self._count(name, text, value)
+        yield from self._memory_counters(stats)
         yield self._counts(
             "adapter_cold_starts",
             "Requests whose adapter was not on the device, by how they were started.",
@@ -265,6 +239,42 @@ class ServerMetrics:
         for labels, count in sorted(self.http_requests.items()):
             http.add_metric(list(labels), count)
         yield http
+
+    def _memory_counters(self, stats: EngineStats) -> Iterator[Metric]:
+        """What was there when it was needed, and what was not."""
+        num_found, num_copied = stats.prompt_tokens_cached, stats.prompt_tokens_host_cached
+        # Of all prompts: ``prompt_tokens`` are of those that were answered.
+        sources = {
+            "local_compute": stats.prompt_tokens_computed,
+            "local_cache_hit": num_found,
+            "external_kv_transfer": num_copied,
+        }
+        yield self._counts(
+            "prompt_tokens_by_source", "Prompt tokens by where their KV came from first.",
+            "source", sources,
+        )  # fmt: skip
+        num_sought = sum(sources.values())
+        yield self._count("prefix_cache_queries", "Prompt tokens whose KV was sought.", num_sought)
+        yield self._count("prefix_cache_hits", "Those of them on the device.", num_found)
+        yield self._count("external_prefix_cache_hits", "Those copied from the host.", num_copied)
+        yield self._counts(
+            "lora_adapter_evictions", "Adapters that left a level of memory.", "level",
+            {"gpu": stats.num_device_evictions, "cpu": stats.num_host_evictions},
+        )  # fmt: skip
+        yield self._counts(
+            "adapter_prefetches",
+            "Loads of adapters that were expected, by whether they were asked for.",
+            "outcome", {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
+        )  # fmt: skip
+        yield self._count(
+            "adapter_prefetch_wasted_bytes", "Of those that were not asked for.",
+            stats.prefetch_missed_bytes,
+        )  # fmt: skip
+
+    def _count(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(self._name(name), text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
 
     def _counts(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(self._name(name), text, labels=["model_name", label])

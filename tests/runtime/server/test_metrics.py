@@ -132,12 +132,16 @@ def test_cold_starts_show_in_the_metrics(http: httpx.Client, engine: Any) -> Non
 
 
 def test_hits_of_prompts_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
-    engine.stats = EngineStats(prompt_tokens_computed=30, prompt_tokens_cached=50)
+    engine.stats = EngineStats(
+        prompt_tokens_computed=30, prompt_tokens_cached=50, prompt_tokens_host_cached=20
+    )
     samples = read_metrics(http)
     name, model = "corun:prompt_tokens_by_source_total", ("model_name", "tiny")
     assert samples[name, (model, ("source", "local_compute"))] == 30
     assert samples[name, (model, ("source", "local_cache_hit"))] == 50
-    assert samples["corun:prefix_cache_queries_total", (model,)] == 80
+    assert samples[name, (model, ("source", "external_kv_transfer"))] == 20
+    assert samples["corun:external_prefix_cache_hits_total", (model,)] == 20
+    assert samples["corun:prefix_cache_queries_total", (model,)] == 100
     assert samples["corun:prefix_cache_hits_total", (model,)] == 50
 
 
