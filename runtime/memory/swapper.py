@@ -21,9 +21,8 @@ from .transfers import OpenCopy, TransferTable
 
 # Of the pool's blocks: those that are to be free, or copied and unused, before others are needed.
 _RESERVE_SHARE = 0.05
-# What one plan copies, and what it copies while requests wait for something to come.
+# What one plan copies. Not less while requests wait for something to come: that is the other way.
 _PLAN_SHARE = 0.03
-_PLAN_SHARE_BESIDE_DEMAND = 0.01
 # So many blocks have to be used or to go before the order is looked at again.
 _CHANGE_SHARE = 0.01
 
@@ -110,13 +109,9 @@ class KvSwapper:
         num_wanted = max(1, round(_RESERVE_SHARE * num_blocks)) - num_free
         if not self._is_short(num_wanted):
             return
-        has_demand = any(
-            one.is_demand and one.direction is Direction.TO_DEVICE for one in self._transfers
-        )
-        share = _PLAN_SHARE_BESIDE_DEMAND if has_demand else _PLAN_SHARE
         nodes, walked = self._next_to_copy(
             num_wanted + max(1, round(_CHANGE_SHARE * num_blocks)) - self._num_leaving,
-            max(1, round(share * num_blocks)),
+            max(1, round(_PLAN_SHARE * num_blocks)),
         )
         self._num_reserved = len(walked) - len(nodes)
         slots = self._take_slots(len(nodes), walked)

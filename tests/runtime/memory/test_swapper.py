@@ -147,14 +147,6 @@ def test_blocks_of_a_copy_stay_until_its_end_and_others_make_way() -> None:
     assert memory.pool.num_free_ids == NUM_BLOCKS
 
 
-def test_a_request_that_waits_for_its_adapter_is_not_held_up() -> None:
-    memory = make(capacity_bytes=NUM_BLOCKS * BLOCK_BYTES + 100)
-    keep(memory, 100, 100)
-    assert memory.load(AdapterId(1), facts(100), 0.0)
-    (copy,) = copies_of(memory)
-    assert len(copy.block_ids) == 1
-
-
 def test_a_copy_that_fails_leaves_the_block_and_may_be_tried_again() -> None:
     memory = make()
     oldest = keep(memory, 100, 100)
