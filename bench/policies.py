@@ -51,6 +51,7 @@ from replays.settings import (
     DEFAULT_SETTINGS,
     FULL_MEMORY_SETTINGS,
     FULL_SETTINGS,
+    HOST_KV_GIB,
     IN_UNITS_OF_CAPACITY,
     LIMITED_POLICY,
     LIMITED_RECIPES,
@@ -177,6 +178,7 @@ def _memory_cell(options: argparse.Namespace, run: tuple[Setting, str], seed: in
     return Cell(
         setting.recipe, setting.load, "fcfs", setting.accuracy, seed, options.requests,
         memory_policy=policy, machine=setting.machine,
+        host_kv_gib=HOST_KV_GIB.get(setting.recipe, 0),
     )  # fmt: skip
 
 

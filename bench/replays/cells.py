@@ -47,6 +47,7 @@ class Cell:
     # days of the bounds it is held to.
     memory_policy: str | None = None
     machine: str | None = None  # None = the one that the recipe is meant for
+    host_kv_gib: int = 0
 
     @property
     def name(self) -> str:
@@ -54,6 +55,7 @@ class Cell:
         parts = (
             self.recipe, f"{self.rate_rps:g}rps", self.policy, predictor_name(self.accuracy),
             f"seed{self.seed}", f"{self.num_requests}", self.memory_policy, self.machine,
+            f"host{self.host_kv_gib}" if self.host_kv_gib else None,
         )  # fmt: skip
         return "-".join(part for part in parts if part is not None)
 
@@ -79,6 +81,7 @@ class Figures:
     num_evictions: int  # of adapters from the device, each of which was loaded before
     link_bytes: int  # to the device
     hit_share: float  # of prompt tokens, found in the KV of others
+    host_hit_share: float  # of prompt tokens: those that only the host had
 
 
 def predictor_name(accuracy: float | None) -> str:
@@ -119,6 +122,7 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
             memory_policy=_memory_policy(cell.memory_policy),
             prefix_cache=True,
             adapter_memory_fraction=_SPLIT_SHARE if cell.memory_policy == SPLIT else None,
+            host_kv_bytes=cell.host_kv_gib * 2**30,
         )
     machine = machine_of(cell.recipe) if cell.machine is None else MACHINES[cell.machine]
     return _figures(simulate(machine, workload, options), workload, machine.name, policies[0])
@@ -147,6 +151,7 @@ def _figures(
         [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
     )
     counts = policy.counts()
+    num_prompt_tokens = sum(one.prompt_tokens for one in requests)
     return Figures(
         ttft_mean_s=float(ttft_s.mean()),
         ttft_p50_s=_percentile(ttft_s, 50),
@@ -166,8 +171,8 @@ def _figures(
         served_rps=len(replayed.records) / replayed.duration_s,
         num_evictions=replayed.stats.num_device_evictions,
         link_bytes=replayed.link["to_device"].num_bytes,
-        hit_share=sum(record.num_cached_tokens for record in records)
-        / sum(one.prompt_tokens for one in requests),
+        hit_share=sum(record.num_cached_tokens for record in records) / num_prompt_tokens,
+        host_hit_share=sum(record.num_host_cached_tokens for record in records) / num_prompt_tokens,
     )
 
 

@@ -1,6 +1,6 @@
 """Which cells are run: recipes at loads, policies, predictors; machines and memory policies."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from replays.cells import ACCURACY, POLICIES, predictor_name
@@ -51,6 +51,8 @@ WITH_WORKERS = (
     Setting("zipf", 7.5, machine="a40-llama8b-workers"),
     Setting("gentd26", 7.5, machine="a40-llama8b-workers"),
 )
+# For KV of conversations that has left the device.
+HOST_KV_GIB: Mapping[str, int] = {"mooncake-16": 512, "mooncake-8": 512}
 MOONCAKE = tuple(Setting("mooncake-8", rate_rps) for rate_rps in (1.2, 1.4, 1.55))
 DEFAULT_MEMORY_SETTINGS = (ZIPF_SLOW, MOONCAKE[1])
 FULL_MEMORY_SETTINGS = (

@@ -9,7 +9,7 @@ from replays.verdicts import METRICS, Results, median_of
 
 _HEAD = (
     "setting", "policy", *METRICS, "E2E", "TPOT ms", "preempted", "squashed", "refused", "K",
-    "quotas", "evicted", "GB in", "hits",
+    "quotas", "evicted", "GB in", "hits", "of host",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def _row(setting: Setting, policy: str, figures: Sequence[Figures]) -> Sequence[
         f"{statistics.median(one.num_evictions for one in figures):.0f}",
         f"{statistics.median(one.link_bytes for one in figures) / 1e9:.1f}",
         f"{statistics.median(one.hit_share for one in figures):.1%}",
+        f"{statistics.median(one.host_hit_share for one in figures):.1%}",
     )
 
 

@@ -30,6 +30,7 @@ class RequestRecord:
     finish_reason: str | None = None  # as in ``RequestUpdate``
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of its prompt
+    num_host_cached_tokens: int = 0  # of these, from the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ class _Run:
             if record.first_token_s is None:
                 record.first_token_s = at_s
                 record.num_cached_tokens = update.num_cached_tokens
+                record.num_host_cached_tokens = update.num_host_cached_tokens
         if update.finish_reason is not None:
             record.end_s = at_s
             record.finish_reason = update.finish_reason
