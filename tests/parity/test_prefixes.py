@@ -1,22 +1,34 @@
 """What was computed for others, or turns before, answers the same when it is found, in float32."""
 
 import random
+import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.runtime.frontend.outputs import RequestOutput
 from support.architectures import ARCHITECTURES
 from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, check, make_case, prompts, split_at
 from support.devices import DEVICES
-from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
+from support.parity import (
+    MAX_LOGPROBS,
+    VOCAB_SIZE,
+    AdapterSpec,
+    HalfErrors,
+    ParityCase,
+    largest_error,
+)
+from support.peft_adapters import edit_config
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MAX_RELATIVE_ERROR = 1e-4
+MAX_OVER_PEFT = 1.1  # mean error in bfloat16
 BLOCK_SIZE = 4
 PROMPT_TOKENS = 22
 NUM_OUTPUT_TOKENS = 7
@@ -131,6 +143,57 @@ def test_a_name_with_other_content_finds_nothing_and_a_second_name_of_the_same_d
         assert num_found([output]) == [0], "its last version has gone, with all that it had"
     known = (PROMPT_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert num_found(ask(llama, engine, [prompt], [names[0]])) == [known], "the same content"
+
+
+def test_the_same_tensors_with_another_scale_find_nothing(tmp_path: Path) -> None:
+    case = ParityCase("llama3-rope", tmp_path, specs=[AdapterSpec("plain", {"r": 4})])
+    case.adapters["rescaled"] = tmp_path / "adapters" / "rescaled"
+    shutil.copytree(case.adapters["plain"], case.adapters["rescaled"])
+    edit_config(case.adapters["rescaled"], lora_alpha=24)
+    with Engine(model=str(case.directory), device="cpu", **OPTIONS) as engine:
+        prompt = prompt_of(6)
+        for name in case.adapters:
+            assert num_found(ask(case, engine, [prompt], [name])) == [0]
+        assert min(num_found(ask(case, engine, [prompt], ["rescaled"]))) > 0
+
+
+def test_those_that_were_preempted_go_on_behind_what_they_had(llama: ParityCase) -> None:
+    num_blocks, params = 30, replace(GREEDY, max_tokens=20)
+    memory_bytes = num_blocks * llama.kv_block_bytes(BLOCK_SIZE, torch.float32)
+    options = {**OPTIONS, "memory_gib": memory_bytes / 2**30, "growth_headroom": 0.0}
+    prompts = [prompt_of(20 + number, 10) for number in range(8)]
+    with Engine(
+        model=str(llama.directory), device="cpu", max_model_len=40, scheduling_policy="fcfs",
+        **options,
+    ) as engine:  # fmt: skip
+        outputs = engine.generate(prompts, params, predicted_output_tokens=1)
+        assert engine.get_stats().num_preemptions > 2
+    assert max(largest_error(llama, output, None) for output in outputs) < MAX_RELATIVE_ERROR
+
+
+def test_turns_in_bfloat16_are_as_near_as_peft(llama: ParityCase) -> None:
+    errors = HalfErrors(llama)
+    names = [None, *llama.adapters]
+    prompts = [prompt_of(30 + number) for number in range(len(names))]
+    loras = [None if name is None else lora(llama, name) for name in names]
+    options = {**OPTIONS, "dtype": "bfloat16"}
+    with Engine(model=str(llama.directory), device="cpu", **options) as engine:
+        for turn in range(3):
+            outputs = engine.generate(prompts, GREEDY, loras)
+            assert (min(num_found(outputs)) > 0) == (turn > 0)
+            for name, output in zip(names, outputs, strict=True):
+                (choice,) = output.outputs
+                candidates = [
+                    {token: found.logprob for token, found in position.items()}
+                    for position in choice.logprobs
+                ]
+                errors.add(name, output.prompt_token_ids, choice.token_ids, candidates)
+            prompts = [
+                [*output.prompt_token_ids, *output.outputs[0].token_ids, 5, 6 + turn]
+                for output in outputs
+            ]
+    ours, theirs = errors.means
+    assert ours <= MAX_OVER_PEFT * theirs
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
