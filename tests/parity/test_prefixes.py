@@ -183,6 +183,7 @@ def test_turns_in_bfloat16_are_as_near_as_peft(llama: ParityCase) -> None:
             assert (min(num_found(outputs)) > 0) == (turn > 0)
             for name, output in zip(names, outputs, strict=True):
                 (choice,) = output.outputs
+                assert choice.logprobs is not None
                 candidates = [
                     {token: found.logprob for token, found in position.items()}
                     for position in choice.logprobs
