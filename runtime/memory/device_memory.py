@@ -287,6 +287,7 @@ class DeviceMemory:
         """
         if self._inputs is not None:
             self._inputs.batch_size.note(num_running, now_s)
+        self.tied_kv.count(now_s)
         asked, self._asked_evictions = self._asked_evictions, []
         for adapter_id in (*asked, *self._dropped):
             if self.cache.is_idle(adapter_id):

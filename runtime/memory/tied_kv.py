@@ -4,9 +4,13 @@ Only where the policy's rules say so; elsewhere KV without its adapter is counte
 Source: FastLibra section 4.
 """
 
+import math
+
 from ..plan import AdapterId
 from .adapter_cache import AdapterCache, AdapterState
 from .prefix_cache import PrefixCache
+
+_COUNTED_EVERY_S = 0.5
 
 
 class TiedKv:
@@ -17,11 +21,15 @@ class TiedKv:
         self._prefixes = prefixes
         self._is_on = cache.policy.rules.ties_kv_to_adapter
         self._left: dict[AdapterId, None] = {}  # that may have KV without the adapter
+        # Blocks that nobody could use, because their adapter is not on the device.
+        self.num_invalid_blocks = 0
+        self._count_at_s = -math.inf
 
-    @property
-    def num_invalid_blocks(self) -> int:
-        """Blocks that nobody could use now, because their adapter is not on the device."""
-        return 0 if self._is_on else self._prefixes.num_blocks_without(self._is_on_device)
+    def count(self, now_s: float) -> None:
+        """Count anew what is invalid, now and then: there may be many namespaces."""
+        if not self._is_on and now_s >= self._count_at_s:
+            self.num_invalid_blocks = self._prefixes.num_blocks_without(self._is_on_device)
+            self._count_at_s = now_s + _COUNTED_EVERY_S
 
     def adapter_left(self, adapter_id: AdapterId) -> None:
         """Evict what only it could use; what copies hold follows."""

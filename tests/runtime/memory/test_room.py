@@ -29,6 +29,7 @@ def test_kv_goes_with_its_adapter_where_that_is_the_rule() -> None:
     assert evicts_adapter(memory, 500) == (A,)
     assert num_found(memory, 10, b"a") == 0 and num_found(memory, 20) == 1
     assert memory.budget.free_bytes == 7 * BLOCK_BYTES, "its KV counts as what it freed"
+    memory.begin_plan(0, 1.0)
     assert memory.tied_kv.num_invalid_blocks == 0
 
 
@@ -36,8 +37,12 @@ def test_and_stays_where_it_is_not() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="discard-idle")
     history(memory)
     assert memory.take_evictions() == (A,), "nobody waits for it"
+    memory.begin_plan(0, 1.0)
     assert num_found(memory, 10, b"a") == 2 and memory.tied_kv.num_invalid_blocks == 2
     load(memory, A, 100)
+    memory.begin_plan(0, 1.1)
+    assert memory.tied_kv.num_invalid_blocks == 2, "it is counted now and then"
+    memory.begin_plan(0, 2.0)
     assert memory.tied_kv.num_invalid_blocks == 0
 
 
