@@ -56,6 +56,8 @@ class Admission:
 
     def _admit(self, draft: StepDraft, now_s: float) -> Verdict:
         """Return what became of the last one."""
+        if self._has_seat():
+            self._running.promise_growth()  # anew: what has ended meanwhile needs no more
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
@@ -212,7 +214,6 @@ class Admission:
     def _load(self, request: Request, now_s: float) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
         assert request.adapter is not None, request.request_id
-        self._running.promise_growth()  # which the load must leave alone
         return self._memory.load(request.adapter_id, request.adapter, now_s) is not None
 
     def _start(

@@ -2,7 +2,7 @@
 
 import pytest
 from corun.runtime.plan import AdapterId
-from corun.runtime.request import Request
+from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import (
@@ -53,6 +53,32 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
     assert scheduler.counters.prompt_tokens_computed == num_computed + 3
     assert scheduler.counters.prompt_tokens_cached == 20
     assert scheduler.memory.pool.num_used_blocks == 0
+
+
+def test_what_was_promised_to_who_has_ended_does_not_keep_others_from_what_they_found() -> None:
+    """Nor when its own blocks still drain; history backs the promise, and is held now."""
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=64, keeps_prefixes=True),
+        max_model_len=256, max_num_batched_tokens=256,
+    )  # fmt: skip
+    executor = make_executor(scheduler)
+    history = tuple(range(1000, 1160))
+    scheduler.add_request(make_request(1, prompt=history, max_tokens=1), 0.0)
+    run_to_end(scheduler, executor)
+    grows = make_request(2, max_tokens=190)
+    grows.num_predicted_output_tokens = 190
+    for request in (make_request(3), grows):
+        scheduler.add_request(request, 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    executor.submit(plan)
+    assert scheduler.memory.pool.num_promised_blocks > 40
+    scheduler.abort(grows.request_id, 0.0)
+    turn = make_request(4, prompt=(*history, 1), max_tokens=2)
+    scheduler.add_request(turn, 0.0)
+    assert scheduler.schedule(0.0) is not None
+    scheduler.check_invariants()
+    assert (turn.status, turn.num_cached_tokens) == (RequestStatus.RUNNING, 160)
 
 
 def test_the_last_known_token_is_computed_though_its_block_is_known() -> None:
