@@ -60,8 +60,12 @@ class PrefixCache:
             self._tree.hold(path[-1])
             self._mark_cached()
 
-    def visit(self, path: Sequence[KvNode], now_s: float) -> None:
-        """A request begins behind these blocks."""
+    def visit(
+        self, adapter_id: AdapterId, namespace: bytes, path: Sequence[KvNode], now_s: float
+    ) -> None:
+        """A request begins behind these blocks: they are its version's, too, from now on."""
+        if path and adapter_id != BASE_ADAPTER:
+            self._note_namespace(namespace, adapter_id)
         self._reuse.note(num_found=len(path))
         for node in path:
             self._policy.visit(node, now_s)
@@ -77,7 +81,7 @@ class PrefixCache:
         """
         assert self._tree is not None, "nothing is kept"
         if parent is None and adapter_id != BASE_ADAPTER:
-            self._note_namespace(self._tree, namespace, adapter_id)
+            self._note_namespace(namespace, adapter_id)
         node = self._tree.enter(namespace, parent, token_ids, block_id)
         self._policy.visit(node, now_s)
         self._reuse.note(num_computed=1)
@@ -152,13 +156,14 @@ class PrefixCache:
         if self._tree is not None:
             self._tree.check_invariants()
 
-    def _note_namespace(self, tree: KvTree, namespace: bytes, adapter_id: AdapterId) -> None:
+    def _note_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
+        assert self._tree is not None
         self._versions.setdefault(namespace, set()).add(adapter_id)
         if len(self._versions) > self._max_namespaces:  # each salt of requests makes more of them
             self._versions = {
                 name: versions
                 for name, versions in self._versions.items()
-                if name == namespace or tree.has_namespace(name)
+                if name == namespace or self._tree.has_namespace(name)
             }
             self._max_namespaces = max(_MIN_NAMESPACES, 2 * len(self._versions))
 

@@ -225,7 +225,7 @@ class Admission:
         assert block_ids is not None
         self._memory.cache.remove_waiting(request.adapter_id)
         self._running.start(request, path, block_ids, now_s)
-        self._memory.prefixes.visit(path, now_s)
+        self._memory.prefixes.visit(request.adapter_id, request.kv_namespace, path, now_s)
         num_found, num_copied = request.found(len(path) * self._config.block_size)
         self._counters.prompt_tokens_cached += num_found
         self._counters.prompt_tokens_host_cached += num_copied

@@ -4,7 +4,8 @@ import pytest
 from corun.runtime.memory.policies.facts import MemoryFacts, RankingPolicy
 from corun.runtime.memory.policies.lru import LruPolicy
 from corun.runtime.memory.policy_inputs import RecentMean, ReuseShare
-from support.kept_prefixes import keep
+from corun.runtime.plan import BASE_ADAPTER
+from support.kept_prefixes import NAMESPACE, keep
 from support.scheduling import make_memory
 
 
@@ -57,5 +58,5 @@ def test_the_memory_tells_what_is_found_and_computed() -> None:
     path = keep(memory, 10, 4)
     computed = facts[0].kv_reuse_share()
     assert computed == pytest.approx(1000 / 1004)
-    memory.prefixes.visit(path, 1.0)
+    memory.prefixes.visit(BASE_ADAPTER, NAMESPACE, path, 1.0)
     assert facts[0].kv_reuse_share() > computed

@@ -86,3 +86,18 @@ def test_what_the_last_version_had_goes_with_it() -> None:
     assert num_found(memory, 10, b"content") == num_found(memory, 20, b"content") == 0
     assert num_found(memory, 10) == 1, "the base model's stays"
     memory.check_invariants()
+
+
+def test_what_a_version_has_found_stays_when_the_one_that_computed_it_is_dropped() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    for number in (1, 2):
+        load(memory, number, 100)
+    path = keep(memory, 10, 2, adapter_id=AdapterId(1), namespace=b"content")
+    memory.prefixes.visit(AdapterId(2), b"content", path, 0.0)
+    memory.drop(AdapterId(1))
+    memory.begin_plan(0, 0.0)
+    assert num_found(memory, 10, b"content") == 2
+    memory.drop(AdapterId(2))
+    memory.begin_plan(0, 0.0)
+    assert num_found(memory, 10, b"content") == 0
+    memory.check_invariants()

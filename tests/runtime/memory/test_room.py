@@ -20,7 +20,7 @@ def history(memory: DeviceMemory) -> None:
     load(memory, A, 100)
     keep(memory, 10, 2, adapter_id=A, namespace=b"a")
     keep(memory, 20, 1)
-    memory.prefixes.visit(memory.prefixes.match(b"a", (10,) * 4, 4), 0.0)
+    memory.prefixes.visit(A, b"a", memory.prefixes.match(b"a", (10,) * 4, 4), 0.0)
 
 
 def test_kv_goes_with_its_adapter_where_that_is_the_rule() -> None:

@@ -329,11 +329,12 @@ class SwapMachine(RuleBasedStateMachine):
         """Find, hold and compute."""
         self.now_s += 1.0
         namespace = b"adapter" if is_adapter else b"base"
+        adapter_id = AdapterId(1) if is_adapter else BASE_ADAPTER
         self.known.add((namespace, tuple(symbols)))
         path = list(self.match(namespace, symbols))
         path = path[: self.swapper.num_readable(path)]
         self.memory.prefixes.hold(path)
-        self.memory.prefixes.visit(path, self.now_s)
+        self.memory.prefixes.visit(adapter_id, namespace, path, self.now_s)
         running = _Running(path, [])
         self.requests.append(running)
         for number in range(len(path), len(symbols)):
@@ -344,7 +345,7 @@ class SwapMachine(RuleBasedStateMachine):
                 return
             self.blocks[found[0]] = (namespace, tuple(symbols[: number + 1]))
             node = self.memory.prefixes.keep(
-                AdapterId(1) if is_adapter else BASE_ADAPTER, namespace,
+                adapter_id, namespace,
                 running.path[-1] if running.path else None,
                 (symbols[number],) * BLOCK_SIZE, found[0], self.now_s,
             )  # fmt: skip
