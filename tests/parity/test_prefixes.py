@@ -157,6 +157,24 @@ def test_the_same_tensors_with_another_scale_find_nothing(tmp_path: Path) -> Non
         assert min(num_found(ask(case, engine, [prompt], ["rescaled"]))) > 0
 
 
+def test_contexts_on_either_side_of_the_longrope_threshold_share_nothing(tmp_path: Path) -> None:
+    """The same tokens have other KV in a long context; who grows into one has both."""
+    case = ParityCase("phi3-longrope", tmp_path)
+    threshold_tokens = 24
+    prompt = prompt_of(7, 33)
+    short, long, grows = prompt[:13], prompt, prompt[: threshold_tokens - 3]
+    assert len(short) + NUM_OUTPUT_TOKENS < threshold_tokens
+    expected = [(short, 0), (short, 12), (long, 0), (grows, 12), (short, 12), (long, 32)]
+    with Engine(model=str(case.directory), device="cpu", **OPTIONS) as engine:
+        for name in (None, "plain"):
+            for asked, num_tokens in expected:
+                assert num_found(ask(case, engine, [asked], [name])) == [num_tokens]
+            (output,) = ask(case, engine, [grows], [name])
+            assert num_found([output]) == [20], "of its short beginning"
+            turn = [*grows, *output.outputs[0].token_ids, 5]
+            assert num_found(ask(case, engine, [turn], [name])) == [24], "of its long rest"
+
+
 def test_those_that_were_preempted_go_on_behind_what_they_had(llama: ParityCase) -> None:
     num_blocks, params = 30, replace(GREEDY, max_tokens=20)
     memory_bytes = num_blocks * llama.kv_block_bytes(BLOCK_SIZE, torch.float32)
