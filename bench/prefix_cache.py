@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import os
 import random
 import statistics
 import subprocess
@@ -45,6 +46,7 @@ MAX_TURN, MAX_HOST_TURN, MAX_WITHOUT_REUSE, MAX_GAP = 0.25, 0.35, 1.03, 1.10
 _ANSWER_TOKENS, _NEW_TOKENS = 32, 64
 _BATCH, _BATCH_PROMPT_TOKENS, _BATCH_OUTPUT_TOKENS = 8, 192, 24
 _FULL_GIB, _FILLING_BATCHES = 0.03125, 4  # some 340 blocks, of which a batch takes a third
+_FILLING_REQUESTS = 32  # alone they take 13 of them each
 # Half the layers of the others' model, and as wide: beside its arithmetic a block's memory, which
 # costs something when it is touched for the first time, weighs the more the narrower a model is.
 _MODEL = {"num_hidden_layers": 6}
@@ -116,8 +118,8 @@ class Served:
     def far_turn(self) -> tuple[int, ...]:
         """A second turn; what the first has left has made room for others."""
         turn = self.next_turn()
-        for _ in range(_FILLING_BATCHES):
-            self.batch_s()
+        for _ in range(_FILLING_REQUESTS):  # one by one: blocks are copied before they must go
+            self.answer(self.prompt(_BATCH_PROMPT_TOKENS), 2)
         return turn
 
     def gap_s(self, turns: Sequence[Sequence[int]]) -> float:
@@ -157,6 +159,7 @@ class Bench:
             device="cpu",
             dtype="bfloat16",
             prefix_cache="on" if is_on else "off",
+            cpu_threads=os.cpu_count(),  # else each engine chooses by what the machine does then
             link_gib_per_s=self.link_gib_per_s,
             **options,
         )
