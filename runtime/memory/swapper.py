@@ -23,7 +23,7 @@ from .transfers import OpenCopy, TransferTable
 # prompt that is admitted takes many at once, and where the beginning of a prefix is dropped, what
 # has been copied of its end goes with it: simulated conversations waited 12 to 15 % longer with 5 %.
 _RESERVE_SHARE = 0.2
-# What one plan copies. Not less while requests wait for something to come: that is the other way.
+# What one plan copies. Not less while requests wait for what comes in: that is the other way.
 _PLAN_SHARE = 0.03
 # So many blocks have to be used or to go before the order is looked at again.
 _CHANGE_SHARE = 0.01
