@@ -110,8 +110,8 @@ class _DecayedLfu:
     def forget(self, item: MemoryItem) -> None:
         self.withdraw(item)
 
-    def victims(self) -> Iterator[MemoryItem]:
-        return iter(self._offered)
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        return self._offered.ranked(is_adapter)
 
 
 class _Belady:
@@ -137,8 +137,9 @@ class _Belady:
     def forget(self, item: MemoryItem) -> None:
         self.withdraw(item)
 
-    def victims(self) -> Iterator[MemoryItem]:
-        return iter(sorted(self._offered, key=self._worth))
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        offered = [item for item in self._offered if is_adapter in (None, item.is_adapter)]
+        return iter(sorted(offered, key=self._worth))
 
     def _worth(self, item: MemoryItem) -> float:
         num_until = self._next_use[item] + 1 - self._num_arrivals

@@ -284,9 +284,8 @@ class AdapterCache:
     def _ranked(self, *, include_waiting: bool) -> Iterator[AdapterId]:
         """Yield idle adapters, those to evict first in front."""
         waiting = []
-        for item in self.policy.victims():
-            if not isinstance(item, DeviceCopy):
-                continue
+        for item in self.policy.victims(is_adapter=True):
+            assert isinstance(item, DeviceCopy)
             if item.adapter_id in self._num_waiting:
                 waiting.append(item.adapter_id)
             else:

@@ -58,10 +58,10 @@ class RoomMaker:
         """Return the worst that may go; adapters of waiting requests only if there is no other."""
         wanted = None
         is_block |= self._cache.slab is not None
-        for item in self._cache.policy.victims():
+        for item in self._cache.policy.victims(is_adapter=False if is_block else None):
             if not item.is_adapter:
                 return item
-            if is_block or not self._cache.may_go(item, include_waiting=True, keep=keep):
+            if not self._cache.may_go(item, include_waiting=True, keep=keep):
                 continue
             if self._cache.may_go(item, include_waiting=False, keep=keep):
                 return item

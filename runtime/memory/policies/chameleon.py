@@ -74,8 +74,11 @@ class ChameleonMemoryPolicy:
             self._adapters.columns["is_resident"][row] = 0.0
             self._drop_if_unknown(item, row)
 
-    def victims(self) -> Iterator[MemoryItem]:
-        yield from self._blocks.victims()
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        if not is_adapter:
+            yield from self._blocks.victims()
+        if is_adapter is False:
+            return
         rows = self._adapters.offered_rows()
         if not len(rows):
             return

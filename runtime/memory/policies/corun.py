@@ -77,8 +77,8 @@ class CorunMemoryPolicy:
         if item in self._offered:
             self._offered.remove(item)
 
-    def victims(self) -> Iterator[MemoryItem]:
-        return iter(self._offered)
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        return self._offered.ranked(is_adapter)
 
     def _use(self, item: MemoryItem) -> _Uses:
         last = self._uses.get(item)

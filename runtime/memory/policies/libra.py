@@ -105,8 +105,10 @@ class LibraPolicy:
         self._table.columns["is_resident"][row] = 0.0
         self._away[item] = None
 
-    def victims(self) -> Iterator[MemoryItem]:
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         rows = self._table.offered_rows()
+        if is_adapter is not None:
+            rows = rows[self._table.columns["is_adapter"][rows] == is_adapter]
         return self._table.lowest_first(rows, self._log_evals(rows))
 
     def _log_evals(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:

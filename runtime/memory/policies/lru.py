@@ -19,7 +19,6 @@ class LruPolicy:
         self._num_uses = 0  # the clock
         self._last_use: dict[MemoryItem, int] = {}
         self._offered = RankedHeap()
-        self._unwanted = self._offered if self.rules.keeps_idle_adapters else RankedHeap()
 
     def visit(self, item: MemoryItem, now_s: float) -> None:
         self._num_uses += 1
@@ -28,20 +27,19 @@ class LruPolicy:
     def offer(self, item: MemoryItem) -> None:
         if item not in self._last_use:
             self.visit(item, 0.0)
-        self._heap_of(item).push(item, self._last_use[item])
+        self._offered.push(item, self._last_use[item])
 
     def withdraw(self, item: MemoryItem) -> None:
-        self._heap_of(item).remove(item)
+        self._offered.remove(item)
 
     def forget(self, item: MemoryItem) -> None:
         self._last_use.pop(item, None)
-        if item in self._heap_of(item):
-            self._heap_of(item).remove(item)
+        if item in self._offered:
+            self._offered.remove(item)
 
-    def victims(self) -> Iterator[MemoryItem]:
-        if self._unwanted is not self._offered:
-            yield from self._unwanted
-        yield from self._offered
-
-    def _heap_of(self, item: MemoryItem) -> RankedHeap:
-        return self._unwanted if item.is_adapter else self._offered
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        if is_adapter is not None or self.rules.keeps_idle_adapters:
+            yield from self._offered.ranked(is_adapter)
+        else:
+            yield from self._offered.ranked(is_adapter=True)
+            yield from self._offered.ranked(is_adapter=False)

@@ -33,6 +33,10 @@ class MemoryPolicy(Protocol):
         """It has left the device, or has gone for good; it is not offered (any more)."""
         ...
 
-    def victims(self) -> Iterator[MemoryItem]:
-        """Yield what is offered, each once, the worst first. Nothing changes meanwhile."""
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        """Yield what is offered, each once, the worst first. Nothing changes meanwhile.
+
+        ``is_adapter``: only adapters, or only blocks, in the order that they have among all; None =
+        both. Who asks for one kind pays nothing for the other.
+        """
         ...

@@ -6,6 +6,7 @@ from itertools import islice
 from .facts import MemoryRules, RankingPolicy
 from .policy import MemoryItem
 
+_KINDS = (None, False, True)  # whom ``victims`` may be asked for: each has its own order
 _MOST_ROUNDS = 4  # of victims that nobody took, and that are named before those of a new ranking
 
 
@@ -21,8 +22,9 @@ class RankedAhead:
         assert num_items > 0, num_items
         self._policy = policy
         self._num_items = num_items
-        self._ahead: dict[MemoryItem, None] = {}  # offered, and untouched since they were ranked
-        self._seen: dict[MemoryItem, None] = {}  # the same, by who has looked last
+        # Offered, and untouched since they were ranked; and the same, by who has looked last.
+        self._ahead: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
+        self._seen: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
 
     @property
     def rules(self) -> MemoryRules:
@@ -40,22 +42,24 @@ class RankedAhead:
         self._policy.withdraw(item)
 
     def forget(self, item: MemoryItem) -> None:
-        if item in self._seen:
-            if len(self._ahead) >= _MOST_ROUNDS * self._num_items:
-                self._ahead.clear()
-            self._ahead.update(self._seen)
-            self._seen.clear()
+        for ahead, seen in zip(self._ahead.values(), self._seen.values(), strict=True):
+            if item in seen:
+                if len(ahead) >= _MOST_ROUNDS * self._num_items:
+                    ahead.clear()
+                ahead.update(seen)
+                seen.clear()
         self._touch(item)
         self._policy.forget(item)
 
-    def victims(self) -> Iterator[MemoryItem]:
-        yield from self._ahead
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        ahead = self._ahead[is_adapter]
+        yield from ahead
         # Of these none could be taken.
-        others = (item for item in self._policy.victims() if item not in self._ahead)
-        self._seen = dict.fromkeys(islice(others, self._num_items))
-        yield from self._seen
+        others = (item for item in self._policy.victims(is_adapter) if item not in ahead)
+        seen = self._seen[is_adapter] = dict.fromkeys(islice(others, self._num_items))
+        yield from seen
         yield from others
 
     def _touch(self, item: MemoryItem) -> None:
-        self._ahead.pop(item, None)
-        self._seen.pop(item, None)
+        for items in (*self._ahead.values(), *self._seen.values()):
+            items.pop(item, None)

@@ -1,7 +1,7 @@
 """Items in order of a rank that is fixed while they are in it. Pure."""
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
 
 from .policy import MemoryItem
 
@@ -12,51 +12,56 @@ _FEW_DEAD = 64  # entries that are not worth a new heap
 class RankedHeap:
     """The lowest rank first, of equal ranks the older one. Every call takes O(log n), amortised.
 
-    Iterating takes O(log n) for each item, and leaves the heap as it is.
+    Iterating takes O(log n) for each item, and leaves the heap as it is. Adapters and blocks can be
+    asked for apart: who needs one kind does not come by all of the other.
     """
 
     def __init__(self) -> None:
-        self._heap: list[_Entry] = []  # with dead entries, but never at its top
-        self._tickets: dict[MemoryItem, int] = {}  # of living entries
+        # By whether they are adapters; with dead entries, but never at the top.
+        self._heaps: dict[bool, list[_Entry]] = {False: [], True: []}
+        self._tickets: dict[bool, dict[MemoryItem, int]] = {False: {}, True: {}}  # of living ones
         self._num_pushed = 0
 
     def __contains__(self, item: MemoryItem) -> bool:
-        return item in self._tickets
+        return item in self._tickets[item.is_adapter]
 
-    def __iter__(self) -> Iterator[MemoryItem]:
-        """Yield by rank. The heap must not change meanwhile."""
-        heap, tickets = self._heap, self._tickets
+    def ranked(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        """Yield by rank; adapters, blocks, or both. The heap must not change meanwhile."""
+        kinds = (False, True) if is_adapter is None else (is_adapter,)
+        entries = merge(*(self._entries(is_adapter=kind) for kind in kinds))
+        return (item for _, _, item in entries)
+
+    @property
+    def lowest_rank(self) -> float | None:
+        """Of all items; None if there is none."""
+        return min((heap[0][0] for heap in self._heaps.values() if heap), default=None)
+
+    def push(self, item: MemoryItem, rank: float) -> None:
+        """Add an item that is not in it."""
+        assert item not in self, item
+        self._num_pushed += 1
+        self._tickets[item.is_adapter][item] = self._num_pushed
+        heappush(self._heaps[item.is_adapter], (rank, self._num_pushed, item))
+
+    def remove(self, item: MemoryItem) -> None:
+        """Take out an item that is in it."""
+        heap, tickets = self._heaps[item.is_adapter], self._tickets[item.is_adapter]
+        del tickets[item]
+        if len(heap) > 2 * len(tickets) + _FEW_DEAD:
+            heap[:] = [entry for entry in heap if tickets.get(entry[2]) == entry[1]]
+            heapify(heap)
+        while heap and tickets.get(heap[0][2]) != heap[0][1]:
+            heappop(heap)
+
+    def _entries(self, *, is_adapter: bool) -> Iterator[_Entry]:
+        heap, tickets = self._heaps[is_adapter], self._tickets[is_adapter]
         size = len(heap)
         # An entry is below its parent, so the next one is always among the children of those seen.
         frontier = [(rank, ticket, 0) for rank, ticket, _ in heap[:1]]
         while frontier:
             _, ticket, place = heappop(frontier)
-            item = heap[place][2]
-            if tickets.get(item) == ticket:
-                yield item
+            entry = heap[place]
+            if tickets.get(entry[2]) == ticket:
+                yield entry
             for child in range(2 * place + 1, min(2 * place + 3, size)):
                 heappush(frontier, (heap[child][0], heap[child][1], child))
-
-    @property
-    def lowest_rank(self) -> float | None:
-        """Of all items; None if there is none."""
-        return self._heap[0][0] if self._heap else None
-
-    def push(self, item: MemoryItem, rank: float) -> None:
-        """Add an item that is not in it."""
-        assert item not in self._tickets, item
-        self._num_pushed += 1
-        self._tickets[item] = self._num_pushed
-        heappush(self._heap, (rank, self._num_pushed, item))
-
-    def remove(self, item: MemoryItem) -> None:
-        """Take out an item that is in it."""
-        del self._tickets[item]
-        if len(self._heap) > 2 * len(self._tickets) + _FEW_DEAD:
-            self._heap = [entry for entry in self._heap if self._is_living(entry)]
-            heapify(self._heap)
-        while self._heap and not self._is_living(self._heap[0]):
-            heappop(self._heap)
-
-    def _is_living(self, entry: _Entry) -> bool:
-        return self._tickets.get(entry[2]) == entry[1]

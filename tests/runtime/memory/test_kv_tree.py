@@ -37,8 +37,8 @@ class RecordingPolicy:
         self.offered.pop(item, None)
         self.forgotten.append(item)
 
-    def victims(self) -> Iterator[MemoryItem]:
-        yield from self.offered
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        yield from (one for one in self.offered if is_adapter in (None, one.is_adapter))
 
 
 def make_tree() -> tuple[KvTree, RecordingPolicy]:

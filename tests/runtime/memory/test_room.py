@@ -1,8 +1,13 @@
 """Who goes by the rules of the policy: KV with its adapter or apart, one ranking or one each."""
 
+from collections.abc import Iterator
+
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.memory.policies.facts import MemoryRules
+from corun.runtime.memory.policies.lru import LruPolicy
+from corun.runtime.memory.policies.policy import MemoryItem
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferResult
 from support.kept_prefixes import keep, load, num_found
 from support.scheduling import BLOCK_BYTES, facts, make_memory
@@ -104,3 +109,33 @@ def test_a_ranking_that_takes_long_is_good_for_one_per_cent() -> None:
         keep(one_each, 10 * first, 4)
     assert one_each.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert [num_found(one_each, 10 * first) for first in range(2)] == [0, 4]
+
+
+class Counted(LruPolicy):
+    """Counts whom those who look for victims come by."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryRules(is_split=True, ties_kv_to_adapter=False))
+        self.num_named = {False: 0, True: 0}  # by whether they are adapters
+
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
+        for item in super().victims(is_adapter):
+            self.num_named[item.is_adapter] += 1
+            yield item
+
+
+def test_who_needs_one_part_does_not_come_by_what_is_in_the_other() -> None:
+    policy = Counted()
+    memory = make_memory(
+        num_blocks=16, block_bytes=64, slab_bytes=64 * 8, keeps_prefixes=True,
+        policy=lambda _facts: policy,
+    )  # fmt: skip
+    for number in range(8):
+        load(memory, 1 + number, 64)
+    for first in range(8):
+        keep(memory, 10 * first, 2)
+    policy.num_named = {False: 0, True: 0}
+    assert memory.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert policy.num_named == {False: 4, True: 0}
+    assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER)
+    assert policy.num_named[False] == 4 and memory.take_evictions() == (1, 2)

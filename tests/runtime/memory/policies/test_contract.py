@@ -26,6 +26,14 @@ def names_of(policy: RankingPolicy) -> list[str]:
     return [item.name for item in policy.victims() if isinstance(item, Item)]
 
 
+def check_kinds(policy: RankingPolicy) -> None:
+    """Each kind alone is in the order that it has among all."""
+    ranked = list(policy.victims())
+    for is_adapter in (False, True):
+        of_kind = [item for item in ranked if item.is_adapter == is_adapter]
+        assert list(policy.victims(is_adapter)) == of_kind
+
+
 def use(policy: RankingPolicy, item: MemoryItem, now_s: float) -> None:
     """As when a request names what is on the device, and ends."""
     policy.withdraw(item)
@@ -86,6 +94,7 @@ def test_victims_are_what_is_offered_once_and_the_same_again(name: str, seed: in
         assert len(victims) == len(history.offered)
         assert set(victims) == history.offered
         assert names_of(history.policy) == victims  # to look changes nothing
+        check_kinds(history.policy)
     assert names_of(again.policy) == names_of(history.policy)
 
 

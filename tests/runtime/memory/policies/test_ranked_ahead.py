@@ -12,9 +12,9 @@ from support.memory_items import Item
 class Counting(LruPolicy):
     num_rankings = 0
 
-    def victims(self) -> Iterator[MemoryItem]:
+    def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         self.num_rankings += 1
-        return super().victims()
+        return super().victims(is_adapter)
 
 
 class Ranked:
@@ -35,6 +35,18 @@ class Ranked:
         assert isinstance(item, Item)
         self.policy.forget(item)
         return item.name
+
+
+def test_who_asks_for_blocks_does_not_change_what_goes_first_of_all() -> None:
+    policy = RankedAhead(LruPolicy(), 3)
+    adapters = [Item(f"{index}", is_adapter=True) for index in range(3)]
+    blocks = [Item(f"{index}") for index in range(6)]
+    for item in (*adapters, *blocks):
+        policy.offer(item)
+    assert list(islice(policy.victims(is_adapter=False), 1)) == blocks[:1]
+    policy.forget(blocks[0])
+    assert list(policy.victims(is_adapter=False)) == blocks[1:]
+    assert list(policy.victims()) == [*adapters, *blocks[1:]]
 
 
 def test_a_ranking_serves_so_many() -> None:

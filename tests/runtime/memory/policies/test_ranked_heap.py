@@ -24,5 +24,5 @@ def test_iterates_as_sorting_would(seed: int) -> None:
             assert entry[2] in heap
         if step % 7 == 0:
             ranked = sorted(inside, key=lambda one: one[:2])
-            assert list(heap) == [item for _, _, item in ranked]
+            assert list(heap.ranked()) == [item for _, _, item in ranked]
             assert heap.lowest_rank == (ranked[0][0] if ranked else None)
