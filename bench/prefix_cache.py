@@ -159,7 +159,9 @@ class Bench:
             device="cpu",
             dtype="bfloat16",
             prefix_cache="on" if is_on else "off",
-            cpu_threads=os.cpu_count(),  # else each engine chooses by what the machine does then
+            # Else each engine chooses these two by a measurement at its start.
+            cpu_threads=os.cpu_count(),
+            linear_backend="numba",
             link_gib_per_s=self.link_gib_per_s,
             **options,
         )

@@ -21,7 +21,7 @@ from .transfers import OpenCopy, TransferTable
 
 # Of the pool's blocks: those that are to be free, or copied and unused, before others are needed. A
 # prompt that is admitted takes many at once, and where the beginning of a prefix is dropped, what
-# has been copied of its end goes with it: simulated conversations waited 12 to 15 % longer with 5 %.
+# has been copied of its end goes with it: conversations waited 12 to 15 % longer with 5 %.
 _RESERVE_SHARE = 0.2
 # What one plan copies. Not less while requests wait for what comes in: that is the other way.
 _PLAN_SHARE = 0.03

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, merge
+from operator import itemgetter
 
 from .policy import MemoryItem
 
 _Entry = tuple[float, int, MemoryItem]  # of equal ranks the older ticket is first
+_ITEM = itemgetter(2)  # of an entry
 _FEW_DEAD = 64  # entries that are not worth a new heap
 
 
@@ -28,8 +30,9 @@ class RankedHeap:
     def ranked(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         """Yield by rank; adapters, blocks, or both. The heap must not change meanwhile."""
         kinds = (False, True) if is_adapter is None else (is_adapter,)
-        entries = merge(*(self._entries(is_adapter=kind) for kind in kinds))
-        return (item for _, _, item in entries)
+        parts = [self._entries(is_adapter=kind) for kind in kinds if self._tickets[kind]]
+        entries = parts[0] if len(parts) == 1 else merge(*parts)
+        return map(_ITEM, entries)
 
     @property
     def lowest_rank(self) -> float | None:
