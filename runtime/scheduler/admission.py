@@ -56,8 +56,6 @@ class Admission:
 
     def _admit(self, draft: StepDraft, now_s: float) -> Verdict:
         """Return what became of the last one."""
-        if self._has_seat():
-            self._running.promise_growth()  # anew: what has ended meanwhile needs no more
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
@@ -115,6 +113,8 @@ class Admission:
             return Verdict.NO_KV
         memory = self._memory
         memory.prefixes.hold(path)
+        # Anew: what was promised to who has ended since may be what the newcomer holds now.
+        memory.pool.promise(max(0, num_to_come - num_blocks))
         if memory.pool.num_available_blocks < num_blocks:
             memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
             if memory.pool.num_available_blocks < num_blocks:  # what drains is not there yet
@@ -146,6 +146,7 @@ class Admission:
         if not self._has_room(request, path[:num_found], num_blocks, num_to_come):
             return Verdict.NO_KV
         memory.prefixes.hold(path)
+        self._running.promise_growth()
         if memory.pool.num_available_blocks < len(nodes):
             memory.reclaim(len(nodes), 0, include_waiting=include_waiting, keep=request.adapter_id)
         block_ids = memory.pool.allocate(len(nodes))
@@ -214,6 +215,7 @@ class Admission:
     def _load(self, request: Request, now_s: float) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
         assert request.adapter is not None, request.request_id
+        self._running.promise_growth()  # which the load must leave alone
         return self._memory.load(request.adapter_id, request.adapter, now_s) is not None
 
     def _start(

@@ -9,7 +9,7 @@ has found, and enters a block when the step that filled it has come back.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..memory.device_memory import DeviceMemory
@@ -117,11 +117,10 @@ class RunningSet:
         request.num_allocated_tokens = len(request.block_ids) * self._block_size
         return True
 
-    def reclaim_for(self, request: Request) -> bool:
-        """Whether room for the growth of ``request`` comes without preempting anybody."""
-        return self._memory.reclaim(
-            self._num_missing_blocks(request), 0, include_waiting=True, keep=BASE_ADAPTER
-        )
+    def reclaim_for(self, requests: Iterable[Request]) -> bool:
+        """Whether room for the growth of all these comes without preempting anybody."""
+        num_blocks = sum(map(self._num_missing_blocks, requests))
+        return self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
     def is_growth_promised(self, request: Request) -> bool:
         """Whether the blocks that the known tokens lack were promised."""
