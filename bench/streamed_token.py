@@ -31,7 +31,6 @@ from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.messages import (
     AbortRequests,
     AddRequests,
-    EngineStats,
     ModelInfo,
     Ready,
     RequestUpdate,
@@ -126,7 +125,7 @@ def _step(remaining: dict[int, int], number: int) -> StepOutputs:
         )
         if has_ended:
             del remaining[request_id]
-    return StepOutputs(tuple(updates), EngineStats(num_running=len(remaining), num_steps=number))
+    return StepOutputs(tuple(updates))
 
 
 def serve(port: int, tokenizer: str, num_streams: int) -> None:

@@ -111,6 +111,11 @@ class EngineCore:
         return self._scheduler.has_work() or bool(self._updates)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that are not running."""
+        return self._scheduler.num_waiting
+
+    @property
     def is_ready(self) -> bool:
         """Whether ``step`` might get on right now, without waiting for the executor."""
         return bool(self._updates) or (self._has_news and self._can_submit)

@@ -8,6 +8,7 @@ of what is at the channel's other end.
 
 import contextlib
 import logging
+import math
 import selectors
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,12 +55,23 @@ class OwnPolicies:
 
 
 _LAST_WORDS_TIMEOUT_S = 2.0
+_STATS_INTERVAL_S = 0.1  # not each turn: they look at all adapters
 
 _logger = logging.getLogger(__name__)
 
 
 class Core(Protocol):
     """Requests in, tokens out; ``EngineCore`` is the one."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not running."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is open, under way, or to be told."""
+        ...
 
     @property
     def is_ready(self) -> bool:
@@ -163,7 +175,9 @@ class EngineHost:
     Keeps the protocol's promise that every request and every operation ends exactly once.
     """
 
-    def __init__(self, assembly: BuiltEngine) -> None:
+    def __init__(
+        self, assembly: BuiltEngine, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._core = assembly.core
         self._adapters = assembly.adapters
         self._open_ids: set[int] = set()
@@ -171,7 +185,11 @@ class EngineHost:
         self._failed_operations: list[OperationDone] = []
         self._has_messages = True  # something was handled since the last turn
         self._num_requests = 0
+        self._counts_told = (0, 0)  # requests that wait, and all that were taken in
+        self._clock = clock
         self._stats = EngineStats()  # what was told last
+        self._stats_due_s = -math.inf  # when they may be told again
+        self._may_differ = False  # from what was told
         self._must_tell = False
 
     @property
@@ -181,7 +199,10 @@ class EngineHost:
 
     def wake_at_s(self) -> float | None:
         """When a turn may get on although nothing has happened, on the monotonic clock."""
-        return self._core.wake_at_s()
+        wake_at_s = self._core.wake_at_s()
+        if not self._may_differ:
+            return wake_at_s
+        return self._stats_due_s if wake_at_s is None else min(wake_at_s, self._stats_due_s)
 
     def filenos(self) -> list[int]:
         """Descriptors of which one is readable when a turn would get on."""
@@ -206,15 +227,13 @@ class EngineHost:
         self._has_messages = False
         updates, self._refusals = self._refusals, []
         updates += self._core.step()
-        stats = self._core.stats()
+        stats = self._new_stats()
         told: list[FromEngine] = []
-        if updates or stats != self._stats or self._must_tell:
-            told.append(StepOutputs(tuple(updates), stats, self._num_requests))
-            self._must_tell = False
+        if updates or stats is not None or self._counts_told != self._counts():
+            told.append(self._outputs(updates, stats))
         self._open_ids.difference_update(
             update.request_id for update in updates if update.finish_reason is not None
         )
-        self._stats = stats
         told += self._failed_operations
         self._failed_operations = []
         told += self._adapters.poll()
@@ -224,12 +243,33 @@ class EngineHost:
         """Return final updates that end every open request with ``error``."""
         updates = [_failed(request_id, error) for request_id in sorted(self._open_ids)]
         self._open_ids.clear()
-        return StepOutputs(tuple(updates), self._stats, self._num_requests)
+        return self._outputs(updates)
+
+    def _counts(self) -> tuple[int, int]:
+        return self._core.num_waiting, self._num_requests
+
+    def _outputs(
+        self, updates: Sequence[RequestUpdate], stats: EngineStats | None = None
+    ) -> StepOutputs:
+        self._counts_told = self._counts()
+        return StepOutputs(tuple(updates), *self._counts_told, stats)
+
+    def _new_stats(self) -> EngineStats | None:
+        """What is to be told of the engine: when asked, when it comes to rest, and now and then."""
+        now_s = self._clock()
+        self._may_differ = True
+        if not self._must_tell and self._core.has_work and now_s < self._stats_due_s:
+            return None
+        self._may_differ, self._stats_due_s = False, now_s + _STATS_INTERVAL_S
+        last, self._stats = self._stats, self._core.stats()
+        if self._stats == last and not self._must_tell:
+            return None
+        self._must_tell = False
+        return self._stats
 
     def _add_request(self, request: AddRequest) -> None:
         self._open_ids.add(request.request_id)
         self._num_requests += 1
-        self._must_tell = True
         try:
             self._core.add_request(request)
         except RequestError as error:

@@ -197,8 +197,9 @@ class StepOutputs(EngineMessage, frozen=True):
     """Everything that one turn of the loop has to say of requests."""
 
     updates: tuple[RequestUpdate, ...]
-    stats: EngineStats
-    num_requests: int = 0  # taken in so far, refused ones too: what the statistics know of
+    num_waiting: int = 0
+    num_requests: int = 0  # taken in so far, refused ones too: of which num_waiting knows
+    stats: EngineStats | None = None  # None: as told before, or not told yet, for 0.1 s at most
 
 
 class AdaptersChanged(EngineMessage, frozen=True):

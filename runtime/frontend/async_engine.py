@@ -74,7 +74,7 @@ class AsyncEngine:
         self._client = client
         self._chat_template = chat_template
         self._stats = StatsClient(client)
-        self._requests = RequestClient(client, self._stats)
+        self._requests = RequestClient(client)
         self._loras = LoraClient(client)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
@@ -174,7 +174,7 @@ class AsyncEngine:
         return default_sampling(self.get_model_info())
 
     def get_stats(self) -> EngineStats:
-        """Return the engine's gauges and totals as of its last turn, long ago if it rests."""
+        """Return the engine's gauges and totals as of 0.1 s ago, or since when it rests."""
         return self._stats.latest
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:
@@ -299,7 +299,8 @@ class AsyncEngine:
     def _receive(self, message: FromEngine) -> None:
         match message:
             case StepOutputs():
-                self._stats.take(message.stats)
+                if message.stats is not None:
+                    self._stats.take(message.stats)
                 self._requests.take(message)
             case OperationDone():
                 self._loras.operation_done(message)

@@ -19,7 +19,6 @@ from ..sampling import SamplingParams
 from .generation import Choice, Generation, Notify
 from .inputs import Lora, PreparedRequest, Prompt, check_prompt, default_sampling, engine_sampling
 from .outputs import RequestOutput
-from .stats_client import StatsClient
 from .tokenizer import Tokenizer
 
 
@@ -55,9 +54,8 @@ class Waker:
 class RequestClient:
     """Opens requests through an engine client and tells their owners what is new."""
 
-    def __init__(self, client: EngineClient, stats: StatsClient) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._stats = stats
         self._config = client.config
         self._rng = random.Random(client.config.seed)  # noqa: S311 -- seeds of samplers
         self._engine_ids = itertools.count(1)
@@ -65,7 +63,8 @@ class RequestClient:
         # What the engine still computes, whose choice it is, and whose request that is.
         self._by_engine_id: dict[int, tuple[Generation, Choice]] = {}
         self._num_sent = 0  # engine requests so far
-        self._num_taken = 0  # of them those that the statistics know of
+        self._num_taken = 0  # of them those that the engine has taken in
+        self._num_waiting = 0  # of these, when it said so last
         self._on_turn: set[Callable[[], None]] = set()  # called whenever the engine has said more
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
@@ -206,7 +205,7 @@ class RequestClient:
 
         A request is notified once, however many of its choices go on.
         """
-        self._num_taken = message.num_requests
+        self._num_taken, self._num_waiting = message.num_requests, message.num_waiting
         unneeded: list[int] = []
         touched: dict[Generation, None] = {}  # in order
         for update in message.updates:
@@ -258,7 +257,7 @@ class RequestClient:
         num_open = len(self._by_engine_id)
         if num_open == 0 or self._error is not None:
             return True
-        num_waiting = self._stats.latest.num_waiting + self._num_sent - self._num_taken
+        num_waiting = self._num_waiting + self._num_sent - self._num_taken
         max_waiting = self._config.max_num_waiting
         return (
             num_waiting + num_new <= max_waiting

@@ -65,6 +65,14 @@ class FakeCore:
         self.is_lost = False
 
     @property
+    def num_waiting(self) -> int:
+        return len(self._open)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open or self._updates)
+
+    @property
     def is_ready(self) -> bool:
         return self._has_news
 

@@ -73,7 +73,7 @@ def test_step_outputs_keep_their_types(pair: tuple[socket.socket, socket.socket]
     logprobs = (TokenLogprobs(-0.25, 1, (3, 4), (-0.25, -2.0)),)
     message = StepOutputs(
         (RequestUpdate(1, (3,), logprobs), RequestUpdate(2, finish_reason="stop")),
-        EngineStats(running_adapters=("a",)),
+        stats=EngineStats(running_adapters=("a",)),
     )
     Channel[ToEngine](pair[0], ToEngine).send(message)
     (received,) = Channel[FromEngine](pair[1], FromEngine).receive()

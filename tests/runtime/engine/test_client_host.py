@@ -126,3 +126,27 @@ def test_requests_that_were_taken_in_are_counted(host: EngineHost) -> None:
     (told_last,) = turn_until_idle(host)
     assert isinstance(told_last, StepOutputs)
     assert told_last.num_requests == 3
+
+
+def test_gauges_are_told_at_most_ten_times_a_second_but_when_asked_and_at_rest() -> None:
+    now_s = 0.0
+    host = EngineHost(FakeAssembly(EngineConfig(model="fake")), clock=lambda: now_s)
+
+    def tells() -> bool:
+        told = host.turn()
+        return any(isinstance(one, StepOutputs) and one.stats is not None for one in told)
+
+    host.handle(add(1, "a long answer to it"))
+    assert tells()
+    for _ in range(4):
+        now_s += 0.02
+        assert not tells()
+        assert host.wake_at_s() == 0.1
+    host.handle(ReportStats())
+    assert tells()
+    now_s += 0.11
+    assert tells()
+    assert not tells()
+    host.handle(AbortRequests((1,)))
+    assert tells()
+    assert host.wake_at_s() is None

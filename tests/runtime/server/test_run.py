@@ -165,7 +165,7 @@ class Client:
 
     async def generate(self, key):
         while True:
-            self.on_message(StepOutputs((RequestUpdate(key, (1,)),), EngineStats()))
+            self.on_message(StepOutputs((RequestUpdate(key, (1,)),)))
             await asyncio.sleep(0.01)
 
     async def close(self):

@@ -17,7 +17,6 @@ from corun.runtime.engine.channel_client import OnDeath, OnMessage
 from corun.runtime.engine.messages import (
     AbortRequests,
     AddRequests,
-    EngineStats,
     Ready,
     RequestUpdate,
     StepOutputs,
@@ -73,7 +72,7 @@ class PlayedClient:
         updates = [RequestUpdate(key, tokens, finish_reason=reason) for key in self.open_ids]
         if reason is not None:
             self.open_ids = []
-        self._tell(StepOutputs(tuple(updates), EngineStats()))
+        self._tell(StepOutputs(tuple(updates)))
 
 
 class Engine(AsyncEngine):
