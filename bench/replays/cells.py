@@ -163,9 +163,7 @@ def _figures(
         num_preempted=sum(record.num_preemptions > 0 for record in records),
         num_squashes=int(counts.get("num_squashed", 0)),
         num_lanes=int(counts.get("num_lanes", 1)),
-        quota_tokens=tuple(
-            int(tokens) for name, tokens in counts.items() if name.startswith("quota_tokens_")
-        ),
+        quota_tokens=tuple(int(lane["quota_tokens"]) for lane in policy.lane_counts()),
         num_requests=len(records),
         num_refused=sum(replayed.refused.values()),
         served_rps=len(replayed.records) / replayed.duration_s,

@@ -6,7 +6,7 @@ adapter versions. It knows nothing of channels, processes, text or tensors.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from ..request import Request
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
 from .messages import AddRequest, ColdStartInfo, CpuWorkerStats, EngineStats, RequestUpdate
+from .stats import engine_stats
 
 _logger = logging.getLogger(__name__)
 
@@ -234,33 +235,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return gauges and totals. O(adapters on the device)."""
-        memory = self._scheduler.memory
-        counters, forecast = self._scheduler.counters, self._scheduler.forecast
-        return EngineStats(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            kv_blocks_used=memory.pool.num_used_blocks,
-            kv_blocks_total=memory.pool.num_blocks,
-            kv_blocks_invalid=memory.tied_kv.num_invalid_blocks,
-            adapter_bytes_used=memory.cache.used_bytes,
-            num_preemptions=counters.num_preemptions,
-            num_steps=self._num_steps,
-            num_failed_steps=counters.num_failed_steps,
-            prompt_tokens_computed=counters.prompt_tokens_computed,
-            prompt_tokens_cached=counters.prompt_tokens_cached,
-            prompt_tokens_host_cached=counters.prompt_tokens_host_cached,
-            generated_tokens=counters.generated_tokens,
-            running_adapters=self._names_of(memory.cache.referenced_ids()),
-            waiting_adapters=self._names_of(memory.cache.waiting_ids()),
-            cpu_workers=self._cpu_workers(),
-            num_retried_rows=counters.num_retried_rows,
-            cold_starts=dict(self._scheduler.cold_start_counts()),
-            num_device_evictions=memory.cache.num_evictions,
-            num_host_evictions=memory.num_host_evictions,
-            num_prefetch_hits=0 if forecast is None else forecast.num_hits,
-            num_prefetch_misses=0 if forecast is None else forecast.num_misses,
-            prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
-        )
+        return engine_stats(
+            self._scheduler, self._names_of,
+            num_steps=self._num_steps, cpu_workers=self._cpu_workers(), now_s=self._clock(),
+        )  # fmt: skip
 
     def resident_adapters(self) -> frozenset[AdapterId]:
         """Return the adapter versions on the device now."""
@@ -366,7 +344,7 @@ class EngineCore:
             if self._on_adapter_gone is not None:
                 self._on_adapter_gone(adapter_id)
 
-    def _names_of(self, adapter_ids: tuple[AdapterId, ...]) -> tuple[str, ...]:
+    def _names_of(self, adapter_ids: Iterable[AdapterId]) -> tuple[str, ...]:
         return tuple(sorted({self._adapters.version(key).name for key in adapter_ids}))
 
 

@@ -165,6 +165,15 @@ class CpuWorkerStats(msgspec.Struct, frozen=True, array_like=True):
     num_failed_jobs: int = 0  # given up because their worker died
 
 
+class LinkUsage(msgspec.Struct, frozen=True, array_like=True):
+    """What has moved between host and device since the start."""
+
+    direction: str  # a value of ``profiles.link.Direction``
+    kind: str  # "adapter" or "kv"
+    num_bytes: int
+    busy_s: float  # in which there was something to copy
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges and running totals of the engine since its start."""
 
@@ -172,8 +181,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
-    adapter_bytes_used: int = 0
-    num_preemptions: int = 0
+    preemptions: dict[str, int] = {}  # by cause, a value of ``scheduler.events.PreemptionCause``
     num_steps: int = 0
     num_failed_steps: int = 0
     prompt_tokens_computed: int = 0
@@ -188,9 +196,18 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_prefetch_hits: int = 0  # loads of adapters that were expected, and then asked for
     num_prefetch_misses: int = 0
     prefetch_missed_bytes: int = 0
-    kv_blocks_invalid: int = 0  # their adapter is not on the device
+    invalid_kv_bytes: int = 0  # on the device without its adapter
     prompt_tokens_cached: int = 0  # found on the device, and so not among the computed ones
     prompt_tokens_host_cached: int = 0  # nor are these, which were copied from the host
+    memory_bytes: dict[str, dict[str, int]] = {}  # by level, "gpu" or "cpu", and kind
+    link: tuple[LinkUsage, ...] = ()
+    policy_counts: dict[str, float] = {}  # what the scheduling policy shows of itself
+    lane_counts: tuple[dict[str, float], ...] = ()  # and of each of its lanes
+
+    @property
+    def num_preemptions(self) -> int:
+        """Whatever the cause."""
+        return sum(self.preemptions.values())
 
 
 class StepOutputs(EngineMessage, frozen=True):

@@ -321,15 +321,16 @@ class DeviceMemory:
 
     def settle(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
         """Note the end of a transfer and return it; None if it is not known (any more)."""
-        transfer = self.transfers.end(result.transfer_id, now_s)
+        has_failed = result.error is not None
+        transfer = self.transfers.end(result.transfer_id, now_s, has_failed=has_failed)
         if isinstance(transfer, OpenLoad):
-            self._end_load(transfer, has_failed=result.error is not None)
-            if self._inputs is not None and transfer.is_demand and result.error is None:
+            self._end_load(transfer, has_failed=has_failed)
+            if self._inputs is not None and transfer.is_demand and not has_failed:
                 duration_s = now_s - transfer.began_s
                 self._inputs.costs.load_ended(transfer.command.num_bytes, duration_s)
         elif isinstance(transfer, OpenCopy):
             assert self.swapper is not None
-            self.swapper.end(transfer, has_failed=result.error is not None)
+            self.swapper.end(transfer, has_failed=has_failed)
         return transfer
 
     def check_invariants(self) -> None:

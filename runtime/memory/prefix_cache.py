@@ -45,6 +45,16 @@ class PrefixCache:
         """Blocks that nobody holds."""
         return 0 if self._tree is None else self._tree.num_unreferenced_blocks
 
+    @property
+    def num_host_slots(self) -> int:
+        """Blocks that the host has room for."""
+        return self._slots.num_slots
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of which the host has a copy."""
+        return 0 if self._tree is None else self._tree.num_host_blocks
+
     def match(
         self, namespace: bytes, token_ids: tuple[int, ...], max_tokens: int
     ) -> Sequence[KvNode]:

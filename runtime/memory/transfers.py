@@ -20,6 +20,7 @@ from ..plan import (
     TransferRead,
 )
 from .kv_tree import KvNode
+from .link_use import LinkKey, LinkUse
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,6 +47,17 @@ class OpenTransfer:
             return Direction.TO_DEVICE
         return self.command.direction
 
+    @property
+    def link_key(self) -> LinkKey:
+        """As which it is counted."""
+        kind = "adapter" if isinstance(self.command, AdapterTransfer) else "kv"
+        return LinkKey(self.direction, kind)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether anything is there to be copied."""
+        return self.num_arrived < len(self.part_bytes)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenLoad(OpenTransfer):
@@ -68,6 +80,10 @@ class OpenLoad(OpenTransfer):
         if not self.is_from_files:
             return len(self.part_bytes)
         return max(self.num_read, self.num_arrived)
+
+    @property
+    def is_copying(self) -> bool:
+        return self.num_arrived < self.num_on_host
 
     @property
     def is_on_host(self) -> bool:
@@ -107,6 +123,7 @@ class TransferTable:
 
     def __init__(self) -> None:
         self.reading: ReadingTurn | None = None
+        self.link_use = LinkUse()
         self._open: dict[TransferId, OpenTransfer] = {}  # oldest first
         self._loads: dict[AdapterId, OpenLoad] = {}  # those among them
         self._changes = dict.fromkeys(Direction, Change(0, 0.0))
@@ -173,8 +190,9 @@ class TransferTable:
         if transfer is None or progress.num_groups <= transfer.num_arrived:
             return
         num_before = transfer.num_on_host if isinstance(transfer, OpenLoad) else 0
+        new_bytes = sum(transfer.part_bytes[transfer.num_arrived : progress.num_groups])
         transfer.num_arrived = progress.num_groups
-        self._changed(transfer, now_s)
+        self._changed(transfer, now_s, new_bytes)
         if isinstance(transfer, OpenLoad) and transfer.num_on_host > num_before:
             self._heard_of(transfer, now_s)
 
@@ -195,15 +213,19 @@ class TransferTable:
         new_s = progress.duration_s - load.read_s
         load.num_read, load.read_s = progress.num_groups, progress.duration_s
         if load.num_on_host > num_before:
+            self._use_link(load, now_s)
             self._heard_of(load, now_s)
         return new_bytes, new_s
 
-    def end(self, transfer_id: TransferId, now_s: float) -> OpenTransfer | None:
+    def end(
+        self, transfer_id: TransferId, now_s: float, *, has_failed: bool = False
+    ) -> OpenTransfer | None:
         """A transfer has ended, well or badly; return it, or None if it is not known (any more)."""
         transfer = self._open.pop(transfer_id, None)
         if transfer is None:
             return None
-        self._changed(transfer, now_s)
+        new_bytes = 0 if has_failed else sum(transfer.part_bytes[transfer.num_arrived :])
+        self._changed(transfer, now_s, new_bytes)
         if isinstance(transfer, OpenLoad):
             del self._loads[transfer.command.adapter_id]
             if transfer.is_from_files:
@@ -233,9 +255,16 @@ class TransferTable:
         assert (self.reading is None) == (not unread), (self.reading, unread)
         assert self.reading is None or self.reading.load in unread, self.reading
 
-    def _changed(self, transfer: OpenTransfer, now_s: float) -> None:
+    def _changed(self, transfer: OpenTransfer, now_s: float, new_bytes: int = 0) -> None:
         direction = transfer.direction
         self._changes[direction] = Change(self._changes[direction].number + 1, now_s)
+        self._use_link(transfer, now_s, new_bytes)
+
+    def _use_link(self, transfer: OpenTransfer, now_s: float, new_bytes: int = 0) -> None:
+        is_busy = transfer.transfer_id in self._open and transfer.is_copying
+        self.link_use.changed(
+            transfer.link_key, transfer.transfer_id, now_s, is_busy=is_busy, new_bytes=new_bytes
+        )
 
     def _heard_of(self, load: OpenLoad, now_s: float) -> None:
         """More of a load is on the host: whatever the order was thought to be, this is the one."""

@@ -176,10 +176,20 @@ class ChameleonPolicy:
         quotas = self._lanes.quotas
         return {
             "num_lanes": len(quotas.tokens),
-            **{f"quota_tokens_{lane}": tokens for lane, tokens in enumerate(quotas.tokens)},
             "slo_infeasible": not quotas.is_feasible,
             "num_squashed": self._bypass.num_squashed,
         }
+
+    def lane_counts(self) -> Sequence[Mapping[str, float]]:
+        """Free tokens are negative where a lane is overdrawn."""
+        lanes = zip(
+            self._queues.lengths(), self._lanes.quotas.tokens, self._holdings.ledger.available,
+            strict=True,
+        )  # fmt: skip
+        return [
+            {"num_waiting": length, "quota_tokens": quota, "free_tokens": free}
+            for length, quota, free in lanes
+        ]
 
     def check_invariants(self) -> None:
         """Assert that quotas add up."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from ..request import Request, RequestStatus
 from .cold import ColdStarts
 from .config import SchedulerConfig
-from .events import SchedulerCounters
+from .events import PreemptionCause, SchedulerCounters
 from .policy import SchedulerPolicy
 from .running_set import RunningSet
 from .step_draft import StepDraft
@@ -44,7 +44,7 @@ class Continuation:
                 if request.num_in_flight_steps:
                     request.is_held = True
                 elif request.num_kept_tokens:
-                    self._preempt(request, draft, now_s)
+                    self._preempt(request, PreemptionCause.ROPE, draft, now_s)
                 else:
                     request.has_short_kv = False
                     request.num_computed_tokens = 0
@@ -62,7 +62,7 @@ class Continuation:
     def squash(self, draft: StepDraft, now_s: float) -> None:
         """Preempt those whom the policy wants to give way although nobody grows."""
         for request in self._policy.squash(self._running.requests, now_s):
-            self._preempt(request, draft, now_s)
+            self._preempt(request, PreemptionCause.SQUASH, draft, now_s)
 
     def _grow_running(self, draft: StepDraft, now_s: float) -> bool:
         """Give requests the blocks that their known tokens need; False if memory was short."""
@@ -92,16 +92,19 @@ class Continuation:
                 return self._running.is_growth_promised(request)
             is_coming = self._running.reclaim_for((request,))
             if not is_coming:
-                self._preempt(self._policy.victim(self._running.requests), draft, now_s)
+                victim = self._policy.victim(self._running.requests)
+                self._preempt(victim, PreemptionCause.KV_MEMORY, draft, now_s)
                 has_preempted = True
         return False
 
-    def _preempt(self, request: Request, draft: StepDraft, now_s: float) -> None:
+    def _preempt(
+        self, request: Request, cause: PreemptionCause, draft: StepDraft, now_s: float
+    ) -> None:
         """Take a running request's memory; it waits, keeps its tokens and is recomputed."""
         draft.forget_blocks(request)
         self._running.stop(request, RequestStatus.WAITING)
         request.num_preemptions += 1
-        self._counters.num_preemptions += 1
+        self._counters.preemptions[cause] += 1
         self._let_wait(request, now_s)
 
     def _continue_running(self, draft: StepDraft, now_s: float) -> None:

@@ -1,7 +1,8 @@
 """What the scheduler tells of requests, and the rules by which a request ends."""
 
 import enum
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..plan import RequestId, TokenLogprobs
@@ -40,11 +41,19 @@ class RequestEvent(NamedTuple):
     cold_start: ColdStart | None = None  # with the first token, of a request that came cold
 
 
+class PreemptionCause(enum.StrEnum):
+    """Why a running request had to give its memory back."""
+
+    KV_MEMORY = "kv_memory"  # others, or it, grew
+    SQUASH = "squash"  # it overran what it was admitted for
+    ROPE = "rope"  # its KV is of no use in a context that is as long as its own has become
+
+
 @dataclass(slots=True)
 class SchedulerCounters:
     """Running totals."""
 
-    num_preemptions: int = 0
+    preemptions: Counter[PreemptionCause] = field(default_factory=Counter)
     num_failed_steps: int = 0
     num_retried_rows: int = 0  # came to nothing, whoever was to blame, and were planned again
     # Each prompt token counts once: computed, found on the device, or copied from the host.
@@ -52,6 +61,11 @@ class SchedulerCounters:
     prompt_tokens_cached: int = 0
     prompt_tokens_host_cached: int = 0
     generated_tokens: int = 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """Whatever the cause."""
+        return self.preemptions.total()
 
 
 def finish_reason_of(

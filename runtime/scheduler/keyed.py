@@ -90,3 +90,6 @@ class KeyedPolicy(ABC):
 
     def counts(self) -> Mapping[str, float]:
         return {}
+
+    def lane_counts(self) -> Sequence[Mapping[str, float]]:
+        return ()

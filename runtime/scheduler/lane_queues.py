@@ -23,6 +23,10 @@ class LaneQueues:
     def __len__(self) -> int:
         return sum(map(len, self._all()))
 
+    def lengths(self) -> tuple[int, ...]:
+        """Who waits in each lane; those whom ``fill`` has yet to bring are in none."""
+        return tuple(map(len, self._queues))
+
     @property
     def empty_lanes(self) -> list[int]:
         """Lanes in which nobody waits."""

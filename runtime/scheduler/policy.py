@@ -111,3 +111,7 @@ class SchedulerPolicy(Protocol):
     def counts(self) -> Mapping[str, float]:
         """What the policy shows of itself: gauges by name."""
         ...
+
+    def lane_counts(self) -> Sequence[Mapping[str, float]]:
+        """What it shows of each lane: the same gauges for all of them; empty: it has none."""
+        ...

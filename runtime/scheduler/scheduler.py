@@ -6,7 +6,7 @@ the results of earlier steps have come back. Who is admitted and who is preempte
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import RequestError
 from ..limits import check_queue
@@ -114,6 +114,14 @@ class Scheduler:
     def cold_start_counts(self) -> Mapping[str, int]:
         """Requests so far whose adapter was not on the device, by how they were started."""
         return self._cold_starts.counts()
+
+    def policy_counts(self) -> Mapping[str, float]:
+        """What the policy shows of itself."""
+        return self._policy.counts()
+
+    def lane_counts(self) -> Sequence[Mapping[str, float]]:
+        """What the policy shows of its lanes."""
+        return self._policy.lane_counts()
 
     @property
     def requests(self) -> Iterable[Request]:

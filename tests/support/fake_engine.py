@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from corun.runtime.adapters.registry import AdapterInfo
-from corun.runtime.engine.messages import EngineStats, ModelInfo
+from corun.runtime.engine.messages import EngineStats, LinkUsage, ModelInfo
 from corun.runtime.errors import (
     AdapterError,
     CorunError,
@@ -78,7 +78,10 @@ class FakeEngine:
         self.error: CorunError | None = None
         self.stats = EngineStats(
             num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
-            kv_blocks_invalid=7, num_preemptions=3, num_prefetch_hits=5, prefetch_missed_bytes=6,
+            invalid_kv_bytes=7, preemptions={"kv_memory": 3, "squash": 1}, num_prefetch_hits=5,
+            prefetch_missed_bytes=6, memory_bytes={"gpu": {"history_kv": 8, "free": 9}},
+            link=(LinkUsage("to_device", "kv", 11, 0.5),),
+            policy_counts={"num_lanes": 2.0}, lane_counts=({"quota_tokens": 5.0},) * 2,
             running_adapters=("upper",), waiting_adapters=("digits",),
         )  # fmt: skip
         self.adapters = {

@@ -291,7 +291,7 @@ class TestAdapters:
         assert engine.gone == [adapter_id]
         assert engine.executor.resident_adapters == set()
         stats = engine.core.stats()
-        assert stats.adapter_bytes_used == 0
+        assert stats.memory_bytes["gpu"]["adapters"] == 0
         assert (stats.num_device_evictions, stats.num_host_evictions) == (1, 0)
 
     def test_a_reload_serves_new_requests_with_the_new_version(self) -> None:
@@ -332,7 +332,7 @@ class TestAdapters:
         stats = engine.core.stats()
         assert (stats.running_adapters, stats.waiting_adapters) == (("a",), ("b",))
         assert (stats.num_running, stats.num_waiting) == (1, 1)
-        assert stats.adapter_bytes_used == 200
+        assert stats.memory_bytes["gpu"]["adapters"] == 200
 
     def test_requests_have_the_namespace_of_all_that_shapes_their_kv(self) -> None:
         engine = Engine()

@@ -80,7 +80,7 @@ def no_kv_but_for(*admitted: Request) -> Callable[[Request], Verdict]:
 
 
 def quotas_of(policy: ChameleonPolicy) -> list[float]:
-    return [number for name, number in policy.counts().items() if name.startswith("quota")]
+    return [lane["quota_tokens"] for lane in policy.lane_counts()]
 
 
 def test_before_the_first_refresh_there_is_one_lane() -> None:

@@ -3,6 +3,7 @@
 import pytest
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request, RequestStatus
+from corun.runtime.scheduler.events import PreemptionCause
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import (
@@ -149,6 +150,7 @@ def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
             scheduler.update(result, 0.0)
         scheduler.check_invariants()
     assert longer.num_preemptions == 1
+    assert scheduler.counters.preemptions == {PreemptionCause.KV_MEMORY: 1}
     expected = expected_output(PROMPT, longer.sampling, longer.adapter_id, max_model_len=64)
     assert (list(longer.output_token_ids), "length") == expected
 
@@ -160,6 +162,7 @@ def test_what_short_contexts_have_made_is_not_found_by_long_ones() -> None:
     short = make_request(1, prompt=PROMPT, max_tokens=8)
     serve(scheduler, executor, short)
     assert short.num_preemptions == 1, "others may read its blocks, so it got new ones"
+    assert scheduler.counters.preemptions == {PreemptionCause.ROPE: 1}
     for request_id, prompt, num_found in (
         (2, PROMPT, 12),
         (3, (*PROMPT, *short.output_token_ids[:6], 5), 16),

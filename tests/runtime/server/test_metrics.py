@@ -27,7 +27,14 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:num_requests_waiting", (model,)] == 1
     assert samples["corun:num_requests_running", (model,)] == 2
     assert samples["corun:kv_cache_usage_perc", (model,)] == 0.25
-    assert samples["corun:kv_blocks_invalid", (model,)] == 7
+    assert samples["corun:invalid_kv_bytes", (model,)] == 7
+    assert samples["corun:memory_bytes", (("kind", "history_kv"), ("level", "gpu"), model)] == 8
+    moved = (("direction", "to_device"), ("kind", "kv"), model)
+    assert samples["corun:link_bytes_total", moved] == 11
+    assert samples["corun:link_busy_seconds_total", moved] == 0.5
+    assert samples["corun:scheduling_policy", (("gauge", "num_lanes"), model)] == 2
+    lane = (("gauge", "quota_tokens"), ("lane", "1"), model)
+    assert samples["corun:scheduling_lane", lane] == 5
     assert samples["corun:adapter_prefetches_total", (model, ("outcome", "hit"))] == 5
     assert samples["corun:adapter_prefetches_total", (model, ("outcome", "miss"))] == 0
     assert samples["corun:adapter_prefetch_wasted_bytes_total", (model,)] == 6
@@ -37,7 +44,8 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:device_info", device] == 1
     fallback = (("backend", "torch"), ("computes", "LoRA"), model)
     assert samples["corun:backend_info", fallback] == 1
-    assert samples["corun:num_preemptions_total", (model,)] == 3
+    assert samples["corun:num_preemptions_total", (("cause", "kv_memory"), model)] == 3
+    assert samples["corun:num_preemptions_total", (("cause", "squash"), model)] == 1
     assert samples["corun:engine_alive", (model,)] == 1
     info = (
         ("max_lora", "256"),

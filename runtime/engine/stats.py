@@ -1,0 +1,80 @@
+"""What an engine shows of itself: gauges of the moment, and totals since its start. Pure."""
+
+from collections.abc import Callable, Iterable
+
+from ..memory.device_memory import DeviceMemory
+from ..plan import AdapterId
+from ..scheduler.scheduler import Scheduler
+from .messages import CpuWorkerStats, EngineStats, LinkUsage
+
+
+def engine_stats(
+    scheduler: Scheduler,
+    names_of: Callable[[Iterable[AdapterId]], tuple[str, ...]],
+    *,
+    num_steps: int,
+    cpu_workers: CpuWorkerStats,
+    now_s: float,
+) -> EngineStats:
+    """Return all of it. O(adapters on the device or waited for)."""
+    memory = scheduler.memory
+    counters, forecast = scheduler.counters, scheduler.forecast
+    return EngineStats(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        kv_blocks_used=memory.pool.num_used_blocks,
+        kv_blocks_total=memory.pool.num_blocks,
+        invalid_kv_bytes=memory.tied_kv.num_invalid_blocks * memory.pool.block_bytes,
+        memory_bytes=_memory_bytes(memory),
+        link=_link(memory, now_s),
+        preemptions={str(cause): number for cause, number in counters.preemptions.items()},
+        policy_counts=dict(scheduler.policy_counts()),
+        lane_counts=tuple(dict(lane) for lane in scheduler.lane_counts()),
+        num_steps=num_steps,
+        num_failed_steps=counters.num_failed_steps,
+        prompt_tokens_computed=counters.prompt_tokens_computed,
+        prompt_tokens_cached=counters.prompt_tokens_cached,
+        prompt_tokens_host_cached=counters.prompt_tokens_host_cached,
+        generated_tokens=counters.generated_tokens,
+        running_adapters=names_of(memory.cache.referenced_ids()),
+        waiting_adapters=names_of(memory.cache.waiting_ids()),
+        cpu_workers=cpu_workers,
+        num_retried_rows=counters.num_retried_rows,
+        cold_starts=dict(scheduler.cold_start_counts()),
+        num_device_evictions=memory.cache.num_evictions,
+        num_host_evictions=memory.num_host_evictions,
+        num_prefetch_hits=0 if forecast is None else forecast.num_hits,
+        num_prefetch_misses=0 if forecast is None else forecast.num_misses,
+        prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
+    )
+
+
+def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:
+    """Bytes by level and kind; what is promised is among what is free, or in history."""
+    pool, host = memory.pool, memory.host
+    levels = {
+        "gpu": {
+            "running_kv": pool.num_used_blocks * pool.block_bytes,
+            "history_kv": pool.num_cached_blocks * pool.block_bytes,
+            "adapters": memory.cache.used_bytes,
+            "promised": pool.num_promised_blocks * pool.block_bytes,
+            "free": memory.budget.free_bytes,
+        }
+    }
+    cpu: dict[str, int] = {}
+    if memory.prefixes.num_host_slots:
+        cpu["history_kv"] = memory.prefixes.num_host_blocks * pool.block_bytes
+        cpu["free"] = memory.prefixes.num_host_slots * pool.block_bytes - cpu["history_kv"]
+    if host is not None:
+        cpu["adapters"] = host.taken_bytes
+        if not host.is_device_memory:  # else what is free is the device's
+            cpu["free"] = cpu.get("free", 0) + host.capacity_bytes - host.taken_bytes
+    return levels | ({"cpu": cpu} if cpu else {})
+
+
+def _link(memory: DeviceMemory, now_s: float) -> tuple[LinkUsage, ...]:
+    """Nothing moves where the device reads adapters on the host."""
+    if memory.host is not None and memory.host.is_device_memory:
+        return ()
+    totals = memory.transfers.link_use.totals(now_s)
+    return tuple(LinkUsage(key.direction.value, key.kind, *value) for key, value in totals.items())

@@ -1,0 +1,152 @@
+"""What ``/metrics`` shows of the engine: read from it at the scrape."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from ..engine.messages import EngineStats, ModelInfo
+from .families import Families
+
+
+def engine_families(
+    families: Families, stats: EngineStats, info: ModelInfo, block_size: int
+) -> Iterator[Metric]:
+    """Yield all that does not name adapters."""
+    yield from _load(families, stats)
+    yield families.info(
+        "cache_config_info", "The KV cache.",
+        {"block_size": str(block_size), "num_gpu_blocks": str(stats.kv_blocks_total)},
+    )  # fmt: skip
+    yield from _choices(families, info)
+    yield from _memory(families, stats)
+    yield from _prefixes(families, stats)
+    yield from _scheduling(families, stats)
+    yield from _totals(families, stats)
+
+
+def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
+    yield families.gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
+    yield families.gauge("num_requests_running", "Requests that run.", stats.num_running)
+    used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+    yield families.gauge("kv_cache_usage_perc", "KV blocks that requests hold; 1 means all.", used)
+    workers = stats.cpu_workers
+    yield families.gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
+    yield families.gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)
+
+
+def _choices(families: Families, info: ModelInfo) -> Iterator[Metric]:
+    """What the engine works with on this machine; a fall-back shows here."""
+    yield families.gauge(
+        "profile_failed",
+        "1 if the machine could not be measured, so that co-execution is off.",
+        float(info.has_profile_failed),
+    )
+    yield families.info(
+        "device_info", "How the device works with host memory and CPU workers.",
+        info.device_choices,
+    )  # fmt: skip
+    yield families.gauges(
+        "backend_info",
+        "What is computed, and by what: torch for LoRA or attention on a GPU is a slow loop.",
+        ("computes", "backend"),
+        [(choice, 1.0) for choice in info.backends.items()],
+    )
+
+
+def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
+    """What lies where, what moves, and what has gone."""
+    yield families.gauges(
+        "memory_bytes",
+        "By level and by what it holds; what is promised to growth is free or in history.",
+        ("level", "kind"),
+        [
+            ((level, kind), num_bytes)
+            for level, kinds in stats.memory_bytes.items()
+            for kind, num_bytes in kinds.items()
+        ],
+    )
+    yield families.gauge(
+        "invalid_kv_bytes", "KV on the device without its adapter.", stats.invalid_kv_bytes
+    )
+    labels = ("direction", "kind")
+    yield families.counts(
+        "link_bytes", "Copied between host and device.", labels,
+        [((one.direction, one.kind), one.num_bytes) for one in stats.link],
+    )  # fmt: skip
+    yield families.counts(
+        "link_busy_seconds", "In which there was something to copy.", labels,
+        [((one.direction, one.kind), one.busy_s) for one in stats.link],
+    )  # fmt: skip
+    yield families.counts_by(
+        "lora_adapter_evictions", "Adapters that left a level of memory.", "level",
+        {"gpu": stats.num_device_evictions, "cpu": stats.num_host_evictions},
+    )  # fmt: skip
+    yield families.counts_by(
+        "adapter_prefetches",
+        "Loads of adapters that were expected, by whether they were asked for.",
+        "outcome", {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
+    )  # fmt: skip
+    yield families.count(
+        "adapter_prefetch_wasted_bytes", "Of those that were not asked for.",
+        stats.prefetch_missed_bytes,
+    )  # fmt: skip
+
+
+def _prefixes(families: Families, stats: EngineStats) -> Iterator[Metric]:
+    """What was there when it was needed, of all prompts."""
+    num_found, num_copied = stats.prompt_tokens_cached, stats.prompt_tokens_host_cached
+    # ``prompt_tokens`` are of those that were answered.
+    sources = {
+        "local_compute": stats.prompt_tokens_computed,
+        "local_cache_hit": num_found,
+        "external_kv_transfer": num_copied,
+    }
+    yield families.counts_by(
+        "prompt_tokens_by_source", "Prompt tokens by where their KV came from first.",
+        "source", sources,
+    )  # fmt: skip
+    num_sought = sum(sources.values())
+    yield families.count(
+        "prefix_cache_queries", "Prompt tokens whose KV was sought.", num_sought
+    )  # fmt: skip
+    yield families.count("prefix_cache_hits", "Those of them on the device.", num_found)
+    yield families.count(
+        "external_prefix_cache_queries", "Those of them not on the device.", num_sought - num_found
+    )
+    yield families.count("external_prefix_cache_hits", "Those copied from the host.", num_copied)
+
+
+def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
+    yield families.counts_by(
+        "num_preemptions", "Requests sent back to waiting, by why.", "cause", stats.preemptions
+    )
+    yield families.gauges(
+        "scheduling_policy", "What the policy shows of itself.", ("gauge",),
+        [((name,), value) for name, value in stats.policy_counts.items()],
+    )  # fmt: skip
+    yield families.gauges(
+        "scheduling_lane", "What it shows of its lanes, those of short requests first.",
+        ("lane", "gauge"),
+        [
+            ((str(lane), name), value)
+            for lane, counts in enumerate(stats.lane_counts)
+            for name, value in counts.items()
+        ],
+    )  # fmt: skip
+    yield families.counts_by(
+        "adapter_cold_starts",
+        "Requests whose adapter was not on the device, by how they were started.",
+        "strategy", stats.cold_starts,
+    )  # fmt: skip
+
+
+def _totals(families: Families, stats: EngineStats) -> Iterator[Metric]:
+    workers = stats.cpu_workers
+    for name, text, value in (
+        ("engine_steps", "Steps of the engine.", stats.num_steps),
+        ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
+        ("retried_rows", "Rows that came to nothing, computed again.", stats.num_retried_rows),
+        ("cpu_worker_restarts", "CPU workers replaced.", workers.num_restarts),
+        ("cpu_worker_failed_jobs", "Jobs of dead workers.", workers.num_failed_jobs),
+    ):
+        yield families.count(name, text, value)

@@ -1,0 +1,56 @@
+"""Families of ``/metrics``: names with the prefix, the model's label, and what they hold."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+
+class Families:
+    """Makes metric families of one server."""
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self.model_name = model_name
+        self._prefix = prefix
+
+    def name(self, name: str) -> str:
+        """With the prefix."""
+        return f"{self._prefix}:{name}"
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        """Return one value."""
+        return self.gauges(name, text, (), [((), value)])
+
+    def gauges(
+        self, name: str, text: str, labels: Sequence[str],
+        samples: Iterable[tuple[Sequence[str], float]],
+    ) -> Metric:  # fmt: skip
+        """Return values by their labels beside the model's."""
+        family = GaugeMetricFamily(self.name(name), text, labels=["model_name", *labels])
+        for values, value in samples:
+            family.add_metric([self.model_name, *values], value)
+        return family
+
+    def info(self, name: str, text: str, labels: Mapping[str, str], value: float = 1.0) -> Metric:
+        """Return labels that say it all, without the model's."""
+        family = GaugeMetricFamily(self.name(name), text, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        return family
+
+    def count(self, name: str, text: str, value: float) -> Metric:
+        """Return one total."""
+        return self.counts(name, text, (), [((), value)])
+
+    def counts(
+        self, name: str, text: str, labels: Sequence[str],
+        samples: Iterable[tuple[Sequence[str], float]],
+    ) -> Metric:  # fmt: skip
+        """Return totals by their labels beside the model's."""
+        family = CounterMetricFamily(self.name(name), text, labels=["model_name", *labels])
+        for values, value in samples:
+            family.add_metric([self.model_name, *values], value)
+        return family
+
+    def counts_by(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+        """Return totals by one label, in its order."""
+        samples = [((value,), count) for value, count in sorted(counts.items())]
+        return self.counts(name, text, (label,), samples)

@@ -1,0 +1,62 @@
+"""What an engine shows: bytes add up to what there is, and what moved is counted once."""
+
+from corun.runtime.adapter import AdapterFacts
+from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LinkUsage
+from corun.runtime.engine.stats import engine_stats
+from corun.runtime.memory.host_cache import HostCache
+from corun.runtime.plan import AdapterId, KvTransfer, TransferResult
+from corun.runtime.scheduler.scheduler import Scheduler
+from support.kept_prefixes import keep, load
+from support.scheduling import BLOCK_BYTES, make_memory, make_request, make_scheduler
+
+
+def stats_of(scheduler: Scheduler, now_s: float = 0.0) -> EngineStats:
+    return engine_stats(
+        scheduler, lambda ids: tuple(map(str, ids)),
+        num_steps=1, cpu_workers=CpuWorkerStats(), now_s=now_s,
+    )  # fmt: skip
+
+
+def test_bytes_of_the_device_add_up_to_its_memory() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True)
+    scheduler = make_scheduler(memory=memory)
+    load(memory, 1, 100)
+    keep(memory, 7, 2)
+    scheduler.add_request(make_request(1, prompt=(1,) * 5, max_tokens=8), 0.0)
+    scheduler.schedule(0.0)
+    levels = stats_of(scheduler).memory_bytes
+    assert levels.keys() == {"gpu"}
+    gpu = dict(levels["gpu"])
+    assert gpu.pop("promised") == BLOCK_BYTES
+    assert gpu == {
+        "running_kv": 2 * BLOCK_BYTES, "history_kv": 2 * BLOCK_BYTES,
+        "adapters": 100, "free": 4 * BLOCK_BYTES - 100,
+    }  # fmt: skip
+
+
+def test_what_the_host_holds() -> None:
+    memory = make_memory(num_blocks=8, keeps_prefixes=True, num_host_slots=4)
+    scheduler = make_scheduler(memory=memory)
+    keep(memory, 7, 8)
+    memory.copy_ahead(1.0)
+    (copy,) = memory.transfers.take_commands()
+    assert isinstance(copy, KvTransfer)
+    num_bytes = len(copy.block_ids) * BLOCK_BYTES
+    assert stats_of(scheduler, 1.5).link == (LinkUsage("to_host", "kv", 0, 0.5),)
+    memory.settle(TransferResult(copy.transfer_id), 2.0)
+    stats = stats_of(scheduler, 9.0)
+    free_bytes = 4 * BLOCK_BYTES - num_bytes
+    assert stats.memory_bytes["cpu"] == {"history_kv": num_bytes, "free": free_bytes}
+    assert stats.link == (LinkUsage("to_host", "kv", num_bytes, 1.0),)
+
+
+def test_adapters_that_are_read_in_place_do_not_move() -> None:
+    host = HostCache(1 << 20, is_device_memory=True)
+    memory = make_memory(num_blocks=64, host=host)
+    adapter = AdapterFacts("content", 8, 100, host_bytes=(4096,))
+    memory.load(AdapterId(1), adapter, 0.0)
+    (transfer,) = memory.transfers.take_commands()
+    memory.settle(TransferResult(transfer.transfer_id), 1.0)
+    stats = stats_of(make_scheduler(memory=memory))
+    assert stats.link == ()
+    assert stats.memory_bytes["cpu"] == {"adapters": 4096}
