@@ -205,8 +205,8 @@ class Rig:
         return layers
 
     def _is_resident(self, adapter: str) -> bool:
-        adapter_id = self._assembly.adapters.resolve(adapter).adapter_id
-        return adapter_id in self.core.resident_adapters()
+        version = self._assembly.adapters.resolve(adapter)
+        return self.core.residency(version).level == "gpu"
 
     def _decision(self, request_id: int) -> str:
         decision = self._coexecution.cold_starts.decision(RequestId(request_id))

@@ -9,15 +9,14 @@ holds the bytes, frees what this module says may be freed, and says when it has 
     remove        -> draining no new request; freed at once, or with the last reference
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NewType
-
-import msgspec
 
 from ..adapter import AdapterFacts
 from ..errors import AdapterError, UnknownModelError
 from ..plan import AdapterId
+from .info import AdapterInfo, DrainingVersion, Residency
 from .names import (
     DRAINING,
     FAILED,
@@ -29,20 +28,6 @@ from .names import (
 )
 
 LoadId = NewType("LoadId", int)  # one attempt to load; never reused
-
-
-class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One registered adapter as the API shows it."""
-
-    name: str
-    path: str
-    state: str  # loading | ready | draining | failed
-    reason: str | None  # why it failed
-    rank: int  # the largest of its targets
-    num_bytes: int  # on the device
-    version: str  # content digest, hexadecimal
-    resident: bool  # on the device now
-    pinned: bool = False  # stays there
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +103,7 @@ class AdapterRegistry:
     base_names: Collection[str] = ()  # names of the base model, taken
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _held: dict[AdapterId, _Held] = field(default_factory=dict)
+    _draining: dict[str, dict[AdapterId, _Held]] = field(default_factory=dict)  # the oldest first
     _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet gone
     _num_loads: int = 0
 
@@ -205,7 +191,7 @@ class AdapterRegistry:
             return entry.version
         if entry is not None:
             raise unavailable_adapter(name, entry.state, entry.reason)
-        if self._draining(name):
+        if name in self._draining:
             raise unavailable_adapter(name, DRAINING, None)
         raise self._unknown(name)
 
@@ -234,18 +220,47 @@ class AdapterRegistry:
         held = {held.version.digest for held in self._held.values()}
         return held | {version.digest for version in self._freed.values()}
 
-    def infos(self, resident: Collection[AdapterId] = ()) -> tuple[AdapterInfo, ...]:
-        """All names with their states, sorted; ``resident`` are the versions on the device."""
-        infos = {}
-        for held in self._held.values():  # draining; a name registered again overwrites it
-            infos[held.version.name] = _info(held.version, DRAINING, None, resident)
-        for name, entry in self._entries.items():
-            if entry.version is None:
-                infos[name] = _empty_info(name, entry)
-            else:
-                info = _info(entry.version, READY, entry.reason, resident)
-                infos[name] = msgspec.structs.replace(info, pinned=entry.is_pinned)
-        return tuple(infos[name] for name in sorted(infos))
+    def names_of(self, adapter_ids: Iterable[AdapterId], digests: Collection[str]) -> set[str]:
+        """Names with one of these versions or contents. O(versions) if there are contents."""
+        held = [self._held.get(adapter_id) for adapter_id in adapter_ids]
+        if digests:
+            held += [one for one in self._held.values() if one.version.digest in digests]
+        return {one.version.name for one in held if one is not None}
+
+    def info(
+        self, name: str, residency_of: Callable[[AdapterVersion], Residency]
+    ) -> AdapterInfo | None:
+        """What is to be told of a name; None if nothing has it any more."""
+        entry = self._entries.get(name)
+        draining = [
+            DrainingVersion(
+                held.version.digest, held.version.rank, held.version.num_bytes,
+                residency_of(held.version),
+            )
+            for held in self._draining.get(name, {}).values()
+        ]  # fmt: skip
+        if entry is None:
+            return _draining_info(name, self._draining.get(name, {}), draining)
+        version = entry.version
+        is_told = entry.state == FAILED or version is not None
+        return AdapterInfo(
+            name=name,
+            path=entry.path if version is None else version.path,
+            state=entry.state,
+            reason=entry.reason if is_told else None,
+            rank=0 if version is None else version.rank,
+            num_bytes=0 if version is None else version.num_bytes,
+            version="" if version is None else version.digest,
+            pinned=entry.is_pinned,
+            residency=Residency() if version is None else residency_of(version),
+            draining=tuple(draining),
+        )
+
+    def infos(self, residency_of: Callable[[AdapterVersion], Residency]) -> tuple[AdapterInfo, ...]:
+        """What is to be told of all names, sorted."""
+        names = sorted({*self._entries, *self._draining})
+        infos = [self.info(name, residency_of) for name in names]
+        return tuple(info for info in infos if info is not None)
 
     def check_invariants(self) -> None:
         """Assert that every version is either served or draining with references."""
@@ -261,6 +276,8 @@ class AdapterRegistry:
             assert held.num_references > 0 or not held.is_draining
         for adapter_id, name in served.items():
             assert self._held[adapter_id].version.name == name
+        draining = {key: held for held in self._draining.values() for key in held}
+        assert draining.keys() == {key for key, held in self._held.items() if held.is_draining}
 
     def _entry_of_load(self, name: str, load_id: LoadId) -> _Entry | None:
         entry = self._entries.get(name)
@@ -271,45 +288,32 @@ class AdapterRegistry:
             return ()
         held = self._held[version.adapter_id]
         held.is_draining = True
+        self._draining.setdefault(version.name, {})[version.adapter_id] = held
         return (version.adapter_id,) if self._free_if_drained(held) else ()
 
     def _free_if_drained(self, held: _Held) -> bool:
         if held.num_references > 0 or not held.is_draining:
             return False
-        adapter_id = held.version.adapter_id
+        adapter_id, name = held.version.adapter_id, held.version.name
         self._freed[adapter_id] = self._held.pop(adapter_id).version
+        del self._draining[name][adapter_id]
+        if not self._draining[name]:
+            del self._draining[name]
         return True
 
     def _unknown(self, name: str) -> UnknownModelError:
         return unknown_name(name, [*self.base_names, *self._entries])
 
-    def _draining(self, name: str) -> bool:
-        return any(held.version.name == name for held in self._held.values())
 
-
-def _info(
-    version: AdapterVersion, state: str, reason: str | None, resident: Collection[AdapterId]
-) -> AdapterInfo:
+def _draining_info(
+    name: str, held: Mapping[AdapterId, _Held], draining: Sequence[DrainingVersion]
+) -> AdapterInfo | None:
+    """Of a name that was removed: its newest version, and those beside it."""
+    if not held:
+        return None
+    newest = [*held.values()][-1].version
+    *older, last = draining
     return AdapterInfo(
-        name=version.name,
-        path=version.path,
-        state=state,
-        reason=reason,
-        rank=version.facts.rank,
-        num_bytes=version.facts.num_bytes,
-        version=version.facts.digest,
-        resident=version.adapter_id in resident,
-    )
-
-
-def _empty_info(name: str, entry: _Entry) -> AdapterInfo:
-    return AdapterInfo(
-        name=name,
-        path=entry.path,
-        state=entry.state,
-        reason=entry.reason if entry.state == FAILED else None,
-        rank=0,
-        num_bytes=0,
-        version="",
-        resident=False,
-    )
+        name, newest.path, DRAINING, None, newest.rank, newest.num_bytes, newest.digest,
+        residency=last.residency, draining=tuple(older),
+    )  # fmt: skip

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..adapter import AdapterFacts
-from ..adapters.registry import AdapterInfo, AdapterRegistry, AdapterVersion, LoadId
+from ..adapters.info import AdapterInfo, Residency
+from ..adapters.registry import AdapterRegistry, AdapterVersion, LoadId
 from ..errors import AdapterError, CorunError, RequestError
 from ..memory.registrations import HostRoom
 from ..plan import AdapterId, HostPlace, HostPlaceId
@@ -25,6 +26,7 @@ from .messages import (
     PinAdapter,
     RemoveAdapter,
 )
+from .residency import Changed
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,8 +70,12 @@ class AdapterResidency(Protocol):
         """It may leave the device again."""
         ...
 
-    def resident_adapters(self) -> frozenset[AdapterId]:
-        """Versions on the device now."""
+    def take_changed_adapters(self) -> Changed:
+        """Versions and contents that may be elsewhere than at the last call."""
+        ...
+
+    def residency(self, version: AdapterVersion) -> Residency:
+        """Where a version is now."""
         ...
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
@@ -129,9 +135,8 @@ class AdapterManager:
         self._num_reading = 0  # jobs and reads that are not settled
         self._maybe_gone: set[str] = set()  # digests that a version was the last to have
         self._done: list[OperationDone] = []
-        self._told: tuple[AdapterInfo, ...] = ()
-        self._told_resident: frozenset[AdapterId] = frozenset()
-        self._is_changed = False
+        self._told: dict[str, AdapterInfo] = {}  # what others know
+        self._changed: set[str] = set()  # names of which something may be otherwise
         self._is_closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
@@ -153,9 +158,8 @@ class AdapterManager:
 
     def release(self, adapter_id: AdapterId) -> bool:
         """A request that used this version has ended; True = drop it, nobody can name it now."""
-        is_drained = self._registry.release(adapter_id)
-        self._is_changed |= is_drained
-        return is_drained
+        self._changed.add(self._registry.version(adapter_id).name)
+        return self._registry.release(adapter_id)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
         """A version that may still be loaded. Called by the loader's thread."""
@@ -164,8 +168,8 @@ class AdapterManager:
     def forget(self, adapter_id: AdapterId) -> None:
         """A dropped version has left the device."""
         version = self._registry.forget(adapter_id)
-        self._is_changed = True
         if version is not None:
+            self._changed.add(version.name)
             self._maybe_gone.add(version.digest)
             self._tell_gone()
 
@@ -181,7 +185,7 @@ class AdapterManager:
             self._done.append(OperationDone(message.operation_id))
             return
         load_id = self._registry.begin_loading(message.name, message.path)
-        self._is_changed = True
+        self._changed.add(message.name)
         self._num_reading += 1
         self._jobs.put(
             _Job(message.operation_id, message.name, message.path, load_id, message.pinned)
@@ -208,26 +212,45 @@ class AdapterManager:
         else:
             self._device.unpin_adapter(version.adapter_id)
         self._registry.set_pinned(name, is_pinned=is_pinned)
-        self._is_changed = True
+        self._changed.add(name)
 
-    def poll(self) -> list[OperationDone | AdaptersChanged]:
-        """Return operations that have ended, and the adapters if anything about them changed."""
+    def poll(self, *, is_due: bool = True) -> list[OperationDone | AdaptersChanged]:
+        """Return operations that have ended, and before them what is new of adapters.
+
+        Unless it ``is_due``, that is told only if an operation has ended. O(what has changed).
+        """
         self._take_reads()
         done, self._done = self._done, []
-        assert self._device is not None
-        resident = self._device.resident_adapters()
-        if not self._is_changed and resident == self._told_resident:
-            return list(done)
-        self._is_changed, self._told_resident = False, resident
-        infos = self._registry.infos(resident)
-        if infos == self._told:
-            return list(done)
-        self._told = infos
-        return [AdaptersChanged(infos), *done]
+        told = self._news() if is_due or done else None
+        return [*done] if told is None else [told, *done]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """All registered adapters."""
-        return self._registry.infos(self._told_resident)
+        """All registered adapters; what becomes of them from now on is told by ``poll``."""
+        assert self._device is not None
+        infos = self._registry.infos(self._device.residency)
+        self._told = {info.name: info for info in infos}
+        return infos
+
+    def _news(self) -> AdaptersChanged | None:
+        """What is otherwise than it was told."""
+        device = self._device
+        assert device is not None
+        changed = device.take_changed_adapters()
+        self._changed |= self._registry.names_of(changed.adapter_ids, changed.digests)
+        infos: list[AdapterInfo] = []
+        removed: list[str] = []
+        for name in sorted(self._changed):
+            info = self._registry.info(name, device.residency)
+            if info == self._told.get(name):
+                continue
+            if info is None:
+                del self._told[name]
+                removed.append(name)
+            else:
+                self._told[name] = info
+                infos.append(info)
+        self._changed.clear()
+        return AdaptersChanged(tuple(infos), tuple(removed)) if infos or removed else None
 
     def fileno(self) -> int:
         """Readable while ``poll`` would return the end of an operation."""
@@ -251,7 +274,7 @@ class AdapterManager:
             self._device.unpin_adapter(old.adapter_id)
         self._drop(freed)
         self._done.append(OperationDone(message.operation_id))
-        self._is_changed = True
+        self._changed.add(message.name)
 
     def _take_reads(self) -> None:
         try:
@@ -269,7 +292,7 @@ class AdapterManager:
     def _settle(self, read: _Read) -> None:
         """Enter what reading a directory has brought."""
         job = read.job
-        self._is_changed = True
+        self._changed.add(job.name)
         if read.place_id is not None:
             assert self._device is not None
             digest = read.facts.digest if read.facts is not None and read.is_kept else None
@@ -334,7 +357,6 @@ class AdapterManager:
         for adapter_id in adapter_ids:
             assert self._device is not None
             self._device.drop_adapter(adapter_id)
-            self._is_changed = True
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

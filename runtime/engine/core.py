@@ -6,11 +6,13 @@ adapter versions. It knows nothing of channels, processes, text or tensors.
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..adapter import AdapterFacts
+from ..adapters.info import Residency
 from ..adapters.registry import AdapterVersion
 from ..errors import EngineDeadError
 from ..memory.namespace import kv_namespace
@@ -28,6 +30,7 @@ from ..request import Request
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
 from .messages import AddRequest, ColdStartInfo, CpuWorkerStats, EngineStats, RequestUpdate
+from .residency import Changed, ResidencyReader
 from .stats import engine_stats
 
 _logger = logging.getLogger(__name__)
@@ -81,6 +84,7 @@ class EngineCore:
         clock: Callable[[], float],
         on_adapter_gone: Callable[[AdapterId], None] | None = None,
         cpu_workers: Callable[[], CpuWorkerStats] = CpuWorkerStats,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """Put an engine together.
 
@@ -92,6 +96,7 @@ class EngineCore:
             clock: Seconds, monotonic.
             on_adapter_gone: Told when a dropped version has left the device.
             cpu_workers: Asked for the state of the CPU workers; without them all zero.
+            unix_clock: Seconds, as the world counts.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -100,6 +105,7 @@ class EngineCore:
         self._clock = clock
         self._on_adapter_gone = on_adapter_gone
         self._cpu_workers = cpu_workers
+        self._residency = ResidencyReader(scheduler.memory, clock, unix_clock)
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._updates: list[RequestUpdate] = []  # for the next step to return
         self._has_news = False  # something happened since nothing could be scheduled
@@ -240,9 +246,13 @@ class EngineCore:
             num_steps=self._num_steps, cpu_workers=self._cpu_workers(), now_s=self._clock(),
         )  # fmt: skip
 
-    def resident_adapters(self) -> frozenset[AdapterId]:
-        """Return the adapter versions on the device now."""
-        return frozenset(self._scheduler.memory.cache.resident_ids())
+    def take_changed_adapters(self) -> Changed:
+        """Return versions and contents that may be elsewhere than at the last call."""
+        return self._residency.take_changed()
+
+    def residency(self, version: AdapterVersion) -> Residency:
+        """Where a version is now."""
+        return self._residency.of(version)
 
     def fileno(self) -> int:
         """A descriptor that is readable while the executor has something to tell."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..adapters.registry import AdapterInfo
+from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
 from ..errors import CorunError, EngineDeadError, RequestError
 from ..memory.make import MakeMemoryPolicy
@@ -110,8 +110,8 @@ class AdapterOperations(Protocol):
         """Begin an operation; ``poll`` tells how it ended."""
         ...
 
-    def poll(self) -> Sequence[OperationDone | AdaptersChanged]:
-        """Return what has happened since the last call."""
+    def poll(self, *, is_due: bool) -> Sequence[OperationDone | AdaptersChanged]:
+        """Return what has happened since the last call; of adapters' states if that ``is_due``."""
         ...
 
     def infos(self) -> Sequence[AdapterInfo]:
@@ -227,16 +227,15 @@ class EngineHost:
         self._has_messages = False
         updates, self._refusals = self._refusals, []
         updates += self._core.step()
-        stats = self._new_stats()
-        told: list[FromEngine] = []
+        is_due = self._is_due()
+        told: list[FromEngine] = [*self._failed_operations, *self._adapters.poll(is_due=is_due)]
+        self._failed_operations = []
+        stats = self._new_stats() if is_due else None
         if updates or stats is not None or self._counts_told != self._counts():
             told.append(self._outputs(updates, stats))
         self._open_ids.difference_update(
             update.request_id for update in updates if update.finish_reason is not None
         )
-        told += self._failed_operations
-        self._failed_operations = []
-        told += self._adapters.poll()
         return told
 
     def end_all(self, error: CorunError) -> StepOutputs:
@@ -254,13 +253,15 @@ class EngineHost:
         self._counts_told = self._counts()
         return StepOutputs(tuple(updates), *self._counts_told, stats)
 
-    def _new_stats(self) -> EngineStats | None:
-        """What is to be told of the engine: when asked, when it comes to rest, and now and then."""
+    def _is_due(self) -> bool:
+        """Whether to tell of the engine: when asked, when it comes to rest, and now and then."""
         now_s = self._clock()
-        self._may_differ = True
-        if not self._must_tell and self._core.has_work and now_s < self._stats_due_s:
-            return None
-        self._may_differ, self._stats_due_s = False, now_s + _STATS_INTERVAL_S
+        self._may_differ = not self._must_tell and self._core.has_work and now_s < self._stats_due_s
+        if not self._may_differ:
+            self._stats_due_s = now_s + _STATS_INTERVAL_S
+        return not self._may_differ
+
+    def _new_stats(self) -> EngineStats | None:
         last, self._stats = self._stats, self._core.stats()
         if self._stats == last and not self._must_tell:
             return None

@@ -7,7 +7,7 @@ request and operation ids. Every request gets exactly one final ``RequestUpdate`
 
 import msgspec
 
-from ..adapters.registry import AdapterInfo
+from ..adapters.info import AdapterInfo
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
 
@@ -113,6 +113,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     summary: tuple[str, ...]  # lines for the log
     adapter_memory_bytes: int | None = None  # of it for adapters alone; None = shared with KV
     host_kv_tokens: int = 0  # whose KV the host has room for
+    context_bytes: int = 0  # KV of one request of the whole context
     # Measuring failed at start: there is no co-execution, requests wait for their adapters.
     has_profile_failed: bool = False
 
@@ -174,6 +175,13 @@ class LinkUsage(msgspec.Struct, frozen=True, array_like=True):
     busy_s: float  # in which there was something to copy
 
 
+class LoadStats(msgspec.Struct, frozen=True, array_like=True):
+    """Loads of adapters since the start."""
+
+    num_loads: int
+    duration_s: float
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges and running totals of the engine since its start."""
 
@@ -191,8 +199,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     cpu_workers: CpuWorkerStats = CpuWorkerStats()
     num_retried_rows: int = 0
     cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
-    num_device_evictions: int = 0  # of adapters
-    num_host_evictions: int = 0
+    adapter_evictions: dict[str, dict[str, int]] = {}  # by level, "gpu" or "cpu", and reason
+    adapter_loads: dict[str, LoadStats] = {}  # by transition
+    adapter_room_bytes: int = 0  # for all adapters together, beside the KV of running requests
     num_prefetch_hits: int = 0  # loads of adapters that were expected, and then asked for
     num_prefetch_misses: int = 0
     prefetch_missed_bytes: int = 0
@@ -209,6 +218,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         """Whatever the cause."""
         return sum(self.preemptions.values())
 
+    @property
+    def num_device_evictions(self) -> int:
+        """Adapters that have left the device, whatever the reason."""
+        return sum(self.adapter_evictions.get("gpu", {}).values())
+
 
 class StepOutputs(EngineMessage, frozen=True):
     """Everything that one turn of the loop has to say of requests."""
@@ -220,9 +234,10 @@ class StepOutputs(EngineMessage, frozen=True):
 
 
 class AdaptersChanged(EngineMessage, frozen=True):
-    """The adapters registered now."""
+    """Adapters of which something is otherwise than when it was told last."""
 
     adapters: tuple[AdapterInfo, ...]
+    removed: tuple[str, ...] = ()  # names that nothing has any more
 
 
 class OperationDone(EngineMessage, frozen=True):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from ..memory.device_memory import DeviceMemory
 from ..plan import AdapterId
 from ..scheduler.scheduler import Scheduler
-from .messages import CpuWorkerStats, EngineStats, LinkUsage
+from .messages import CpuWorkerStats, EngineStats, LinkUsage, LoadStats
 
 
 def engine_stats(
@@ -41,8 +41,12 @@ def engine_stats(
         cpu_workers=cpu_workers,
         num_retried_rows=counters.num_retried_rows,
         cold_starts=dict(scheduler.cold_start_counts()),
-        num_device_evictions=memory.cache.num_evictions,
-        num_host_evictions=memory.num_host_evictions,
+        adapter_evictions=_evictions(memory),
+        adapter_loads={
+            transition.value: LoadStats(totals.num_loads, totals.duration_s)
+            for transition, totals in memory.cache.log.loads.items()
+        },
+        adapter_room_bytes=_adapter_room_bytes(memory),
         num_prefetch_hits=0 if forecast is None else forecast.num_hits,
         num_prefetch_misses=0 if forecast is None else forecast.num_misses,
         prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
@@ -70,6 +74,22 @@ def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:
         if not host.is_device_memory:  # else what is free is the device's
             cpu["free"] = cpu.get("free", 0) + host.capacity_bytes - host.taken_bytes
     return levels | ({"cpu": cpu} if cpu else {})
+
+
+def _evictions(memory: DeviceMemory) -> dict[str, dict[str, int]]:
+    levels = {"gpu": memory.cache.log.evictions}
+    if memory.host is not None:
+        levels["cpu"] = memory.host.evictions
+    return {
+        level: {reason.value: number for reason, number in evictions.items()}
+        for level, evictions in levels.items()
+    }
+
+
+def _adapter_room_bytes(memory: DeviceMemory) -> int:
+    if memory.cache.slab is not None:
+        return memory.cache.slab.capacity_bytes
+    return memory.budget.capacity_bytes - memory.pool.num_used_blocks * memory.pool.block_bytes
 
 
 def _link(memory: DeviceMemory, now_s: float) -> tuple[LinkUsage, ...]:

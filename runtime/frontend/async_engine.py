@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
 
-from ..adapters.registry import AdapterInfo
+from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
 from ..engine.client import EngineClient, ProcessClient, ThreadClient
 from ..engine.messages import (
@@ -98,7 +98,7 @@ class AsyncEngine:
 
     async def _start(self) -> None:
         ready = await self._client.start(self._receive, self._die)
-        self._loras.directory.replace(ready.adapters)
+        self._loras.directory.update(ready.adapters)
         self._model = ready.model
         self._tokenizer = await asyncio.to_thread(self._make_tokenizer, ready.tokenizer)
         self._requests.begin(ready.model, self._tokenizer)
@@ -176,6 +176,11 @@ class AsyncEngine:
     def get_stats(self) -> EngineStats:
         """Return the engine's gauges and totals as of 0.1 s ago, or since when it rests."""
         return self._stats.latest
+
+    @property
+    def stats_age_s(self) -> float:
+        """Seconds since the engine told its gauges, and what is new of adapters."""
+        return self._stats.age_s
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:
         """Return the engine's gauges and totals of now; ``get_stats``, if it tells none in time."""
@@ -304,8 +309,8 @@ class AsyncEngine:
                 self._requests.take(message)
             case OperationDone():
                 self._loras.operation_done(message)
-            case AdaptersChanged(adapters):
-                self._loras.directory.replace(adapters)
+            case AdaptersChanged(adapters, removed):
+                self._loras.directory.update(adapters, removed)
 
     def _die(self, error: EngineDeadError) -> None:
         if self._error is None:

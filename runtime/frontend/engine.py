@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from ..adapters.registry import AdapterInfo
+from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
 from ..engine.client import ThreadClient
 from ..engine.messages import EngineStats, ModelInfo

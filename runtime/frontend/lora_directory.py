@@ -7,8 +7,8 @@ old as the last message. Pure bookkeeping: names and paths.
 import os
 from collections.abc import Iterable
 
+from ..adapters.info import AdapterInfo
 from ..adapters.names import DRAINING, FAILED, READY, unavailable_adapter, unknown_name
-from ..adapters.registry import AdapterInfo
 from ..errors import RequestError
 from .outputs import LoRARequest
 
@@ -17,12 +17,17 @@ class LoraDirectory:
     """Adapters by name."""
 
     def __init__(self, infos: Iterable[AdapterInfo] = ()) -> None:
-        self._infos: dict[str, AdapterInfo] = {}
-        self.replace(infos)
-
-    def replace(self, infos: Iterable[AdapterInfo]) -> None:
-        """Take the list that the engine has now."""
         self._infos = {info.name: info for info in infos}
+
+    def update(self, changed: Iterable[AdapterInfo], removed: Iterable[str] = ()) -> None:
+        """Take what the engine tells of some."""
+        for name in removed:
+            self._infos.pop(name, None)
+        self._infos.update({info.name: info for info in changed})
+
+    def get(self, name: str) -> AdapterInfo | None:
+        """Return one, in whatever state."""
+        return self._infos.get(name)
 
     def list(self) -> list[AdapterInfo]:
         """Return all, by name."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 from ..engine.client import EngineClient
 from ..engine.messages import EngineStats, ReportStats
@@ -13,8 +14,14 @@ class StatsClient:
 
     def __init__(self, client: EngineClient) -> None:
         self.latest = EngineStats()
+        self._told_s = time.monotonic()
         self._client = client
         self._answer: asyncio.Future[None] | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Since the engine told them."""
+        return time.monotonic() - self._told_s
 
     async def refresh(self, timeout_s: float) -> EngineStats:
         """Return what the engine tells now, or ``latest`` if it computes, or is dead.
@@ -31,7 +38,7 @@ class StatsClient:
 
     def take(self, stats: EngineStats) -> None:
         """Take what the engine tells."""
-        self.latest = stats
+        self.latest, self._told_s = stats, time.monotonic()
         self.stop_waiting()
 
     def stop_waiting(self) -> None:

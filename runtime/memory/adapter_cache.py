@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..plan import BASE_ADAPTER, AdapterId
+from .adapter_log import AdapterLog, EvictionReason
 from .adapter_slab import AdapterSlab
 from .budget import MemoryBudget
 from .policies.facts import RankingPolicy
@@ -72,17 +73,12 @@ class AdapterCache:
         self._pinned: set[AdapterId] = set()
         self._idle_bytes = 0
         self._num_waiting: dict[AdapterId, int] = {}
-        self._num_evictions = 0
+        self.log = AdapterLog()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of device copies in any state."""
         return self._budget.reserved_bytes(ADAPTER_OWNER)
-
-    @property
-    def num_evictions(self) -> int:
-        """Adapters that have left the device so far."""
-        return self._num_evictions
 
     def state(self, adapter_id: AdapterId) -> AdapterState:
         """Where the device copy of ``adapter_id`` stands."""
@@ -131,6 +127,15 @@ class AdapterCache:
         entry = self._entries.get(adapter_id)
         return entry is not None and entry.has_failed
 
+    def num_references(self, adapter_id: AdapterId) -> int:
+        """Requests that hold it, those that have ended while a step is in flight included."""
+        entry = self._entries.get(adapter_id)
+        return 0 if entry is None else entry.num_references
+
+    def num_waiting(self, adapter_id: AdapterId) -> int:
+        """Waiting requests that name it."""
+        return self._num_waiting.get(adapter_id, 0)
+
     def is_idle(self, adapter_id: AdapterId) -> bool:
         """Whether it is resident and nothing refers to it."""
         return adapter_id in self._idle
@@ -142,10 +147,12 @@ class AdapterCache:
 
     def add_waiting(self, adapter_id: AdapterId) -> None:
         """Note that one more waiting request names this adapter."""
+        self.log.changed.add(adapter_id)
         self._num_waiting[adapter_id] = self._num_waiting.get(adapter_id, 0) + 1
 
     def remove_waiting(self, adapter_id: AdapterId) -> None:
         """Note that one waiting request fewer names this adapter."""
+        self.log.changed.add(adapter_id)
         num_waiting = self._num_waiting[adapter_id] - 1
         if num_waiting:
             self._num_waiting[adapter_id] = num_waiting
@@ -160,12 +167,14 @@ class AdapterCache:
         if adapter_id in self._idle:
             self._withdraw(entry)
         self.policy.visit(entry, now_s)
+        self.log.used(adapter_id, now_s)
 
     def release(self, adapter_id: AdapterId) -> None:
         """End one hold; the last one makes the adapter the most recently used idle one."""
         entry = self._entries[adapter_id]
         assert entry.num_references > 0, f"adapter {adapter_id} is released but not held"
         entry.num_references -= 1
+        self.log.changed.add(adapter_id)
         if entry.num_references:
             return
         if entry.has_failed:
@@ -176,6 +185,7 @@ class AdapterCache:
     def pin(self, adapter_id: AdapterId) -> None:
         """It is never a victim from now on, whether or not it is on the device by now."""
         self._pinned.add(adapter_id)
+        self.log.changed.add(adapter_id)
         entry = self._idle.get(adapter_id)
         if entry is not None:
             self._withdraw(entry)
@@ -185,6 +195,7 @@ class AdapterCache:
         if adapter_id not in self._pinned:
             return
         self._pinned.remove(adapter_id)
+        self.log.changed.add(adapter_id)
         entry = self._entries.get(adapter_id)
         if entry is not None and entry.state is AdapterState.RESIDENT and not entry.num_references:
             self._rest(entry)
@@ -205,18 +216,21 @@ class AdapterCache:
         assert entry.num_bytes == num_bytes, (entry, num_bytes)
         entry.state = AdapterState.LOADING
         self._entries[adapter_id] = entry
+        self.log.changed.add(adapter_id)
         return True
 
     def finish_load(self, adapter_id: AdapterId) -> None:
         """The tensors are there."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
         entry.state = AdapterState.RESIDENT
+        self.log.changed.add(adapter_id)
         if entry.num_references == 0:
             self._rest(entry)
 
     def fail_load(self, adapter_id: AdapterId) -> None:
         """The load failed; its bytes are free as soon as no step in flight refers to them."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
+        self.log.changed.add(adapter_id)
         if entry.num_references:
             entry.has_failed = True
         else:
@@ -251,17 +265,18 @@ class AdapterCache:
         ranked = (one for one in self._ranked(include_waiting=include_waiting) if one != keep)
         return self.slab.victims(num_bytes, ranked)
 
-    def evict(self, adapter_id: AdapterId) -> None:
+    def evict(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
         """Give up an idle adapter: its bytes are free."""
         entry = self._idle[adapter_id]
         self._withdraw(entry)
-        self._num_evictions += 1
+        self.log.evicted(adapter_id, reason)
         self._drop(adapter_id, entry)
 
     def forget(self, adapter_id: AdapterId) -> None:
         """A version that is not on the device, nor pinned, will not come again."""
         assert adapter_id not in self._entries, adapter_id
         self._copies.pop(adapter_id, None)
+        self.log.forget(adapter_id)
 
     def check_invariants(self) -> None:
         """Assert that states, reference counts and bytes agree."""

@@ -17,6 +17,7 @@ from ..plan import (
     TransferResult,
 )
 from .adapter_cache import AdapterCache, AdapterState
+from .adapter_log import EvictionReason
 from .adapter_slab import room_bytes
 from .block_pool import BlockPool
 from .host_cache import HostCache
@@ -83,11 +84,6 @@ class DeviceMemory:
         """Whether a dropped adapter is still on the device, or evictions are to be told."""
         is_left = self._dropped or self._evictions or self._asked_evictions
         return bool(is_left) or (self.host is not None and self.host.has_evictions)
-
-    @property
-    def num_host_evictions(self) -> int:
-        """Adapters that have left the host's memory to make room so far."""
-        return 0 if self.host is None else self.host.num_evictions
 
     def can_ever_hold(
         self, num_blocks: int, adapter_bytes: int, adapter_id: AdapterId = BASE_ADAPTER
@@ -184,8 +180,9 @@ class DeviceMemory:
             return False
         needed_bytes = num_blocks * block_bytes + num_bytes
         short_bytes = needed_bytes - self.budget.free_bytes - draining_bytes
+        reason = EvictionReason.KV if num_blocks else EvictionReason.ADAPTER
         return self._room.free_up(
-            short_bytes, short_blocks, include_waiting=include_waiting, keep=keep
+            short_bytes, short_blocks, include_waiting=include_waiting, keep=keep, reason=reason
         )
 
     def _free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
@@ -239,7 +236,7 @@ class DeviceMemory:
         # Its layers fit between those that are read in place only when some of these go.
         victims = self.cache.victims(1, include_waiting=include_waiting)
         for adapter_id in victims:
-            self._evict(adapter_id)
+            self._evict(adapter_id, EvictionReason.ADAPTER)
         return bool(victims)
 
     def forget_content(self, digest: str) -> None:
@@ -289,9 +286,11 @@ class DeviceMemory:
             self._inputs.batch_size.note(num_running, now_s)
         self.tied_kv.count(now_s)
         asked, self._asked_evictions = self._asked_evictions, []
-        for adapter_id in (*asked, *self._dropped):
+        for adapter_id in (*self._dropped, *asked):
             if self.cache.is_idle(adapter_id):
-                self._evict(adapter_id)
+                is_dropped = adapter_id in self._dropped
+                reason = EvictionReason.DROPPED if is_dropped else EvictionReason.ASKED
+                self._evict(adapter_id, reason)
         if self._max_history_blocks is not None:
             num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
             self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
@@ -306,7 +305,7 @@ class DeviceMemory:
         """Return the adapters that leave the device with the next plan."""
         self.tied_kv.follow()
         for adapter_id in self.cache.unwanted_ids():
-            self._evict(adapter_id)
+            self._evict(adapter_id, EvictionReason.UNUSED)
         evictions, self._evictions = tuple(self._evictions), []
         return evictions
 
@@ -325,6 +324,8 @@ class DeviceMemory:
         transfer = self.transfers.end(result.transfer_id, now_s, has_failed=has_failed)
         if isinstance(transfer, OpenLoad):
             self._end_load(transfer, has_failed=has_failed)
+            if not has_failed:
+                self.cache.log.loaded(transfer, now_s)
             if self._inputs is not None and transfer.is_demand and not has_failed:
                 duration_s = now_s - transfer.began_s
                 self._inputs.costs.load_ended(transfer.command.num_bytes, duration_s)
@@ -372,9 +373,9 @@ class DeviceMemory:
         else:
             self._read_in_place[adapter_id] = place.place_id
 
-    def _evict(self, adapter_id: AdapterId) -> None:
+    def _evict(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
         """Evict an idle adapter with the next plan."""
-        self.cache.evict(adapter_id)
+        self.cache.evict(adapter_id, reason)
         self._evictions.append(adapter_id)
         self.tied_kv.adapter_left(adapter_id)
         if self.host is not None and self.host.is_device_memory:

@@ -11,11 +11,13 @@ and apart where not, so memory is lost to fragmentation only if no free range is
 
 import itertools
 import mmap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...shm.arena_ranges import RangeAllocator
 from ..plan import HostPlace, HostPlaceId
+from .adapter_log import EvictionReason
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,9 @@ class HostCache:
         self._idle: dict[HostPlaceId, _Kept] = {}  # nothing uses them; oldest use first
         self._evictions: list[HostPlaceId] = []  # not yet commanded
         self._ids = itertools.count(1)
-        self.num_evictions = 0  # adapters that had to make room so far
+        self.changed: set[str] = set()  # contents, until somebody takes them
+        self.evictions: Counter[EvictionReason] = Counter()
+        self._evictions_of: dict[str, Counter[EvictionReason]] = {}  # by content
 
     @property
     def capacity_bytes(self) -> int:
@@ -85,6 +89,15 @@ class HostCache:
     def contains(self, digest: str) -> bool:
         """Whether the adapter of this content can be loaded without reading files."""
         return digest in self._by_digest
+
+    def num_bytes_of(self, digest: str) -> int:
+        """What the adapter of this content takes; 0 if it is not here as a whole."""
+        kept = self._by_digest.get(digest)
+        return 0 if kept is None else kept.num_bytes
+
+    def evictions_of(self, digest: str) -> Mapping[EvictionReason, int]:
+        """Why and how often this content had to go."""
+        return self._evictions_of.get(digest, {})
 
     def begin_load(self, digest: str, layer_bytes: Sequence[int]) -> HostPlace | None:
         """Use the adapter of this content until ``end_use``; where it is, or is to be read to.
@@ -116,6 +129,7 @@ class HostCache:
         kept = self._kept[place_id]
         assert kept.num_users and not kept.digest, kept
         kept.digest = digest
+        self.changed.add(digest)
         known = self._by_digest.get(digest)
         if known is None:
             kept.is_findable, self._by_digest[digest] = True, kept
@@ -140,17 +154,20 @@ class HostCache:
 
     def forget(self, digest: str) -> None:
         """Nobody will ask for this content any more: it goes now, or with its last use."""
+        self._evictions_of.pop(digest, None)
         kept = self._by_digest.pop(digest, None)
         if kept is None:
             return
         kept.is_findable = False
+        self.changed.add(digest)
+        self.evictions[EvictionReason.DROPPED] += 1
         if not kept.num_users:
             self._evict(kept)
 
     def keep_within(self, num_bytes: int) -> None:
         """Keep adapters that nothing uses only while all take no more than this."""
         self._limit_bytes = min(num_bytes, self._idle_bytes)
-        self._trim()
+        self._trim(EvictionReason.KV)
 
     def take_evictions(self) -> tuple[HostPlaceId, ...]:
         """Return the evictions to be carried out before what is commanded next."""
@@ -201,22 +218,23 @@ class HostCache:
         else:
             return None
         for victim in victims:
-            self._evict_for_room(victim)
+            self._evict(victim, EvictionReason.ADAPTER)
         taken = _take(self._ranges, sizes)
         assert taken == starts, (taken, starts)
         return starts
 
-    def _trim(self) -> None:
+    def _trim(self, reason: EvictionReason = EvictionReason.ADAPTER) -> None:
         """Evict until the limit is kept, or nothing is left that may go."""
         while self._idle and self.taken_bytes > self._limit_bytes:
-            self._evict_for_room(next(iter(self._idle.values())))
+            self._evict(next(iter(self._idle.values())), reason)
 
-    def _evict_for_room(self, kept: _Kept) -> None:
-        self.num_evictions += 1
-        self._evict(kept)
-
-    def _evict(self, kept: _Kept) -> None:
+    def _evict(self, kept: _Kept, reason: EvictionReason | None = None) -> None:
+        """``reason``: None = it could not be found (any more)."""
         assert not kept.num_users, "what is in use stays"
+        if reason is not None:
+            self.evictions[reason] += 1
+            self._evictions_of.setdefault(kept.digest, Counter())[reason] += 1
+            self.changed.add(kept.digest)
         self._idle.pop(kept.place_id, None)
         del self._kept[kept.place_id]
         if kept.is_findable:

@@ -30,6 +30,7 @@ class FreedKv(NamedTuple):
 class _Root:
     namespace: bytes
     num_device_blocks: int = 0
+    num_host_blocks: int = 0
     children: "dict[bytes, KvNode]" = field(default_factory=dict)
 
 
@@ -80,6 +81,7 @@ class KvTree:
         self.num_claims = 0  # how often an unreferenced block was referred to, or went
         self._policy = policy
         self._pack = struct.Struct(f"={block_size}i").pack
+        self.changed: set[bytes] = set()  # namespaces with other blocks, until somebody takes them
         self._roots: dict[bytes, _Root] = {}
         self._detached: set[KvNode] = set()
 
@@ -185,6 +187,7 @@ class KvTree:
         self.num_device_blocks += 1
         if root is not None:
             root.num_device_blocks += 1
+            self.changed.add(root.namespace)
         if parent is not None:
             parent.num_device_children += 1
 
@@ -193,6 +196,9 @@ class KvTree:
         assert node.host_slot is None and node.block_id is not None, node
         node.host_slot = host_slot
         self.num_host_blocks += 1
+        if node.root is not None:
+            node.root.num_host_blocks += 1
+            self.changed.add(node.root.namespace)
 
     def clear_host_slot(self, node: KvNode) -> FreedKv:
         """Give up the copy on the host; what has no block either goes, with all behind it.
@@ -203,9 +209,8 @@ class KvTree:
         if node.block_id is None:
             assert not node.num_references, node
             return self._cut(node)
-        freed = FreedKv([], [node.host_slot])
-        node.host_slot = None
-        self.num_host_blocks -= 1
+        freed = FreedKv([], [])
+        self._lose_slot(node, freed)
         return freed
 
     def evict(self, node: KvNode) -> FreedKv:
@@ -246,6 +251,11 @@ class KvTree:
         """Blocks of it on the device, without those detached. O(1)."""
         root = self._roots.get(namespace)
         return 0 if root is None else root.num_device_blocks
+
+    def num_host_blocks_of(self, namespace: bytes) -> int:
+        """Blocks of it that the host has a copy of, without those detached. O(1)."""
+        root = self._roots.get(namespace)
+        return 0 if root is None else root.num_host_blocks
 
     def unreferenced(self, namespace: bytes) -> list[KvNode]:
         """Return its nodes on the device that can be evicted, in this order, one after the other.
@@ -291,8 +301,10 @@ class KvTree:
             if not node.num_references:
                 self._free(node, freed)
                 continue
-            if node.root is not None and node.block_id is not None:
-                node.root.num_device_blocks -= 1
+            if node.root is not None:
+                node.root.num_device_blocks -= node.block_id is not None
+                node.root.num_host_blocks -= node.host_slot is not None
+                self.changed.add(node.root.namespace)
             node.root = None
             self._detached.add(node)
             node.children = {t: child for t, child in node.children.items() if child.num_references}
@@ -301,12 +313,20 @@ class KvTree:
         if node.block_id is not None:
             self._lose_block(node, freed)
         if node.host_slot is not None:
-            freed.host_slots.append(node.host_slot)
-            self.num_host_blocks -= 1
+            self._lose_slot(node, freed)
         self._policy.forget(node)
         node.root = None
         node.children.clear()  # no circle is left: nobody may be collecting them
         self.num_nodes -= 1
+
+    def _lose_slot(self, node: KvNode, freed: FreedKv) -> None:
+        assert node.host_slot is not None, node
+        freed.host_slots.append(node.host_slot)
+        node.host_slot = None
+        self.num_host_blocks -= 1
+        if node.root is not None:
+            node.root.num_host_blocks -= 1
+            self.changed.add(node.root.namespace)
 
     def _lose_block(self, node: KvNode, freed: FreedKv) -> None:
         assert node.block_id is not None, node
@@ -317,6 +337,7 @@ class KvTree:
             node.parent.num_device_children -= 1
         if node.root is not None:
             node.root.num_device_blocks -= 1
+            self.changed.add(node.root.namespace)
             self.num_unreferenced_blocks -= 1
             self.num_claims += 1
 
@@ -329,15 +350,17 @@ class KvTree:
         nodes = list(self._detached)
         for namespace, root in self._roots.items():
             assert root.children and root.namespace == namespace, namespace
-            left, num_blocks = list(root.children.values()), 0
+            left, num_blocks, num_copies = list(root.children.values()), 0, 0
             while left:
                 node = left.pop()
                 assert node.root is root and node not in self._detached, node
                 assert node.block_id is not None or node.host_slot is not None, node
                 num_blocks += node.block_id is not None
+                num_copies += node.host_slot is not None
                 nodes.append(node)
                 left.extend(node.children.values())
-            assert root.num_device_blocks == num_blocks, namespace
+            counts = (root.num_device_blocks, root.num_host_blocks)
+            assert counts == (num_blocks, num_copies), namespace
         self._check_links(nodes)
         blocks = [node.block_id for node in nodes if node.block_id is not None]
         slots = [node.host_slot for node in nodes if node.host_slot is not None]

@@ -33,6 +33,7 @@ class PrefixCache:
         self._policy = policy
         self._tree = tree
         self._versions: dict[bytes, set[AdapterId]] = {}  # by KV namespace, the base model's apart
+        self._namespaces: dict[AdapterId, dict[bytes, None]] = {}  # the same the other way
         self._max_namespaces = _MIN_NAMESPACES  # until those without KV are looked for
 
     @property
@@ -120,8 +121,8 @@ class PrefixCache:
         copies hold what they move.
         """
         num_left = 0
-        for namespace, versions in self._versions.items():
-            if adapter_id in versions and not any(map(is_on_device, versions)):
+        for namespace in self._namespaces.get(adapter_id, ()):
+            if not any(map(is_on_device, self._versions[namespace])):
                 assert self._tree is not None
                 for node in self._tree.unreferenced(namespace):
                     self.evict(node)
@@ -131,14 +132,31 @@ class PrefixCache:
     def behind(self, adapter_id: AdapterId) -> list[KvNode]:
         """Return what a version could use and nobody holds; what is behind another before that.
 
-        O(namespaces), and what there is.
+        O(its namespaces), and what there is.
         """
         found: list[KvNode] = []
-        for namespace, versions in self._versions.items():
-            if adapter_id in versions:
-                assert self._tree is not None
-                found += self._tree.unreferenced(namespace)
+        for namespace in self._namespaces.get(adapter_id, ()):
+            assert self._tree is not None
+            found += self._tree.unreferenced(namespace)
         return found
+
+    def num_blocks_of_version(self, adapter_id: AdapterId) -> tuple[int, int]:
+        """Blocks that a version could use: on the device, and copies on the host."""
+        num_device_blocks = num_host_blocks = 0
+        for namespace in self._namespaces.get(adapter_id, ()):
+            assert self._tree is not None
+            num_device_blocks += self._tree.num_blocks_of(namespace)
+            num_host_blocks += self._tree.num_host_blocks_of(namespace)
+        return num_device_blocks, num_host_blocks
+
+    def take_changed_versions(self) -> set[AdapterId]:
+        """Return those whose blocks are others than at the last call."""
+        changed = set[AdapterId]()
+        if self._tree is not None:
+            for namespace in self._tree.changed:
+                changed |= self._versions.get(namespace, set())
+            self._tree.changed.clear()
+        return changed
 
     def num_blocks_without(self, is_on_device: Callable[[AdapterId], bool]) -> int:
         """Blocks of namespaces of which no version is on the device. O(namespaces)."""
@@ -152,8 +170,9 @@ class PrefixCache:
 
     def drop_version(self, adapter_id: AdapterId) -> None:
         """Nobody asks for this version any more: what only it could use goes."""
-        for namespace, versions in tuple(self._versions.items()):
-            versions.discard(adapter_id)
+        for namespace in self._namespaces.pop(adapter_id, ()):
+            versions = self._versions[namespace]
+            versions.remove(adapter_id)
             if not versions:
                 del self._versions[namespace]
                 assert self._tree is not None
@@ -169,12 +188,12 @@ class PrefixCache:
     def _note_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
         assert self._tree is not None
         self._versions.setdefault(namespace, set()).add(adapter_id)
+        self._namespaces.setdefault(adapter_id, {})[namespace] = None
         if len(self._versions) > self._max_namespaces:  # each salt of requests makes more of them
-            self._versions = {
-                name: versions
-                for name, versions in self._versions.items()
-                if name == namespace or self._tree.has_namespace(name)
-            }
+            for name in tuple(self._versions):
+                if name != namespace and not self._tree.has_namespace(name):
+                    for version in self._versions.pop(name):
+                        del self._namespaces[version][name]
             self._max_namespaces = max(_MIN_NAMESPACES, 2 * len(self._versions))
 
     def free(self, freed: FreedKv) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from ..plan import AdapterId
 from .adapter_cache import AdapterCache, DeviceCopy
+from .adapter_log import EvictionReason
 from .block_pool import BlockPool
 from .kv_tree import KvNode
 from .policies.policy import MemoryItem
@@ -15,7 +16,7 @@ class RoomMaker:
 
     def __init__(
         self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache,
-        evict_adapter: Callable[[AdapterId], None],
+        evict_adapter: Callable[[AdapterId, EvictionReason], None],
     ) -> None:  # fmt: skip
         """``evict_adapter``: of an idle adapter."""
         self._pool = pool
@@ -24,11 +25,13 @@ class RoomMaker:
         self._evict_adapter = evict_adapter
 
     def free_up(
-        self, num_bytes: int, num_blocks: int, *, include_waiting: bool, keep: AdapterId
-    ) -> bool:
+        self, num_bytes: int, num_blocks: int, *, include_waiting: bool, keep: AdapterId,
+        reason: EvictionReason = EvictionReason.KV,
+    ) -> bool:  # fmt: skip
         """Evict the worst until so much more is free; False, with nobody evicted, if it cannot be.
 
-        A leaf that goes lets its parent be ranked, so they go one after the other.
+        ``reason``: what the room is for. A leaf that goes lets its parent be ranked, so they go one
+        after the other.
         """
         num_cached = self._prefixes.num_evictable_blocks
         most_bytes = num_cached * self._pool.block_bytes
@@ -38,16 +41,16 @@ class RoomMaker:
             return False
         while num_bytes > 0 or num_blocks > 0:
             item = self._victim(include_waiting=include_waiting, keep=keep, is_block=num_bytes <= 0)
-            freed_bytes, freed_blocks = self._evict(item)
+            freed_bytes, freed_blocks = self._evict(item, reason)
             num_bytes -= freed_bytes
             num_blocks -= freed_blocks
         return True
 
-    def _evict(self, item: MemoryItem) -> tuple[int, int]:
+    def _evict(self, item: MemoryItem, reason: EvictionReason) -> tuple[int, int]:
         """Return what has become free: bytes, and blocks; KV may go with an adapter."""
         if isinstance(item, DeviceCopy):
             num_cached = self._prefixes.num_evictable_blocks
-            self._evict_adapter(item.adapter_id)
+            self._evict_adapter(item.adapter_id, reason)
             num_blocks = num_cached - self._prefixes.num_evictable_blocks
             return item.num_bytes + num_blocks * self._pool.block_bytes, num_blocks
         assert isinstance(item, KvNode)
@@ -75,5 +78,5 @@ class RoomMaker:
             return True
         victims = self._cache.slab_victims(num_bytes, include_waiting=include_waiting, keep=keep)
         for adapter_id in victims or ():
-            self._evict_adapter(adapter_id)
+            self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
         return victims is not None

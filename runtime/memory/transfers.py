@@ -124,6 +124,7 @@ class TransferTable:
     def __init__(self) -> None:
         self.reading: ReadingTurn | None = None
         self.link_use = LinkUse()
+        self.changed: set[AdapterId] = set()  # whose loads have moved, until somebody takes them
         self._open: dict[TransferId, OpenTransfer] = {}  # oldest first
         self._loads: dict[AdapterId, OpenLoad] = {}  # those among them
         self._changes = dict.fromkeys(Direction, Change(0, 0.0))
@@ -262,6 +263,8 @@ class TransferTable:
 
     def _use_link(self, transfer: OpenTransfer, now_s: float, new_bytes: int = 0) -> None:
         is_busy = transfer.transfer_id in self._open and transfer.is_copying
+        if isinstance(transfer, OpenLoad):
+            self.changed.add(transfer.command.adapter_id)
         self.link_use.changed(
             transfer.link_key, transfer.transfer_id, now_s, is_busy=is_busy, new_bytes=new_bytes
         )

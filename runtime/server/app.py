@@ -47,6 +47,7 @@ def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route
         Route("/v1/models", _guarded(basic.list_models)),
         Route("/v1/models/{model:path}", _guarded(basic.get_model)),
         Route("/v1/lora_adapters", _guarded(lora.list_all)),
+        Route("/v1/lora_adapters/{name:path}", _guarded(lora.get)),
         Route("/health", _guarded(basic.health)),
         Route("/ready", _guarded(basic.ready)),
         Route("/metrics", _guarded(basic.metrics)),

@@ -12,10 +12,8 @@ from .chat import template_messages
 from .errors import HttpError, error_response
 from .model_names import is_listed
 from .responses import ModelCard, json_response
+from .settings import STATS_TIMEOUT_S
 from .state import ServerState
-
-# A step may take longer; the figures from before it are good enough then.
-_STATS_TIMEOUT_S = 0.25
 
 
 class TokenizeRequest(RequestModel):
@@ -58,7 +56,7 @@ class BasicRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""
-        await self._state.engine.refresh_stats(_STATS_TIMEOUT_S)
+        await self._state.engine.refresh_stats(STATS_TIMEOUT_S)
         body, content_type = self._state.metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

@@ -77,9 +77,18 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
         "link_busy_seconds", "In which there was something to copy.", labels,
         [((one.direction, one.kind), one.busy_s) for one in stats.link],
     )  # fmt: skip
-    yield families.counts_by(
-        "lora_adapter_evictions", "Adapters that left a level of memory.", "level",
-        {"gpu": stats.num_device_evictions, "cpu": stats.num_host_evictions},
+    yield families.counts(
+        "lora_adapter_evictions", "Adapters that left a level of memory, and why.",
+        ("level", "reason"),
+        [
+            ((level, reason), number)
+            for level, reasons in stats.adapter_evictions.items()
+            for reason, number in reasons.items()
+        ],
+    )  # fmt: skip
+    yield families.summary(
+        "lora_adapter_load_seconds", "Loads of adapters from one level to the next.", "transition",
+        {name: (loads.num_loads, loads.duration_s) for name, loads in stats.adapter_loads.items()},
     )  # fmt: skip
     yield families.counts_by(
         "adapter_prefetches",

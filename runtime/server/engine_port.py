@@ -7,7 +7,7 @@ of processes, tensors or the scheduler.
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..adapters.registry import AdapterInfo
+from ..adapters.info import AdapterInfo
 from ..engine.messages import EngineStats, ModelInfo
 from ..frontend.lora_directory import LoraDirectory
 from ..frontend.outputs import LoRARequest, RequestOutput
@@ -66,6 +66,11 @@ class EnginePort(Protocol):
 
     def get_stats(self) -> EngineStats:
         """Return the latest gauges and totals."""
+        ...
+
+    @property
+    def stats_age_s(self) -> float:
+        """Seconds since the engine told them, and what is new of adapters."""
         ...
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 
 
 class Families:
@@ -48,6 +53,15 @@ class Families:
         family = CounterMetricFamily(self.name(name), text, labels=["model_name", *labels])
         for values, value in samples:
             family.add_metric([self.model_name, *values], value)
+        return family
+
+    def summary(
+        self, name: str, text: str, label: str, totals: Mapping[str, tuple[int, float]]
+    ) -> Metric:
+        """Return how many, and their sum, by one label."""
+        family = SummaryMetricFamily(self.name(name), text, labels=["model_name", label])
+        for value, (count, total) in sorted(totals.items()):
+            family.add_metric([self.model_name, value], count, total)
         return family
 
     def counts_by(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:

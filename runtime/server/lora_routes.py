@@ -5,14 +5,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..adapters.names import check_adapter_name
-from ..adapters.registry import AdapterInfo
+from ..adapters.info import AdapterInfo, num_fitting
+from ..adapters.names import check_adapter_name, unknown_name
+from ..engine.messages import EngineStats
 from ..errors import AdapterError, RequestError
 from ..frontend.outputs import LoRARequest
+from .adapter_listing import adapter_json, parse_page
 from .body import RequestModel, parse_body, read_body
 from .errors import HttpError
 from .responses import json_response
-from .settings import ALLOW_VARIABLE
+from .settings import ALLOW_VARIABLE, STATS_TIMEOUT_S
 from .state import ServerState
 
 _UNUSED_INT_ID = 1  # the name identifies an adapter
@@ -41,9 +43,31 @@ class LoraRoutes:
         self._state = state
 
     async def list_all(self, request: Request) -> Response:
-        """All registered adapters with their states, the failed ones with the reason."""
-        adapters = self._state.engine.list_loras()
-        return json_response({"object": "list", "data": [_as_dict(one) for one in adapters]})
+        """Registered adapters by name: where they are, and why if they have failed."""
+        page = parse_page(request.query_params)
+        engine = self._state.engine
+        stats = await self._fresh_stats()
+        adapters = engine.list_loras()
+        shown, has_more = page.of(adapters)
+        return json_response({
+            "object": "list",
+            "data": [adapter_json(one) for one in shown],
+            "has_more": has_more,
+            "num_adapters": len(adapters),
+            "num_fitting": num_fitting(adapters, stats.adapter_room_bytes),
+            "age_s": round(engine.stats_age_s, 3),
+        })  # fmt: skip
+
+    async def get(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["name"]
+        await self._fresh_stats()
+        adapter = self._state.engine.loras.get(name)
+        if adapter is None:
+            known = [one.name for one in self._state.engine.list_loras()]
+            raise unknown_name(name, known, param="name")
+        age = {"age_s": round(self._state.engine.stats_age_s, 3)}
+        return json_response(adapter_json(adapter) | age)
 
     async def load(self, request: Request) -> Response:
         """Register an adapter, or pin one; answers when it is ready or refused."""
@@ -77,6 +101,13 @@ class LoraRoutes:
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)
 
+    async def _fresh_stats(self) -> EngineStats:
+        """Have the engine tell what is new, adapters included; raises its error if it is dead."""
+        engine = self._state.engine
+        if engine.error is not None:
+            raise engine.error
+        return await engine.refresh_stats(STATS_TIMEOUT_S)
+
     async def _read(self, request: Request) -> bytes:
         if not self._state.settings.allow_lora_updates:
             raise HttpError(
@@ -106,10 +137,5 @@ class LoraRoutes:
         adapter = self._find(name)
         answer: dict[str, Any] = {"status": verb, "lora_name": name}
         if adapter is not None:
-            answer["adapter"] = _as_dict(adapter)
+            answer["adapter"] = adapter_json(adapter)
         return json_response(answer)
-
-
-def _as_dict(adapter: AdapterInfo) -> dict[str, Any]:
-    """Return an adapter as the API shows it."""
-    return {name: getattr(adapter, name) for name in adapter.__struct_fields__}

@@ -12,20 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
-    GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
 
-from ..adapters.registry import AdapterInfo
+from .adapter_metrics import adapter_families
 from .engine_metrics import engine_families
 from .engine_port import EnginePort
 from .families import Families
 from .settings import AppSettings
-
-MAX_ADAPTER_SERIES = 256
-MAX_ADAPTERS_IN_LABEL = 64
 
 _FIRST_TOKEN_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -111,57 +107,20 @@ class ServerMetrics:
         yield self._families.gauge(
             "engine_alive", "1 while the engine lives.", 0.0 if engine.error else 1.0
         )
-        yield from engine_families(
-            self._families, engine.get_stats(), engine.get_model_info(), self._settings.block_size
+        yield self._families.gauge(
+            "engine_state_age_seconds", "Since the engine told what follows.", engine.stats_age_s
         )
-        yield from self._adapter_gauges()
+        stats = engine.get_stats()
+        yield from engine_families(
+            self._families, stats, engine.get_model_info(), self._settings.block_size
+        )
+        yield from adapter_families(
+            self._families, stats, engine.list_loras(), self._settings.max_num_seqs
+        )
         yield from self._requests()
         yield self._histogram("time_to_first_token_seconds", self.first_token_s)
         yield self._histogram("inter_token_latency_seconds", self.inter_token_s)
         yield self._histogram("e2e_request_latency_seconds", self.request_s)
-
-    def _adapter_gauges(self) -> Iterator[Metric]:
-        stats = self._engine.get_stats()
-        # One series, stamped with the time: of several, readers take the newest.
-        info = GaugeMetricFamily(
-            self._families.name("lora_requests_info"),
-            "Adapters of running and of waiting requests; the value is the Unix time.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        running = ",".join(stats.running_adapters[:MAX_ADAPTERS_IN_LABEL])
-        waiting = ",".join(stats.waiting_adapters[:MAX_ADAPTERS_IN_LABEL])
-        # There are no adapter slots: every running request may use another adapter.
-        info.add_metric([str(self._settings.max_num_seqs), running, waiting], time.time())
-        yield info
-        loaded = [
-            adapter
-            for adapter in self._engine.list_loras()
-            if adapter.state in ("ready", "draining")
-        ]
-        resident = sum(adapter.resident for adapter in loaded)
-        yield self._families.gauge(
-            "num_gpu_loaded_lora_adapters", "Adapters on the device.", resident
-        )
-        yield self._families.gauge(
-            "num_cpu_loaded_lora_adapters", "Adapters in host memory only.", len(loaded) - resident
-        )
-        yield self._loaded_adapters(loaded)
-
-    def _loaded_adapters(self, loaded: Sequence[AdapterInfo]) -> Metric:
-        family = GaugeMetricFamily(
-            self._families.name("lora_adapter_loaded"),
-            f"One series per adapter held, at most {MAX_ADAPTER_SERIES}.",
-            labels=["adapter_name", "level", "pinned", "rank"],
-        )
-        # A name may have a draining version beside the ready one; the ready one is shown.
-        newest = {
-            info.name: info for info in sorted(loaded, key=lambda info: info.state == "ready")
-        }
-        shown = sorted(newest.values(), key=lambda info: (not info.resident, info.name))
-        for adapter in shown[:MAX_ADAPTER_SERIES]:
-            level = "gpu" if adapter.resident else "cpu"
-            family.add_metric([adapter.name, level, "false", str(adapter.rank)], 1.0)
-        return family
 
     def _requests(self) -> Iterator[Metric]:
         families = self._families

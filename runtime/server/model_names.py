@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..adapters.info import AdapterInfo
 from ..adapters.names import LOADING, READY, unknown_name
-from ..adapters.registry import AdapterInfo
 from ..frontend.lora_directory import LoraDirectory
 
 

@@ -8,6 +8,9 @@ from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 
 ALLOW_VARIABLE = "CORUN_ALLOW_RUNTIME_LORA_UPDATING"
+# How long an answer about the engine waits for it. A step may take longer; what was told before it
+# is good enough then.
+STATS_TIMEOUT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

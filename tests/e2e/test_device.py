@@ -175,7 +175,7 @@ def test_what_is_pinned_stays_while_others_come_and_go(many: ParityCase, where: 
         assert engine.get_stats().num_device_evictions >= NUM_ADAPTERS - NUM_THAT_FIT
         infos = {info.name: info for info in engine.list_loras()}
         assert {name for name, info in infos.items() if info.pinned} == {first, second}
-        assert infos[first].resident and infos[second].resident
+        assert infos[first].is_resident and infos[second].is_resident
         with pytest.raises(RequestError, match=r"are pinned already .* one request may need"):
             pin_all(engine, others)
         pinned = [info.name for info in engine.list_loras() if info.pinned]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from corun.runtime.adapters.registry import AdapterInfo
+from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import (
     AdapterOperation,
@@ -190,10 +190,12 @@ class FakeAdapters:
         self._fd = os.eventfd(0)
 
     def handle(self, message: AdapterOperation) -> None:
+        removed: tuple[str, ...] = ()
         if isinstance(message, RemoveAdapter):
             if message.name not in self.paths:
                 raise UnknownModelError(f"no adapter is named {message.name!r}")
             del self.paths[message.name]
+            removed = (message.name,)
         elif isinstance(message, PinAdapter):
             self.pinned[message.name] = message.pinned
         elif not Path(message.path).is_dir():
@@ -206,9 +208,9 @@ class FakeAdapters:
             self.paths[message.name] = message.path
             if message.pinned is not None:
                 self.pinned[message.name] = message.pinned
-        self._told += [AdaptersChanged(self.infos()), OperationDone(message.operation_id)]
+        self._told += [AdaptersChanged(self.infos(), removed), OperationDone(message.operation_id)]
 
-    def poll(self) -> list[OperationDone | AdaptersChanged]:
+    def poll(self, *, is_due: bool) -> list[OperationDone | AdaptersChanged]:
         told, self._told = self._told, []
         return told
 
@@ -222,8 +224,8 @@ class FakeAdapters:
                 8,
                 1024,
                 str(self._num_versions),
-                True,
                 self.pinned.get(name, False),
+                Residency(level="gpu"),
             )
             for name, path in self.paths.items()
         )

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from corun.runtime.adapters.registry import AdapterInfo
+from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.engine.messages import EngineStats, LinkUsage, ModelInfo
 from corun.runtime.errors import (
     AdapterError,
@@ -115,6 +115,10 @@ class FakeEngine:
 
     def get_stats(self) -> EngineStats:
         return self.stats
+
+    @property
+    def stats_age_s(self) -> float:
+        return 0.5
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:
         self.stats = msgspec.structs.replace(self.stats, num_steps=self.num_steps)
@@ -268,5 +272,6 @@ def make_adapter(
     """Return an adapter as the engine reports it."""
     return AdapterInfo(
         name=name, path=path or f"/adapters/{name}", state=state, reason=reason, rank=rank,
-        num_bytes=1 << 20, version="0123abcd", resident=resident,
+        num_bytes=1 << 20, version="0123abcd",
+        residency=Residency(level="gpu" if resident else "cpu"),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ...config.engine import EngineConfig
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
 from ...memory.host_cache import HostCache
+from ...scheduler.limits import blocks_for
 from ...scheduler.scheduler import Scheduler
 from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
@@ -346,6 +347,8 @@ def _model_info(
         kv_capacity_tokens=memory.num_blocks * config.block_size,
         host_kv_tokens=memory.num_host_slots * config.block_size,
         memory_bytes=memory.capacity_bytes,
+        context_bytes=blocks_for(memory.max_model_len, config.block_size)
+        * loaded.layout.block_bytes,
         adapter_memory_bytes=memory.slab_bytes,
         max_num_waiting=config.max_num_waiting,
         model_path=config.model,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...adapters.registry import AdapterInfo
+from ...adapters.info import AdapterInfo, num_fitting
 from ..messages import ModelInfo
 
 _MIB = 2**20
@@ -49,21 +49,12 @@ def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
         return "none"
     total_bytes = sum(adapter.num_bytes for adapter in ready)
     room_bytes = info.adapter_memory_bytes
-    room_bytes = info.memory_bytes if room_bytes is None else room_bytes
-    num_fitting = _num_fitting(sorted(a.num_bytes for a in ready), room_bytes)
+    if room_bytes is None:  # what one request of the full context leaves
+        room_bytes = info.memory_bytes - info.context_bytes
+    number = num_fitting(ready, room_bytes)
     ranks = sorted({adapter.rank for adapter in ready})
     span = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    fit = "all fit" if num_fitting == len(ready) else f"{num_fitting} of them fit"
+    fit = "all fit" if number == len(ready) else f"{number} of them fit"
     failed = len(adapters) - len(ready)
     tail = f"; {failed} failed to load" if failed else ""
     return f"{len(ready)} ready, {span}, {total_bytes / _MIB:.1f} MiB; {fit} at once{tail}"
-
-
-def _num_fitting(sizes_bytes: Sequence[int], capacity_bytes: int) -> int:
-    """How many adapters, smallest first, would be there at once with nothing else."""
-    used_bytes = 0
-    for number, size_bytes in enumerate(sizes_bytes):
-        used_bytes += size_bytes
-        if used_bytes > capacity_bytes:
-            return number
-    return len(sizes_bytes)

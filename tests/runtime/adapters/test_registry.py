@@ -4,6 +4,7 @@ from itertools import count
 
 import pytest
 from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.names import check_adapter_name
 from corun.runtime.adapters.registry import (
     AdapterRegistry,
@@ -42,7 +43,7 @@ def load(registry: AdapterRegistry, name: str, digest: str = "d1") -> Registered
 def test_a_version_serves_once_it_is_ready() -> None:
     registry = make_registry()
     load_id = registry.begin_loading("a", "dir")
-    assert registry.infos()[0].state == "loading"
+    assert registry.infos(lambda _: Residency())[0].state == "loading"
     with pytest.raises(AdapterUnavailableError, match="'a' is loading"):
         registry.resolve("a")
     registered = registry.ready("a", "dir", load_id, facts())
@@ -51,8 +52,8 @@ def test_a_version_serves_once_it_is_ready() -> None:
     assert (version.name, version.path, version.digest) == ("a", "dir", "d1")
     assert (version.rank, version.num_bytes, version.scale) == (8, 100, 1.0)
     assert registry.version(version.adapter_id) is version
-    (info,) = registry.infos([version.adapter_id])
-    assert (info.state, info.version, info.resident) == ("ready", "d1", True)
+    (info,) = registry.infos(lambda _: Residency(level="gpu"))
+    assert (info.state, info.version, info.is_resident) == ("ready", "d1", True)
 
 
 def test_a_failed_load_is_kept_with_its_reason_and_can_be_repeated() -> None:
@@ -60,10 +61,10 @@ def test_a_failed_load_is_kept_with_its_reason_and_can_be_repeated() -> None:
     registry.failed("a", registry.begin_loading("a", "dir"), "no such file")
     with pytest.raises(AdapterUnavailableError, match="'a' failed to load: no such file"):
         registry.resolve("a")
-    (info,) = registry.infos()
+    (info,) = registry.infos(lambda _: Residency())
     assert (info.state, info.reason, info.path) == ("failed", "no such file", "dir")
     load(registry, "a")
-    assert registry.infos()[0].reason is None
+    assert registry.infos(lambda _: Residency())[0].reason is None
 
 
 def test_a_failed_reload_leaves_the_old_version() -> None:
@@ -71,7 +72,7 @@ def test_a_failed_reload_leaves_the_old_version() -> None:
     version = load(registry, "a").version
     registry.failed("a", registry.begin_loading("a", "other"), "damaged")
     assert registry.resolve("a") is version
-    (info,) = registry.infos()
+    (info,) = registry.infos(lambda _: Residency())
     assert (info.state, info.path, info.reason) == ("ready", "path", "damaged")
 
 
@@ -84,7 +85,7 @@ def test_reload_makes_a_new_version_and_drains_the_old_one() -> None:
     assert registered.freed == ()
     assert registry.resolve("a").digest == "d2"
     assert registry.release(old.adapter_id)
-    assert not registry.infos()[0].resident
+    assert not registry.infos(lambda _: Residency())[0].is_resident
 
 
 def test_reload_of_an_idle_version_frees_it_at_once() -> None:
@@ -114,10 +115,10 @@ def test_remove_drains() -> None:
         registry.remove("a")
     with pytest.raises(AdapterUnavailableError, match="draining"):
         registry.resolve("a")
-    assert registry.infos()[0].state == "draining"
+    assert registry.infos(lambda _: Residency())[0].state == "draining"
     assert not registry.release(version.adapter_id)
     assert registry.release(version.adapter_id)
-    assert registry.infos() == ()
+    assert registry.infos(lambda _: Residency()) == ()
     with pytest.raises(UnknownModelError):
         registry.resolve("a")
 
@@ -135,7 +136,7 @@ def test_a_name_that_is_removed_while_loading_ignores_the_end_of_the_load() -> N
     later = registry.begin_loading("a", "other")
     assert registry.ready("a", "dir", load_id, facts()) is None
     registry.failed("a", load_id, "late")
-    assert registry.infos()[0].state == "loading"
+    assert registry.infos(lambda _: Residency())[0].state == "loading"
     assert registry.ready("a", "other", later, facts()) is not None
 
 

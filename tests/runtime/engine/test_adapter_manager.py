@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapters.info import Residency
+from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.engine.adapter_manager import AdapterManager, MakeRoom
 from corun.runtime.engine.messages import (
     AdaptersChanged,
@@ -15,6 +17,7 @@ from corun.runtime.engine.messages import (
     PinAdapter,
     RemoveAdapter,
 )
+from corun.runtime.engine.residency import Changed
 from corun.runtime.errors import (
     AdapterError,
     AdapterUnavailableError,
@@ -31,6 +34,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.dropped: list[AdapterId] = []
         self.resident: set[AdapterId] = set()
+        self.changed = Changed(set(), set())
         self.places: dict[HostPlaceId, str | None] = {}  # and the content that they came to have
         self.forgotten: list[str] = []
         self.pinned: dict[AdapterId, int] = {}  # bytes
@@ -51,8 +55,12 @@ class FakeDevice:
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         self.dropped.append(adapter_id)
 
-    def resident_adapters(self) -> frozenset[AdapterId]:
-        return frozenset(self.resident)
+    def take_changed_adapters(self) -> Changed:
+        changed, self.changed = self.changed, Changed(set(), set())
+        return changed
+
+    def residency(self, version: AdapterVersion) -> Residency:
+        return Residency(level="gpu" if version.adapter_id in self.resident else "disk")
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
         assert threading.current_thread() is threading.main_thread()
@@ -333,10 +341,20 @@ def test_tells_what_has_become_resident_and_nothing_else(
 ) -> None:
     add(manager, files, "d1")
     assert manager.poll() == []
-    device.resident.add(manager.resolve("a").adapter_id)
+    files.content["/b"] = "d2"
+    manager.handle(AddAdapter(8, "b", "/b"))
+    wait_done(manager)
+    adapter_id = manager.resolve("a").adapter_id
+    device.resident.add(adapter_id)
+    assert manager.poll() == [], "nobody has said that anything changed"
+    device.changed.adapter_ids.add(adapter_id)
+    assert manager.poll(is_due=False) == []
     (changed,) = manager.poll()
     assert isinstance(changed, AdaptersChanged)
-    assert changed.adapters[0].resident
+    assert [(info.name, info.is_resident) for info in changed.adapters] == [("a", True)]
+    device.changed.digests.add("d2")
+    assert manager.poll() == [], "it is where it was"
+    remove(manager, "b")
     assert manager.poll() == []
 
 

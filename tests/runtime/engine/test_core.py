@@ -292,7 +292,7 @@ class TestAdapters:
         assert engine.executor.resident_adapters == set()
         stats = engine.core.stats()
         assert stats.memory_bytes["gpu"]["adapters"] == 0
-        assert (stats.num_device_evictions, stats.num_host_evictions) == (1, 0)
+        assert stats.adapter_evictions == {"gpu": {"dropped": 1}}
 
     def test_a_reload_serves_new_requests_with_the_new_version(self) -> None:
         engine = Engine()
@@ -319,7 +319,8 @@ class TestAdapters:
                 )[0]
             )
         assert engine.gone == [old_id]
-        assert engine.core.resident_adapters() == {new_id}
+        assert engine.core.residency(engine.registry.version(new_id)).level == "gpu"
+        assert engine.core.take_changed_adapters().adapter_ids == {old_id, new_id}
 
     def test_statistics_name_the_adapters(self) -> None:
         engine = Engine(max_num_seqs=1)
@@ -407,7 +408,7 @@ def test_a_request_waits_for_the_host_while_another_adapter_is_registered() -> N
     engine.core.end_registration(room.place.place_id, None)
     assert engine.core.is_ready
     assert ends_of(engine.run()) == {1: "length"}
-    assert engine.core.stats().num_host_evictions == 0
+    assert engine.core.stats().adapter_evictions["cpu"] == {}
 
 
 class TestExceptions:

@@ -4,6 +4,7 @@ from itertools import count
 
 import pytest
 from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.errors import AdapterUnavailableError, RequestError, UnknownModelError
 from corun.runtime.frontend.lora_directory import LoraDirectory
@@ -37,7 +38,7 @@ def test_what_cannot_be_used_is_refused_in_the_same_words(
     name: str, kind: type[RequestError]
 ) -> None:
     registry = make_registry()
-    mirror = LoraDirectory(registry.infos())
+    mirror = LoraDirectory(registry.infos(lambda _: Residency()))
     answers = set()
     for resolve in (
         registry.resolve,
@@ -53,7 +54,7 @@ def test_what_cannot_be_used_is_refused_in_the_same_words(
 def test_an_unknown_name_is_answered_with_near_ones_or_with_what_is_served() -> None:
     registry = make_registry()
     registry.remove("failed")
-    mirror = LoraDirectory(registry.infos())
+    mirror = LoraDirectory(registry.infos(lambda _: Residency()))
     for check in (registry.resolve, registry.remove, mirror.check_known, mirror.check_usable):
         with pytest.raises(UnknownModelError, match="named 'ready2'; did you mean 'ready'"):
             check("ready2")
@@ -62,7 +63,7 @@ def test_an_unknown_name_is_answered_with_near_ones_or_with_what_is_served() -> 
 
 
 def test_one_that_is_loading_is_left_to_the_engine() -> None:
-    mirror = LoraDirectory(make_registry().infos())
+    mirror = LoraDirectory(make_registry().infos(lambda _: Residency()))
     mirror.check_usable("loading")
     mirror.check_usable("ready")
     assert ModelNames(["base"]).resolve("base:loading", mirror).adapter_name == "loading"

@@ -1,6 +1,7 @@
 import hypothesis.strategies as st
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterCache, AdapterState
+from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.adapter_slab import AdapterSlab
 from corun.runtime.memory.budget import MemoryBudget
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
@@ -27,9 +28,9 @@ def test_states_and_bytes_of_a_life() -> None:
     assert not cache.begin_load(AdapterId(2), 50)
     cache.finish_load(adapter_id)
     assert cache.resident_ids() == (adapter_id,)
-    cache.evict(adapter_id)
+    cache.evict(adapter_id, EvictionReason.KV)
     assert cache.used_bytes == 0
-    assert cache.num_evictions == 1
+    assert cache.log.evictions == cache.log.record(adapter_id).evictions == {EvictionReason.KV: 1}
     assert cache.state(adapter_id) is AdapterState.ABSENT
     cache.check_invariants()
 
@@ -39,7 +40,7 @@ def test_a_failed_load_leaves_nothing() -> None:
     assert cache.begin_load(AdapterId(2), 40)
     cache.fail_load(AdapterId(2))
     assert cache.used_bytes == 60
-    assert cache.num_evictions == 0
+    assert not cache.log.evictions
     cache.acquire(AdapterId(1))
     cache.check_invariants()
 
@@ -71,7 +72,7 @@ def test_referenced_adapters_are_spared() -> None:
     assert cache.victims(10, include_waiting=True) == (2,)
     assert cache.referenced_ids() == (1,)
     with pytest.raises(KeyError):
-        cache.evict(AdapterId(1))
+        cache.evict(AdapterId(1), EvictionReason.ADAPTER)
 
 
 def test_adapters_of_waiting_requests_go_last_and_only_if_asked_for() -> None:
@@ -92,7 +93,7 @@ def test_misuse_is_a_bug() -> None:
         cache.release(AdapterId(1))
     with pytest.raises(AssertionError, match="loaded twice"):
         cache.begin_load(AdapterId(1), 10)
-    cache.evict(AdapterId(1))
+    cache.evict(AdapterId(1), EvictionReason.ADAPTER)
     with pytest.raises(KeyError):
         cache.acquire(AdapterId(1))
 
@@ -112,7 +113,7 @@ def test_idle_adapters_back_promises_and_used_ones_do_not() -> None:
     assert budget.unpromised_bytes == 40, "another request uses it"
     cache.release(adapter_id)
     assert budget.unpromised_bytes == 100
-    cache.evict(adapter_id)
+    cache.evict(adapter_id, EvictionReason.KV)
     assert (budget.free_bytes, budget.unpromised_bytes) == (100, 100)
 
 
@@ -171,7 +172,7 @@ class Lives:
         elif name in ("acquire", "release"):
             self._refer(name, adapter_id, state)
         elif name == "evict" and cache.is_idle(adapter_id):
-            cache.evict(adapter_id)
+            cache.evict(adapter_id, EvictionReason.KV)
         elif state is AdapterState.LOADING and name == "arrive":
             cache.finish_load(adapter_id)
         elif state is AdapterState.LOADING and name == "fail" and not num_references:

@@ -2,6 +2,7 @@ from dataclasses import replace
 from mmap import PAGESIZE
 
 from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
@@ -245,7 +246,7 @@ def test_adapters_that_are_read_in_place_share_one_ledger_with_blocks() -> None:
     assert first and second and third
     memory.plan()
     assert memory.kept() == [3], "what is in use stays"
-    assert memory.memory.num_host_evictions == 2
+    assert memory.host.evictions == {EvictionReason.KV: 2}
 
 
 def test_blocks_that_were_written_keep_adapters_away_until_a_load_has_them_returned() -> None:

@@ -1,6 +1,7 @@
 """The account of the host's memory: who is kept, who has to go, and where they lie."""
 
 import pytest
+from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import HostPlace
 from corun.shm.arena import PAGE_BYTES, ArenaEntry, HostArena, RegionSpec
@@ -55,7 +56,7 @@ def test_the_same_content_is_kept_once(cache: HostCache) -> None:
     cache.end_use(first.place_id)
     cache.end_use(third.place_id)
     assert cache.taken_bytes == 2 * PAGE_BYTES and cache.take_evictions() == ()
-    assert cache.num_evictions == 0, "nobody had to make room"
+    assert not cache.evictions, "nobody had to make room"
 
 
 def test_what_could_not_be_read_is_not_kept(cache: HostCache) -> None:
@@ -71,7 +72,8 @@ def test_the_least_recently_used_goes_first(cache: HostCache) -> None:
     add(cache, "a")
     place = held(cache, "d", 4)
     assert kept(cache, "abc") == "ac"
-    assert cache.num_evictions == len(cache.take_evictions()) == 1
+    assert cache.evictions == cache.evictions_of("b") == {EvictionReason.ADAPTER: 1}
+    assert len(cache.take_evictions()) == 1
     assert place.extents == ((4 * PAGE_BYTES, 4 * PAGE_BYTES),)
 
 
@@ -123,7 +125,7 @@ def test_forgotten_content_goes_with_its_last_use(cache: HostCache) -> None:
     cache.forget("a")
     cache.forget("a")
     assert cache.taken_bytes == 0
-    assert cache.num_evictions == 0
+    assert cache.evictions == {EvictionReason.DROPPED: 2}
 
 
 def test_a_limit_on_what_is_kept(cache: HostCache) -> None:

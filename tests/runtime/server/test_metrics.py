@@ -5,8 +5,10 @@ from typing import Any
 
 import httpx
 import msgspec
-from corun.runtime.engine.messages import CpuWorkerStats, EngineStats
+from corun.runtime.adapters.info import Residency
+from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LoadStats
 from prometheus_client.parser import text_string_to_metric_families
+from support.fake_engine import make_adapter
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -55,9 +57,10 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:lora_requests_info", info] > 1_700_000_000
     loaded = {labels for name, labels in samples if name == "corun:lora_adapter_loaded"}
     assert loaded == {
-        (("adapter_name", "upper"), ("level", "gpu"), ("pinned", "false"), ("rank", "8")),
-        (("adapter_name", "digits"), ("level", "cpu"), ("pinned", "false"), ("rank", "64")),
+        (("adapter_name", "upper"), ("level", "gpu"), model, ("pinned", "false"), ("rank", "8")),
+        (("adapter_name", "digits"), ("level", "cpu"), model, ("pinned", "false"), ("rank", "64")),
     }
+    assert samples["corun:engine_state_age_seconds", (model,)] == 0.5
 
 
 def test_counters(start_server: Callable[..., Any], engine: Any) -> None:
@@ -103,12 +106,27 @@ def test_adapter_series_are_capped(http: httpx.Client, engine: Any) -> None:
     for index in range(300):
         name = f"a{index}"
         fields = {key: getattr(template, key) for key in template.__struct_fields__}
-        engine.adapters[name] = type(template)(**fields | {"name": name, "resident": False})
+        residency = Residency(level="cpu" if index < 280 else "disk")
+        engine.adapters[name] = type(template)(**fields | {"name": name, "residency": residency})
     samples = read_metrics(http)
-    loaded = [labels for name, labels in samples if name == "corun:lora_adapter_loaded"]
-    assert len(loaded) == 256
-    assert any(("adapter_name", "upper") in labels for labels in loaded)
-    assert samples["corun:num_cpu_loaded_lora_adapters", (("model_name", "tiny"),)] == 301
+    model = ("model_name", "tiny")
+    loaded = [dict(labels) for name, labels in samples if name == "corun:lora_adapter_loaded"]
+    named = [labels for labels in loaded if labels["adapter_name"] != "other"]
+    assert len(named) == 256 and len(loaded) == 258
+    assert {labels["adapter_name"]: labels["level"] for labels in named}["upper"] == "gpu"
+    others = [
+        samples["corun:lora_adapter_loaded", tuple(sorted(labels.items()))]
+        for labels in loaded if labels["adapter_name"] == "other"
+    ]  # fmt: skip
+    assert sorted(others) == [20, 26], "on disk, and in host memory"
+    for level, number in (("gpu", 1), ("partial", 0), ("cpu", 281), ("disk", 20)):
+        assert samples[f"corun:num_{level}_loaded_lora_adapters", (model,)] == number
+
+
+def test_names_of_adapters_are_escaped(http: httpx.Client, engine: Any) -> None:
+    name = 'quo"te\\slash\n'
+    engine.adapters[name] = make_adapter(name)
+    assert any(("adapter_name", name) in labels for _, labels in read_metrics(http))
 
 
 def test_cpu_workers_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
@@ -154,11 +172,17 @@ def test_hits_of_prompts_show_in_the_metrics(http: httpx.Client, engine: Any) ->
 
 
 def test_evictions_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
-    engine.stats = EngineStats(num_device_evictions=3, num_host_evictions=2)
+    engine.stats = EngineStats(
+        adapter_evictions={"gpu": {"kv": 3, "dropped": 1}, "cpu": {"adapter": 2}},
+        adapter_loads={"cpu_to_gpu": LoadStats(4, 0.5)},
+    )
     samples = read_metrics(http)
     name, model = "corun:lora_adapter_evictions_total", ("model_name", "tiny")
-    assert samples[name, (("level", "gpu"), model)] == 3
-    assert samples[name, (("level", "cpu"), model)] == 2
+    assert samples[name, (("level", "gpu"), model, ("reason", "kv"))] == 3
+    assert samples[name, (("level", "gpu"), model, ("reason", "dropped"))] == 1
+    assert samples[name, (("level", "cpu"), model, ("reason", "adapter"))] == 2
+    name, labels = "corun:lora_adapter_load_seconds", (model, ("transition", "cpu_to_gpu"))
+    assert (samples[f"{name}_count", labels], samples[f"{name}_sum", labels]) == (4, 0.5)
 
 
 def test_openmetrics_when_asked(http: httpx.Client) -> None:

@@ -1,7 +1,7 @@
 """The lines shown at start."""
 
 import msgspec
-from corun.runtime.adapters.registry import AdapterInfo
+from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.engine.assembly.summary import summary_lines
 from corun.runtime.engine.messages import ModelInfo
 
@@ -15,7 +15,7 @@ INFO = ModelInfo(
 
 
 def adapter(name: str, rank: int, mib: int, state: str = "ready") -> AdapterInfo:
-    return AdapterInfo(name, "", state, None, rank, mib * MIB, "", resident=False)
+    return AdapterInfo(name, "", state, None, rank, mib * MIB, "")
 
 
 def test_names_everything_a_user_needs() -> None:

@@ -1,0 +1,67 @@
+"""What is told of registered adapters: plain data, as the engine's front ends mirror it."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from .names import READY
+
+LEVELS = ("gpu", "partial", "cpu", "disk")  # where a version may be, the fastest first
+
+
+class Residency(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Where a version is, what it takes there, and what has become of it."""
+
+    level: str = "disk"  # one of LEVELS
+    num_groups: int = 0  # layer groups of the load that is under way
+    num_groups_loaded: int = 0  # those on the device
+    device_bytes: int = 0
+    host_bytes: int = 0
+    kv_device_bytes: int = 0  # of kept prefixes, shared with versions of the same content
+    kv_host_bytes: int = 0
+    num_references: int = 0  # running requests
+    num_waiting: int = 0  # requests
+    num_uses: int = 0  # requests that have begun to run
+    last_use_unix_s: float | None = None
+    loads: dict[str, tuple[int, float]] = {}  # number and seconds, by transition
+    evictions: dict[str, dict[str, int]] = {}  # by level and reason
+
+
+class DrainingVersion(msgspec.Struct, frozen=True, array_like=True):
+    """A version that serves the requests it has, and no others."""
+
+    version: str  # content digest, hexadecimal
+    rank: int
+    num_bytes: int
+    residency: Residency
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One registered adapter as the API shows it."""
+
+    name: str
+    path: str
+    state: str  # loading | ready | draining | failed
+    reason: str | None  # why it failed
+    rank: int  # the largest of its targets
+    num_bytes: int  # on the device
+    version: str  # content digest, hexadecimal
+    pinned: bool = False  # stays on the device
+    residency: Residency = Residency()
+    draining: tuple[DrainingVersion, ...] = ()  # beside the one that serves
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether rows may use it now."""
+        return self.residency.level == LEVELS[0]
+
+
+def num_fitting(adapters: Iterable[AdapterInfo], room_bytes: int) -> int:
+    """How many of those that serve would be on the device at once, the smallest first."""
+    used_bytes = number = 0
+    for num_bytes in sorted(one.num_bytes for one in adapters if one.state == READY):
+        used_bytes += num_bytes
+        if used_bytes > room_bytes:
+            break
+        number += 1
+    return number

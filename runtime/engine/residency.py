@@ -1,0 +1,103 @@
+"""Where adapter versions are, read from what memory keeps account of. Pure.
+
+Levels: "gpu", rows may use it; "partial", some layer groups are there; "cpu", all of it is in the
+host's memory; "disk". Where the device reads adapters in the host's memory, "gpu" is what its
+kernels know, and "cpu" what lies idle there.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..adapters.info import Residency
+from ..adapters.registry import AdapterVersion
+from ..memory.adapter_cache import AdapterState
+from ..memory.adapter_log import AdapterRecord
+from ..memory.device_memory import DeviceMemory
+from ..plan import AdapterId
+
+
+class Changed(NamedTuple):
+    """What may be elsewhere than when it was looked at last."""
+
+    adapter_ids: set[AdapterId]
+    digests: set[str]
+
+
+class ResidencyReader:
+    """Reads one memory."""
+
+    def __init__(
+        self, memory: DeviceMemory, clock: Callable[[], float], unix_clock: Callable[[], float]
+    ) -> None:
+        """``clock``: the one that memory is told the time by."""
+        self._memory = memory
+        self._clock = clock
+        self._unix_clock = unix_clock
+
+    def take_changed(self) -> Changed:
+        """Return what has changed since the last call."""
+        memory = self._memory
+        adapter_ids = memory.prefixes.take_changed_versions()
+        for ids in (memory.cache.log.changed, memory.transfers.changed):
+            adapter_ids |= ids
+            ids.clear()
+        digests = set[str]()
+        if memory.host is not None:
+            digests |= memory.host.changed
+            memory.host.changed.clear()
+        return Changed(adapter_ids, digests)
+
+    def of(self, version: AdapterVersion) -> Residency:
+        """Where a version is now."""
+        memory, adapter_id = self._memory, version.adapter_id
+        cache, host = memory.cache, memory.host
+        state = cache.state(adapter_id)
+        load = memory.transfers.load_of(adapter_id)
+        host_bytes = 0 if host is None else host.num_bytes_of(version.digest)
+        level = "cpu" if host_bytes else "disk"
+        if state is AdapterState.RESIDENT:
+            level = "gpu"
+        elif load is not None and load.num_arrived:
+            level = "partial"
+        record = cache.log.record(adapter_id)
+        num_device_blocks, num_host_blocks = memory.prefixes.num_blocks_of_version(adapter_id)
+        block_bytes = memory.pool.block_bytes
+        return Residency(
+            level=level,
+            num_groups=0 if load is None else len(load.part_bytes),
+            num_groups_loaded=0 if load is None else load.num_arrived,
+            device_bytes=0 if state is AdapterState.ABSENT else version.num_bytes,
+            host_bytes=host_bytes,
+            kv_device_bytes=num_device_blocks * block_bytes,
+            kv_host_bytes=num_host_blocks * block_bytes,
+            num_references=cache.num_references(adapter_id),
+            num_waiting=cache.num_waiting(adapter_id),
+            num_uses=record.num_uses,
+            last_use_unix_s=self._unix_s(record.last_use_s),
+            loads={
+                transition.value: (totals.num_loads, totals.duration_s)
+                for transition, totals in record.loads.items()
+                if totals.num_loads
+            },
+            evictions=self._evictions(version, record),
+        )
+
+    def _evictions(
+        self, version: AdapterVersion, record: AdapterRecord
+    ) -> dict[str, dict[str, int]]:
+        host = self._memory.host
+        levels = {
+            "gpu": record.evictions,
+            "cpu": {} if host is None else host.evictions_of(version.digest),
+        }
+        return {
+            level: {reason.value: number for reason, number in evictions.items()}
+            for level, evictions in levels.items()
+            if evictions
+        }
+
+    def _unix_s(self, at_s: float | None) -> float | None:
+        """As the world counts, to the millisecond."""
+        if at_s is None:
+            return None
+        return round(self._unix_clock() - (self._clock() - at_s), 3)

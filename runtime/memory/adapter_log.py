@@ -1,0 +1,93 @@
+"""What has become of adapters so far: uses, loads and evictions by version. Pure."""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ..plan import AdapterId
+from .transfers import OpenLoad
+
+
+class EvictionReason(enum.StrEnum):
+    """Why an adapter left a level of memory."""
+
+    KV = "kv"  # room for KV
+    ADAPTER = "adapter"  # room for another adapter
+    UNUSED = "unused"  # the policy keeps none that nobody uses
+    ASKED = "asked"  # by the program that the engine is in
+    DROPPED = "dropped"  # nobody can name it any more
+
+
+class Transition(enum.StrEnum):
+    """From one level of memory to the next."""
+
+    DISK_TO_CPU = "disk_to_cpu"
+    CPU_TO_GPU = "cpu_to_gpu"
+
+
+@dataclass(slots=True)
+class LoadTotals:
+    """Loads that have ended well."""
+
+    num_loads: int = 0
+    duration_s: float = 0.0
+
+    def add(self, duration_s: float) -> None:
+        """Count one in."""
+        self.num_loads += 1
+        self.duration_s += duration_s
+
+
+def _no_loads() -> dict[Transition, LoadTotals]:
+    return {transition: LoadTotals() for transition in Transition}
+
+
+@dataclass(slots=True)
+class AdapterRecord:
+    """Of one version."""
+
+    num_uses: int = 0  # requests that have begun to run with it
+    last_use_s: float | None = None
+    loads: dict[Transition, LoadTotals] = field(default_factory=_no_loads)
+    evictions: Counter[EvictionReason] = field(default_factory=Counter)  # from the device
+
+
+class AdapterLog:
+    """Records by version, and the totals of all, those that have gone included."""
+
+    def __init__(self) -> None:
+        self.changed: set[AdapterId] = set()  # until somebody takes them
+        self.loads = _no_loads()
+        self.evictions: Counter[EvictionReason] = Counter()
+        self._records: dict[AdapterId, AdapterRecord] = {}
+
+    def record(self, adapter_id: AdapterId) -> AdapterRecord:
+        """Of a version, whether or not anything has become of it."""
+        return self._records.get(adapter_id) or AdapterRecord()
+
+    def used(self, adapter_id: AdapterId, now_s: float) -> None:
+        """A request begins to run with it."""
+        record = self._records.setdefault(adapter_id, AdapterRecord())
+        record.num_uses += 1
+        record.last_use_s = now_s
+        self.changed.add(adapter_id)
+
+    def loaded(self, load: OpenLoad, now_s: float) -> None:
+        """A load has ended well. Layers are read while others are copied, so the times overlap."""
+        adapter_id = load.command.adapter_id
+        record = self._records.setdefault(adapter_id, AdapterRecord())
+        for loads in (record.loads, self.loads):
+            loads[Transition.CPU_TO_GPU].add(now_s - load.began_s)
+            if load.is_from_files:
+                loads[Transition.DISK_TO_CPU].add(load.read_s)
+
+    def evicted(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
+        """It leaves the device."""
+        self._records.setdefault(adapter_id, AdapterRecord()).evictions[reason] += 1
+        self.evictions[reason] += 1
+        self.changed.add(adapter_id)
+
+    def forget(self, adapter_id: AdapterId) -> None:
+        """The version has gone for good."""
+        self._records.pop(adapter_id, None)
+        self.changed.add(adapter_id)

@@ -1,0 +1,71 @@
+"""Adapters as ``GET /v1/lora_adapters`` shows them: pages, one level only, and the JSON of each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..adapters.info import LEVELS, AdapterInfo, Residency
+from .errors import HttpError
+
+MAX_PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Which adapters are asked for."""
+
+    limit: int = MAX_PAGE
+    after: str | None = None  # a name, which need not be registered (any more)
+    level: str | None = None  # only those that are there
+
+    def of(self, adapters: Sequence[AdapterInfo]) -> tuple[list[AdapterInfo], bool]:
+        """Return them by name, and whether there are more."""
+        wanted = [
+            one
+            for one in sorted(adapters, key=lambda one: one.name)
+            if (self.after is None or one.name > self.after)
+            and self.level in (None, one.residency.level)
+        ]
+        return wanted[: self.limit], len(wanted) > self.limit
+
+
+def parse_page(query: Mapping[str, str]) -> Page:
+    """Read ``limit``, ``after`` and ``level``; raises ``HttpError`` for what they cannot be."""
+    unknown = sorted(set(query) - {"limit", "after", "level"})
+    if unknown:
+        raise _refused(unknown[0], f"unknown parameter {unknown[0]!r}; known: limit, after, level")
+    limit = query.get("limit", str(MAX_PAGE))
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
+        raise _refused("limit", f"limit is {limit!r}, expected 1 to {MAX_PAGE}")
+    level = query.get("level")
+    if level is not None and level not in LEVELS:
+        raise _refused("level", f"there is no level {level!r}; choose one of {', '.join(LEVELS)}")
+    return Page(int(limit), query.get("after"), level)
+
+
+def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
+    """Return all that is known of one."""
+    fields = msgspec.structs.asdict(adapter)
+    residency, draining = fields.pop("residency"), fields.pop("draining")
+    versions = [
+        {"version": one.version, "rank": one.rank, "num_bytes": one.num_bytes}
+        | _residency_json(one.residency)
+        for one in draining
+    ]
+    is_resident = {"resident": adapter.is_resident}
+    return fields | is_resident | _residency_json(residency) | {"draining": versions}
+
+
+def _residency_json(residency: Residency) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(residency)
+    fields["loads"] = {
+        transition: {"num_loads": number, "seconds": round(seconds, 6)}
+        for transition, (number, seconds) in residency.loads.items()
+    }
+    return fields
+
+
+def _refused(param: str, text: str) -> HttpError:
+    return HttpError(400, text, code="invalid_value", param=param)

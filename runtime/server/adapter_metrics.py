@@ -1,0 +1,56 @@
+"""What ``/metrics`` shows of adapters. Series are bounded: those beyond count as ``OTHER``."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client.core import Metric
+
+from ..adapters.info import LEVELS, AdapterInfo
+from ..adapters.names import DRAINING, READY
+from ..engine.messages import EngineStats
+from .families import Families
+
+MAX_ADAPTER_SERIES = 256
+MAX_ADAPTERS_IN_LABEL = 64
+OTHER = "other"  # the label of all adapters without series of their own
+
+
+def adapter_families(
+    families: Families, stats: EngineStats, adapters: Iterable[AdapterInfo], max_num_seqs: int
+) -> Iterator[Metric]:
+    """Yield which adapters are used, and where they are."""
+    # One series, stamped with the time: of several, readers take the newest. There are no adapter
+    # slots: every running request may use another adapter.
+    labels = {
+        "max_lora": str(max_num_seqs),
+        "running_lora_adapters": ",".join(stats.running_adapters[:MAX_ADAPTERS_IN_LABEL]),
+        "waiting_lora_adapters": ",".join(stats.waiting_adapters[:MAX_ADAPTERS_IN_LABEL]),
+    }
+    yield families.info(
+        "lora_requests_info",
+        "Adapters of running and of waiting requests; the value is the Unix time.",
+        labels, time.time(),
+    )  # fmt: skip
+    loaded = [one for one in adapters if one.state in (READY, DRAINING)]
+    by_level = Counter(one.residency.level for one in loaded)
+    for level in LEVELS:
+        text = f"Adapters whose level is {level}."
+        yield families.gauge(f"num_{level}_loaded_lora_adapters", text, by_level[level])
+    yield _loaded(families, loaded)
+
+
+def _loaded(families: Families, loaded: Sequence[AdapterInfo]) -> Metric:
+    """Those on faster levels have series of their own first."""
+    ranked = sorted(loaded, key=lambda one: (LEVELS.index(one.residency.level), one.name))
+    shown, others = ranked[:MAX_ADAPTER_SERIES], ranked[MAX_ADAPTER_SERIES:]
+    samples = [
+        ((one.name, one.residency.level, str(one.pinned).lower(), str(one.rank)), 1.0)
+        for one in shown
+    ]
+    by_level = Counter(one.residency.level for one in others)
+    samples += [((OTHER, level, "", ""), float(number)) for level, number in by_level.items()]
+    return families.gauges(
+        "lora_adapter_loaded", f"Adapters by level, {MAX_ADAPTER_SERIES} by name.",
+        ("adapter_name", "level", "pinned", "rank"), samples,
+    )  # fmt: skip
