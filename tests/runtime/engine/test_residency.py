@@ -1,0 +1,259 @@
+"""What is told of adapters is where they are, whatever has happened, and tells of nothing else."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from mmap import PAGESIZE
+
+import pytest
+from corun.runtime.adapter import AdapterFacts, AdapterLayers
+from corun.runtime.adapters.info import AdapterInfo
+from corun.runtime.engine.adapter_manager import AdapterManager, MakeRoom
+from corun.runtime.engine.core import CoreConfig, EngineCore
+from corun.runtime.engine.messages import (
+    AdaptersChanged,
+    AddRequest,
+    PinAdapter,
+    RemoveAdapter,
+    RequestUpdate,
+)  # fmt: skip
+from corun.runtime.errors import RequestError
+from corun.runtime.frontend.lora_directory import LoraDirectory
+from corun.runtime.memory.host_cache import HostCache
+from corun.runtime.plan import AdapterTransfer, HostPlaceId, KvTransfer
+from corun.runtime.sampling import SamplingParams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.scheduling import make_executor, make_memory, make_scheduler
+
+GROUP_BYTES = (120, 80)
+NAMES = "abcde"
+LOADS = ("request", "turn", "step", "group", "end load", "copies", "evict")
+OPERATIONS = (*LOADS, "fail load", "add", "remove", "pin", "abort")
+
+
+class NoHost:
+    """The registration keeps nothing: loads read files."""
+
+    def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
+        assert not tuple(place_ids)
+
+    def forget(self, digest: str) -> None:
+        pass
+
+
+class World:
+    """An engine's core with its adapters, and a front end that hears of them."""
+
+    def __init__(self, *, num_host_adapters: int = 2, depth: int = 1) -> None:
+        host = HostCache(num_host_adapters * 2 * PAGESIZE)
+        memory = make_memory(
+            num_blocks=14, keeps_prefixes=True, num_host_slots=6, host=host, policy="corun"
+        )
+        self.scheduler = make_scheduler(memory=memory, max_num_seqs=3)
+        self.executor = make_executor(self.scheduler, is_automatic=False)
+        self.contents: dict[str, str] = {}
+        self.manager = AdapterManager(self._read, (), NoHost())
+        config = CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth)
+        self.now_s = 0.0
+        self.core = EngineCore(
+            self.scheduler, self.executor, self.manager, config, clock=lambda: self.now_s,
+            on_adapter_gone=self.manager.forget, unix_clock=lambda: 1000.0 + self.now_s,
+        )  # fmt: skip
+        self.manager.attach(self.core)
+        self.mirror = LoraDirectory(self.manager.infos())
+        self.num_requests = 0
+        self.levels = Counter[str]()  # that have been told
+
+    def _read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+        layers = AdapterLayers(((8,), (8,)), GROUP_BYTES, (0, 1))
+        facts = AdapterFacts(
+            self.contents[path], 8, sum(GROUP_BYTES), layers=layers,
+            host_bytes=(PAGESIZE, PAGESIZE),
+        )  # fmt: skip
+        return facts, False
+
+    def add(self, name: str, content: str) -> None:
+        self.contents["/" + name] = content
+        self.manager.add_now(name, "/" + name)
+
+    def ask(self, name: str | None, tokens: tuple[int, ...], max_tokens: int) -> None:
+        self.num_requests += 1
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0)
+        self.core.add_request(AddRequest(self.num_requests, tokens, sampling, name))
+
+    def turn(self) -> list[RequestUpdate]:
+        self.now_s += 0.25
+        return self.core.step()
+
+    def finish_step(self) -> None:
+        """End the oldest step in flight, and plan on."""
+        if self.executor.steps:
+            self.executor.finish_step()
+        self.turn()
+
+    def load_group(self) -> None:
+        """A layer group of the oldest load arrives."""
+        for transfer_id, transfer in self.executor.transfers.items():
+            if isinstance(transfer, AdapterTransfer):
+                self.executor.progress_transfer(transfer_id, 1)
+                return
+
+    def end(self, kind: type[AdapterTransfer | KvTransfer], *, error: str | None = None) -> None:
+        for transfer_id, transfer in [*self.executor.transfers.items()]:
+            if isinstance(transfer, kind):
+                self.executor.finish_transfer(transfer_id, error)
+                return
+
+    def hear(self) -> None:
+        """Take in what is told; it must be all that there is."""
+        for told in self.manager.poll():
+            if isinstance(told, AdaptersChanged):
+                assert told.adapters or told.removed, "nothing is told"
+                for info in told.adapters:
+                    assert info != self.mirror.get(info.name), "it is known"
+                    self.levels[info.residency.level] += 1
+                self.mirror.update(told.adapters, told.removed)
+        assert tuple(self.mirror.list()) == self.manager.infos()
+        for info in self.mirror.list():
+            self._check(info)
+
+    def _check(self, info: AdapterInfo) -> None:
+        """Against what the account and the device say."""
+        memory, residency = self.scheduler.memory, info.residency
+        if info.state not in ("ready", "draining"):
+            return
+        versions = [one for one in memory.cache.resident_ids()
+                    if self.manager.version(one).name == info.name]  # fmt: skip
+        is_there = residency.level == "gpu" or any(
+            one.residency.level == "gpu" for one in info.draining
+        )
+        assert not is_there or versions, info
+        assert (residency.level == "partial") == (
+            0 < residency.num_groups_loaded <= residency.num_groups
+        ), info
+        if residency.level in ("gpu", "partial"):
+            assert residency.device_bytes == sum(GROUP_BYTES)
+        assert memory.host is not None
+        assert (residency.host_bytes > 0) == memory.host.contains(info.version)
+        assert residency.level != "cpu" or residency.host_bytes == 2 * PAGESIZE
+        assert residency.level != "disk" or not residency.host_bytes
+
+    @contextmanager
+    def open(self) -> "Iterator[World]":
+        try:
+            yield self
+        finally:
+            self.manager.close()
+
+
+def do(world: World, operation: str, rng: random.Random) -> None:
+    """One thing that may happen; what makes no sense is refused."""
+    name = rng.choice(NAMES)
+    tokens = (rng.randrange(2),) * rng.choice((3, 5, 9))
+    happen: dict[str, Callable[[], object]] = {
+        "request": lambda: world.ask(rng.choice((name, name, None)), tokens, rng.randint(1, 6)),
+        "turn": world.turn,
+        "step": world.finish_step,
+        "group": world.load_group,
+        "end load": lambda: world.end(AdapterTransfer),
+        "fail load": lambda: world.end(AdapterTransfer, error="broken"),
+        "copies": lambda: world.end(KvTransfer),
+        "add": lambda: world.add(name, rng.choice("xyz")),
+        "remove": lambda: world.manager.handle(RemoveAdapter(1, name)),
+        "pin": lambda: world.manager.handle(PinAdapter(1, name, pinned=rng.random() < 0.5)),
+        "abort": lambda: world.core.abort([rng.randint(1, world.num_requests + 1)]),
+        "evict": lambda: world.core.evict_adapter(name),
+    }
+    with suppress(RequestError):
+        happen[operation]()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(OPERATIONS), max_size=60))
+def test_deltas_say_what_a_whole_look_would(seed: int, operations: list[str]) -> None:
+    rng = random.Random(seed)
+    with World(depth=1 + seed % 2).open() as world:
+        for number, name in enumerate(NAMES):
+            world.add(name, "xyz"[number % 3])
+        world.hear()
+        for operation in operations:
+            do(world, operation, rng)
+            if rng.random() < 0.7:
+                world.hear()
+        world.hear()
+
+
+def test_random_lives_reach_every_level() -> None:
+    levels = Counter[str]()
+    for seed in range(12):
+        rng = random.Random(seed)
+        with World().open() as world:
+            for number, name in enumerate(NAMES):
+                world.add(name, f"content {number}")
+            for _ in range(150):
+                do(world, rng.choice(LOADS), rng)
+                world.hear()
+            levels += world.levels
+    assert min(levels[level] for level in ("gpu", "partial", "cpu", "disk")) > 20, levels
+
+
+def test_a_life_from_disk_to_the_device_and_back() -> None:
+    with World().open() as world:
+        world.add("a", "x")
+        world.hear()
+
+        def told() -> AdapterInfo:
+            world.hear()
+            info = world.mirror.get("a")
+            assert info is not None
+            return info
+
+        assert told().residency.level == "disk"
+        world.ask("a", (1, 2, 3), 2)
+        assert told().residency.num_waiting == 1
+        world.turn()
+        (load_id,) = world.executor.transfers
+        assert told().residency.level == "disk", "nothing of it is there yet"
+        world.executor.progress_transfer(load_id, 1)
+        world.turn()
+        partial = told().residency
+        assert (partial.level, partial.num_groups_loaded, partial.num_groups) == ("partial", 1, 2)
+        world.now_s = 5.0
+        world.end(AdapterTransfer)
+        world.finish_step()
+        there = told().residency
+        assert (there.level, there.host_bytes, there.num_references) == ("gpu", 2 * PAGESIZE, 1)
+        assert there.loads["cpu_to_gpu"][0] == there.loads["disk_to_cpu"][0] == 1
+        assert (there.num_uses, there.last_use_unix_s) == (1, pytest.approx(1005.25))
+        while world.core.has_work:
+            world.finish_step()
+        assert (told().residency.num_references, told().residency.num_waiting) == (0, 0)
+        assert world.core.evict_adapter("a")
+        world.turn()
+        away = told().residency
+        assert (away.level, away.device_bytes) == ("cpu", 0)
+        assert away.evictions == {"gpu": {"asked": 1}}
+
+
+def test_versions_that_drain_are_told_beside_the_one_that_serves() -> None:
+    with World().open() as world:
+        world.add("a", "x")
+        world.ask("a", (1, 2, 3), 4)
+        world.turn()
+        world.add("a", "y")
+        world.hear()
+        info = world.mirror.get("a")
+        assert info is not None and (info.state, info.version) == ("ready", "y")
+        assert [one.version for one in info.draining] == ["x"]
+        world.manager.handle(RemoveAdapter(1, "a"))
+        world.hear()
+        info = world.mirror.get("a")
+        assert info is not None and (info.state, info.version) == ("draining", "x")
+        world.core.abort([1])
+        world.turn()
+        world.end(AdapterTransfer)
+        world.turn()
+        world.hear()
+        assert world.mirror.get("a") is None
