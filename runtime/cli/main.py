@@ -19,6 +19,7 @@ _COMMAND_MODULES = {
     "serve": ".serve",
     "profile": ".profile",
     "check": ".check",
+    "adapters": ".adapters",
     "env": ".env",
     "options": ".options",
 }

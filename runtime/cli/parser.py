@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ... import __version__
+from ..adapters.info import LEVELS
 from ..config.engine import EngineConfig
 from ..config.flags import add_flag, add_flags
 from ..config.option import OptionSpec, option_specs, suggestion
@@ -49,6 +50,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_serve_flags(commands["serve"])
     _add_profile_flags(commands["profile"])
     _add_check_flags(commands["check"])
+    _add_adapters_flags(commands["adapters"])
     commands["options"].add_argument(
         "--update", metavar="FILE", help="Rewrite the table in FILE, between its marks."
     )
@@ -59,6 +61,7 @@ _COMMANDS = {
     "serve": "Serve a model and its adapters over the OpenAI API; without MODEL, the demo.",
     "profile": "Measure this machine with a model: what predictions and budgets are made of.",
     "check": "Check whether an adapter can be served over a model, without loading weights.",
+    "adapters": "Show where the adapters of a running server are.",
     "env": "Show versions, devices and limits: what a bug report needs.",
     "options": "Write the options of corun serve as a Markdown table.",
 }
@@ -111,6 +114,12 @@ def _add_check_flags(parser: argparse.ArgumentParser) -> None:
         add_flag(parser, spec)
 
 
+def _add_adapters_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://localhost:8000", help="Where the server is.")
+    parser.add_argument("--api-key", metavar="KEY", help="What it was started with.")
+    parser.add_argument("--level", metavar="LEVEL", help=f"Only those: {', '.join(LEVELS)}.")
+
+
 def _engine_options(command: str) -> list[OptionSpec]:
     return [spec for spec in option_specs(EngineConfig) if command in spec.commands]
 
@@ -131,4 +140,6 @@ def _known_flags(command: str) -> list[str]:
         return ["--model", *flags]
     if command == "profile":
         return ["--quick", "--thorough", "--budget-s", "--output", "--picture", *flags]
+    if command == "adapters":
+        return ["--url", "--api-key", "--level"]
     return ["--update"] if command == "options" else []

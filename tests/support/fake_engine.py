@@ -86,8 +86,10 @@ class FakeEngine:
         )  # fmt: skip
         self.adapters = {
             "upper": make_adapter("upper", rank=8),
-            "digits": make_adapter("digits", rank=64, resident=False),
-            "broken": make_adapter("broken", state="failed", reason="rank 512 is over the limit"),
+            "digits": make_adapter("digits", rank=64, level="cpu"),
+            "broken": make_adapter(
+                "broken", state="failed", level="disk", reason="rank 512 is over the limit"
+            ),
         }
         self.default_sampling: dict[str, float] = {"temperature": 0.5, "top_k": 20.0}
         self.tokens_per_output = 3
@@ -267,11 +269,11 @@ def make_adapter(
     state: str = "ready",
     reason: str | None = None,
     rank: int = 8,
-    resident: bool = True,
+    level: str = "gpu",
 ) -> AdapterInfo:
     """Return an adapter as the engine reports it."""
     return AdapterInfo(
         name=name, path=path or f"/adapters/{name}", state=state, reason=reason, rank=rank,
         num_bytes=1 << 20, version="0123abcd",
-        residency=Residency(level="gpu" if resident else "cpu"),
+        residency=Residency(level=level),
     )  # fmt: skip

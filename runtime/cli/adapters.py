@@ -1,0 +1,121 @@
+"""``corun adapters``: where a server's adapters are, as a table."""
+
+import argparse
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from ..errors import ConfigError, CorunError
+
+_TIMEOUT_S = 10.0
+_MIB = 2**20
+_HEADINGS = ("name", "level", "rank", "device", "host", "KV", "running", "waiting", "uses",
+             "last use", "")  # fmt: skip
+_SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one line for each adapter, and what fits."""
+    url = _checked_url(arguments.url)
+    adapters: list[dict[str, Any]] = []
+    while True:
+        after = f"&after={quote(adapters[-1]['name'], safe='')}" if adapters else ""
+        level = f"&level={quote(arguments.level, safe='')}" if arguments.level else ""
+        page = _get(f"{url}/v1/lora_adapters?limit=1000{after}{level}", arguments.api_key)
+        adapters += page["data"]
+        if not page["has_more"]:
+            break
+    for line in table(adapters, time.time()):
+        print(line)
+    print(summary(page, len(adapters)))
+    return 0
+
+
+def table(adapters: Sequence[Mapping[str, Any]], now_s: float) -> Iterator[str]:
+    """Yield aligned lines: the heading, and each version."""
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    for adapter in adapters:
+        rows.append(_row(adapter["name"], adapter, now_s, _remark(adapter)))
+        for version in adapter["draining"]:
+            rows.append(_row("", version, now_s, "drains"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    for row in rows:
+        cells = [
+            # Words to the left, numbers to the right.
+            f"{cell:<{width}}" if column in (0, 1, len(_HEADINGS) - 1) else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def summary(page: Mapping[str, Any], num_shown: int) -> str:
+    """Say how many there are, how many fit, and how old that is."""
+    shown = "" if num_shown == page["num_adapters"] else f"{num_shown} of "
+    return (
+        f"{shown}{page['num_adapters']} adapters; {page['num_fitting']} fit on the device beside "
+        f"what runs; as of {page['age_s']:.1f} s ago"
+    )
+
+
+def _row(name: str, version: Mapping[str, Any], now_s: float, remark: str) -> tuple[str, ...]:
+    level = version["level"]
+    if version["num_groups"]:
+        level += f" {version['num_groups_loaded']}/{version['num_groups']}"
+    last_s = version["last_use_unix_s"]
+    return (
+        name, level, str(version["rank"]), _mib(version["device_bytes"]),
+        _mib(version["host_bytes"]), _mib(version["kv_device_bytes"] + version["kv_host_bytes"]),
+        str(version["num_references"]), str(version["num_waiting"]), str(version["num_uses"]),
+        "-" if last_s is None else _ago(now_s - last_s), remark,
+    )  # fmt: skip
+
+
+def _remark(adapter: Mapping[str, Any]) -> str:
+    remarks = ["pinned"] if adapter["pinned"] else []
+    if adapter["state"] != "ready":
+        remarks.append(adapter["state"])
+    if adapter["reason"]:
+        remarks.append(adapter["reason"])
+    return ", ".join(remarks)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB" if num_bytes else "-"
+
+
+def _ago(seconds: float) -> str:
+    unit = next((unit for unit, size in _SECONDS.items() if seconds >= size), "s")
+    return f"{max(0.0, seconds) / _SECONDS[unit]:.0f} {unit} ago"
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"--url is {url!r}, expected something like http://localhost:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _get(url: str, api_key: str | None) -> dict[str, Any]:
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - the scheme is checked
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise CorunError(f"{url} answers {error.code}: {_message(error)}") from error
+    except (OSError, ValueError) as error:
+        raise CorunError(f"{url} cannot be read: {error}") from error
+    if not isinstance(answer, dict) or "has_more" not in answer:
+        raise CorunError(f"{url} is not a corun server of this version")
+    return answer
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return error.reason
