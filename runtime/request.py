@@ -52,7 +52,9 @@ class Request:
     num_known_prefix_tokens: int = 0  # of the prompt, whose KV was there when it arrived
     num_in_flight_samples: int = 0
     num_in_flight_steps: int = 0
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # squashes included
+    num_squashes: int = 0
+    num_lost_tokens: int = 0  # the first ones, which were computed before and are gone
     num_swap_ins: int = 0  # begun for it since it waits
     coming_tokens: range = range(0)  # positions whose KV the last one brings
     num_counted_prompt_tokens: int = 0  # computed or found; each prompt token counts once

@@ -192,6 +192,13 @@ class EngineConfig:
         help="Load adapters before they are asked for, when they are expected by the time between "
         "their requests so far.",
     )
+    log_slow_s: float | None = option(
+        None,
+        metavar="X",
+        above=0,
+        maximum=86400,
+        help="Log what first tokens waited for that took longer than X seconds.",
+    )
     growth_headroom: float = option(
         0.01,
         minimum=0,

@@ -27,9 +27,17 @@ from ..plan import (
     StepPlan,
 )
 from ..request import Request
-from ..scheduler.events import FinishReason, RequestEvent
+from ..scheduler.events import FinishReason, RequestEvent, TimeParts
 from ..scheduler.scheduler import Scheduler
-from .messages import AddRequest, ColdStartInfo, CpuWorkerStats, EngineStats, RequestUpdate
+from ..scheduler.timeline import describe
+from .messages import (
+    AddRequest,
+    ColdStartInfo,
+    CpuWorkerStats,
+    EngineStats,
+    RequestTiming,
+    RequestUpdate,
+)
 from .residency import Changed, ResidencyReader
 from .stats import engine_stats
 
@@ -66,6 +74,7 @@ class CoreConfig:
     base_fingerprint: str  # names the base model and its revision
     dtype: str  # of the KV values
     max_steps_in_flight: int = 1
+    log_slow_s: float | None = None  # log what first tokens waited for that take longer
 
 
 class EngineCore:
@@ -333,12 +342,19 @@ class EngineCore:
             self._tell(self._scheduler.update(result, now_s))
             self._has_news = True
 
-    def _tell(self, events: list[RequestEvent]) -> None:
+    def _tell(self, told: list[RequestEvent]) -> None:
         """Queue updates, and let go of the adapters of requests that have ended."""
-        for event in events:
+        for event in told:
             self._updates.append(_update_of(event))
+            if event.timing is not None:
+                self._log_if_slow(event.request_id, event.timing)
             if event.finish_reason is not None:
                 self._release(event)
+
+    def _log_if_slow(self, request_id: RequestId, timing: TimeParts) -> None:
+        limit_s, total_s = self._config.log_slow_s, sum(timing.parts.values())
+        if limit_s is not None and total_s > limit_s:
+            _logger.warning("request %d: %.3g s: %s", request_id, total_s, describe(timing))
 
     def _release(self, event: RequestEvent) -> None:
         """A request has ended: its reference on its adapter version ends too."""
@@ -360,11 +376,21 @@ class EngineCore:
 
 def _update_of(event: RequestEvent) -> RequestUpdate:
     """Return the message that tells of an event."""
-    if event.cold_start is None:
-        return RequestUpdate(*event[:-1])
+    if event.timing is None and event.cold_start is None:
+        return RequestUpdate(*event[:-2])
     start = event.cold_start
-    _logger.info("request %d was started cold: %s: %s", event.request_id, *start)
-    return RequestUpdate(*event[:-1], cold_start=ColdStartInfo(*start))
+    if start is not None:
+        _logger.info("request %d was started cold: %s: %s", event.request_id, *start)
+    return RequestUpdate(
+        *event[:-2],
+        timing=None if event.timing is None else _timing_of(event.timing),
+        cold_start=None if start is None else ColdStartInfo(*start),
+    )
+
+
+def _timing_of(timing: TimeParts) -> RequestTiming:
+    parts = {part.value: seconds for part, seconds in timing.parts.items()}
+    return RequestTiming(parts, timing.num_predicted_output_tokens)
 
 
 def _reason(error: Exception) -> str:

@@ -144,10 +144,19 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token_id: int | None = None  # the token that ended it, if one did
     error_kind: str | None = None  # a class in errors, for "error"
     error: str | None = None
-    num_preemptions: int = 0  # of a request that has ended
+    num_preemptions: int = 0  # of a request that has ended, squashes included
+    num_squashes: int = 0  # of these
     num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
     num_host_cached_tokens: int = 0  # of these, from the host; with the first token
+    timing: "RequestTiming | None" = None  # with the first token, or an end without one
     cold_start: "ColdStartInfo | None" = None  # with the first token, of one that came cold
+
+
+class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's time in the engine went until its first token."""
+
+    parts: dict[str, float]  # seconds, by values of ``scheduler.events.Part``
+    num_predicted_output_tokens: int
 
 
 class ColdStartInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -212,6 +221,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     link: tuple[LinkUsage, ...] = ()
     policy_counts: dict[str, float] = {}  # what the scheduling policy shows of itself
     lane_counts: tuple[dict[str, float], ...] = ()  # and of each of its lanes
+    first_token_parts_s: dict[str, float] = {}  # sums of what requests waited for, as they are told
 
     @property
     def num_preemptions(self) -> int:

@@ -30,6 +30,9 @@ def engine_stats(
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
         policy_counts=dict(scheduler.policy_counts()),
         lane_counts=tuple(dict(lane) for lane in scheduler.lane_counts()),
+        first_token_parts_s={
+            part.value: seconds for part, seconds in scheduler.timelines.total_s.items()
+        },
         num_steps=num_steps,
         num_failed_steps=counters.num_failed_steps,
         prompt_tokens_computed=counters.prompt_tokens_computed,

@@ -16,6 +16,7 @@ from .outputs import (
     AdapterStart,
     ChoiceHistory,
     CompletionOutput,
+    EngineTiming,
     Logprob,
     RequestOutput,
     TokenCandidates,
@@ -37,6 +38,7 @@ class Choice:
         "_num_tokens_told",
         "_params",
         "_stop_reason",
+        "_timing",
         "_tokenizer",
         "error",
         "finish_reason",
@@ -65,6 +67,7 @@ class Choice:
         self._stop_reason: str | int | None = None
         self._num_cached_tokens = 0
         self._adapter_start: AdapterStart | None = None
+        self._timing: EngineTiming | None = None
         self.finish_reason: str | None = None
         self.error: CorunError | None = None
 
@@ -75,11 +78,7 @@ class Choice:
 
     def update(self, update: RequestUpdate) -> bool:
         """Take what the engine says of an open choice; return whether the engine can stop it."""
-        if update.num_cached_tokens:
-            self._num_cached_tokens = update.num_cached_tokens
-        if update.cold_start is not None:
-            start = update.cold_start
-            self._adapter_start = AdapterStart(start.strategy, start.reason)
+        self._note(update)
         history, detokenizer = self._history, self._detokenizer
         num_shown = len(update.token_ids)
         if update.stop_token_id is not None and self._hides_stop(update):
@@ -121,6 +120,7 @@ class Choice:
             num_tokens=self._num_tokens_told,
             num_cached_tokens=self._num_cached_tokens,
             adapter_start=self._adapter_start,
+            timing=self._timing,
         )
 
     def fail(self, error: CorunError) -> None:
@@ -128,7 +128,23 @@ class Choice:
         self.error = error
         self.finish_reason = "error"
 
+    def _note(self, update: RequestUpdate) -> None:
+        """Keep what comes with the first token."""
+        if update.num_cached_tokens:
+            self._num_cached_tokens = update.num_cached_tokens
+        if update.timing is not None:
+            self._timing = EngineTiming(
+                update.timing.parts, update.timing.num_predicted_output_tokens,
+                update.num_host_cached_tokens,
+            )  # fmt: skip
+        if update.cold_start is not None:
+            start = update.cold_start
+            self._adapter_start = AdapterStart(start.strategy, start.reason)
+
     def _end(self, update: RequestUpdate) -> None:
+        if self._timing is not None:
+            self._timing.num_preemptions = update.num_preemptions
+            self._timing.num_squashes = update.num_squashes
         if update.finish_reason == "error":
             message = update.error or "the engine gave no reason"
             self.fail(rebuild_error(update.error_kind, message, default=StepFailedError))

@@ -4,7 +4,7 @@ Outputs are not frozen, because one is made for every token, and a frozen one ta
 as long to make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -43,6 +43,22 @@ class AdapterStart:
 
 
 @dataclass(slots=True)
+class EngineTiming:
+    """Where a choice's time in the engine went until its first token, or its end without one."""
+
+    parts: Mapping[str, float]  # seconds, by values of ``scheduler.events.Part``; not those of 0
+    num_predicted_output_tokens: int
+    num_host_cached_tokens: int = 0  # of the prompt, whose KV came from the host
+    num_preemptions: int = 0  # until it ended, squashes included
+    num_squashes: int = 0
+
+    @property
+    def first_token_s(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(slots=True)
 class ChoiceHistory:
     """Everything one choice has produced; outputs share it and remember how far they saw it."""
 
@@ -73,6 +89,7 @@ class CompletionOutput:
     num_tokens: int
     num_cached_tokens: int = 0  # of the prompt, not computed again because its KV was there
     adapter_start: AdapterStart | None = None  # None = the adapter was there, or none was asked for
+    timing: EngineTiming | None = None  # with the first token, or the end
 
     @property
     def text(self) -> str:

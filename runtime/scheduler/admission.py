@@ -10,7 +10,7 @@ from ..plan import BASE_ADAPTER, AdapterId
 from ..request import Request
 from .cold import ColdStarts
 from .config import SchedulerConfig
-from .events import SchedulerCounters
+from .events import Part, SchedulerCounters
 from .forecast import ArrivalForecast
 from .limits import blocks_for
 from .policy import NO_ROOM, SchedulerPolicy, Verdict
@@ -62,15 +62,34 @@ class Admission:
         while request is not None and self._has_seat():
             verdict = self._try(request, draft, now_s, is_first=is_first)
             is_first = False
+            if verdict is not Verdict.ADMITTED:
+                self._waits(request, self._what_for(request, verdict), now_s)
             try:
                 request = candidates.send(verdict)
             except StopIteration:
                 request = None
         candidates.close()
+        for request in self._policy.lacking_quota():
+            self._waits(request, Part.LANE_QUOTA, now_s)
         return verdict
+
+    def _waits(self, request: Request, part: Part, now_s: float) -> None:
+        self._running.timelines.waits(request, part, len(self._running), now_s)
+
+    def _what_for(self, request: Request, verdict: Verdict) -> Part:
+        """What a request waits for that was not admitted."""
+        if verdict is Verdict.NO_KV:
+            return Part.KV_MEMORY
+        if verdict is Verdict.NO_ADAPTER:
+            return Part.ADAPTER_MEMORY
+        load = self._memory.transfers.load_of(request.adapter_id)
+        if load is None:
+            return Part.KV_SWAP_IN
+        return Part.ADAPTER_LOAD if load.is_on_host else Part.DISK_READ
 
     def arrived(self, request: Request, now_s: float) -> None:
         """A request begins to wait for the first time."""
+        self._running.timelines.arrived(request, now_s)
         request.num_known_prefix_tokens = len(self._match(request)) * self._config.block_size
         if self._forecast is not None:
             state = self._memory.cache.state(request.adapter_id)

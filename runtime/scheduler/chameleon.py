@@ -88,6 +88,7 @@ class ChameleonPolicy:
         self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token, output_share)
         self._recent = RecentRequests()
         self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
+        self._lacking_quota: list[Request] = []
         self._is_short = False  # the last time somebody was refused memory, not only made wait
         self._has_freed = False  # somebody has ended since
         self._overtaking = Overtaking(facts.max_overtaking_tokens)
@@ -128,6 +129,7 @@ class ChameleonPolicy:
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
         """Walk the lanes twice, those of short requests first: with their quotas, with loans."""
         self._has_freed = False
+        self._lacking_quota = []
         self._refresh(now_s)
         self._favour_one_if_idle()
         self._queues.fill(self._lanes.lane_of)
@@ -152,6 +154,10 @@ class ChameleonPolicy:
             end = yield from self._offer(lane, step)
             if end is _End.CLOSED:
                 return
+
+    def lacking_quota(self) -> Sequence[Request]:
+        """The first of each lane that has nobody to borrow from."""
+        return self._lacking_quota
 
     def upcoming(self, max_requests: int) -> Sequence[Request]:
         return self._queues.upcoming(max_requests)
@@ -216,6 +222,7 @@ class ChameleonPolicy:
             if not self._has_quota(request, lane, step.lenders):
                 if step.lenders is not None:
                     self._refused.pop(request.request_id, None)
+                    self._lacking_quota.append(request)
                 return _End.NO_QUOTA
             verdict = yield request
             if verdict is Verdict.ADMITTED:

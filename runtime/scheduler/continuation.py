@@ -47,6 +47,7 @@ class Continuation:
                     self._preempt(request, PreemptionCause.ROPE, draft, now_s)
                 else:
                     request.has_short_kv = False
+                    request.num_lost_tokens = request.num_computed_tokens
                     request.num_computed_tokens = 0
 
     def go_on(self, draft: StepDraft, now_s: float) -> bool:
@@ -102,8 +103,11 @@ class Continuation:
     ) -> None:
         """Take a running request's memory; it waits, keeps its tokens and is recomputed."""
         draft.forget_blocks(request)
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         self._running.stop(request, RequestStatus.WAITING)
+        self._running.timelines.preempted(request, cause, len(self._running), now_s)
         request.num_preemptions += 1
+        request.num_squashes += cause is PreemptionCause.SQUASH
         self._counters.preemptions[cause] += 1
         self._let_wait(request, now_s)
 

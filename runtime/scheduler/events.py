@@ -2,6 +2,7 @@
 
 import enum
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +26,31 @@ class ColdStart(NamedTuple):
     reason: str  # why, for people
 
 
+class Part(enum.StrEnum):
+    """What a request waits for until its first token."""
+
+    ORDER = "order"  # others go first, or have all seats
+    LANE_QUOTA = "lane_quota"  # its lane has lent or spent its tokens
+    KV_MEMORY = "kv_memory"  # room for its KV
+    ADAPTER_MEMORY = "adapter_memory"  # room for its adapter
+    DISK_READ = "disk_read"  # of its adapter
+    ADAPTER_LOAD = "adapter_load"  # from the host to the device
+    KV_SWAP_IN = "kv_swap_in"  # KV that is only on the host
+    STEP_BUDGET = "step_budget"  # it runs, and steps are full of others' tokens
+    COMPUTE = "compute"  # its own share of steps, by tokens
+    COMPANY = "company"  # what others in these steps take
+    COLD_WAIT = "cold_wait"  # what steps take longer because its adapter is still coming
+    RECOMPUTE = "recompute"  # its share of what was computed before, and lost
+
+
+class TimeParts(NamedTuple):
+    """Where a request's time went until its first token, or its end without one."""
+
+    parts: Mapping[Part, float]  # seconds, those that are not 0
+    num_in_the_way: Mapping[Part, int]  # requests that ran when it was last told to wait for memory
+    num_predicted_output_tokens: int
+
+
 class RequestEvent(NamedTuple):
     """New tokens of one request, and whether it ended. Every request has one final event."""
 
@@ -35,9 +61,12 @@ class RequestEvent(NamedTuple):
     stop_token_id: int | None = None  # the token that ended it, if one did
     error_kind: str | None = None  # a class in errors, for ERROR
     error: str | None = None
-    num_preemptions: int = 0  # of a request that has ended by itself
+    num_preemptions: int = 0  # of a request that has ended, squashes included
+    num_squashes: int = 0  # of these
     num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
     num_host_cached_tokens: int = 0  # of these, from the host; with the first token
+    # With the first token, or the end of a request without one.
+    timing: TimeParts | None = None
     cold_start: ColdStart | None = None  # with the first token, of a request that came cold
 
 

@@ -91,5 +91,8 @@ class KeyedPolicy(ABC):
     def counts(self) -> Mapping[str, float]:
         return {}
 
+    def lacking_quota(self) -> Sequence[Request]:
+        return ()
+
     def lane_counts(self) -> Sequence[Mapping[str, float]]:
         return ()

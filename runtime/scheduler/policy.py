@@ -81,6 +81,10 @@ class SchedulerPolicy(Protocol):
         """
         ...
 
+    def lacking_quota(self) -> Sequence[Request]:
+        """Return those whom only their lane's quota kept from being offered the last time."""
+        ...
+
     def upcoming(self, max_requests: int) -> Sequence[Request]:
         """Return the first waiting requests in order of admission: their adapters load ahead."""
         ...

@@ -115,6 +115,7 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
         request.is_held = True
         for step in later_steps:
             step.voided.add(request.request_id)
+    request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
     request.num_computed_tokens = start  # a preempted one starts from 0 when it runs again
 
 

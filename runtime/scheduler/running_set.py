@@ -17,6 +17,7 @@ from ..memory.kv_tree import KvNode
 from ..plan import BASE_ADAPTER, BlockId, RequestId
 from ..request import Request, RequestStatus
 from .limits import blocks_for
+from .timeline import Timelines
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +42,9 @@ class _Holder:
 class RunningSet:
     """Running requests in order of admission, and those that still drain."""
 
-    def __init__(self, memory: DeviceMemory, block_size: int) -> None:
-        """``block_size``: tokens in one KV block."""
+    def __init__(self, memory: DeviceMemory, block_size: int, timelines: Timelines) -> None:
+        """``block_size``: tokens in one KV block; ``timelines``: are told who begins to run."""
+        self.timelines = timelines
         self._memory = memory
         self._block_size = block_size
         self._requests: dict[RequestId, Request] = {}
@@ -78,6 +80,7 @@ class RunningSet:
         request.num_allocated_tokens = len(request.block_ids) * self._block_size
         self._requests[request.request_id] = request
         self._holders[request.request_id] = _Holder(request, list(path))
+        self.timelines.starts(request)
 
     def num_blocks_to_come(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
         """Blocks that all need at once, at most, beyond those that they have.

@@ -39,6 +39,7 @@ from .results import ResultReader
 from .running_set import RunningSet
 from .step_draft import InFlightStep, StepDraft
 from .step_times import StepTimes
+from .timeline import Timelines
 
 
 class Scheduler:
@@ -73,7 +74,8 @@ class Scheduler:
         self._predictor = HistoryPredictor() if predictor is None else predictor
         self._times = times
         self._last_end_s = -math.inf  # of a step
-        self._running = RunningSet(memory, config.block_size)
+        self.timelines = Timelines(times)
+        self._running = RunningSet(memory, config.block_size, self.timelines)
         self._cold_starts = WarmStarts() if cold_starts is None else cold_starts
         self._continuation = Continuation(
             config, policy, self._running, self._cold_starts, self.counters, self._wait
@@ -157,8 +159,8 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self._end(request, now_s)
-        return RequestEvent(request_id, finish_reason=FinishReason.ABORT)
+        event = RequestEvent(request_id, finish_reason=FinishReason.ABORT)
+        return self._settle([event], now_s)[0]
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         """Evict an adapter version that no request will name any more."""
@@ -208,6 +210,7 @@ class Scheduler:
             promoted_transfers=self.memory.transfers.take_promoted(),
             forget_requests=tuple(self._forget),
         )
+        self.timelines.planned(draft.rows, now_s)
         if step is None:
             return None
         self._next_step_id += 1
@@ -237,9 +240,7 @@ class Scheduler:
             self._times.step_ended(step.plan.num_tokens, now_s - began_s)
         self._last_end_s = now_s
         events = self._results.read(step, result.rows, self._in_flight.values(), now_s)
-        events = [self._completed(event, now_s) for event in events]
-        self._end_finished(events, now_s)
-        return events
+        return self._settle(events, now_s)
 
     def fail_step(self, step_id: StepId, error: str, now_s: float) -> list[RequestEvent]:
         """Give up a step that will not return: its requests end with ``error``."""
@@ -253,7 +254,7 @@ class Scheduler:
             request = self._requests.get(update.request_id)
             if request is not None and request.request_id not in failed:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
-        self._end_finished(events, now_s)
+        events = self._settle(events, now_s)
         self._forget.extend(step.plan.forget_requests)
         self.memory.evict_again(step.plan.evict_adapters, step.plan.host_evictions)
         for transfer in step.plan.transfers:
@@ -271,6 +272,7 @@ class Scheduler:
         """Assert that all parts agree; for tests and idle moments."""
         self.memory.check_invariants()
         self._running.check_invariants()
+        self.timelines.check_invariants(self._requests)
         num_waiting = sum(r.status is RequestStatus.WAITING for r in self._requests.values())
         assert num_waiting == self.num_waiting, (num_waiting, self.num_waiting)
         assert num_waiting + self.num_running == len(self._requests)
@@ -295,14 +297,16 @@ class Scheduler:
         self.memory.cache.add_waiting(request.adapter_id)
         self._policy.add(request, now_s)
 
-    def _end_finished(self, events: list[RequestEvent], now_s: float) -> None:
-        """End the requests whose events are final."""
+    def _settle(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
+        """Return events with all that is to be told, and end the requests whose last they are."""
+        events = [self._completed(event, now_s) for event in events]
         for event in events:
             if event.finish_reason is not None:
                 request = self._requests[event.request_id]
                 if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     self._predictor.ended(request)
                 self._end(request, now_s)
+        return events
 
     def _end(self, request: Request, now_s: float) -> None:
         """Let go of a request in any state."""
@@ -322,9 +326,15 @@ class Scheduler:
     def _completed(self, event: RequestEvent, now_s: float) -> RequestEvent:
         """Add to a first token how its request was started, to the last how it has fared."""
         request = self._requests[event.request_id]
+        is_first = bool(event.token_ids) and request.num_output_tokens == 1
         if event.finish_reason is not None:
-            event = event._replace(num_preemptions=request.num_preemptions)
-        if not event.token_ids or request.num_output_tokens != 1:
+            event = event._replace(
+                num_preemptions=request.num_preemptions, num_squashes=request.num_squashes,
+                timing=self.timelines.end(event.request_id, now_s),
+            )  # fmt: skip
+        elif is_first:
+            event = event._replace(timing=self.timelines.end(event.request_id, now_s))
+        if not is_first:
             return event
         return event._replace(
             num_cached_tokens=request.num_cached_tokens or 0,
@@ -349,8 +359,7 @@ class Scheduler:
             for request in self._requests.values()
             if request.adapter_id == adapter_id
         ]
-        self._end_finished(events, now_s)
-        return events
+        return self._settle(events, now_s)
 
 
 def _error_event(request_id: RequestId, kind: str, error: str) -> RequestEvent:

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 
@@ -10,10 +11,52 @@ from ..adapters.info import LEVELS, AdapterInfo
 from ..adapters.names import DRAINING, READY
 from ..engine.messages import EngineStats
 from .families import Families
+from .histogram import FIRST_TOKEN_BOUNDS_S, Histogram
 
 MAX_ADAPTER_SERIES = 256
 MAX_ADAPTERS_IN_LABEL = 64
 OTHER = "other"  # the label of all adapters without series of their own
+
+
+@dataclass(slots=True)
+class AdapterCount:
+    """What was answered under one name."""
+
+    first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class AdapterCounts:
+    """By name, the first ones that are asked for apart."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, AdapterCount] = {}
+
+    def of(self, name: str | None) -> AdapterCount | None:
+        """Where an adapter's requests are counted; None: it is the base model."""
+        if name is None:
+            return None
+        if name not in self._counts and len(self._counts) >= MAX_ADAPTER_SERIES:
+            name = OTHER
+        return self._counts.setdefault(name, AdapterCount())
+
+    def families(self, families: Families) -> Iterator[Metric]:
+        """Yield them all."""
+        labels = ("adapter_name",)
+        counts = self._counts.items()
+        yield families.histograms(
+            "lora_time_to_first_token_seconds", labels,
+            [((name,), count.first_token_s) for name, count in counts],
+        )  # fmt: skip
+        yield families.counts(
+            "lora_prompt_tokens", "Tokens of prompts that were answered, by adapter.", labels,
+            [((name,), count.prompt_tokens) for name, count in counts],
+        )  # fmt: skip
+        yield families.counts(
+            "lora_generation_tokens", "Tokens generated, by adapter.", labels,
+            [((name,), count.generation_tokens) for name, count in counts],
+        )  # fmt: skip
 
 
 def adapter_families(

@@ -14,13 +14,21 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
-from ..frontend.outputs import RequestOutput
+from ..frontend.outputs import CompletionOutput, RequestOutput
 from ..limits import check_num_sequences
 from .body import read_body
 from .errors import ClientGoneError
 from .generation_request import ParsedRequest
 from .metrics import ServerMetrics
-from .responses import AdapterStartInfo, Answer, PromptTokensDetails, Timing, Usage
+from .responses import (
+    AdapterStartInfo,
+    Answer,
+    ChoiceTiming,
+    PromptTokens,
+    PromptTokensDetails,
+    Timing,
+    Usage,
+)
 from .sse import DONE_EVENT, ChunkEncoder, ResponseWriter
 from .state import ServerState, ended_by_disconnect
 
@@ -28,10 +36,11 @@ from .state import ServerState, ended_by_disconnect
 class PromptRun:
     """One prompt of an HTTP request: its latest output, and when its outputs came."""
 
-    __slots__ = ("_last_s", "_latest", "_metrics", "first_token_s", "started_s")
+    __slots__ = ("_adapter", "_last_s", "_latest", "_metrics", "first_token_s", "started_s")
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, adapter_name: str | None) -> None:
         self._metrics = metrics
+        self._adapter = metrics.adapters.of(adapter_name)
         self._latest: RequestOutput | None = None
         self.started_s = metrics.clock()
         self.first_token_s: float | None = None  # since the start
@@ -52,12 +61,17 @@ class PromptRun:
         for choice in output.outputs:
             num_new = len(choice.new_token_ids)
             metrics.generation_tokens += num_new
+            if self._adapter is not None:
+                self._adapter.generation_tokens += num_new
             most_new = max(most_new, num_new)
         since_last_s, self._last_s = now_s - self._last_s, now_s
         if self.first_token_s is None:
             self.first_token_s = since_last_s
             metrics.first_token_s.observe(since_last_s)
             metrics.prompt_tokens += len(output.prompt_token_ids)
+            if self._adapter is not None:
+                self._adapter.first_token_s.observe(since_last_s)
+                self._adapter.prompt_tokens += len(output.prompt_token_ids)
         elif most_new:
             # Outputs that were merged on the way hold several tokens per choice.
             metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
@@ -161,7 +175,7 @@ class GenerationEndpoint(ABC):
 
         Cancelling it aborts every prompt; so does the failure of one of them, which is raised.
         """
-        runs = [PromptRun(self.state.metrics) for _ in request.prompts]
+        runs = [PromptRun(self.state.metrics, request.adapter_name) for _ in request.prompts]
         if len(runs) == 1:
             await self._run_prompt(request, 0, runs[0], encoder, writer)
             return runs
@@ -215,7 +229,27 @@ class GenerationEndpoint(ABC):
             for run in runs
             for choice in run.latest.outputs
         ]
-        return Timing(first_s, total_s, starts)
+        timings = [_choice_timing(run, choice) for run in runs for choice in run.latest.outputs]
+        inside_s = min((one.time_to_first_token_s for one in timings if one), default=first_s)
+        return Timing(first_s, total_s, max(0.0, first_s - inside_s), timings, starts)
+
+
+def _choice_timing(run: PromptRun, choice: CompletionOutput) -> ChoiceTiming | None:
+    timing = choice.timing
+    if timing is None:
+        return None
+    num_found, num_copied = choice.num_cached_tokens, timing.num_host_cached_tokens
+    return ChoiceTiming(
+        timing.first_token_s,
+        dict(timing.parts),
+        PromptTokens(
+            len(run.latest.prompt_token_ids) - num_found, num_found - num_copied, num_copied
+        ),
+        timing.num_preemptions,
+        timing.num_squashes,
+        timing.num_predicted_output_tokens,
+        choice.num_tokens,
+    )
 
 
 def _usage_of(runs: Sequence[PromptRun]) -> Usage:

@@ -143,6 +143,10 @@ def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
         ],
     )  # fmt: skip
     yield families.counts_by(
+        "time_to_first_token_part_seconds", "What first tokens waited for in the engine, summed.",
+        "part", stats.first_token_parts_s,
+    )  # fmt: skip
+    yield families.counts_by(
         "adapter_cold_starts",
         "Requests whose adapter was not on the device, by how they were started.",
         "strategy", stats.cold_starts,

@@ -5,9 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
+
+from .histogram import Histogram
 
 
 class Families:
@@ -62,6 +65,22 @@ class Families:
         family = SummaryMetricFamily(self.name(name), text, labels=["model_name", label])
         for value, (count, total) in sorted(totals.items()):
             family.add_metric([self.model_name, value], count, total)
+        return family
+
+    def histogram(self, name: str, histogram: Histogram) -> Metric:
+        """Return one histogram."""
+        return self.histograms(name, (), [((), histogram)])
+
+    def histograms(
+        self, name: str, labels: Sequence[str],
+        histograms: Iterable[tuple[Sequence[str], Histogram]],
+    ) -> Metric:  # fmt: skip
+        """Return histograms by their labels beside the model's."""
+        family = HistogramMetricFamily(
+            self.name(name), name.replace("_", " "), labels=["model_name", *labels]
+        )
+        for values, histogram in histograms:
+            family.add_metric([self.model_name, *values], histogram.buckets(), histogram.total)
         return family
 
     def counts_by(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:

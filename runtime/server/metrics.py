@@ -5,67 +5,22 @@ bounded: outcomes, routes and status codes are closed sets, adapters are capped.
 """
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
 
-from .adapter_metrics import adapter_families
+from .adapter_metrics import AdapterCounts, adapter_families
 from .engine_metrics import engine_families
 from .engine_port import EnginePort
 from .families import Families
+from .histogram import FIRST_TOKEN_BOUNDS_S, INTER_TOKEN_BOUNDS_S, REQUEST_BOUNDS_S, Histogram
 from .settings import AppSettings
-
-_FIRST_TOKEN_BOUNDS_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
-)
-_INTER_TOKEN_BOUNDS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2),
-    *(0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
-)
-_REQUEST_BOUNDS_S = (
-    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
-    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
-)
-
-
-class Histogram:
-    """Counts of values up to each bound, and their sum; cheap enough for each chunk of a stream."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        assert list(bounds) == sorted(bounds)
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)  # not cumulative
-        self._total = 0.0
-
-    def observe(self, value: float, *, weight: int = 1) -> None:
-        """Count ``value`` ``weight`` times."""
-        self._counts[bisect_left(self._bounds, value)] += weight
-        self._total += value * weight
-
-    @property
-    def total(self) -> float:
-        """Sum of all values."""
-        return self._total
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, number of values up to it), ending with +Inf."""
-        result = []
-        num = 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            num += count
-            result.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(num)))
-        return result
 
 
 class ServerMetrics:
@@ -79,9 +34,10 @@ class ServerMetrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
-        self.first_token_s = Histogram(_FIRST_TOKEN_BOUNDS_S)
-        self.inter_token_s = Histogram(_INTER_TOKEN_BOUNDS_S)
-        self.request_s = Histogram(_REQUEST_BOUNDS_S)
+        self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
+        self.request_s = Histogram(REQUEST_BOUNDS_S)
+        self.adapters = AdapterCounts()
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
@@ -118,9 +74,11 @@ class ServerMetrics:
             self._families, stats, engine.list_loras(), self._settings.max_num_seqs
         )
         yield from self._requests()
-        yield self._histogram("time_to_first_token_seconds", self.first_token_s)
-        yield self._histogram("inter_token_latency_seconds", self.inter_token_s)
-        yield self._histogram("e2e_request_latency_seconds", self.request_s)
+        families = self._families
+        yield families.histogram("time_to_first_token_seconds", self.first_token_s)
+        yield families.histogram("inter_token_latency_seconds", self.inter_token_s)
+        yield families.histogram("e2e_request_latency_seconds", self.request_s)
+        yield from self.adapters.families(families)
 
     def _requests(self) -> Iterator[Metric]:
         families = self._families
@@ -137,10 +95,3 @@ class ServerMetrics:
         for labels, count in sorted(self.http_requests.items()):
             http.add_metric(list(labels), count)
         yield http
-
-    def _histogram(self, name: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(
-            self._families.name(name), name.replace("_", " "), labels=["model_name"]
-        )
-        family.add_metric([self._families.model_name], histogram.buckets(), histogram.total)
-        return family

@@ -42,11 +42,33 @@ class AdapterStartInfo(msgspec.Struct, frozen=True):
     reason: str
 
 
+class PromptTokens(msgspec.Struct, frozen=True):
+    """Where the KV of a prompt's tokens came from first."""
+
+    computed: int
+    cached: int  # found on the device
+    host_cached: int  # copied from the host
+
+
+class ChoiceTiming(msgspec.Struct, frozen=True):
+    """Where one choice's time in the engine went until its first token."""
+
+    time_to_first_token_s: float
+    parts_s: dict[str, float]  # they add up to it
+    prompt_tokens: PromptTokens
+    num_preemptions: int
+    num_squashes: int
+    predicted_output_tokens: int
+    output_tokens: int
+
+
 class Timing(msgspec.Struct, frozen=True):
     """When things happened, in seconds from the request's arrival; only if asked for."""
 
     time_to_first_token_s: float
     total_s: float
+    outside_engine_s: float  # of the first token: tokenising, the way to the engine and back, HTTP
+    engine: list[ChoiceTiming | None]  # by choice; null = the engine has not said
     adapter_starts: list[AdapterStartInfo | None]  # by choice; null = its adapter was there
 
 

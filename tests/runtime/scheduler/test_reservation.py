@@ -8,6 +8,7 @@ from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.limits import blocks_for
 from corun.runtime.scheduler.running_set import RunningSet
 from corun.runtime.scheduler.scheduler import Scheduler
+from corun.runtime.scheduler.timeline import Timelines
 from hypothesis import given
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import (
@@ -77,7 +78,7 @@ class TestPrediction:
     ) -> None:
         """Against letting all grow in step, token by token."""
         memory = make_memory(num_blocks=256)
-        running = RunningSet(memory, BLOCK_SIZE)
+        running = RunningSet(memory, BLOCK_SIZE, Timelines())
         requests = []
         for request_id, (prompt, predicted, produced) in enumerate(sizes, start=1):
             request = make_request(request_id, prompt=prompt)

@@ -1,0 +1,167 @@
+"""What each request waits for until its first token, by what the scheduler last said of it. Pure.
+
+Kept where something changes, never for all who wait: a request that nobody looks at waits for what
+it was last told. The parts of a request add up to its time in the engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..plan import RequestId
+from ..request import Request, RequestStatus
+from .cold import StepRows
+from .events import Part, PreemptionCause, TimeParts
+from .step_times import StepTimes
+
+_WORDS = {
+    Part.ORDER: "others to go first",
+    Part.LANE_QUOTA: "its lane's quota",
+    Part.KV_MEMORY: "KV memory",
+    Part.ADAPTER_MEMORY: "memory for its adapter",
+    Part.DISK_READ: "its adapter's files to be read",
+    Part.ADAPTER_LOAD: "its adapter to be loaded",
+    Part.KV_SWAP_IN: "KV to come back from the host",
+    Part.STEP_BUDGET: "room in steps that were full",
+    Part.COMPUTE: "its own tokens to be computed",
+    Part.COMPANY: "others' tokens in the same steps",
+    Part.COLD_WAIT: "layers of its adapter that were still coming",
+    Part.RECOMPUTE: "tokens that had to be computed again",
+}
+_NUM_TOLD = 2
+
+
+def describe(timing: TimeParts) -> str:
+    """Say in words what took the most."""
+    largest = sorted(timing.parts.items(), key=lambda item: -item[1])[:_NUM_TOLD]
+    told = []
+    for part, seconds in largest:
+        text = f"{seconds:.3g} s for {_WORDS[part]}"
+        number = timing.num_in_the_way.get(part)
+        if number:
+            text += f", which {number} running request{'s' * (number > 1)} held"
+        told.append(text)
+    return "waited " + " and ".join(told) if told else "waited for nothing"
+
+
+_Shares = tuple[tuple[Part, float], ...]  # of the time that passes; they add up to 1
+_WARM: _Shares = ((Part.COMPUTE, 1.0),)
+
+
+@dataclass(slots=True, eq=False)
+class _Timeline:
+    """Of one request."""
+
+    request: Request
+    since_s: float
+    shares: _Shares = ((Part.ORDER, 1.0),)
+    warm_s: float | None = None  # what the step would take if the adapter were there
+    parts: dict[Part, float] = field(default_factory=dict)
+    num_in_the_way: dict[Part, int] = field(default_factory=dict)
+
+    def turn(self, now_s: float, shares: _Shares, warm_s: float | None = None) -> None:
+        """From now on time passes for something else."""
+        passed_s = now_s - self.since_s
+        if self.warm_s is not None and passed_s > self.warm_s:
+            self._add(Part.COLD_WAIT, passed_s - self.warm_s)
+            passed_s = self.warm_s
+        for part, share in self.shares:
+            self._add(part, passed_s * share)
+        self.since_s, self.shares, self.warm_s = now_s, shares, warm_s
+
+    def _add(self, part: Part, seconds: float) -> None:
+        if seconds:
+            self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+
+class Timelines:
+    """Of all requests that have not had a first token."""
+
+    def __init__(self, times: StepTimes | None = None) -> None:
+        """``times``: say what a step of a cold request would take warm; None = as long."""
+        self.total_s: dict[Part, float] = {}  # of all that have ended here
+        self._times = times
+        self._open: dict[RequestId, _Timeline] = {}
+        self._running: dict[RequestId, _Timeline] = {}  # those among them
+
+    def arrived(self, request: Request, now_s: float) -> None:
+        """It waits for the first time."""
+        self._open[request.request_id] = _Timeline(request, now_s)
+
+    def waits(self, request: Request, part: Part, num_running: int, now_s: float) -> None:
+        """The scheduler has looked at it, and this is what it waits for."""
+        timeline = self._open.get(request.request_id)
+        if timeline is None:
+            return
+        if part in (Part.KV_MEMORY, Part.ADAPTER_MEMORY):
+            timeline.num_in_the_way[part] = num_running
+        if timeline.shares[0][0] is not part:
+            timeline.turn(now_s, ((part, 1.0),))
+
+    def preempted(
+        self, request: Request, cause: PreemptionCause, num_running: int, now_s: float
+    ) -> None:
+        """It has given its memory back, and waits again."""
+        self._running.pop(request.request_id, None)
+        short = cause is PreemptionCause.KV_MEMORY
+        self.waits(request, Part.KV_MEMORY if short else Part.ORDER, num_running, now_s)
+
+    def starts(self, request: Request) -> None:
+        """It runs from the next step on."""
+        timeline = self._open.get(request.request_id)
+        if timeline is not None:
+            self._running[request.request_id] = timeline
+
+    def planned(self, rows: StepRows, now_s: float) -> None:
+        """A step has these rows. O(running requests without a first token), and its rows."""
+        if not self._running:
+            return
+        own = {request.request_id: 1 for request in rows.decodes}
+        own |= {request.request_id: number for request, number in rows.chunks}
+        own |= {request.request_id: chunk.num_tokens for request, chunk in rows.cold_chunks}
+        num_tokens = sum(own.values())
+        for request_id, timeline in self._running.items():
+            if num_own := own.get(request_id):
+                self._computes(timeline, num_own, num_tokens, now_s)
+            elif not timeline.request.num_in_flight_steps:
+                part = _why_not_planned(timeline.request)
+                if timeline.shares[0][0] is not part:
+                    timeline.turn(now_s, ((part, 1.0),))
+
+    def end(self, request_id: RequestId, now_s: float) -> TimeParts | None:
+        """Its first token is there, or it has ended without; None if that was told before."""
+        timeline = self._open.pop(request_id, None)
+        if timeline is None:
+            return None
+        self._running.pop(request_id, None)
+        timeline.turn(now_s, _WARM)
+        for part, seconds in timeline.parts.items():
+            self.total_s[part] = self.total_s.get(part, 0.0) + seconds
+        num_predicted = timeline.request.num_predicted_output_tokens
+        return TimeParts(timeline.parts, timeline.num_in_the_way, num_predicted)
+
+    def check_invariants(self, requests: Mapping[RequestId, Request]) -> None:
+        """Assert that they are of requests that have not ended, and which of these run."""
+        for request_id, timeline in self._open.items():
+            assert requests[request_id] is timeline.request
+            is_running = timeline.request.status is RequestStatus.RUNNING
+            assert is_running == (request_id in self._running), timeline
+            assert abs(sum(share for _, share in timeline.shares) - 1) < 1e-9, timeline
+
+    def _computes(self, timeline: _Timeline, num_own: int, num_tokens: int, now_s: float) -> None:
+        """It has rows of so many tokens in a step of so many."""
+        request = timeline.request
+        share = num_own / num_tokens
+        # What begins below was computed before; by now the request counts its rows as computed.
+        is_again = request.num_computed_tokens - num_own < request.num_lost_tokens
+        part = Part.RECOMPUTE if is_again else Part.COMPUTE
+        warm_s = None
+        if request.is_cold and self._times is not None:
+            warm_s = self._times.prefill_s(num_tokens, request.adapter_bytes) or None
+        timeline.turn(now_s, ((part, share), (Part.COMPANY, 1 - share)), warm_s)
+
+
+def _why_not_planned(request: Request) -> Part:
+    """Why a running request has no row, and none in flight."""
+    if request.num_known_tokens > request.num_allocated_tokens:
+        return Part.KV_MEMORY
+    return Part.COLD_WAIT if request.is_cold else Part.STEP_BUDGET
