@@ -1,0 +1,76 @@
+"""Where the time of first tokens goes: it adds up under every policy, and each part occurs."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from corun.runtime.engine.messages import AddRequest, RequestUpdate
+from corun.runtime.scheduler.events import Part
+from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
+from corun.runtime.sim.clock import VirtualClock
+from corun.runtime.sim.engine import SimulationOptions, build_simulated_engine, requests_of
+from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.replay import replay
+from corun.runtime.sim.workloads import make_workload
+from support.scheduling import Guess
+
+# Outputs are thought to be short, and adapters and history have to make way for each other: so
+# everything that requests may wait for occurs.
+OPTIONS = SimulationOptions(
+    refresh_s=20, memory_policy="corun", prefix_cache=True, growth_headroom=0.0,
+    host_adapter_bytes=2 << 30, host_kv_bytes=8 << 30, make_predictor=lambda _: Guess(8),
+)  # fmt: skip
+
+
+def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
+    """Serve a workload that is too much, and hold each request to its own clock."""
+    clock = VirtualClock()
+    workload = make_workload("S1", rate_rps=1.5, num_requests=200, seed=7, traces=None)
+    options = replace(OPTIONS, scheduling_policy=policy, max_steps_in_flight=max_steps_in_flight)
+    core, executor = build_simulated_engine(
+        MACHINES["a40-llama7b"], workload, options, clock=clock, sleep=clock.sleep
+    )
+    added_s: dict[int, float] = {}
+    told: dict[int, dict[str, float]] = {}
+    add_request, step = core.add_request, core.step
+
+    def noted_add(message: AddRequest) -> None:
+        added_s[message.request_id] = clock()
+        add_request(message)
+
+    def noted_step(timeout_s: float = 0.0) -> list[RequestUpdate]:
+        updates = step(timeout_s)
+        for update in updates:
+            if update.timing is not None:
+                assert update.request_id not in told, "it is told once"
+                passed_s = clock() - added_s[update.request_id]
+                assert sum(update.timing.parts.values()) == pytest.approx(passed_s, abs=1e-9)
+                assert min(update.timing.parts.values(), default=0.0) >= 0
+                told[update.request_id] = update.timing.parts
+        return updates
+
+    core.add_request, core.step = noted_add, noted_step  # type: ignore[method-assign]
+    try:
+        replayed = replay(core, requests_of(workload), clock, clock.sleep, executor.link_stats)
+    finally:
+        executor.close()
+    assert told.keys() == {record.request_id for record in replayed.records}
+    total = Counter[str]()
+    for parts in told.values():
+        total.update(parts)
+    assert replayed.stats.first_token_parts_s == pytest.approx(dict(total))
+    return total
+
+
+def test_parts_add_up_under_every_policy_and_each_occurs() -> None:
+    seen = {policy: set(parts_of(policy)) for policy in SCHEDULER_POLICIES}
+    assert set.union(*seen.values()) == set(Part)
+    for policy, parts in seen.items():
+        assert ("lane_quota" in parts) == (
+            policy in ("chameleon", "chameleon-paper", "output-only")
+        )
+        assert {"order", "compute", "company", "kv_memory", "recompute"} <= parts, policy
+
+
+def test_parts_add_up_with_two_steps_in_flight() -> None:
+    parts_of("corun", max_steps_in_flight=2)
