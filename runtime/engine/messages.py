@@ -155,7 +155,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     """Where a request's time in the engine went until its first token."""
 
-    parts: dict[str, float]  # seconds, by values of ``scheduler.events.Part``
+    parts: dict[str, float]  # seconds, by values of ``scheduler.events.TimePart``
     num_predicted_output_tokens: int
 
 

@@ -10,7 +10,7 @@ from ..plan import BASE_ADAPTER, AdapterId
 from ..request import Request
 from .cold import ColdStarts
 from .config import SchedulerConfig
-from .events import Part, SchedulerCounters
+from .events import SchedulerCounters, TimePart
 from .forecast import ArrivalForecast
 from .limits import blocks_for
 from .policy import NO_ROOM, SchedulerPolicy, Verdict
@@ -70,22 +70,22 @@ class Admission:
                 request = None
         candidates.close()
         for request in self._policy.lacking_quota():
-            self._waits(request, Part.LANE_QUOTA, now_s)
+            self._waits(request, TimePart.LANE_QUOTA, now_s)
         return verdict
 
-    def _waits(self, request: Request, part: Part, now_s: float) -> None:
+    def _waits(self, request: Request, part: TimePart, now_s: float) -> None:
         self._running.timelines.waits(request, part, len(self._running), now_s)
 
-    def _what_for(self, request: Request, verdict: Verdict) -> Part:
+    def _what_for(self, request: Request, verdict: Verdict) -> TimePart:
         """What a request waits for that was not admitted."""
         if verdict is Verdict.NO_KV:
-            return Part.KV_MEMORY
+            return TimePart.KV_MEMORY
         if verdict is Verdict.NO_ADAPTER:
-            return Part.ADAPTER_MEMORY
+            return TimePart.ADAPTER_MEMORY
         load = self._memory.transfers.load_of(request.adapter_id)
         if load is None:
-            return Part.KV_SWAP_IN
-        return Part.ADAPTER_LOAD if load.is_on_host else Part.DISK_READ
+            return TimePart.KV_SWAP_IN
+        return TimePart.ADAPTER_LOAD if load.is_on_host else TimePart.DISK_READ
 
     def arrived(self, request: Request, now_s: float) -> None:
         """A request begins to wait for the first time."""

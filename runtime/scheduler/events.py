@@ -26,7 +26,7 @@ class ColdStart(NamedTuple):
     reason: str  # why, for people
 
 
-class Part(enum.StrEnum):
+class TimePart(enum.StrEnum):
     """What a request waits for until its first token."""
 
     ORDER = "order"  # others go first, or have all seats
@@ -46,8 +46,10 @@ class Part(enum.StrEnum):
 class TimeParts(NamedTuple):
     """Where a request's time went until its first token, or its end without one."""
 
-    parts: Mapping[Part, float]  # seconds, those that are not 0
-    num_in_the_way: Mapping[Part, int]  # requests that ran when it was last told to wait for memory
+    parts: Mapping[TimePart, float]  # seconds, those that are not 0
+    num_in_the_way: Mapping[
+        TimePart, int
+    ]  # requests that ran when it was last told to wait for memory
     num_predicted_output_tokens: int
 
 

@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 from ..plan import RequestId
 from ..request import Request, RequestStatus
 from .cold import StepRows
-from .events import Part, PreemptionCause, TimeParts
+from .events import PreemptionCause, TimePart, TimeParts
 from .step_times import StepTimes
 
 _WORDS = {
-    Part.ORDER: "others to go first",
-    Part.LANE_QUOTA: "its lane's quota",
-    Part.KV_MEMORY: "KV memory",
-    Part.ADAPTER_MEMORY: "memory for its adapter",
-    Part.DISK_READ: "its adapter's files to be read",
-    Part.ADAPTER_LOAD: "its adapter to be loaded",
-    Part.KV_SWAP_IN: "KV to come back from the host",
-    Part.STEP_BUDGET: "room in steps that were full",
-    Part.COMPUTE: "its own tokens to be computed",
-    Part.COMPANY: "others' tokens in the same steps",
-    Part.COLD_WAIT: "layers of its adapter that were still coming",
-    Part.RECOMPUTE: "tokens that had to be computed again",
+    TimePart.ORDER: "others to go first",
+    TimePart.LANE_QUOTA: "its lane's quota",
+    TimePart.KV_MEMORY: "KV memory",
+    TimePart.ADAPTER_MEMORY: "memory for its adapter",
+    TimePart.DISK_READ: "its adapter's files to be read",
+    TimePart.ADAPTER_LOAD: "its adapter to be loaded",
+    TimePart.KV_SWAP_IN: "KV to come back from the host",
+    TimePart.STEP_BUDGET: "room in steps that were full",
+    TimePart.COMPUTE: "its own tokens to be computed",
+    TimePart.COMPANY: "others' tokens in the same steps",
+    TimePart.COLD_WAIT: "layers of its adapter that were still coming",
+    TimePart.RECOMPUTE: "tokens that had to be computed again",
 }
 _NUM_TOLD = 2
 
@@ -43,8 +43,8 @@ def describe(timing: TimeParts) -> str:
     return "waited " + " and ".join(told) if told else "waited for nothing"
 
 
-_Shares = tuple[tuple[Part, float], ...]  # of the time that passes; they add up to 1
-_WARM: _Shares = ((Part.COMPUTE, 1.0),)
+_Shares = tuple[tuple[TimePart, float], ...]  # of the time that passes; they add up to 1
+_WARM: _Shares = ((TimePart.COMPUTE, 1.0),)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,22 +53,22 @@ class _Timeline:
 
     request: Request
     since_s: float
-    shares: _Shares = ((Part.ORDER, 1.0),)
+    shares: _Shares = ((TimePart.ORDER, 1.0),)
     warm_s: float | None = None  # what the step would take if the adapter were there
-    parts: dict[Part, float] = field(default_factory=dict)
-    num_in_the_way: dict[Part, int] = field(default_factory=dict)
+    parts: dict[TimePart, float] = field(default_factory=dict)
+    num_in_the_way: dict[TimePart, int] = field(default_factory=dict)
 
     def turn(self, now_s: float, shares: _Shares, warm_s: float | None = None) -> None:
         """From now on time passes for something else."""
         passed_s = now_s - self.since_s
         if self.warm_s is not None and passed_s > self.warm_s:
-            self._add(Part.COLD_WAIT, passed_s - self.warm_s)
+            self._add(TimePart.COLD_WAIT, passed_s - self.warm_s)
             passed_s = self.warm_s
         for part, share in self.shares:
             self._add(part, passed_s * share)
         self.since_s, self.shares, self.warm_s = now_s, shares, warm_s
 
-    def _add(self, part: Part, seconds: float) -> None:
+    def _add(self, part: TimePart, seconds: float) -> None:
         if seconds:
             self.parts[part] = self.parts.get(part, 0.0) + seconds
 
@@ -78,7 +78,7 @@ class Timelines:
 
     def __init__(self, times: StepTimes | None = None) -> None:
         """``times``: say what a step of a cold request would take warm; None = as long."""
-        self.total_s: dict[Part, float] = {}  # of all that have ended here
+        self.total_s: dict[TimePart, float] = {}  # of all that have ended here
         self._times = times
         self._open: dict[RequestId, _Timeline] = {}
         self._running: dict[RequestId, _Timeline] = {}  # those among them
@@ -87,12 +87,12 @@ class Timelines:
         """It waits for the first time."""
         self._open[request.request_id] = _Timeline(request, now_s)
 
-    def waits(self, request: Request, part: Part, num_running: int, now_s: float) -> None:
+    def waits(self, request: Request, part: TimePart, num_running: int, now_s: float) -> None:
         """The scheduler has looked at it, and this is what it waits for."""
         timeline = self._open.get(request.request_id)
         if timeline is None:
             return
-        if part in (Part.KV_MEMORY, Part.ADAPTER_MEMORY):
+        if part in (TimePart.KV_MEMORY, TimePart.ADAPTER_MEMORY):
             timeline.num_in_the_way[part] = num_running
         if timeline.shares[0][0] is not part:
             timeline.turn(now_s, ((part, 1.0),))
@@ -103,7 +103,7 @@ class Timelines:
         """It has given its memory back, and waits again."""
         self._running.pop(request.request_id, None)
         short = cause is PreemptionCause.KV_MEMORY
-        self.waits(request, Part.KV_MEMORY if short else Part.ORDER, num_running, now_s)
+        self.waits(request, TimePart.KV_MEMORY if short else TimePart.ORDER, num_running, now_s)
 
     def starts(self, request: Request) -> None:
         """It runs from the next step on."""
@@ -153,15 +153,15 @@ class Timelines:
         share = num_own / num_tokens
         # What begins below was computed before; by now the request counts its rows as computed.
         is_again = request.num_computed_tokens - num_own < request.num_lost_tokens
-        part = Part.RECOMPUTE if is_again else Part.COMPUTE
+        part = TimePart.RECOMPUTE if is_again else TimePart.COMPUTE
         warm_s = None
         if request.is_cold and self._times is not None:
             warm_s = self._times.prefill_s(num_tokens, request.adapter_bytes) or None
-        timeline.turn(now_s, ((part, share), (Part.COMPANY, 1 - share)), warm_s)
+        timeline.turn(now_s, ((part, share), (TimePart.COMPANY, 1 - share)), warm_s)
 
 
-def _why_not_planned(request: Request) -> Part:
+def _why_not_planned(request: Request) -> TimePart:
     """Why a running request has no row, and none in flight."""
     if request.num_known_tokens > request.num_allocated_tokens:
-        return Part.KV_MEMORY
-    return Part.COLD_WAIT if request.is_cold else Part.STEP_BUDGET
+        return TimePart.KV_MEMORY
+    return TimePart.COLD_WAIT if request.is_cold else TimePart.STEP_BUDGET

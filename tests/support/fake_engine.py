@@ -21,6 +21,7 @@ from corun.runtime.frontend.outputs import (
     AdapterStart,
     ChoiceHistory,
     CompletionOutput,
+    EngineTiming,
     Logprob,
     LoRARequest,
     RequestOutput,
@@ -252,6 +253,7 @@ class _FakeChoice:
             num_pieces=self.num_tokens,
             num_tokens=self.num_tokens,
             adapter_start=self._start,
+            timing=EngineTiming({"order": 0.5, "compute": 0.25}, 9, 0, 2, 1),
         )
 
     def _candidates(self, character: str) -> dict[int, Logprob]:

@@ -243,11 +243,9 @@ def _connect(
         )  # fmt: skip
         core = EngineCore(
             scheduler, executor, manager,
-            CoreConfig(
-                base_fingerprint=fingerprint, dtype=str(loaded.dtype), log_slow_s=config.log_slow_s
-            ),
-            clock=time.monotonic,
-            on_adapter_gone=manager.forget,
+            CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype),
+                       log_slow_s=config.log_slow_s),
+            clock=time.monotonic, on_adapter_gone=manager.forget,
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
         )  # fmt: skip
         manager.attach(core)

@@ -13,7 +13,7 @@ from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
 from corun.runtime.errors import EngineDeadError, RequestError, UnknownModelError
 from corun.runtime.memory.host_cache import HostCache
-from corun.runtime.plan import AdapterId, StepId, StepPlan, WorkersChanged
+from corun.runtime.plan import AdapterId, Outcome, StepId, StepPlan, WorkersChanged
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import StepRows, WarmStarts
@@ -35,6 +35,7 @@ class Engine:
         num_blocks: int = 64,
         is_automatic: bool = True,
         host: HostCache | None = None,
+        log_slow_s: float | None = None,
         **limits: Any,
     ) -> None:
         self.scheduler = make_scheduler(
@@ -50,7 +51,12 @@ class Engine:
             self.scheduler,
             self.executor,
             self.registry,
-            CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth),
+            CoreConfig(
+                base_fingerprint="demo",
+                dtype="float32",
+                max_steps_in_flight=depth,
+                log_slow_s=log_slow_s,
+            ),
             clock=lambda: self.now_s,
             on_adapter_gone=self.gone.append,
             cpu_workers=lambda: self.workers,
@@ -494,3 +500,34 @@ class TestExceptions:
         monkeypatch.undo()
         assert engine.run() == []
         assert engine.gone == [1]
+
+
+def test_what_slow_first_tokens_waited_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(log_slow_s=1.5)
+    quick, slow = engine.add(1), engine.add(2)
+    engine.core.abort([quick.request_id])
+    engine.now_s = 2.0
+    (update, *_) = (one for one in engine.run() if one.request_id == slow.request_id)
+    assert update.timing is not None
+    assert sum(update.timing.parts.values()) == 2.0
+    (line,) = [one.getMessage() for one in caplog.records if "waited" in one.getMessage()]
+    assert line == "request 2: 2 s: waited 2 s for others to go first"
+    assert engine.core.stats().first_token_parts_s == {"order": 2.0}
+
+
+@pytest.mark.parametrize("ends", ["abort", "error"])
+def test_who_ends_without_a_token_is_told_what_it_waited_for(ends: str) -> None:
+    engine = Engine(is_automatic=False)
+    engine.add(1)
+    engine.now_s = 3.0
+    if ends == "abort":
+        engine.core.abort([1])
+    else:
+        engine.core.step()
+        engine.now_s = 4.0
+        engine.scheduler.check_invariants()
+        engine.executor.outcome_of = lambda request_id, start: Outcome.FAILED
+        engine.executor.finish_step()
+    (update,) = engine.core.step()
+    assert update.finish_reason == ends and update.timing is not None
+    assert sum(update.timing.parts.values()) == engine.now_s

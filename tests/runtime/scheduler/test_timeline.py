@@ -1,13 +1,22 @@
 """What a request waits for: what was last said of it, until something else is."""
 
+from collections.abc import Collection
+
 import pytest
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
-from corun.runtime.scheduler.events import Part, PreemptionCause, TimeParts
+from corun.runtime.scheduler.events import PreemptionCause, RequestEvent, TimePart, TimeParts
+from corun.runtime.scheduler.fcfs import FcfsPolicy
 from corun.runtime.scheduler.step_times import LearnedTimes
 from corun.runtime.scheduler.timeline import Timelines, describe
-from support.scheduling import facts, make_request
+from support.scheduling import (
+    facts,
+    make_executor,
+    make_request,
+    make_scheduler,
+    policy_facts,
+)
 
 
 def rows(*, chunks: list[tuple[Request, int]] | None = None) -> StepRows:
@@ -24,7 +33,7 @@ def running(timelines: Timelines, number: int, num_tokens: int = 8) -> Request:
     return request
 
 
-def end(timelines: Timelines, request: Request, now_s: float) -> dict[Part, float]:
+def end(timelines: Timelines, request: Request, now_s: float) -> dict[TimePart, float]:
     parts = timelines.end(request.request_id, now_s)
     assert parts is not None and timelines.end(request.request_id, now_s) is None
     return dict(parts.parts)
@@ -34,13 +43,13 @@ def test_a_request_that_nobody_looks_at_waits_for_what_it_was_last_told() -> Non
     timelines = Timelines()
     request = make_request(1)
     timelines.arrived(request, 1.0)
-    timelines.waits(request, Part.KV_MEMORY, 41, 3.0)
-    timelines.waits(request, Part.KV_MEMORY, 40, 3.5)
-    timelines.waits(request, Part.ADAPTER_LOAD, 40, 5.0)
+    timelines.waits(request, TimePart.KV_MEMORY, 41, 3.0)
+    timelines.waits(request, TimePart.KV_MEMORY, 40, 3.5)
+    timelines.waits(request, TimePart.ADAPTER_LOAD, 40, 5.0)
     told = timelines.end(request.request_id, 6.0)
     assert told is not None
-    assert told.parts == {Part.ORDER: 2.0, Part.KV_MEMORY: 2.0, Part.ADAPTER_LOAD: 1.0}
-    assert told.num_in_the_way == {Part.KV_MEMORY: 40}
+    assert told.parts == {TimePart.ORDER: 2.0, TimePart.KV_MEMORY: 2.0, TimePart.ADAPTER_LOAD: 1.0}
+    assert told.num_in_the_way == {TimePart.KV_MEMORY: 40}
     assert timelines.total_s == told.parts
 
 
@@ -48,8 +57,16 @@ def test_a_step_is_shared_out_by_tokens() -> None:
     timelines = Timelines()
     one, other = running(timelines, 1), running(timelines, 2)
     timelines.planned(rows(chunks=[(one, 6), (other, 2)]), 1.0)
-    assert end(timelines, one, 5.0) == {Part.ORDER: 1.0, Part.COMPUTE: 3.0, Part.COMPANY: 1.0}
-    assert end(timelines, other, 5.0) == {Part.ORDER: 1.0, Part.COMPUTE: 1.0, Part.COMPANY: 3.0}
+    assert end(timelines, one, 5.0) == {
+        TimePart.ORDER: 1.0,
+        TimePart.COMPUTE: 3.0,
+        TimePart.COMPANY: 1.0,
+    }
+    assert end(timelines, other, 5.0) == {
+        TimePart.ORDER: 1.0,
+        TimePart.COMPUTE: 1.0,
+        TimePart.COMPANY: 3.0,
+    }
 
 
 def test_a_running_request_without_tokens_waits_for_the_budget_or_for_memory() -> None:
@@ -61,16 +78,16 @@ def test_a_running_request_without_tokens_waits_for_the_budget_or_for_memory() -
     timelines.planned(rows(chunks=[(one, 8)]), 2.0)
     timelines.planned(rows(), 3.0)  # its row is in flight
     assert end(timelines, one, 4.0) == {
-        Part.ORDER: 1.0, Part.STEP_BUDGET: 1.0, Part.COMPUTE: 2.0,
+        TimePart.ORDER: 1.0, TimePart.STEP_BUDGET: 1.0, TimePart.COMPUTE: 2.0,
     }  # fmt: skip
-    assert end(timelines, other, 4.0) == {Part.ORDER: 1.0, Part.KV_MEMORY: 3.0}
+    assert end(timelines, other, 4.0) == {TimePart.ORDER: 1.0, TimePart.KV_MEMORY: 3.0}
 
 
 @pytest.mark.parametrize(
     ("cause", "part"),
-    [(PreemptionCause.KV_MEMORY, Part.KV_MEMORY), (PreemptionCause.SQUASH, Part.ORDER)],
+    [(PreemptionCause.KV_MEMORY, TimePart.KV_MEMORY), (PreemptionCause.SQUASH, TimePart.ORDER)],
 )
-def test_what_is_computed_again_is_told_apart(cause: PreemptionCause, part: Part) -> None:
+def test_what_is_computed_again_is_told_apart(cause: PreemptionCause, part: TimePart) -> None:
     timelines = Timelines()
     request = running(timelines, 1)
     request.num_computed_tokens = 4
@@ -83,7 +100,7 @@ def test_what_is_computed_again_is_told_apart(cause: PreemptionCause, part: Part
     request.num_computed_tokens = 8
     timelines.planned(rows(chunks=[(request, 4)]), 5.0)
     assert end(timelines, request, 6.0) == {
-        Part.COMPUTE: 2.0, part: 1.0, Part.RECOMPUTE: 3.0
+        TimePart.COMPUTE: 2.0, part: 1.0, TimePart.RECOMPUTE: 3.0
     }  # fmt: skip
 
 
@@ -99,14 +116,45 @@ def test_what_a_cold_step_takes_beyond_a_warm_one_is_for_the_adapter() -> None:
     cold.cold_chunks.append((request, ColdChunk(8, 1)))
     timelines.planned(cold, 2.0)
     assert end(timelines, request, 9.0) == {
-        Part.ORDER: 1.0, Part.COLD_WAIT: 1.0 + 5.0, Part.COMPUTE: 2.0
+        TimePart.ORDER: 1.0, TimePart.COLD_WAIT: 1.0 + 5.0, TimePart.COMPUTE: 2.0
     }  # fmt: skip
 
 
 def test_the_two_largest_parts_are_said_in_words() -> None:
-    parts = {Part.ORDER: 0.1, Part.KV_MEMORY: 1.8, Part.COMPUTE: 0.25}
-    assert describe(TimeParts(parts, {Part.KV_MEMORY: 41}, 9)) == (
+    parts = {TimePart.ORDER: 0.1, TimePart.KV_MEMORY: 1.8, TimePart.COMPUTE: 0.25}
+    assert describe(TimeParts(parts, {TimePart.KV_MEMORY: 41}, 9)) == (
         "waited 1.8 s for KV memory, which 41 running requests held and 0.25 s for its own tokens "
         "to be computed"
     )
     assert describe(TimeParts({}, {}, 9)) == "waited for nothing"
+
+
+class Squashing(FcfsPolicy):
+    """Lets all that run give way once."""
+
+    has_squashed = False
+
+    def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
+        chosen = [] if self.has_squashed else list(running)
+        self.has_squashed |= bool(chosen)
+        return chosen
+
+
+def test_a_squashed_request_says_so_and_what_it_lost() -> None:
+    scheduler = make_scheduler(policy=Squashing(policy_facts()), max_num_batched_tokens=4)
+    executor = make_executor(scheduler)
+    scheduler.add_request(make_request(1, prompt=(1,) * 8, max_tokens=2), 0.0)
+    told: list[RequestEvent] = []
+    now_s = 0.0
+    while scheduler.has_work():
+        plan = scheduler.schedule(now_s)
+        assert plan is not None
+        executor.submit(plan)
+        now_s += 1.0
+        for result in executor.poll():
+            told += scheduler.update(result, now_s)
+    first, last = told
+    assert first.timing is not None
+    assert first.timing.parts == {TimePart.COMPUTE: 2.0, TimePart.RECOMPUTE: 1.0}
+    assert (last.num_preemptions, last.num_squashes) == (1, 1)
+    assert scheduler.counters.preemptions == {PreemptionCause.SQUASH: 1}

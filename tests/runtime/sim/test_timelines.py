@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from corun.runtime.engine.messages import AddRequest, RequestUpdate
-from corun.runtime.scheduler.events import Part
+from corun.runtime.scheduler.events import TimePart
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim.clock import VirtualClock
 from corun.runtime.sim.engine import SimulationOptions, build_simulated_engine, requests_of
@@ -64,7 +64,7 @@ def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
 
 def test_parts_add_up_under_every_policy_and_each_occurs() -> None:
     seen = {policy: set(parts_of(policy)) for policy in SCHEDULER_POLICIES}
-    assert set.union(*seen.values()) == set(Part)
+    assert set.union(*seen.values()) == set(TimePart)
     for policy, parts in seen.items():
         assert ("lane_quota" in parts) == (
             policy in ("chameleon", "chameleon-paper", "output-only")
