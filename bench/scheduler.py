@@ -37,7 +37,7 @@ from corun.runtime.plan import (
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
-from corun.runtime.scheduler.policy import PolicyFacts
+from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithLanes
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes
@@ -320,7 +320,7 @@ def judge(
 def has_lanes(policy: str) -> bool:
     """Whether it has anything to refresh."""
     facts = PolicyFacts(times=LearnedTimes(1), capacity_tokens=1, bytes_per_token=1.0)
-    return "num_lanes" in make_policy(policy, facts).counts()
+    return isinstance(make_policy(policy, facts), PolicyWithLanes)
 
 
 def settings(options: argparse.Namespace, policy: str) -> Iterator[tuple[Situation, str]]:

@@ -13,7 +13,7 @@ from corun.runtime.memory.make import MakeMemoryPolicy
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.plan import RequestId
-from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
+from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithLanes, SchedulerPolicy
 from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor, OutputPredictor
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.sim.engine import SimulationOptions, simulate
@@ -150,7 +150,8 @@ def _figures(
     unloaded_s = np.array(
         [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
     )
-    counts = policy.counts()
+    lanes = policy if isinstance(policy, PolicyWithLanes) else None
+    counts = {} if lanes is None else lanes.counts()
     num_prompt_tokens = sum(one.prompt_tokens for one in requests)
     return Figures(
         ttft_mean_s=float(ttft_s.mean()),
@@ -163,7 +164,9 @@ def _figures(
         num_preempted=sum(record.num_preemptions > 0 for record in records),
         num_squashes=int(counts.get("num_squashed", 0)),
         num_lanes=int(counts.get("num_lanes", 1)),
-        quota_tokens=tuple(int(lane["quota_tokens"]) for lane in policy.lane_counts()),
+        quota_tokens=tuple(
+            int(lane["quota_tokens"]) for lane in ([] if lanes is None else lanes.lane_counts())
+        ),
         num_requests=len(records),
         num_refused=sum(replayed.refused.values()),
         served_rps=len(replayed.records) / replayed.duration_s,

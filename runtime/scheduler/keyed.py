@@ -16,7 +16,7 @@ A key is kept when its request is preempted.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from itertools import islice
 
 from ..plan import RequestId
@@ -87,12 +87,3 @@ class KeyedPolicy(ABC):
     def victim(self, running: Collection[Request]) -> Request:
         """Choose the latest admitted."""
         return deque(running, maxlen=1).pop()
-
-    def counts(self) -> Mapping[str, float]:
-        return {}
-
-    def lacking_quota(self) -> Sequence[Request]:
-        return ()
-
-    def lane_counts(self) -> Sequence[Mapping[str, float]]:
-        return ()

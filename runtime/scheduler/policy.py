@@ -8,7 +8,7 @@ candidates it offers.
 import enum
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
 from ..limits import MAX_LANES
@@ -81,10 +81,6 @@ class SchedulerPolicy(Protocol):
         """
         ...
 
-    def lacking_quota(self) -> Sequence[Request]:
-        """Return those whom only their lane's quota kept from being offered the last time."""
-        ...
-
     def upcoming(self, max_requests: int) -> Sequence[Request]:
         """Return the first waiting requests in order of admission: their adapters load ahead."""
         ...
@@ -112,10 +108,19 @@ class SchedulerPolicy(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class PolicyWithLanes(Protocol):
+    """What a policy with several queues shows beside."""
+
     def counts(self) -> Mapping[str, float]:
         """What the policy shows of itself: gauges by name."""
         ...
 
     def lane_counts(self) -> Sequence[Mapping[str, float]]:
-        """What it shows of each lane: the same gauges for all of them; empty: it has none."""
+        """What it shows of each lane: the same gauges for all of them."""
+        ...
+
+    def lacking_quota(self) -> Sequence[Request]:
+        """Return those whom only their lane's quota kept from being offered the last time."""
         ...

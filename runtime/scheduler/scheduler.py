@@ -32,7 +32,7 @@ from .continuation import Continuation
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .forecast import ArrivalForecast
 from .limits import check_pin, max_total_tokens
-from .policy import SchedulerPolicy
+from .policy import PolicyWithLanes, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
 from .recovery import Recovery
 from .results import ResultReader
@@ -119,11 +119,11 @@ class Scheduler:
 
     def policy_counts(self) -> Mapping[str, float]:
         """What the policy shows of itself."""
-        return self._policy.counts()
+        return self._policy.counts() if isinstance(self._policy, PolicyWithLanes) else {}
 
     def lane_counts(self) -> Sequence[Mapping[str, float]]:
         """What the policy shows of its lanes."""
-        return self._policy.lane_counts()
+        return self._policy.lane_counts() if isinstance(self._policy, PolicyWithLanes) else ()
 
     @property
     def requests(self) -> Iterable[Request]:

@@ -22,6 +22,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.policy import PolicyWithLanes
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
@@ -536,7 +537,8 @@ def live_through(
         machine.parts_agree()
     counters = machine.scheduler.counters
     machine.teardown()
-    num_lanes = int(machine.made_policy.counts().get("num_lanes", 1))
+    made = machine.made_policy
+    num_lanes = int(made.counts()["num_lanes"]) if isinstance(made, PolicyWithLanes) else 1
     num_found = sum(request.num_cached_tokens or 0 for request in machine.requests.values())
     num_host = sum(request.num_host_cached_tokens for request in machine.requests.values())
     return Lived(
