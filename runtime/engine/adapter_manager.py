@@ -26,7 +26,7 @@ from .messages import (
     PinAdapter,
     RemoveAdapter,
 )
-from .residency import Changed
+from .residency import Changed, log_move
 
 _LOG = logging.getLogger(__name__)
 
@@ -237,12 +237,12 @@ class AdapterManager:
         assert device is not None
         changed = device.take_changed_adapters()
         self._changed |= self._registry.names_of(changed.adapter_ids, changed.digests)
-        infos: list[AdapterInfo] = []
-        removed: list[str] = []
+        infos, removed = list[AdapterInfo](), list[str]()
         for name in sorted(self._changed):
-            info = self._registry.info(name, device.residency)
-            if info == self._told.get(name):
+            before, info = self._told.get(name), self._registry.info(name, device.residency)
+            if info == before:
                 continue
+            log_move(name, before, info)
             if info is None:
                 del self._told[name]
                 removed.append(name)

@@ -5,15 +5,19 @@ host's memory; "disk". Where the device reads adapters in the host's memory, "gp
 kernels know, and "cpu" what lies idle there.
 """
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..adapters.info import Residency
+from ..adapters.info import AdapterInfo, Residency
+from ..adapters.names import DRAINING, READY
 from ..adapters.registry import AdapterVersion
 from ..memory.adapter_cache import AdapterState
 from ..memory.adapter_log import AdapterRecord
 from ..memory.device_memory import DeviceMemory
 from ..plan import AdapterId
+
+_logger = logging.getLogger(__name__)
 
 
 class Changed(NamedTuple):
@@ -101,3 +105,22 @@ class ResidencyReader:
         if at_s is None:
             return None
         return round(self._unix_clock() - (self._clock() - at_s), 3)
+
+
+def log_move(name: str, before: AdapterInfo | None, now: AdapterInfo | None) -> None:
+    """Write to the log where an adapter is, if that is another place than before."""
+    if _logger.isEnabledFor(logging.DEBUG) and (place := _place(now)) != _place(before):
+        _logger.debug("adapter %r: %s -> %s", name, _place(before), place)
+
+
+def _place(info: AdapterInfo | None) -> str:
+    """In words: the level of a version that serves, else what keeps it from serving."""
+    if info is None:
+        return "not registered"
+    if info.state not in (READY, DRAINING):
+        return info.state
+    residency = info.residency
+    if residency.level == "partial":
+        groups = f"{residency.num_groups_loaded}/{residency.num_groups}"
+        return f"{info.state}, partial {groups}"
+    return f"{info.state}, {residency.level}"
