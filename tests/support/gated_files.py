@@ -1,9 +1,11 @@
 """Files of adapters that are read again tensor by tensor, as a test lets them be."""
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Self
 from unittest import mock
 
@@ -18,8 +20,10 @@ TIMEOUT_S = 30.0
 class FileGate:
     """While it is closed, a tensor of a registered adapter is taken only when it is let."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_registrations: bool = False) -> None:
+        """``holds_registrations``: files are held when they are read for the first time, too."""
         self.num_taken = 0  # tensors, of files that were read again
+        self.holds_registrations = holds_registrations
         self._is_open = True
         self._passes = threading.Semaphore(0)
 
@@ -52,11 +56,48 @@ class FileGate:
         self.num_taken += 1
 
 
+class FolderGate(FileGate):
+    """One process closes it, opens it and lets; another one takes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(holds_registrations=True)
+        self._bar = folder / "bar"
+        self._passes_folder = folder / "passes"
+        self._passes_folder.mkdir(parents=True, exist_ok=True)
+        self._numbers = itertools.count()
+
+    def close(self) -> None:
+        while self._use_pass():
+            pass
+        self._bar.touch()
+
+    def open(self) -> None:
+        self._bar.unlink(missing_ok=True)
+
+    def let(self, num_tensors: int) -> None:
+        for number in itertools.islice(self._numbers, num_tensors):
+            (self._passes_folder / str(number)).touch()
+
+    def take(self) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self._bar.exists() and not self._use_pass():
+            assert time.monotonic() < deadline_s, "it was never let go"
+            time.sleep(0.002)
+        self.num_taken += 1
+
+    def _use_pass(self) -> bool:
+        for path in self._passes_folder.iterdir():
+            with suppress(FileNotFoundError):
+                path.unlink()
+                return True
+        return False
+
+
 class _GatedReader:
     def __init__(self, source: AdapterReader, gate: FileGate) -> None:
         self._source = source
         self._gate = gate
-        self._is_registered = False
+        self._is_held = gate.holds_registrations
 
     @property
     def adapter(self) -> ResolvedAdapter:
@@ -67,7 +108,7 @@ class _GatedReader:
         return self._source.digest
 
     def expect(self, digest: ContentDigest) -> None:
-        self._is_registered = True
+        self._is_held = True
         self._source.expect(digest)
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
@@ -75,7 +116,7 @@ class _GatedReader:
             self._gate.take()
             take(raw, data)
 
-        return self._source.read_layers(take_when_let if self._is_registered else take)
+        return self._source.read_layers(take_when_let if self._is_held else take)
 
     def close(self) -> None:
         self._source.close()

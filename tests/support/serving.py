@@ -6,10 +6,10 @@ import subprocess
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -28,10 +28,14 @@ def corun_command(*arguments: str) -> list[str]:
 class Served:
     """A server that is ready, and the processes it consists of. Closing it leaves none."""
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """``command``: what to run in place of the console script."""
         self.log_lines: list[str] = []
         self.process = subprocess.Popen(
-            corun_command("serve", "--port", "0", *arguments),
+            [*(command or corun_command()), "serve", "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | dict(environment or {}),
@@ -49,7 +53,7 @@ class Served:
         (self.engine,) = (c for c in children if "corun.runtime.engine.process" in c.cmdline())
         self.processes = [psutil.Process(self.process.pid), *children]
 
-    def __enter__(self) -> "Served":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
