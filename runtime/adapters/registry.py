@@ -103,6 +103,7 @@ class AdapterRegistry:
     base_names: Collection[str] = ()  # names of the base model, taken
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _held: dict[AdapterId, _Held] = field(default_factory=dict)
+    _ids_of: dict[str, set[AdapterId]] = field(default_factory=dict)  # held ones, by content
     _draining: dict[str, dict[AdapterId, _Held]] = field(default_factory=dict)  # the oldest first
     _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet gone
     _num_loads: int = 0
@@ -142,6 +143,7 @@ class AdapterRegistry:
         taken = version.adapter_id in self._held or version.adapter_id in self._freed
         assert not taken, "adapter ids are never reused"
         self._held[version.adapter_id] = _Held(version)
+        self._ids_of.setdefault(facts.digest, set()).add(version.adapter_id)
         entry.version = version
         return Registered(version, is_new=True, freed=self._drain(old))
 
@@ -217,15 +219,12 @@ class AdapterRegistry:
 
     def digests(self) -> set[str]:
         """Return the contents that some version has, those that have not yet left included."""
-        held = {held.version.digest for held in self._held.values()}
-        return held | {version.digest for version in self._freed.values()}
+        return self._ids_of.keys() | {version.digest for version in self._freed.values()}
 
     def names_of(self, adapter_ids: Iterable[AdapterId], digests: Collection[str]) -> set[str]:
-        """Names with one of these versions or contents. O(versions) if there are contents."""
-        held = [self._held.get(adapter_id) for adapter_id in adapter_ids]
-        if digests:
-            held += [one for one in self._held.values() if one.version.digest in digests]
-        return {one.version.name for one in held if one is not None}
+        """Names with one of these versions or contents."""
+        ids = set(adapter_ids).union(*(self._ids_of.get(digest, ()) for digest in digests))
+        return {self._held[key].version.name for key in ids if key in self._held}
 
     def info(
         self, name: str, residency_of: Callable[[AdapterVersion], Residency]
@@ -276,6 +275,9 @@ class AdapterRegistry:
             assert held.num_references > 0 or not held.is_draining
         for adapter_id, name in served.items():
             assert self._held[adapter_id].version.name == name
+        digests = {(one.version.digest, key) for key, one in self._held.items()}
+        assert digests == {(digest, key) for digest, ids in self._ids_of.items() for key in ids}
+        assert all(self._ids_of.values())
         draining = {key: held for held in self._draining.values() for key in held}
         assert draining.keys() == {key for key, held in self._held.items() if held.is_draining}
 
@@ -295,7 +297,10 @@ class AdapterRegistry:
         if held.num_references > 0 or not held.is_draining:
             return False
         adapter_id, name = held.version.adapter_id, held.version.name
-        self._freed[adapter_id] = self._held.pop(adapter_id).version
+        version = self._freed[adapter_id] = self._held.pop(adapter_id).version
+        self._ids_of[version.digest].remove(adapter_id)
+        if not self._ids_of[version.digest]:
+            del self._ids_of[version.digest]
         del self._draining[name][adapter_id]
         if not self._draining[name]:
             del self._draining[name]
