@@ -1,6 +1,6 @@
 """What an engine shows of itself: gauges of the moment, and totals since its start. Pure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ..memory.device_memory import DeviceMemory
 from ..plan import AdapterId
@@ -28,8 +28,8 @@ def engine_stats(
         memory_bytes=_memory_bytes(memory),
         link=_link(memory, now_s),
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
-        policy_counts=dict(scheduler.policy_counts()),
-        lane_counts=tuple(dict(lane) for lane in scheduler.lane_counts()),
+        policy_counts=_as_floats(scheduler.policy_counts()),
+        lane_counts=tuple(map(_as_floats, scheduler.lane_counts())),
         first_token_parts_s={
             part.value: seconds for part, seconds in scheduler.timelines.total_s.items()
         },
@@ -54,6 +54,11 @@ def engine_stats(
         num_prefetch_misses=0 if forecast is None else forecast.num_misses,
         prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
     )
+
+
+def _as_floats(counts: Mapping[str, float]) -> dict[str, float]:
+    """A channel takes no other numbers, whatever a policy counts with."""
+    return {name: float(value) for name, value in counts.items()}
 
 
 def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:

@@ -1,13 +1,22 @@
 """What an engine shows: bytes add up to what there is, and what moved is counted once."""
 
+import msgspec
+import pytest
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LinkUsage
 from corun.runtime.engine.stats import engine_stats
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, KvTransfer, TransferResult
+from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.kept_prefixes import keep, load
-from support.scheduling import BLOCK_BYTES, make_memory, make_request, make_scheduler
+from support.scheduling import (
+    BLOCK_BYTES,
+    make_memory,
+    make_request,
+    make_scheduler,
+    policy_facts,
+)
 
 
 def stats_of(scheduler: Scheduler, now_s: float = 0.0) -> EngineStats:
@@ -60,3 +69,15 @@ def test_adapters_that_are_read_in_place_do_not_move() -> None:
     stats = stats_of(make_scheduler(memory=memory))
     assert stats.link == ()
     assert stats.memory_bytes["cpu"] == {"adapters": 4096}
+
+
+@pytest.mark.parametrize("name", SCHEDULER_POLICIES)
+def test_what_a_policy_counts_goes_through_a_channel(name: str) -> None:
+    scheduler = make_scheduler(policy=make_policy(name, policy_facts()))
+    for number in range(1, 70):  # until lanes are cut
+        scheduler.add_request(make_request(number), float(number))
+    scheduler.schedule(70.0)
+    stats = stats_of(scheduler)
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)
+    assert read == stats
+    assert bool(read.lane_counts) == (name in ("chameleon", "chameleon-paper", "output-only"))
