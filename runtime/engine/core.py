@@ -29,7 +29,6 @@ from ..plan import (
 from ..request import Request
 from ..scheduler.events import FinishReason, RequestEvent, TimeParts
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.timeline import describe
 from .messages import (
     AddRequest,
     ColdStartInfo,
@@ -39,6 +38,7 @@ from .messages import (
     RequestUpdate,
 )
 from .residency import Changed, ResidencyReader
+from .slow_log import SlowLog
 from .stats import engine_stats
 
 _logger = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class EngineCore:
         self._cpu_workers = cpu_workers
         self._residency = ResidencyReader(scheduler.memory, clock, unix_clock)
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
+        self._slow_log = SlowLog(config.log_slow_s)
         self._updates: list[RequestUpdate] = []  # for the next step to return
         self._has_news = False  # something happened since nothing could be scheduled
         self._asked_s = -math.inf  # when the scheduler was asked last
@@ -170,6 +171,7 @@ class EngineCore:
         )
         self._scheduler.add_request(request, now_s)
         self._adapter_of[request.request_id] = adapter_id
+        self._slow_log.began(message)
         if message.adapter_name is not None:
             self._adapters.acquire(adapter_id)
         self._has_news = True
@@ -346,15 +348,9 @@ class EngineCore:
         """Queue updates, and let go of the adapters of requests that have ended."""
         for event in told:
             self._updates.append(_update_of(event))
-            if event.timing is not None:
-                self._log_if_slow(event.request_id, event.timing)
+            self._slow_log.told(event)
             if event.finish_reason is not None:
                 self._release(event)
-
-    def _log_if_slow(self, request_id: RequestId, timing: TimeParts) -> None:
-        limit_s, total_s = self._config.log_slow_s, sum(timing.parts.values())
-        if limit_s is not None and total_s > limit_s:
-            _logger.warning("request %d: %.3g s: %s", request_id, total_s, describe(timing))
 
     def _release(self, event: RequestEvent) -> None:
         """A request has ended: its reference on its adapter version ends too."""

@@ -28,6 +28,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True):
     adapter_name: str | None = None  # None = the base model
     cache_salt: str = ""
     predicted_output_tokens: int | None = None  # None = the engine predicts
+    name: str = ""  # as its caller calls it, for the log
 
 
 class AddRequests(EngineMessage, frozen=True):

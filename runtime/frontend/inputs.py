@@ -57,7 +57,7 @@ class PreparedRequest:
         return [
             AddRequest(
                 next(engine_ids), prompt, sampling, adapter_name,
-                self.cache_salt, self.predicted_output_tokens,
+                self.cache_salt, self.predicted_output_tokens, self.request_id,
             )
             for sampling in self.samplings
         ]  # fmt: skip

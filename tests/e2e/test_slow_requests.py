@@ -1,0 +1,145 @@
+"""Requests that wait for memory, adapters and KV say so: over HTTP, in the log, in /metrics."""
+
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from corun.profiles.curve import Curve
+from corun.runtime.config.demo import with_demo
+from corun.runtime.config.engine import EngineConfig
+from support.demo_answers import BASE
+from support.model_profiles import Figures, save_made_up_profile
+from support.serving import Served, wait_until
+
+MAX_MODEL_LEN = 256
+# KV of 1,340 tokens. Pinned, ``reverse`` takes 397 of them, which no lane's quota knows.
+MEMORY_GIB = 0.0016
+LINK_GIB_PER_S = 0.01
+MAX_ROUNDS = 10  # of prompts that push out what came before
+Timing = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    values: dict[str, Any] = {
+        "dtype": "bfloat16", "link_gib_per_s": LINK_GIB_PER_S, "memory_gib": MEMORY_GIB,
+        "max_model_len": MAX_MODEL_LEN, "scheduling_policy": "chameleon-paper",
+        "growth_headroom": 0.0, "prefetch_requests": 0, "cpu_cores": "none",
+        "load_strategy": "async_load",
+    }  # fmt: skip
+    # Prompts are computed so slowly there that copying their KV is always better.
+    profile = save_made_up_profile(
+        with_demo(EngineConfig(device="cpu", **values)),
+        tmp_path_factory.mktemp("profile") / "profile.json",
+        Figures(step_s=Curve((1.0, 512.0), (0.02, 10.0)), link_bytes_per_s=LINK_GIB_PER_S * 2**30),
+    )
+    options = [
+        text
+        for name, value in (values | {"profile": profile, "log_slow_s": 1e-6}).items()
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    with Served(*options, "--pin", "reverse") as served:
+        yield served
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 90) for _ in range(num_tokens)]
+
+
+def ask(
+    server: Served, seed: int, num_tokens: int, max_tokens: int, *, model: str = BASE,
+    predicted: int = 1,
+) -> tuple[str, Timing]:  # fmt: skip
+    """The answer's id, and what the engine says of its only choice."""
+    body = {
+        "model": model, "prompt": prompt_of(seed, num_tokens), "max_tokens": max_tokens,
+        "min_tokens": max_tokens, "ignore_eos": True, "predicted_output_tokens": predicted,
+        "return_timing": True,
+    }  # fmt: skip
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 200, "\n".join([answer.text, *server.log_lines[-30:]])
+    timing = answer.json()["timing"]
+    (told,) = timing["engine"]
+    assert sum(told["parts_s"].values()) == pytest.approx(told["time_to_first_token_s"])
+    assert timing["outside_engine_s"] > 0.0
+    assert told["output_tokens"] == max_tokens
+    assert told["predicted_output_tokens"] == predicted
+    return answer.json()["id"], told
+
+
+def log_line(server: Served, request_id: str) -> str:
+    """What the log says of a request, which all of them are slow enough for."""
+    wait_until(lambda: any(f"request {request_id} " in line for line in server.log_lines))
+    (line,) = [line for line in server.log_lines if f"request {request_id} " in line]
+    return line
+
+
+def num_running(server: Served) -> float:
+    return server.metrics()["corun:num_requests_running"]
+
+
+def test_a_cold_request_says_so(server: Served) -> None:
+    request_id, told = ask(server, 1, 20, 2, model="vowels")
+    assert told["parts_s"]["adapter_load"] > 0.0, told
+    line = log_line(server, request_id)
+    assert f"for vowels had its first token after {told['time_to_first_token_s']:.3g} s: " in line
+    assert " s for its adapter to be loaded" in line
+    _, warm = ask(server, 2, 20, 2, model="vowels")
+    assert "adapter_load" not in warm["parts_s"]
+
+
+def test_a_request_whose_kv_comes_back_says_so(server: Served) -> None:
+    for others in range(MAX_ROUNDS):
+        for number in range(others):
+            ask(server, 1000 * others + number, 200, 2)
+        _, told = ask(server, 3, 200, 2)
+        if told["prompt_tokens"]["host_cached"]:
+            break
+    assert told["prompt_tokens"]["host_cached"] >= 16, "it never came from the host"
+    assert sum(told["prompt_tokens"].values()) == 200
+    assert told["parts_s"]["kv_swap_in"] > 0.0, told
+
+
+def test_a_preempted_request_says_so(server: Served, pool: ThreadPoolExecutor) -> None:
+    asked = [pool.submit(ask, server, 100 + number, 20, 200) for number in range(8)]
+    told = [one.result()[1] for one in asked]
+    assert any(one["num_preemptions"] > one["num_squashes"] for one in told), told
+
+
+def test_a_squashed_request_says_so(server: Served, pool: ThreadPoolExecutor) -> None:
+    """One that passed another, which lacks room for its adapter, and did not end as predicted."""
+    running: list[Future[tuple[str, Timing]]] = [
+        pool.submit(ask, server, 200 + number, 20, 130, model="upper", predicted=130)
+        for number in range(2)
+    ]
+    wait_until(lambda: num_running(server) == 2)
+    head = pool.submit(ask, server, 300, 20, 2, model="add")
+    wait_until(lambda: server.metrics()["corun:num_requests_waiting"] == 1)
+    _, squashed = ask(server, 301, 10, 200)
+    assert squashed["num_squashes"] > 0, squashed
+    request_id, waited = head.result()
+    assert waited["parts_s"]["adapter_memory"] > 0.0
+    held = r"for memory for its adapter, which \d running requests? held"
+    assert re.search(held, log_line(server, request_id))
+    assert all(one.result()[1]["num_squashes"] == 0 for one in running)
+
+
+def test_metrics_have_the_sums(server: Served) -> None:
+    before = server.metrics()
+    _, told = ask(server, 400, 20, 3, model="upper")
+    after = server.metrics()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    in_parts_s = grown["corun:time_to_first_token_part_seconds_total"]
+    assert in_parts_s == pytest.approx(told["time_to_first_token_s"])
+    assert grown["corun:lora_time_to_first_token_seconds_count"] == 1
+    assert grown["corun:lora_generation_tokens_total"] == 3
