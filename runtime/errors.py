@@ -18,9 +18,13 @@ CorunError
 └── EngineDeadError        the engine process is gone                         (HTTP 503)
 """
 
+from .timing import EngineTiming
+
 
 class CorunError(Exception):
     """Base of all errors that corun raises on purpose."""
+
+    timing: EngineTiming | None = None  # of the request that it ended, if the engine had begun
 
 
 class ConfigError(CorunError):

@@ -10,13 +10,13 @@ from ..engine.messages import RequestUpdate
 from ..errors import CorunError, StepFailedError, rebuild_error
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
+from ..timing import EngineTiming
 from .detokenizer import Detokenizer, StoppingDetokenizer
 from .inputs import PreparedRequest
 from .outputs import (
     AdapterStart,
     ChoiceHistory,
     CompletionOutput,
-    EngineTiming,
     Logprob,
     RequestOutput,
     TokenCandidates,
@@ -147,7 +147,9 @@ class Choice:
             self._timing.num_squashes = update.num_squashes
         if update.finish_reason == "error":
             message = update.error or "the engine gave no reason"
-            self.fail(rebuild_error(update.error_kind, message, default=StepFailedError))
+            error = rebuild_error(update.error_kind, message, default=StepFailedError)
+            error.timing = self._timing
+            self.fail(error)
             return
         held = self._detokenizer.finish()
         if held:

@@ -4,8 +4,10 @@ Outputs are not frozen, because one is made for every token, and a frozen one ta
 as long to make.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from ..timing import EngineTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +42,6 @@ class AdapterStart:
 
     strategy: str  # blocking, async_load, pipelined or assisted
     reason: str
-
-
-@dataclass(slots=True)
-class EngineTiming:
-    """Where a choice's time in the engine went until its first token, or its end without one."""
-
-    parts: Mapping[
-        str, float
-    ]  # seconds, by values of ``scheduler.events.TimePart``; not those of 0
-    num_predicted_output_tokens: int
-    num_host_cached_tokens: int = 0  # of the prompt, whose KV came from the host
-    num_preemptions: int = 0  # until it ended, squashes included
-    num_squashes: int = 0
-
-    @property
-    def first_token_s(self) -> float:
-        """All of it."""
-        return sum(self.parts.values())
 
 
 @dataclass(slots=True)

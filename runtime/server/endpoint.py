@@ -122,6 +122,7 @@ class GenerationEndpoint(ABC):
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         writer.request_id = request_id
         request = await self.parse(body, request_id)
+        writer.wants_timing = bool(request.body.return_timing)
         try:
             self._check_size(request)
             if request.body.stream:
@@ -239,17 +240,9 @@ def _choice_timing(run: PromptRun, choice: CompletionOutput) -> ChoiceTiming | N
     if timing is None:
         return None
     num_found, num_copied = choice.num_cached_tokens, timing.num_host_cached_tokens
-    return ChoiceTiming(
-        timing.first_token_s,
-        dict(timing.parts),
-        PromptTokens(
-            len(run.latest.prompt_token_ids) - num_found, num_found - num_copied, num_copied
-        ),
-        timing.num_preemptions,
-        timing.num_squashes,
-        timing.num_predicted_output_tokens,
-        choice.num_tokens,
-    )
+    num_computed = len(run.latest.prompt_token_ids) - num_found
+    prompt_tokens = PromptTokens(num_computed, num_found - num_copied, num_copied)
+    return ChoiceTiming.of(timing, prompt_tokens, choice.num_tokens)
 
 
 def _usage_of(runs: Sequence[PromptRun]) -> Usage:

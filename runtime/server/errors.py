@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ..errors import AdapterError, CorunError, EngineDeadError, RequestError
+from ..timing import EngineTiming
+from .responses import ChoiceTiming
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class ErrorReply:
     message: str
     code: str
     param: str | None = None
+    timing: EngineTiming | None = None  # of the request, if it began and asked for it
 
     @property
     def type(self) -> str:
@@ -58,7 +61,10 @@ class ErrorReply:
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": error})
+        body: dict[str, object] = {"error": error}
+        if self.timing is not None:
+            body["timing"] = ChoiceTiming.of(self.timing)
+        return msgspec.json.encode(body)
 
 
 _TYPES = {

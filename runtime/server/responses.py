@@ -7,6 +7,7 @@ import msgspec
 from starlette.responses import Response
 
 from ..frontend.outputs import Logprob, TokenCandidates
+from ..timing import EngineTiming
 
 _BYTES_PREFIX = "bytes:\\x"  # how a token is written that is a part of a character
 
@@ -53,13 +54,31 @@ class PromptTokens(msgspec.Struct, frozen=True):
 class ChoiceTiming(msgspec.Struct, frozen=True):
     """Where one choice's time in the engine went until its first token."""
 
-    time_to_first_token_s: float
+    time_to_first_token_s: float  # or to its end, if none came
     parts_s: dict[str, float]  # they add up to it
-    prompt_tokens: PromptTokens
     num_preemptions: int
     num_squashes: int
     predicted_output_tokens: int
-    output_tokens: int
+    # Not of one that failed.
+    prompt_tokens: PromptTokens | msgspec.UnsetType = msgspec.UNSET
+    output_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(
+        cls, timing: EngineTiming,
+        prompt_tokens: PromptTokens | msgspec.UnsetType = msgspec.UNSET,
+        output_tokens: int | msgspec.UnsetType = msgspec.UNSET,
+    ) -> "ChoiceTiming":  # fmt: skip
+        """As it is written."""
+        return cls(
+            timing.first_token_s,
+            dict(timing.parts),
+            timing.num_preemptions,
+            timing.num_squashes,
+            timing.num_predicted_output_tokens,
+            prompt_tokens,
+            output_tokens,
+        )
 
 
 class Timing(msgspec.Struct, frozen=True):

@@ -5,12 +5,14 @@ once per choice, as bytes.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ..errors import CorunError
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from .errors import error_reply, error_response
+from .errors import error_reply, response_of
 from .generation_request import ParsedRequest
 from .responses import Timing, Usage
 
@@ -25,7 +27,7 @@ _STREAM_HEADERS = (
 class ResponseWriter:
     """Writes the answer to one HTTP request straight over ASGI: a stream, a body, or an error."""
 
-    __slots__ = ("_receive", "_scope", "_send", "_started", "request_id")
+    __slots__ = ("_receive", "_scope", "_send", "_started", "request_id", "wants_timing")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -33,6 +35,7 @@ class ResponseWriter:
         self._send = send
         self._started = False
         self.request_id = ""  # what the answer's headers say
+        self.wants_timing = False  # of a request that fails, too
 
     async def write_events(self, events: bytes) -> None:
         """Send complete events, as soon as the client has room; first the status line."""
@@ -59,10 +62,13 @@ class ResponseWriter:
 
     async def write_error(self, exc: Exception) -> None:
         """Answer with an error: as a response, or as an event that ends a stream that began."""
+        reply = error_reply(exc)
+        if self.wants_timing and isinstance(exc, CorunError):
+            reply = replace(reply, timing=exc.timing)
         if not self._started:
-            await error_response(exc)(self._scope, self._receive, self._send)
+            await response_of(reply)(self._scope, self._receive, self._send)
             return
-        await self.end_events(b"data: " + error_reply(exc).encode() + b"\n\n")
+        await self.end_events(b"data: " + reply.encode() + b"\n\n")
 
 
 class ChunkEncoder(ABC):

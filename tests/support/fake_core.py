@@ -20,6 +20,7 @@ from corun.runtime.engine.messages import (
     OperationDone,
     PinAdapter,
     RemoveAdapter,
+    RequestTiming,
     RequestUpdate,
     TokenizerSpec,
 )
@@ -38,6 +39,7 @@ BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 260  # two more than the tokenizer knows: models pad their vocabulary
 MAX_MODEL_LEN = 4096
 
+TIMING = RequestTiming({"kv_memory": 0.5}, 7)  # of who is aborted, or fails
 SILENT = "SILENT"  # the request never gets a token
 CRASH = "CRASH"  # the next step raises: the engine ends
 DIE = "DIE"  # the next step finds its device lost, and so does who closes the engine
@@ -96,7 +98,11 @@ class FakeCore:
         self._has_news = True
         for request_id in request_ids:
             if self._open.pop(request_id, None) is not None:
-                self._updates.append(RequestUpdate(request_id, finish_reason="abort"))
+                self._updates.append(
+                    RequestUpdate(
+                        request_id, finish_reason="abort", num_preemptions=3, timing=TIMING
+                    )
+                )
 
     def step(self) -> list[RequestUpdate]:
         updates, self._updates = self._updates, []
@@ -135,6 +141,7 @@ class FakeCore:
             return RequestUpdate(
                 request.request_id,
                 finish_reason="error",
+                timing=TIMING,
                 error_kind="StepFailedError",
                 error="not a number in the logits",
             )

@@ -28,6 +28,7 @@ from corun.runtime.frontend.outputs import (
 )
 from corun.runtime.limits import check_predicted_output
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.timing import EngineTiming
 
 BASE_NAME = "tiny"
 MAX_MODEL_LEN = 4096
@@ -81,6 +82,7 @@ class FakeEngine:
             num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
             invalid_kv_bytes=7, preemptions={"kv_memory": 3, "squash": 1}, num_prefetch_hits=5,
             prefetch_missed_bytes=6, memory_bytes={"gpu": {"history_kv": 8, "free": 9}},
+            first_token_parts_s={"order": 1.5, "kv_memory": 2.5},
             link=(LinkUsage("to_device", "kv", 11, 0.5),),
             policy_counts={"num_lanes": 2.0}, lane_counts=({"quota_tokens": 5.0},) * 2,
             running_adapters=("upper",), waiting_adapters=("digits",),
@@ -199,7 +201,9 @@ class FakeEngine:
     async def _pause(self, num_tokens: int) -> None:
         await asyncio.sleep(0)
         if self.fail_after_tokens is not None and num_tokens >= self.fail_after_tokens:
-            raise CorunError("the step fell over")
+            error = CorunError("the step fell over")
+            error.timing = TIMING
+            raise error
         held_at = 1 if self.hold_after_first else 0
         # Whoever asks for more has written what came before.
         self.num_continued += num_tokens > 0
@@ -210,6 +214,10 @@ class FakeEngine:
 
     def _dies_loudly(self) -> bool:
         return self.error is not None and not self.dies_silently
+
+
+# Of each request: the parts add up.
+TIMING = EngineTiming({"kv_memory": 0.5, "compute": 0.25}, 50, 0, 2, 1)
 
 
 class _FakeChoice:
@@ -253,7 +261,7 @@ class _FakeChoice:
             num_pieces=self.num_tokens,
             num_tokens=self.num_tokens,
             adapter_start=self._start,
-            timing=EngineTiming({"order": 0.5, "compute": 0.25}, 9, 0, 2, 1),
+            timing=TIMING,
         )
 
     def _candidates(self, character: str) -> dict[int, Logprob]:

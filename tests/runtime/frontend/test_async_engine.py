@@ -244,6 +244,10 @@ def test_abort_by_id_ends_the_stream(harness: Harness) -> None:
         await engine.abort("unknown")
         await engine.abort("to-abort")
         assert [output.outputs[0].finish_reason for output in await task] == ["abort"]
+        timing = task.result()[0].outputs[0].timing
+        assert timing is not None
+        assert (timing.first_token_s, timing.num_predicted_output_tokens) == (0.5, 7)
+        assert timing.num_preemptions == 3
 
     harness.run(test)
 
@@ -289,6 +293,7 @@ def test_a_failed_request_raises_alone(harness: Harness) -> None:
         )
         assert isinstance(failed, StepFailedError)
         assert "not a number" in str(failed)
+        assert failed.timing is not None and failed.timing.parts == {"kv_memory": 0.5}
         assert isinstance(fine, list)
 
     harness.run(test)

@@ -131,6 +131,45 @@ def test_timing_when_asked_for(http: httpx.Client) -> None:
     assert both[-1]["timing"]["adapter_starts"] == [None]
 
 
+def test_timing_says_what_the_engine_waited_for(http: httpx.Client) -> None:
+    told = {
+        "time_to_first_token_s": 0.75,
+        "parts_s": {"kv_memory": 0.5, "compute": 0.25},
+        "num_preemptions": 2,
+        "num_squashes": 1,
+        "predicted_output_tokens": 50,
+        "prompt_tokens": {"computed": 5, "cached": 0, "host_cached": 0},
+        "output_tokens": 40,
+    }
+    timing = complete(http, n=2, return_timing=True)["timing"]
+    assert timing["engine"] == [told, told]
+    *_, last = stream(http, prompt="hello", return_timing=True)
+    assert last["timing"]["engine"] == [told]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("asked", [True, None])
+def test_a_request_that_fails_says_what_it_waited_for(
+    http: httpx.Client, engine: Any, is_stream: bool, asked: bool | None
+) -> None:
+    engine.fail_after_tokens = 6 if is_stream else 0
+    body = {"prompt": "hello", "stream": is_stream, "return_timing": asked}
+    text = http.post("/v1/completions", json=body).text
+    if is_stream:
+        text = [event for event in text.split("\n\n") if event][-1].removeprefix("data: ")
+    failed = json.loads(text)
+    assert failed["error"]["message"] == "the step fell over"
+    assert ("timing" in failed) == bool(asked)
+    if asked:
+        assert failed["timing"] == {
+            "time_to_first_token_s": 0.75,
+            "parts_s": {"kv_memory": 0.5, "compute": 0.25},
+            "num_preemptions": 2,
+            "num_squashes": 1,
+            "predicted_output_tokens": 50,
+        }
+
+
 def test_echo(http: httpx.Client, expected_text: EXPECTED) -> None:
     ids = [ord(character) for character in "hello"]
     for prompt in ("hello", ids):

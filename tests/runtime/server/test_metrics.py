@@ -48,6 +48,9 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:backend_info", fallback] == 1
     assert samples["corun:num_preemptions_total", (("cause", "kv_memory"), model)] == 3
     assert samples["corun:num_preemptions_total", (("cause", "squash"), model)] == 1
+    waited = "corun:time_to_first_token_part_seconds_total"
+    assert samples[waited, (model, ("part", "order"))] == 1.5
+    assert samples[waited, (model, ("part", "kv_memory"))] == 2.5
     assert samples["corun:engine_alive", (model,)] == 1
     info = (
         ("max_lora", "256"),
@@ -93,6 +96,31 @@ def test_counters(start_server: Callable[..., Any], engine: Any) -> None:
     assert num_http("GET", "/v1/models/{model}", "200") == 1
     assert num_http("GET", "other", "404") == 1
     assert num_http("other", "other", "405") == 1
+
+
+def test_requests_are_counted_by_adapter(start_server: Callable[..., Any], engine: Any) -> None:
+    server = start_server(type(engine)())
+    odd, num_adapters = 'a "quoted\\one', 300
+    names = [odd, *(f"a{number}" for number in range(num_adapters))]
+    server.engine.adapters |= {name: make_adapter(name) for name in names}
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        for name in [*names, odd]:
+            body = {"model": name, "prompt": "hello", "max_tokens": 4}
+            assert http.post("/v1/completions", json=body).status_code == 200
+        samples = read_metrics(http)
+    model = ("model_name", "tiny")
+    for name, per_request in (
+        ("time_to_first_token_seconds_count", 1), ("prompt_tokens_total", 5),
+        ("generation_tokens_total", 4),
+    ):  # fmt: skip
+        told = {
+            dict(labels)["adapter_name"]: value
+            for (sample, labels), value in samples.items()
+            if sample == f"corun:lora_{name}" and model in labels
+        }
+        assert len(told) == 256 + 1
+        assert (told[odd], told["a0"]) == (2 * per_request, per_request)
+        assert told["other"] == (len(names) - 256) * per_request
 
 
 def test_every_scrape_asks_the_engine(http: httpx.Client, engine: Any) -> None:
