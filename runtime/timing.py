@@ -8,7 +8,9 @@ from dataclasses import dataclass
 class EngineTiming:
     """Where a choice's time in the engine went until its first token, or its end without one."""
 
-    parts: Mapping[str, float]  # seconds, by values of ``scheduler.events.Part``; not those of 0
+    parts: Mapping[
+        str, float
+    ]  # seconds, by values of ``scheduler.events.TimePart``; not those of 0
     num_predicted_output_tokens: int
     num_host_cached_tokens: int = 0  # of the prompt, whose KV came from the host
     num_preemptions: int = 0  # until it ended, squashes included

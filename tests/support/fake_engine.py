@@ -21,7 +21,6 @@ from corun.runtime.frontend.outputs import (
     AdapterStart,
     ChoiceHistory,
     CompletionOutput,
-    EngineTiming,
     Logprob,
     LoRARequest,
     RequestOutput,

@@ -85,16 +85,12 @@ class Served:
         """Send one request and return the answer, whatever its status."""
         return httpx.post(self.url + path, json=body, timeout=ANSWER_TIMEOUT_S)
 
-    def get(self, path: str) -> httpx.Response:
-        """Return the answer, whatever its status."""
-        return httpx.get(self.url + path, timeout=ANSWER_TIMEOUT_S)
-
-    def metrics(self, labels: str = "") -> dict[str, float]:
-        """The samples of ``/metrics`` by name, summed over those with ``labels`` among theirs."""
+    def metrics(self) -> dict[str, float]:
+        """The samples of ``/metrics`` by name, summed over labels."""
         samples: dict[str, float] = {}
-        for name, found, value in _SAMPLE.findall(self.get("/metrics").text):
-            if labels in found:
-                samples[name] = samples.get(name, 0.0) + float(value)
+        text = httpx.get(self.url + "/metrics", timeout=ANSWER_TIMEOUT_S).text
+        for name, _, value in _SAMPLE.findall(text):
+            samples[name] = samples.get(name, 0.0) + float(value)
         return samples
 
     def _read_log(self) -> None:

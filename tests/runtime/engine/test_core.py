@@ -35,7 +35,6 @@ class Engine:
         num_blocks: int = 64,
         is_automatic: bool = True,
         host: HostCache | None = None,
-        log_slow_s: float | None = None,
         **limits: Any,
     ) -> None:
         self.scheduler = make_scheduler(
@@ -51,12 +50,7 @@ class Engine:
             self.scheduler,
             self.executor,
             self.registry,
-            CoreConfig(
-                base_fingerprint="demo",
-                dtype="float32",
-                max_steps_in_flight=depth,
-                log_slow_s=log_slow_s,
-            ),
+            CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth),
             clock=lambda: self.now_s,
             on_adapter_gone=self.gone.append,
             cpu_workers=lambda: self.workers,
@@ -500,19 +494,6 @@ class TestExceptions:
         monkeypatch.undo()
         assert engine.run() == []
         assert engine.gone == [1]
-
-
-def test_what_slow_first_tokens_waited_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(log_slow_s=1.5)
-    quick, slow = engine.add(1), engine.add(2)
-    engine.core.abort([quick.request_id])
-    engine.now_s = 2.0
-    (update, *_) = (one for one in engine.run() if one.request_id == slow.request_id)
-    assert update.timing is not None
-    assert sum(update.timing.parts.values()) == 2.0
-    (line,) = [one.getMessage() for one in caplog.records if "waited" in one.getMessage()]
-    assert line == "request 2: 2 s: waited 2 s for others to go first"
-    assert engine.core.stats().first_token_parts_s == {"order": 2.0}
 
 
 @pytest.mark.parametrize("ends", ["abort", "error"])

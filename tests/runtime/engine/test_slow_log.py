@@ -5,11 +5,11 @@ from corun.runtime.engine.messages import AddRequest
 from corun.runtime.engine.slow_log import SlowLog
 from corun.runtime.plan import RequestId
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.events import FinishReason, Part, RequestEvent, TimeParts
+from corun.runtime.scheduler.events import FinishReason, RequestEvent, TimePart, TimeParts
 
 
 def waited(seconds: float) -> TimeParts:
-    return TimeParts({Part.KV_MEMORY: seconds}, {Part.KV_MEMORY: 41}, 9)
+    return TimeParts({TimePart.KV_MEMORY: seconds}, {TimePart.KV_MEMORY: 41}, 9)
 
 
 def asked(request_id: int, name: str = "", adapter_name: str | None = None) -> AddRequest:
