@@ -143,7 +143,7 @@ def _loads(
 
     borne = [name for name in recipes if name in limited or name not in IN_UNITS_OF_CAPACITY]
     lambdas = search_together(
-        {name: search(name, BASELINE, _START_RPS.get(name, 1.0)) for name in borne}, runner
+        {name: search(name, BASELINE, _START_RPS.get(name, 1.0)) for name in borne}, runner.run
     )
     for name, rate_rps in lambdas.items():
         print(f"{name}: {BASELINE} bears {rate_rps:g} requests/s (simulated)", flush=True)
@@ -152,7 +152,7 @@ def _loads(
         units[name] = _capacity_rps(options, name, runner)
         print(f"{name}: {BASELINE} serves {units[name]:g} requests/s (simulated)", flush=True)
     found = search_together(
-        {name: search(name, LIMITED_POLICY, lambdas[name]) for name in limited}, runner
+        {name: search(name, LIMITED_POLICY, lambdas[name]) for name in limited}, runner.run
     )
     return units, {name: rate_rps / lambdas[name] for name, rate_rps in found.items()}
 

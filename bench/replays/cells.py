@@ -3,7 +3,7 @@
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,9 +13,8 @@ from corun.runtime.memory.make import MakeMemoryPolicy
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.plan import RequestId
-from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithLanes, SchedulerPolicy
 from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor, OutputPredictor
-from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
+from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.machines import MACHINES, SimulatedMachine
 from corun.runtime.sim.recipes import RECIPES
@@ -82,6 +81,8 @@ class Figures:
     link_bytes: int  # to the device
     hit_share: float  # of prompt tokens, found in the KV of others
     host_hit_share: float  # of prompt tokens: those that only the host had
+    step_mean_s: float  # of steps with rows, the executor's part of them
+    tokens_per_s: float  # generated, from the first arrival to the last token
 
 
 def predictor_name(accuracy: float | None) -> str:
@@ -96,23 +97,33 @@ def machine_of(recipe: str) -> SimulatedMachine:
 
 def run_cell(cell: Cell, traces: Path | None) -> Figures:
     """Simulate. Raises ``ConfigError`` if there is no such recipe, policy or trace."""
-    workload = make_workload(
+    machine = machine_of(cell.recipe) if cell.machine is None else MACHINES[cell.machine]
+    return simulate_cell(cell, machine, workload_of(cell, traces))
+
+
+def workload_of(cell: Cell, traces: Path | None) -> Workload:
+    """Its requests. Raises ``ConfigError`` if there is no such recipe or trace."""
+    return make_workload(
         cell.recipe, rate_rps=cell.rate_rps, num_requests=cell.num_requests, seed=cell.seed,
         traces=traces,
     )  # fmt: skip
-    policies: list[SchedulerPolicy] = []
 
-    def policy(facts: PolicyFacts) -> SchedulerPolicy:
-        policies.append(make_policy("fcfs" if cell.policy == BASELINE else cell.policy, facts))
-        return policies[0]
 
+def simulate_cell(cell: Cell, machine: SimulatedMachine, workload: Workload) -> Figures:
+    """Let ``machine`` serve the cell's requests. Raises ``ConfigError`` for unknown policies."""
+    return figures_of(simulate(machine, workload, options_of(cell)), workload, machine)
+
+
+def options_of(cell: Cell) -> SimulationOptions:
+    """What the cell's engine has that others have not."""
     options = SimulationOptions(
-        scheduling_policy=policy,
-        make_predictor=partial(_predictor, cell.accuracy, cell.seed),
+        scheduling_policy=cell.policy,
+        make_predictor=partial(predictor_of, cell),
     )
     if cell.policy == BASELINE:
         options = replace(
             options,
+            scheduling_policy="fcfs",
             growth_headroom=0.0,
             memory_policy="slora",
         )
@@ -124,25 +135,22 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
             adapter_memory_fraction=_SPLIT_SHARE if cell.memory_policy == SPLIT else None,
             host_kv_bytes=cell.host_kv_gib * 2**30,
         )
-    machine = machine_of(cell.recipe) if cell.machine is None else MACHINES[cell.machine]
-    return _figures(simulate(machine, workload, options), workload, machine.name, policies[0])
+    return options
 
 
 def _memory_policy(name: str) -> str | MakeMemoryPolicy:
     return partial(CorunMemoryPolicy, ties_kv_to_adapter=True) if name == TIED else name
 
 
-def _predictor(
-    accuracy: float | None, seed: int, output_tokens: dict[RequestId, int]
-) -> OutputPredictor:
-    if accuracy is None:
+def predictor_of(cell: Cell, output_tokens: Mapping[RequestId, int]) -> OutputPredictor:
+    """Of what requests generate; ``output_tokens``: the truth, for an oracle."""
+    if cell.accuracy is None:
         return HistoryPredictor()
-    return OraclePredictor(output_tokens, accuracy, random.Random(seed))
+    return OraclePredictor(output_tokens, cell.accuracy, random.Random(cell.seed))
 
 
-def _figures(
-    replayed: Replayed, workload: Workload, machine: str, policy: SchedulerPolicy
-) -> Figures:
+def figures_of(replayed: Replayed, workload: Workload, machine: SimulatedMachine) -> Figures:
+    """What came of ``workload``; ``machine`` says how long its requests take alone."""
     num_dropped = math.ceil(DROPPED_SHARE * len(workload.requests))
     records = [record for record in replayed.records if record.request_id > num_dropped]
     ttft_s = np.array([_first_token_s(record) - record.arrival_s for record in records])
@@ -150,8 +158,7 @@ def _figures(
     unloaded_s = np.array(
         [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
     )
-    lanes = policy if isinstance(policy, PolicyWithLanes) else None
-    counts = {} if lanes is None else lanes.counts()
+    stats, counts = replayed.stats, replayed.stats.policy_counts
     num_prompt_tokens = sum(one.prompt_tokens for one in requests)
     return Figures(
         ttft_mean_s=float(ttft_s.mean()),
@@ -164,16 +171,16 @@ def _figures(
         num_preempted=sum(record.num_preemptions > 0 for record in records),
         num_squashes=int(counts.get("num_squashed", 0)),
         num_lanes=int(counts.get("num_lanes", 1)),
-        quota_tokens=tuple(
-            int(lane["quota_tokens"]) for lane in ([] if lanes is None else lanes.lane_counts())
-        ),
+        quota_tokens=tuple(int(lane["quota_tokens"]) for lane in stats.lane_counts),
         num_requests=len(records),
         num_refused=sum(replayed.refused.values()),
         served_rps=len(replayed.records) / replayed.duration_s,
-        num_evictions=replayed.stats.num_device_evictions,
+        num_evictions=stats.num_device_evictions,
         link_bytes=replayed.link["to_device"].num_bytes,
         hit_share=sum(record.num_cached_tokens for record in records) / num_prompt_tokens,
         host_hit_share=sum(record.num_host_cached_tokens for record in records) / num_prompt_tokens,
+        step_mean_s=replayed.steps.busy_s / replayed.steps.num_steps,
+        tokens_per_s=sum(one.num_output_tokens for one in replayed.records) / replayed.duration_s,
     )
 
 
@@ -201,11 +208,11 @@ def _percentile(values: np.ndarray, percent: float) -> float:
 
 
 @cache
-def alone_s(machine: str, prompt_tokens: int, rank: int) -> float:
+def alone_s(machine: SimulatedMachine, prompt_tokens: int, rank: int) -> float:
     """First token of a request alone on an idle engine, its adapter not on the device.
 
     This is what any rate comes to that is low enough, under ``slora``.
     """
     workload = Workload((WorkloadRequest(0.0, 0, prompt_tokens, 1),), (rank,), 1)
-    replayed = simulate(MACHINES[machine], workload, SimulationOptions())
+    replayed = simulate(machine, workload, SimulationOptions())
     return _first_token_s(replayed.records[0])

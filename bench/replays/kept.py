@@ -64,25 +64,33 @@ class KeptCells:
 
     def get(self, cell: Cell) -> Figures | None:
         """What was kept of the very same cell; None if nothing was."""
-        try:
-            kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        figures = kept["figures"]
-        return Figures(**figures | {"quota_tokens": tuple(figures["quota_tokens"])})
+        return read_figures(self._path(cell))
 
     def put(self, cell: Cell, figures: Figures) -> None:
         """Keep; the file is there whole or not at all."""
-        path = self._path(cell)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"cell": asdict(cell), "figures": asdict(figures)}, indent=1)
-        part = path.with_suffix(".part")
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, path)
+        write_figures(self._path(cell), cell, figures)
 
     def _path(self, cell: Cell) -> Path:
         digest = self._digests[cell.policy, cell.memory_policy]
         return self._folder / f"{cell.name}-{digest}.json"
+
+
+def read_figures(path: Path) -> Figures | None:
+    """What ``write_figures`` wrote; None if it did not."""
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    except FileNotFoundError:
+        return None
+    return Figures(**figures | {"quota_tokens": tuple(figures["quota_tokens"])})
+
+
+def write_figures(path: Path, cell: Cell, figures: Figures) -> None:
+    """Write a file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"cell": asdict(cell), "figures": asdict(figures)}, indent=1)
+    part = path.with_suffix(".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, path)
 
 
 def code_digest(policy: str, memory_policy: str | None) -> str:

@@ -1,16 +1,16 @@
 """Which loads an engine bears: found by bisection, a cell at a time, so that all of it is kept."""
 
 import statistics
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from replays.cells import Cell, Figures
-from replays.runner import Runner
 
 SLOWDOWN = 5.0  # of the P99 of first tokens over that of the same requests alone
 _FIRST_FACTOR = 1.1  # its square is the next, and so on
 _PRECISION = 1.02  # between the rate that is borne and one that is not
 _MAX_FACTOR = 1000.0  # from where the search starts
 
+RunCells = Callable[[Iterable[Cell]], Mapping[Cell, Figures]]
 Search = Generator[Sequence[Cell], Mapping[Cell, Figures], float]
 
 
@@ -47,12 +47,12 @@ def is_borne(figures: Sequence[Figures]) -> bool:
     return statistics.median(ratios) <= SLOWDOWN
 
 
-def search_together(searches: Mapping[str, Search], runner: Runner) -> dict[str, float]:
+def search_together(searches: Mapping[str, Search], run: RunCells) -> dict[str, float]:
     """Let all searches go on side by side, so that no process waits for one of them."""
     found: dict[str, float] = {}
     wanted = {key: next(search) for key, search in searches.items()}
     while wanted:
-        figures = runner.run(cell for cells in wanted.values() for cell in cells)
+        figures = run(cell for cells in wanted.values() for cell in cells)
         for key in list(wanted):
             try:
                 wanted[key] = searches[key].send(figures)

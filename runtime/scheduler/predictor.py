@@ -102,7 +102,11 @@ class OraclePredictor:
         self._uppers = [bucket[-1] for bucket in self._buckets[:-1]]
 
     def predict(self, request: Request) -> int:
-        length = self._output_tokens[request.request_id]
+        return self.predicted(request.request_id)
+
+    def predicted(self, request_id: RequestId) -> int:
+        """What it says of this one, drawn anew each time."""
+        length = self._output_tokens[request_id]
         index = bisect_left(self._uppers, length)
         if self._rng.random() >= self._accuracy:
             neighbours = [one for one in (index - 1, index + 1) if 0 <= one < len(self._buckets)]

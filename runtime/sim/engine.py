@@ -63,7 +63,10 @@ def simulate(machine: SimulatedMachine, workload: Workload, options: SimulationO
         machine, workload, options, clock=clock, sleep=clock.sleep
     )
     try:
-        return replay(core, requests_of(workload), clock, clock.sleep, executor.link_stats)
+        return replay(
+            core, requests_of(workload), clock, clock.sleep, executor.link_stats,
+            executor.step_stats,
+        )  # fmt: skip
     finally:
         executor.close()
 
@@ -110,7 +113,7 @@ def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:
                 request_id=index,
                 prompt_token_ids=_prompt(index, one, workload.content_tokens),
                 sampling=sampling,
-                adapter_name=_adapter_name(one.adapter),
+                adapter_name=adapter_name(one.adapter),
             ),
         )
         for index, one in enumerate(workload.requests, start=1)
@@ -134,7 +137,8 @@ def _output_tokens(workload: Workload) -> Mapping[RequestId, int]:
     }
 
 
-def _adapter_name(adapter: int) -> str:
+def adapter_name(adapter: int) -> str:
+    """What requests for an adapter of a workload name."""
     return f"adapter-{adapter:04d}"
 
 
@@ -143,7 +147,7 @@ def _registry(machine: SimulatedMachine, ranks: Sequence[int]) -> AdapterRegistr
     ids = itertools.count(1)
     registry = AdapterRegistry(lambda: AdapterId(next(ids)))
     for adapter, rank in enumerate(ranks):
-        name = _adapter_name(adapter)
+        name = adapter_name(adapter)
         load_id = registry.begin_loading(name, name)
         registry.ready(name, name, load_id, machine.adapter_facts(name, rank))
     return registry
@@ -152,7 +156,7 @@ def _registry(machine: SimulatedMachine, ranks: Sequence[int]) -> AdapterRegistr
 def _fill_host(core: EngineCore, machine: SimulatedMachine, ranks: Sequence[int]) -> None:
     """Register the adapters as the manager does: they are kept as long as there is room."""
     for adapter, rank in enumerate(ranks):
-        facts = machine.adapter_facts(_adapter_name(adapter), rank)
+        facts = machine.adapter_facts(adapter_name(adapter), rank)
         place = core.place_registration(facts.host_bytes).place
         if place is not None:
             core.end_registration(place.place_id, facts.digest)

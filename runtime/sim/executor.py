@@ -34,6 +34,7 @@ from ..plan import (
 )
 from .loads import SimulatedLoads
 from .machines import SimulatedMachine
+from .replay import StepStats
 from .step_duration import Pass, WaitingRow, step_s
 
 END_TOKEN = 0
@@ -94,6 +95,7 @@ class LatencyExecutor:
         self._resident: set[AdapterId] = {BASE_ADAPTER}
         self._steps: deque[_Step] = deque()  # the first one runs
         self._last_step_id = StepId(0)
+        self._step_stats = StepStats()
         self._results: list[Result] = []
         if machine.model.num_workers:
             self._results.append(WorkersChanged(machine.model.num_workers))
@@ -141,6 +143,10 @@ class LatencyExecutor:
     def link_stats(self, direction: Direction) -> LinkStats:
         """What the link has carried so far."""
         return self._loads.stats(direction, self._clock())
+
+    def step_stats(self) -> StepStats:
+        """What it has computed so far."""
+        return self._step_stats
 
     def _next_s(self) -> float:
         step_s = self._steps[0].end_s if self._steps else math.inf
@@ -245,7 +251,13 @@ class LatencyExecutor:
         return rows
 
     def _end_step(self, now_s: float) -> None:
-        plan = self._steps.popleft().plan
+        step = self._steps.popleft()
+        plan = step.plan
+        if plan.sub_batches:
+            done = self._step_stats
+            self._step_stats = StepStats(
+                done.num_steps + 1, done.busy_s + step.end_s - step.start_s
+            )
         rows: list[RowResult] = []
         for batch in plan.sub_batches:
             for request_id, start, number, has_sample in zip(

@@ -34,6 +34,14 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStats:
+    """Steps that had rows, since the executor was made."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0  # from a step's plan to its result, or from the end of the step before
+
+
+@dataclass(frozen=True, slots=True)
 class Replayed:
     """A replay from its first arrival to its last token."""
 
@@ -41,6 +49,7 @@ class Replayed:
     refused: dict[str, int]  # requests that could never fit, by what of them is too large
     stats: EngineStats  # at the end
     link: dict[str, LinkStats]  # by direction, at the end
+    steps: StepStats  # at the end
     duration_s: float
 
 
@@ -50,6 +59,7 @@ def replay(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
     link_stats: Callable[[Direction], LinkStats],
+    step_stats: Callable[[], StepStats],
 ) -> Replayed:
     """Let requests arrive and run until all have ended.
 
@@ -59,6 +69,7 @@ def replay(
         clock: The core's clock: seconds.
         sleep: Waits on that clock.
         link_stats: What the core's link has carried since it was made.
+        step_stats: What the core's executor has computed.
 
     Raises:
         EngineDeadError: No request gets on any more.
@@ -67,7 +78,7 @@ def replay(
     while run.turn():
         pass
     link = {direction.value: link_stats(direction) for direction in Direction}
-    return run.result(link)
+    return run.result(link, step_stats())
 
 
 class _Run:
@@ -108,12 +119,13 @@ class _Run:
             raise EngineDeadError(f"the engine has said nothing for {_SILENCE_LIMIT_S:g} s")
         return True
 
-    def result(self, link: dict[str, LinkStats]) -> Replayed:
+    def result(self, link: dict[str, LinkStats], steps: StepStats) -> Replayed:
         return Replayed(
             tuple(self._records.values()),
             dict(sorted(self._refused.items())),
             self._core.stats(),
             link,
+            steps,
             self._clock() - self._start_s,
         )
 

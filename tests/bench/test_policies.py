@@ -31,6 +31,7 @@ def _figures(ttft_s: float = 1.0, **values: Any) -> Figures:
         unloaded_p99_s=1.0, e2e_mean_s=10.0, tpot_mean_s=0.05, num_preempted=0, num_squashes=0,
         num_lanes=1, quota_tokens=(), num_requests=1000, num_refused=0, served_rps=1.0,
         num_evictions=0, link_bytes=10**9, hit_share=0.0, host_hit_share=0.0,
+        step_mean_s=0.05, tokens_per_s=100.0,
     )  # fmt: skip
     return dataclasses.replace(made, **values)
 

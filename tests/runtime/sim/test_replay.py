@@ -159,7 +159,9 @@ def test_real_time_is_time_as_well() -> None:
     )
     try:
         arrivals = requests_of(requests)
-        replayed = replay(core, arrivals, time.monotonic, time.sleep, executor.link_stats)
+        replayed = replay(
+            core, arrivals, time.monotonic, time.sleep, executor.link_stats, executor.step_stats
+        )
     finally:
         executor.close()
     assert lengths(replayed) == [6] * 12
@@ -176,7 +178,12 @@ def test_requests_without_adapters_are_replayed_too() -> None:
         MACHINE, nobody, SimulationOptions(), clock=clock, sleep=clock.sleep
     )
     base = AddRequest(1, (5,) * 4, SamplingParams(max_tokens=9))
-    replayed = replay(core, [(1.0, base)], clock, clock.sleep, executor.link_stats)
+    replayed = replay(
+        core, [(1.0, base)], clock, clock.sleep, executor.link_stats, executor.step_stats
+    )
     executor.close()
     assert lengths(replayed) == [2]
+    # The prompt and one more token.
+    assert replayed.steps.num_steps == 2
+    assert replayed.steps.busy_s == pytest.approx(replayed.duration_s - 1.0)
     assert replayed.link["to_device"].num_bytes == 0

@@ -1,0 +1,329 @@
+"""Do the policies do on a real engine what they do in the simulator? On the CPU device, real time.
+
+An engine of this process for each run, its core on one core of the machine, a CPU worker on the
+other; 70 million parameters; requests of the simulator's recipe S1 with lengths by 16, and steps of
+64 tokens, so that prompts stay long against a step. This machine is measured first. Memory and link
+are chosen by ratios, which are printed; the load is 0.7 of what the simulator, on the profile, lets
+``slora`` bear (P99 of first tokens within 5 times that of the same requests alone).
+
+Runs come in pairs, A B B A ..., each pair with requests of its own; ``corun`` against itself is the
+control, and where it spreads over 5 % nothing is said of times. Ratios are medians over pairs with
+a 90 % interval. A run that was stopped goes on with what is not kept yet, if nothing has changed in
+the product. ``sim_vs_real.py`` compares what is kept with the simulator. The last line is JSON.
+
+    python bench/policies_real.py [--full] [--pairs 7] [--requests 140] [--traces DIR]
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cold.rig import engine_and_worker_cpus
+from cold.verdicts import is_quiet
+from corun.profiles.profile import Profile
+from corun.runtime.errors import ConfigError
+from corun.runtime.sim.traces import trace_directory
+from paired import Ratio, ratio_of, report
+from replays.cells import ACCURACY, BASELINE, Cell, Figures, simulate_cell, workload_of
+from replays.kept import read_figures, write_figures
+from replays.loads import Search, largest_rate, search_together
+from replays.real import FREE, PRESSED, Column, Pressure, RealEngines, make_column, product_digest
+from replays.verdicts import MAX_PREEMPTED
+from transformers.utils import logging as transformers_logging
+
+RESULTS = Path(__file__).with_name("results") / "policies_real"
+LOAD = 0.7
+MAX_MEMORY_MEAN, MAX_LINK_SHARE = 1.03, 0.6
+MAX_HOST_MEAN = 0.75
+FREE_RANGE = (0.95, 1.05)
+_UNIT_SEEDS, _UNIT_REQUESTS = 5, 1000  # of the rate that loads are in units of
+_SATURATING_RPS = 10_000.0
+_START_SHARE = 0.8  # of what is served when requests never stop coming
+_RUN_S = 25.0  # for what is said before anything was run
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two that are compared."""
+
+    policy: str
+    memory_policy: str | None = None
+    host_kv_gib: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What is compared, and where."""
+
+    name: str
+    a: Side
+    b: Side
+    recipe: str = "S1-16"
+    load: float = LOAD
+    pressure: Pressure = PRESSED
+
+    def seed(self, number: int) -> int:
+        """Of the requests of one pair; those of different comparisons share no seed."""
+        return 1000 * (1 + list(PAIRS).index(self.name)) + number
+
+
+_CORUN, _FCFS_LRU = Side("corun"), Side("fcfs", "lru")
+_ALL = (
+    Pair("scheduling", _CORUN, Side(BASELINE)),
+    Pair("memory", Side("fcfs", "corun"), Side("fcfs", "discard-idle")),
+    Pair("control", _CORUN, _CORUN),
+    Pair("chameleon", Side("chameleon", "chameleon"), _FCFS_LRU),
+    Pair("scheduling at 1.0", _CORUN, Side(BASELINE), load=1.0),
+    Pair("scheduling, S5", _CORUN, Side(BASELINE), recipe="S5-16"),
+    Pair("host", Side("fcfs", "corun", 1), Side("fcfs", "corun"), recipe="mooncake-16"),
+    Pair("free, scheduling", _CORUN, _FCFS_LRU, pressure=FREE),
+    Pair("free, memory", Side("fcfs", "corun"), _FCFS_LRU, pressure=FREE),
+)
+PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _ALL}
+_DEFAULT = ("scheduling", "memory", "control")
+
+# By pair, one element per pair of runs: what A and what B came to.
+Results = Mapping[str, Sequence[tuple[Figures, Figures]]]
+
+
+class Kept:
+    """What runs came to, in files: of this product, and of one profile of this machine."""
+
+    def __init__(self, results: Path) -> None:
+        self.folder = results / product_digest()
+
+    def path(self, cell: Cell, *, is_b: bool) -> Path:
+        """Of A or B, which in the control are alike."""
+        return self.folder / "runs" / f"{cell.name}-{'b' if is_b else 'a'}.json"
+
+
+def main() -> None:
+    """Measure, judge and print."""
+    options = _options()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    try:
+        _run(options)
+    except ConfigError as error:
+        sys.stderr.write(f"policies_real.py: {error}\n")
+        sys.exit(2)
+
+
+def _run(options: argparse.Namespace) -> None:
+    traces = trace_directory(options.traces)
+    pairs = [PAIRS[name] for name in options.only or (PAIRS if options.full else _DEFAULT)]
+    kept = Kept(options.results)
+    with tempfile.TemporaryDirectory() as files:
+        engines = RealEngines(
+            Path(files), kept.folder, engine_and_worker_cpus(), options.profile_s, _say
+        )
+        columns, units = columns_and_units(engines.profile, pairs, options.requests, traces)
+        for name, column in columns.items():
+            _say(f"{name}: {column.describe()}")
+        runs = runs_of(pairs, options.pairs, units, columns, options.requests)
+        results = _measure(runs, kept, partial(_real, engines, columns, traces))
+    _report(options, engines.profile, columns, units, results)
+
+
+def columns_and_units(
+    profile: Profile, pairs: Iterable[Pair], num_requests: int, traces: Path | None
+) -> tuple[dict[str, Column], dict[str, float]]:
+    """Machines, and requests/s at load 1 on them, by what pairs name. Raises ``ConfigError``."""
+    columns, units = {}, {}
+    for pair in pairs:
+        name = column_name(pair)
+        if name not in columns:
+            columns[name] = make_column(profile, pair.recipe, pair.pressure, num_requests, traces)
+            units[name] = _unit_rps(pair.recipe, columns[name], traces)
+            _say(f"{name}: {BASELINE} bears {units[name]:g} requests/s (simulated)")
+    return columns, units
+
+
+def column_name(pair: Pair) -> str:
+    """What pairs on one machine have in common."""
+    return f"{pair.recipe}, {pair.pressure.name}"
+
+
+def _unit_rps(recipe: str, column: Column, traces: Path | None) -> float:
+    """The largest rate that ``slora`` bears, simulated."""
+
+    def cells(rate_rps: float, num_seeds: int = _UNIT_SEEDS) -> list[Cell]:
+        return [
+            Cell(recipe, rate_rps, BASELINE, ACCURACY, seed, _UNIT_REQUESTS)
+            for seed in range(1, num_seeds + 1)
+        ]
+
+    def run(wanted: Iterable[Cell]) -> dict[Cell, Figures]:
+        machine = column.machine
+        return {cell: simulate_cell(cell, machine, workload_of(cell, traces)) for cell in wanted}
+
+    (saturated,) = run(cells(_SATURATING_RPS, 1)).values()
+    start_rps = float(f"{_START_SHARE * saturated.served_rps:.3g}")
+    search: Search = largest_rate(cells, start_rps)
+    return search_together({recipe: search}, run)[recipe]
+
+
+def runs_of(
+    pairs: Sequence[Pair], num_pairs: int, units: Mapping[str, float],
+    columns: Mapping[str, Column], num_requests: int,
+) -> list[tuple[Pair, Cell, bool]]:  # fmt: skip
+    """All runs in their order: of which pair, what, and whether it is its B."""
+    runs = []
+    for number in range(num_pairs):
+        for pair in pairs:
+            name = column_name(pair)
+            cells = [
+                Cell(
+                    pair.recipe, float(f"{pair.load * units[name]:.4g}"), side.policy, ACCURACY,
+                    pair.seed(number), num_requests, memory_policy=side.memory_policy,
+                    machine=columns[name].machine.name, host_kv_gib=side.host_kv_gib,
+                )
+                for side in (pair.a, pair.b)
+            ]  # fmt: skip
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            runs += [(pair, cells[index], bool(index)) for index in order]
+    return runs
+
+
+def _real(
+    engines: RealEngines, columns: Mapping[str, Column], traces: Path | None, pair: Pair, cell: Cell
+) -> Figures:
+    return engines.run(cell, columns[column_name(pair)], traces)
+
+
+def _measure(
+    runs: Sequence[tuple[Pair, Cell, bool]], kept: Kept, run: Callable[[Pair, Cell], Figures]
+) -> Results:
+    """Run what is not kept yet; each is kept as it ends."""
+    missing = sum(not kept.path(cell, is_b=is_b).exists() for _, cell, is_b in runs)
+    _say(f"{missing} of {len(runs)} runs to do, about {missing * _RUN_S / 60:.0f} min")
+    found: dict[tuple[str, int, bool], Figures] = {}
+    began_s, num_done = time.monotonic(), 0
+    for pair, cell, is_b in runs:
+        path = kept.path(cell, is_b=is_b)
+        figures = read_figures(path)
+        if figures is None:
+            figures = run(pair, cell)
+            write_figures(path, cell, figures)
+            num_done += 1
+            left_s = (time.monotonic() - began_s) / num_done * (missing - num_done)
+            _say(
+                f"{num_done} of {missing}, {left_s / 60:.1f} min left: {pair.name}: {cell.name}: "
+                f"first token {1e3 * figures.ttft_mean_s:.1f} ms, step "
+                f"{1e3 * figures.step_mean_s:.2f} ms"
+            )
+        found[pair.name, cell.seed, is_b] = figures
+    return {
+        pair.name: [
+            (found[pair.name, seed, False], found[pair.name, seed, True])
+            for name, seed, is_b in found
+            if name == pair.name and not is_b
+        ]
+        for pair in dict.fromkeys(pair for pair, _, _ in runs)
+    }
+
+
+def ratio(results: Results, name: str, value: Callable[[Figures], float]) -> Ratio:
+    """A over B."""
+    return ratio_of([value(a) / value(b) for a, b in results[name]])
+
+
+def _mean(one: Figures) -> float:
+    return one.ttft_mean_s
+
+
+def _bounds(results: Results) -> dict[str, bool | None]:
+    """What the figures say; None where the control says that they say nothing."""
+    control = ratio(results, "control", _mean) if "control" in results else None
+    is_clear = control is not None and is_quiet(control)
+    means = {name: ratio(results, name, _mean) for name in results}
+    bounds: dict[str, bool | None] = {}
+
+    def timed(text: str, is_held: bool) -> None:
+        bounds[text] = is_held if is_clear else None
+
+    if "scheduling" in means:
+        timed("scheduling: mean of corun below slora", means["scheduling"].high < 1.0)
+        figures = [a for a, _ in results["scheduling"]]
+        preempted = sum(one.num_preempted for one in figures)
+        share = preempted / sum(one.num_requests for one in figures)
+        bounds[f"scheduling: preempted by corun <= {MAX_PREEMPTED:.1%}"] = share <= MAX_PREEMPTED
+    if "memory" in means:
+        text = f"memory: mean of corun <= {MAX_MEMORY_MEAN:.2f} x discard-idle"
+        timed(text, means["memory"].median <= MAX_MEMORY_MEAN)
+        link = ratio(results, "memory", lambda one: one.link_bytes)
+        text = f"memory: link bytes of corun <= {MAX_LINK_SHARE} x discard-idle"
+        bounds[text] = link.median <= MAX_LINK_SHARE
+    if "host" in means:
+        text = "host: mean with KV on the host 25 % lower"
+        timed(text, means["host"].median <= MAX_HOST_MEAN and means["host"].high < 1.0)
+    for name in (name for name in means if PAIRS[name].pressure is FREE):
+        low, high = FREE_RANGE
+        found = means[name]
+        is_one = found.low <= 1.0 <= found.high and low <= found.low and found.high <= high
+        timed(f"{name}: means alike, the interval within {low} to {high}", is_one)
+    refused = sum(one.num_refused for both in results.values() for pair in both for one in pair)
+    bounds["no request failed"] = refused == 0
+    return bounds
+
+
+def _report(
+    options: argparse.Namespace, profile: Profile, columns: Mapping[str, Column],
+    units: Mapping[str, float], results: Results,
+) -> None:  # fmt: skip
+    metrics: Mapping[str, Callable[[Figures], float]] = {
+        "mean": _mean,
+        "P50": lambda one: one.ttft_p50_s,
+        "P99": lambda one: one.ttft_p99_s,
+        "TPOT": lambda one: one.tpot_mean_s,
+        "link bytes": lambda one: one.link_bytes,
+    }
+    ratios = {
+        f"{name}: {metric}": ratio(results, name, value).to_json()
+        for name in results
+        for metric, value in metrics.items()
+    }
+    for name, found in ratios.items():
+        _say(f"{name}: {found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})")
+    bounds = _bounds(results)
+    for name, is_held in bounds.items():
+        _say(f"{'inconclusive' if is_held is None else 'holds' if is_held else 'FAILS'}  {name}")
+    figures: dict[str, Any] = {
+        "unit_rps": dict(units),
+        "columns": {name: column.describe() for name, column in columns.items()},
+        "busy_reasons": profile.quality.busy_reasons,
+        "ratios": ratios,
+    }
+    workload = {name: getattr(options, name) for name in ("pairs", "requests", "full")}
+    report("policies_real", workload | {"model": "llama-70m bf16"}, figures, bounds)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="all comparisons: hours")
+    parser.add_argument("--only", nargs="+", choices=tuple(PAIRS), help="these comparisons")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=140, help="of a run")
+    parser.add_argument("--traces", metavar="DIR", help="where trace files lie")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="keep runs here")
+    parser.add_argument("--profile-s", type=float, default=45.0, help="to measure this machine")
+    options = parser.parse_args()
+    for name in ("pairs", "requests"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}, must be at least 1")
+    return options
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
