@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.memory.make import MakeMemoryPolicy
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
@@ -47,6 +48,7 @@ class Cell:
     memory_policy: str | None = None
     machine: str | None = None  # None = the one that the recipe is meant for
     host_kv_gib: int = 0
+    load_strategy: LoadStrategy | None = None  # None = the planner's choice
 
     @property
     def name(self) -> str:
@@ -54,7 +56,7 @@ class Cell:
         parts = (
             self.recipe, f"{self.rate_rps:g}rps", self.policy, predictor_name(self.accuracy),
             f"seed{self.seed}", f"{self.num_requests}", self.memory_policy, self.machine,
-            f"host{self.host_kv_gib}" if self.host_kv_gib else None,
+            f"host{self.host_kv_gib}" if self.host_kv_gib else None, self.load_strategy,
         )  # fmt: skip
         return "-".join(part for part in parts if part is not None)
 
@@ -64,6 +66,7 @@ class Figures:
     """Of one cell; times in seconds. First tokens count from arrivals."""
 
     ttft_mean_s: float
+    ttft_cold_mean_s: float  # of requests whose adapter was not on the device; 0 = there were none
     ttft_p50_s: float
     ttft_p99_s: float
     slowdown_p99: float  # first tokens, in times of the same request's alone on an idle engine
@@ -119,6 +122,7 @@ def options_of(cell: Cell) -> SimulationOptions:
     options = SimulationOptions(
         scheduling_policy=cell.policy,
         make_predictor=partial(predictor_of, cell),
+        load_strategy=cell.load_strategy,
     )
     if cell.policy == BASELINE:
         options = replace(
@@ -154,6 +158,7 @@ def figures_of(replayed: Replayed, workload: Workload, machine: SimulatedMachine
     num_dropped = math.ceil(DROPPED_SHARE * len(workload.requests))
     records = [record for record in replayed.records if record.request_id > num_dropped]
     ttft_s = np.array([_first_token_s(record) - record.arrival_s for record in records])
+    is_cold = np.array([record.is_cold for record in records])
     requests = [workload.requests[record.request_id - 1] for record in records]
     unloaded_s = np.array(
         [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
@@ -162,6 +167,7 @@ def figures_of(replayed: Replayed, workload: Workload, machine: SimulatedMachine
     num_prompt_tokens = sum(one.prompt_tokens for one in requests)
     return Figures(
         ttft_mean_s=float(ttft_s.mean()),
+        ttft_cold_mean_s=float(ttft_s[is_cold].mean()) if is_cold.any() else 0.0,
         ttft_p50_s=_percentile(ttft_s, 50),
         ttft_p99_s=_percentile(ttft_s, 99),
         slowdown_p99=_percentile(ttft_s / unloaded_s, 99),

@@ -228,6 +228,7 @@ class RealEngines:
             prefix_cache="on" if options.prefix_cache else "off",
             host_kv_bytes=str(options.host_kv_bytes),
             adapter_memory_fraction=options.adapter_memory_fraction,
+            load_strategy=options.load_strategy or "auto",
         )
 
     def _profile_of(self, column: Column) -> Path:

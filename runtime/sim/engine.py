@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from ...profiles.models import MachineModel
 from ..adapters.registry import AdapterRegistry
 from ..coldstart.cold_start import PlannedColdStarts
-from ..coldstart.planner import Planner
+from ..coldstart.planner import Planner, PlannerConfig
+from ..coldstart.strategy import LoadStrategy
 from ..engine.core import CoreConfig, EngineCore
 from ..engine.messages import AddRequest
 from ..memory.device_memory import DeviceMemory
@@ -50,6 +51,7 @@ class SimulationOptions:
     adapter_memory_fraction: float | None = None  # of policies that split
     host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
     host_kv_bytes: int = 0  # for KV that has left the device
+    load_strategy: LoadStrategy | None = None  # of cold requests; None = the planner's choice
     factors: Factors = AS_MODELLED  # which nobody who decides is told of
 
 
@@ -175,7 +177,10 @@ def _make_scheduler(
     model = machine.model
     times = ProfiledTimes(model, config.max_num_batched_tokens)
     memory = _make_memory(machine, options, times, config)
-    cold_starts = PlannedColdStarts(Planner(model), _worker_tokens(model), memory.transfers)
+    cold_starts = PlannedColdStarts(
+        Planner(model, PlannerConfig(forced=options.load_strategy)), _worker_tokens(model),
+        memory.transfers,
+    )  # fmt: skip
     return Scheduler(
         config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,
         predictor=options.make_predictor(output_tokens), times=times,

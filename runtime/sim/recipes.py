@@ -301,22 +301,22 @@ _gentd26 = partial(_independent, draw_adapters=_gentd26_adapters)
 
 RECIPES: Mapping[str, Recipe] = {
     "S1": Recipe("a40-llama7b", _ranked),
-    # For models so small that a CPU serves them.
-    "S1-16": Recipe("a40-llama7b", _ranked, prompt_divisor=16, output_divisor=16),
     "S2": Recipe("a40-llama7b", _ranked, prompt_divisor=5, output_divisor=5),
     "S3": Recipe("a40-llama8b", partial(_own_clock, kind="conv", has_gentd26_ids=True)),
     "S4": Recipe("a40-llama7b", partial(_own_clock, kind="code")),
     "S5": Recipe("a40-llama7b", partial(_own_clock, kind="conv", has_gentd26_ids=True)),
-    "S5-16": Recipe(
-        "a40-llama7b",
-        partial(_own_clock, kind="conv", has_gentd26_ids=True),
-        prompt_divisor=16,
-        output_divisor=16,
-    ),
     "zipf": Recipe("a40-llama8b", _zipf, prompt_divisor=5, output_divisor=5),
     "gentd26": Recipe("a40-llama8b", _gentd26, prompt_divisor=5, output_divisor=5),
     "mooncake-16": Recipe("a40-llama7b", _sessions, prompt_divisor=16, output_divisor=4),
     "mooncake-8": Recipe("a40-llama7b", _sessions, prompt_divisor=8, output_divisor=4),
     "maf": Recipe("a40-llama7b", _functions),
     "servegen": Recipe("a40-llama8b", partial(_clients, model="m-small")),
+    # For models so small that a CPU serves them.
+    "S1-16": Recipe("a40-llama7b", _ranked, prompt_divisor=16, output_divisor=16),
+    "S5-16": Recipe(
+        "a40-llama7b",
+        partial(_own_clock, kind="conv", has_gentd26_ids=True),
+        prompt_divisor=16,
+        output_divisor=16,
+    ),
 }

@@ -31,6 +31,7 @@ class RequestRecord:
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of its prompt
     num_host_cached_tokens: int = 0  # of these, from the host
+    is_cold: bool = False  # its adapter was not on the device when it was to begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class _Run:
                 record.first_token_s = at_s
                 record.num_cached_tokens = update.num_cached_tokens
                 record.num_host_cached_tokens = update.num_host_cached_tokens
+                record.is_cold = update.cold_start is not None
         if update.finish_reason is not None:
             record.end_s = at_s
             record.finish_reason = update.finish_reason
