@@ -83,6 +83,9 @@ class MachineModel:
     # To read the base weights, under which the arithmetic of prefill hides; 0 where the curve,
     # which is then flat at first, has it.
     read_s: float = 0.0
+    # The engine's core around a step, in which the device computes nothing, and more for each row.
+    turn_s: float = 0.0
+    turn_row_s: float = 0.0
     decode_token_share: float = 1.0  # as how many tokens of the curve a decode row counts
 
     def invoke_s(self, num_tokens: int) -> float:

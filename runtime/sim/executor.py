@@ -211,10 +211,17 @@ class LatencyExecutor:
 
     def _begin_step(self, now_s: float) -> None:
         step = self._steps[0]
-        step.start_s = now_s
+        step.start_s = now_s + self._turn_s(step.plan)
         for request_id in step.plan.forget_requests:  # steps before this one may have had its rows
             self._known.pop(request_id, None)
         self._expect_end()
+
+    def _turn_s(self, plan: StepPlan) -> float:
+        """What the engine's core takes for a step; before the step, which comes to the same."""
+        if not plan.sub_batches:
+            return 0.0
+        num_rows = sum(len(batch.request_ids) for batch in plan.sub_batches)
+        return self._model.turn_s + self._model.turn_row_s * num_rows
 
     def _expect_end(self) -> None:
         """Say (again) when the running step ends: loads that it waits for may be later."""

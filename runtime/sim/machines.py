@@ -101,6 +101,8 @@ def slowed(model: MachineModel, factors: Factors) -> MachineModel:
         prefill_s_per_token_key=model.prefill_s_per_token_key * step,
         decode_s_per_key=model.decode_s_per_key * step,
         read_s=model.read_s * step,
+        turn_s=model.turn_s * step,
+        turn_row_s=model.turn_row_s * step,
     )
 
 

@@ -58,6 +58,8 @@ PROFILE = Profile(
         host_step_s=5e-4,
         decode_step_s=Curve((1.0, 64.0), (0.0005, 0.0015)),
         host_row_s=2e-5,
+        turn_s=3e-4,
+        turn_row_s=1e-5,
         prefill_s_per_token_key=3e-9,
         decode_s_per_key=4e-8,
     ),

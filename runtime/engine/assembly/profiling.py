@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from ...config.engine import EngineConfig
 from ...errors import ConfigError, CorunError, ResourceError
 from ...machine.facts import MachineFacts, read_machine_facts
 from .placement import Placement, place_engine
+from .turns import measure_turns
 
 if TYPE_CHECKING:
     from ....gpu.execution.assemble import LoadedModel
@@ -205,11 +206,14 @@ def _measure(
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),
             coexecution_off="" if plan.worker_cpus else plan.reasons[-1].removeprefix(_OFF),
         )
-        return measure_profile(
+        profile = measure_profile(
             bench,
             Listener(listener.on_estimate, listener.on_report),
             CpuUseSampler(cpus).use,
         )
+        turn_s, turn_row_s = measure_turns(loaded)
+        model = replace(profile.model, turn_s=turn_s, turn_row_s=turn_row_s)
+        return replace(profile, model=model)
     finally:
         device.close()
 
