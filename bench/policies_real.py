@@ -9,7 +9,8 @@ are chosen by ratios, which are printed; the load is 0.7 of what the simulator, 
 Runs come in pairs, A B B A ..., each pair with requests of its own; ``corun`` against itself is the
 control, and where it spreads over 5 % nothing is said of times. Ratios are medians over pairs with
 a 90 % interval. A run that was stopped goes on with what is not kept yet, if nothing has changed in
-the product. ``sim_vs_real.py`` compares what is kept with the simulator. The last line is JSON.
+the product. What others disturb, who had more than a tenth of a CPU meanwhile, is run again, up
+to three times. ``sim_vs_real.py`` compares what is kept with the simulator. The last line is JSON.
 
     python bench/policies_real.py [--full] [--pairs 7] [--requests 140] [--traces DIR]
 """
@@ -35,6 +36,7 @@ from paired import Ratio, ratio_of, report
 from replays.cells import ACCURACY, BASELINE, Cell, Figures, simulate_cell, workload_of
 from replays.kept import read_figures, write_figures
 from replays.loads import Search, largest_rate, search_together
+from replays.quiet import measured_quietly
 from replays.real import FREE, PRESSED, Column, Pressure, RealEngines, make_column, product_digest
 from replays.verdicts import MAX_PREEMPTED
 from transformers.utils import logging as transformers_logging
@@ -129,15 +131,16 @@ def _run(options: argparse.Namespace) -> None:
     pairs = [PAIRS[name] for name in options.only or (PAIRS if options.full else _DEFAULT)]
     kept = Kept(options.results)
     with tempfile.TemporaryDirectory() as files:
-        engines = RealEngines(
-            Path(files), kept.folder, engine_and_worker_cpus(), options.profile_s, _say
-        )
+        cpus = engine_and_worker_cpus()
+        engines = RealEngines(Path(files), kept.folder, cpus, options.profile_s, _say)
         columns, units = columns_and_units(engines.profile, pairs, options.requests, traces)
         for name, column in columns.items():
             _say(f"{name}: {column.describe()}")
         runs = runs_of(pairs, options.pairs, units, columns, options.requests)
-        results = _measure(runs, kept, partial(_real, engines, columns, traces))
-    _report(options, engines.profile, columns, units, results)
+        results, num_disturbed = _measure(
+            runs, kept, partial(_real, engines, columns, traces), cpus
+        )
+    _report(options, engines.profile, columns, units, results, num_disturbed)
 
 
 def columns_and_units(
@@ -208,28 +211,29 @@ def _real(
 
 
 def _measure(
-    runs: Sequence[tuple[Pair, Cell, bool]], kept: Kept, run: Callable[[Pair, Cell], Figures]
-) -> Results:
-    """Run what is not kept yet; each is kept as it ends."""
+    runs: Sequence[tuple[Pair, Cell, bool]], kept: Kept, run: Callable[[Pair, Cell], Figures],
+    cpus: Sequence[int],
+) -> tuple[Results, int]:  # fmt: skip
+    """Run what is not kept yet; each is kept as it ends. How many of them others disturbed."""
     missing = sum(not kept.path(cell, is_b=is_b).exists() for _, cell, is_b in runs)
     _say(f"{missing} of {len(runs)} runs to do, about {missing * _RUN_S / 60:.0f} min")
     found: dict[tuple[str, int, bool], Figures] = {}
-    began_s, num_done = time.monotonic(), 0
+    began_s, num_done, num_disturbed = time.monotonic(), 0, 0
     for pair, cell, is_b in runs:
         path = kept.path(cell, is_b=is_b)
         figures = read_figures(path)
         if figures is None:
-            figures = run(pair, cell)
+            measure = partial(run, pair, cell)
+            measured, is_quiet_run = measured_quietly(measure, cpus, _say)
+            figures = measured
             write_figures(path, cell, figures)
+            num_disturbed += not is_quiet_run
             num_done += 1
             left_s = (time.monotonic() - began_s) / num_done * (missing - num_done)
-            _say(
-                f"{num_done} of {missing}, {left_s / 60:.1f} min left: {pair.name}: {cell.name}: "
-                f"first token {1e3 * figures.ttft_mean_s:.1f} ms, step "
-                f"{1e3 * figures.step_mean_s:.2f} ms"
-            )
+            progress = f"{num_done} of {missing}, {left_s / 60:.1f} min left"
+            _say(f"{progress}: {pair.name}: {cell.name}: {_describe(figures)}")
         found[pair.name, cell.seed, is_b] = figures
-    return {
+    results = {
         pair.name: [
             (found[pair.name, seed, False], found[pair.name, seed, True])
             for name, seed, is_b in found
@@ -237,6 +241,12 @@ def _measure(
         ]
         for pair in dict.fromkeys(pair for pair, _, _ in runs)
     }
+    return results, num_disturbed
+
+
+def _describe(figures: Figures) -> str:
+    ttft_ms, step_ms = 1e3 * figures.ttft_mean_s, 1e3 * figures.step_mean_s
+    return f"first token {ttft_ms:.1f} ms, step {step_ms:.2f} ms"
 
 
 def ratio(results: Results, name: str, value: Callable[[Figures], float]) -> Ratio:
@@ -289,7 +299,7 @@ def bounds_of(results: Results) -> dict[str, bool | None]:
 
 def _report(
     options: argparse.Namespace, profile: Profile, columns: Mapping[str, Column],
-    units: Mapping[str, float], results: Results,
+    units: Mapping[str, float], results: Results, num_disturbed: int,
 ) -> None:  # fmt: skip
     metrics: Mapping[str, Callable[[Figures], float]] = {
         "mean": _mean,
@@ -312,6 +322,7 @@ def _report(
         "unit_rps": dict(units),
         "columns": {name: column.describe() for name, column in columns.items()},
         "busy_reasons": profile.quality.busy_reasons,
+        "disturbed_runs": num_disturbed,
         "ratios": ratios,
     }
     workload = {name: getattr(options, name) for name in ("pairs", "requests", "full")}

@@ -41,6 +41,7 @@ from models import ALL_TARGETS, ATTENTION_TARGETS, VOCAB_SIZE, save_adapter, sav
 
 from replays.cells import Cell, Figures, figures_of, options_of, predictor_of, workload_of
 from replays.kept import PRODUCT
+from replays.quiet import measured_quietly
 
 _GIB = 2**30
 _MODEL = SIZES["small"]
@@ -182,7 +183,9 @@ class RealEngines:
         path = kept / "profile.json"
         if not path.exists():
             kept.mkdir(parents=True, exist_ok=True)
-            with_measured_profile(config, path, profile_s, say)
+            part = path.with_suffix(".part")
+            measured_quietly(lambda: with_measured_profile(config, part, profile_s, say), cpus, say)
+            os.replace(part, path)
         self.profile = load_profile(path)
         linear, attention, lora, *_ = self.profile.subject.settings.backends
         self._config = replace(

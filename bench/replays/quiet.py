@@ -1,0 +1,41 @@
+"""Measures again what others have disturbed, whatever came out."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from corun.profiles.busy import busy_reasons
+from corun.profiles.measure.cpu_use import CpuUseSampler
+
+MAX_ATTEMPTS = 3
+_T = TypeVar("_T")
+LOOK_S = 1.0  # at others, before anything is measured
+_MAX_WAIT_S = 60.0
+
+
+def measured_quietly(
+    measure: Callable[[], _T], cpus: Sequence[int], say: Callable[[str], None]
+) -> tuple[_T, bool]:
+    """What ``measure`` returns, and whether nobody else had the CPUs meanwhile.
+
+    It is repeated while somebody had, ``MAX_ATTEMPTS`` times at most; before each, others are given
+    a minute to end.
+    """
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        _wait_for_others(cpus)
+        sampler = CpuUseSampler(cpus)
+        measured = measure()
+        reasons = busy_reasons(sampler.use(), ())
+        if not reasons:
+            break
+        say(f"disturbed ({'; '.join(reasons)}), attempt {attempt} of {MAX_ATTEMPTS}")
+    return measured, not reasons
+
+
+def _wait_for_others(cpus: Sequence[int]) -> None:
+    deadline_s = time.monotonic() + _MAX_WAIT_S
+    while time.monotonic() < deadline_s:
+        sampler = CpuUseSampler(cpus)
+        time.sleep(LOOK_S)
+        if not busy_reasons(sampler.use(), ()):
+            return
