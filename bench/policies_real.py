@@ -21,86 +21,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cold.rig import engine_and_worker_cpus
-from cold.verdicts import is_quiet
 from corun.profiles.profile import Profile
-from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.errors import ConfigError
 from corun.runtime.sim.traces import trace_directory
-from paired import Ratio, ratio_of, report
+from paired import report
 from replays.cells import ACCURACY, BASELINE, Cell, Figures, simulate_cell, workload_of
 from replays.kept import read_figures, write_figures
-from replays.loads import Search, largest_rate, search_together
+from replays.loads import RunCells, largest_rate, search_together
 from replays.quiet import measured_quietly
-from replays.real import FREE, PRESSED, Column, Pressure, RealEngines, make_column, product_digest
-from replays.verdicts import MAX_PREEMPTED
+from replays.real import Column, RealEngines, make_column, product_digest
+from replays.real_pairs import DEFAULT, PAIRS, Pair, Results, bounds_of, mean_s, ratio
 from transformers.utils import logging as transformers_logging
 
 RESULTS = Path(__file__).with_name("results") / "policies_real"
-LOAD = 0.7
-MAX_MEMORY_MEAN, MAX_LINK_SHARE = 1.03, 0.6
-MAX_HOST_MEAN, MAX_COLD_MEAN = 0.75, 0.85
-FREE_RANGE = (0.95, 1.05)
-_MIN_PAIRS = 5  # of the control: fewer may come out alike by chance
+MAX_LIMIT_OFF = 0.10
 _UNIT_SEEDS, _UNIT_REQUESTS = 5, 1000  # of the rate that loads are in units of
+_LIMIT_SEEDS = 3  # of the same on the real engine
 _SATURATING_RPS = 10_000.0
 _START_SHARE = 0.8  # of what is served when requests never stop coming
 _RUN_S = 25.0  # for what is said before anything was run
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two that are compared."""
-
-    policy: str
-    memory_policy: str | None = None
-    host_kv_gib: int = 0
-    load_strategy: LoadStrategy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """What is compared, and where."""
-
-    name: str
-    a: Side
-    b: Side
-    recipe: str = "S1-16"
-    load: float = LOAD
-    pressure: Pressure = PRESSED
-
-    def seed(self, number: int) -> int:
-        """Of the requests of one pair; those of different comparisons share no seed."""
-        return 1000 * (1 + list(PAIRS).index(self.name)) + number
-
-
-_CORUN, _FCFS_LRU = Side("corun"), Side("fcfs", "lru")
-_ALL = (
-    Pair("scheduling", _CORUN, Side(BASELINE)),
-    Pair("memory", Side("fcfs", "corun"), Side("fcfs", "discard-idle")),
-    Pair("control", _CORUN, _CORUN),
-    Pair("chameleon", Side("chameleon", "chameleon"), _FCFS_LRU),
-    Pair("scheduling at 1.0", _CORUN, Side(BASELINE), load=1.0),
-    Pair("scheduling, S5", _CORUN, Side(BASELINE), recipe="S5-16"),
-    Pair("host", Side("fcfs", "corun", 1), Side("fcfs", "corun"), recipe="mooncake-16"),
-    Pair(
-        "workers",
-        Side("fcfs", "discard-idle"),
-        Side("fcfs", "discard-idle", load_strategy=LoadStrategy.ASYNC_LOAD),
-    ),
-    Pair("free, scheduling", _CORUN, _FCFS_LRU, pressure=FREE),
-    Pair("free, memory", Side("fcfs", "corun"), _FCFS_LRU, pressure=FREE),
-)
-PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _ALL}
-_DEFAULT = ("scheduling", "memory", "control")
-
-# By pair, one element per pair of runs: what A and what B came to.
-Results = Mapping[str, Sequence[tuple[Figures, Figures]]]
 
 
 class Kept:
@@ -112,6 +56,10 @@ class Kept:
     def path(self, cell: Cell, *, is_b: bool) -> Path:
         """Of A or B, which in the control are alike."""
         return self.folder / "runs" / f"{cell.name}-{'b' if is_b else 'a'}.json"
+
+    def searched(self, cell: Cell) -> Path:
+        """Of a rate that was tried."""
+        return self.folder / "searched" / f"{cell.name}.json"
 
 
 def main() -> None:
@@ -128,7 +76,7 @@ def main() -> None:
 
 def _run(options: argparse.Namespace) -> None:
     traces = trace_directory(options.traces)
-    pairs = [PAIRS[name] for name in options.only or (PAIRS if options.full else _DEFAULT)]
+    pairs = [PAIRS[name] for name in options.only or (PAIRS if options.full else DEFAULT)]
     kept = Kept(options.results)
     with tempfile.TemporaryDirectory() as files:
         cpus = engine_and_worker_cpus()
@@ -137,10 +85,16 @@ def _run(options: argparse.Namespace) -> None:
         for name, column in columns.items():
             _say(f"{name}: {column.describe()}")
         runs = runs_of(pairs, options.pairs, units, columns, options.requests)
+        limits = {}
+        if options.full and options.only is None:
+            name = column_name(PAIRS["scheduling"])
+            limits = compare_limits(
+                engines, columns[name], options.requests, kept, traces, units[name]
+            )
         results, num_disturbed = _measure(
             runs, kept, partial(_real, engines, columns, traces), cpus
         )
-    _report(options, engines.profile, columns, units, results, num_disturbed)
+    _report(options, engines.profile, columns, units, results, limits, num_disturbed)
 
 
 def columns_and_units(
@@ -164,21 +118,60 @@ def column_name(pair: Pair) -> str:
 
 def _unit_rps(recipe: str, column: Column, traces: Path | None) -> float:
     """The largest rate that ``slora`` bears, simulated."""
+    run = _simulation(column, traces)
+    saturating = Cell(recipe, _SATURATING_RPS, BASELINE, ACCURACY, 1, _UNIT_REQUESTS)
+    served_rps = run([saturating])[saturating].served_rps
+    return _borne_rps(recipe, column, run, (_UNIT_SEEDS, _UNIT_REQUESTS), _START_SHARE * served_rps)
 
-    def cells(rate_rps: float, num_seeds: int = _UNIT_SEEDS) -> list[Cell]:
-        return [
-            Cell(recipe, rate_rps, BASELINE, ACCURACY, seed, _UNIT_REQUESTS)
-            for seed in range(1, num_seeds + 1)
-        ]
 
-    def run(wanted: Iterable[Cell]) -> dict[Cell, Figures]:
+def _simulation(column: Column, traces: Path | None) -> RunCells:
+    def run(cells: Iterable[Cell]) -> dict[Cell, Figures]:
         machine = column.machine
-        return {cell: simulate_cell(cell, machine, workload_of(cell, traces)) for cell in wanted}
+        return {cell: simulate_cell(cell, machine, workload_of(cell, traces)) for cell in cells}
 
-    (saturated,) = run(cells(_SATURATING_RPS, 1)).values()
-    start_rps = float(f"{_START_SHARE * saturated.served_rps:.3g}")
-    search: Search = largest_rate(cells, start_rps)
+    return run
+
+
+def _borne_rps(
+    recipe: str, column: Column, run: RunCells, size: tuple[int, int], start_rps: float
+) -> float:
+    """The largest rate that ``slora`` bears by ``run``; ``size``: seeds, and requests of each."""
+    num_seeds, num_requests = size
+    search = largest_rate(
+        lambda rate_rps: [
+            Cell(
+                recipe, rate_rps, BASELINE, ACCURACY, seed, num_requests,
+                machine=column.machine.name,
+            )
+            for seed in range(1, num_seeds + 1)
+        ],
+        float(f"{start_rps:.3g}"),
+    )  # fmt: skip
     return search_together({recipe: search}, run)[recipe]
+
+
+def compare_limits(
+    engines: RealEngines, column: Column, num_requests: int, kept: Kept, traces: Path | None,
+    start_rps: float,
+) -> dict[str, float]:  # fmt: skip
+    """What ``slora`` bears on the real engine, and in the simulator on the same requests."""
+
+    def run(cells: Iterable[Cell]) -> dict[Cell, Figures]:
+        found = {}
+        for cell in cells:
+            figures = read_figures(kept.searched(cell))
+            if figures is None:
+                figures = engines.run(cell, column, traces)
+                write_figures(kept.searched(cell), cell, figures)
+                _say(f"{cell.name}: {_describe(figures)}")
+            found[cell] = figures
+        return found
+
+    recipe, size = PAIRS["scheduling"].recipe, (_LIMIT_SEEDS, num_requests)
+    return {
+        "real": _borne_rps(recipe, column, run, size, start_rps),
+        "simulated": _borne_rps(recipe, column, _simulation(column, traces), size, start_rps),
+    }
 
 
 def runs_of(
@@ -249,60 +242,12 @@ def _describe(figures: Figures) -> str:
     return f"first token {ttft_ms:.1f} ms, step {step_ms:.2f} ms"
 
 
-def ratio(results: Results, name: str, value: Callable[[Figures], float]) -> Ratio:
-    """A over B."""
-    return ratio_of([value(a) / value(b) for a, b in results[name]])
-
-
-def _mean(one: Figures) -> float:
-    return one.ttft_mean_s
-
-
-def bounds_of(results: Results) -> dict[str, bool | None]:
-    """What the figures say; None where the control says that they say nothing."""
-    control = ratio(results, "control", _mean) if "control" in results else None
-    is_clear = control is not None and control.num_pairs >= _MIN_PAIRS and is_quiet(control)
-    means = {name: ratio(results, name, _mean) for name in results}
-    bounds: dict[str, bool | None] = {}
-
-    def timed(text: str, is_held: bool) -> None:
-        bounds[text] = is_held if is_clear else None
-
-    if "scheduling" in means:
-        timed("scheduling: mean of corun below slora", means["scheduling"].high < 1.0)
-        figures = [a for a, _ in results["scheduling"]]
-        preempted = sum(one.num_preempted for one in figures)
-        share = preempted / sum(one.num_requests for one in figures)
-        bounds[f"scheduling: preempted by corun <= {MAX_PREEMPTED:.1%}"] = share <= MAX_PREEMPTED
-    if "memory" in means:
-        text = f"memory: mean of corun <= {MAX_MEMORY_MEAN:.2f} x discard-idle"
-        timed(text, means["memory"].median <= MAX_MEMORY_MEAN)
-        link = ratio(results, "memory", lambda one: one.link_bytes)
-        text = f"memory: link bytes of corun <= {MAX_LINK_SHARE} x discard-idle"
-        bounds[text] = link.median <= MAX_LINK_SHARE
-    if "host" in means:
-        text = "host: mean with KV on the host 25 % lower"
-        timed(text, means["host"].median <= MAX_HOST_MEAN and means["host"].high < 1.0)
-    if "workers" in means:
-        cold = ratio(results, "workers", lambda one: one.ttft_cold_mean_s)
-        text = "workers: cold requests' mean 15 % below async_load"
-        timed(text, cold.median <= MAX_COLD_MEAN and cold.high < 1.0)
-    for name in (name for name in means if PAIRS[name].pressure is FREE):
-        low, high = FREE_RANGE
-        found = means[name]
-        is_one = found.low <= 1.0 <= found.high and low <= found.low and found.high <= high
-        timed(f"{name}: means alike, the interval within {low} to {high}", is_one)
-    refused = sum(one.num_refused for both in results.values() for pair in both for one in pair)
-    bounds["no request failed"] = refused == 0
-    return bounds
-
-
 def _report(
     options: argparse.Namespace, profile: Profile, columns: Mapping[str, Column],
-    units: Mapping[str, float], results: Results, num_disturbed: int,
+    units: Mapping[str, float], results: Results, limits: Mapping[str, float], num_disturbed: int,
 ) -> None:  # fmt: skip
     metrics: Mapping[str, Callable[[Figures], float]] = {
-        "mean": _mean,
+        "mean": mean_s,
         "P50": lambda one: one.ttft_p50_s,
         "P99": lambda one: one.ttft_p99_s,
         "TPOT": lambda one: one.tpot_mean_s,
@@ -316,6 +261,9 @@ def _report(
     for name, found in ratios.items():
         _say(f"{name}: {found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})")
     bounds = bounds_of(results)
+    if limits:
+        is_near = abs(limits["simulated"] / limits["real"] - 1.0) <= MAX_LIMIT_OFF
+        bounds[f"what {BASELINE} bears is simulated within {MAX_LIMIT_OFF:.0%}"] = is_near
     for name, is_held in bounds.items():
         _say(f"{'inconclusive' if is_held is None else 'holds' if is_held else 'FAILS'}  {name}")
     figures: dict[str, Any] = {
@@ -323,6 +271,7 @@ def _report(
         "columns": {name: column.describe() for name, column in columns.items()},
         "busy_reasons": profile.quality.busy_reasons,
         "disturbed_runs": num_disturbed,
+        "borne_rps": dict(limits),
         "ratios": ratios,
     }
     workload = {name: getattr(options, name) for name in ("pairs", "requests", "full")}

@@ -4,7 +4,6 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-import policies_real
 import pytest
 import sim_vs_real
 from corun.runtime.plan import (
@@ -20,9 +19,10 @@ from corun.runtime.plan import (
 )
 from corun.runtime.sim.machines import MACHINES
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
-from policies_real import PAIRS, column_name, runs_of
+from policies_real import column_name, runs_of
 from replays.cells import Cell, Figures, simulate_cell, workload_of
 from replays.real import FREE, PRESSED, Column, Pressure, ScriptedExecutor, make_column
+from replays.real_pairs import PAIRS, Results, bounds_of
 from sim_vs_real import Run
 from support.fake_clock import FakeClock
 from support.profiles import PROFILE
@@ -36,7 +36,7 @@ def _figures(**values: Any) -> Figures:
     return dataclasses.replace(made, **values)
 
 
-def _results(**means: tuple[float, float]) -> policies_real.Results:
+def _results(**means: tuple[float, float]) -> Results:
     """Seven pairs, each the same."""
     return {
         name: [(_figures(ttft_mean_s=a), _figures(ttft_mean_s=b))] * 7
@@ -109,25 +109,25 @@ def test_requests_end_when_the_workload_says_and_steps_with_rows_are_timed() -> 
 
 
 def test_a_noisy_control_leaves_times_open_but_not_counts() -> None:
-    clear = policies_real.bounds_of(_results(scheduling=(0.8, 1.0), control=(1.0, 1.0)))
+    clear = bounds_of(_results(scheduling=(0.8, 1.0), control=(1.0, 1.0)))
     assert clear["scheduling: mean of corun below slora"] is True
     noisy = _results(scheduling=(0.8, 1.0), control=(1.0, 1.0))
     one = noisy["control"][0][0]
     spread = [(dataclasses.replace(one, ttft_mean_s=1 + i / 10), one) for i in range(7)]
-    open_ = policies_real.bounds_of({**noisy, "control": spread})
+    open_ = bounds_of({**noisy, "control": spread})
     assert open_["scheduling: mean of corun below slora"] is None
     assert open_["scheduling: preempted by corun <= 0.2%"] is True
     few = {**noisy, "control": noisy["control"][:1]}
-    assert policies_real.bounds_of(few)["scheduling: mean of corun below slora"] is None
+    assert bounds_of(few)["scheduling: mean of corun below slora"] is None
 
 
 def test_memory_is_held_to_link_bytes_whatever_the_control_says() -> None:
     results = {
         "memory": [(_figures(link_bytes=59), _figures(link_bytes=100))] * 7,
     }
-    assert policies_real.bounds_of(results)["memory: link bytes of corun <= 0.6 x discard-idle"]
+    assert bounds_of(results)["memory: link bytes of corun <= 0.6 x discard-idle"]
     more = {"memory": [(_figures(link_bytes=61), _figures(link_bytes=100))] * 7}
-    bounds = policies_real.bounds_of(more)
+    bounds = bounds_of(more)
     assert bounds["memory: link bytes of corun <= 0.6 x discard-idle"] is False
 
 

@@ -51,7 +51,10 @@ def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
 
     core.add_request, core.step = noted_add, noted_step  # type: ignore[method-assign]
     try:
-        replayed = replay(core, requests_of(workload), clock, clock.sleep, executor.link_stats)
+        replayed = replay(
+            core, requests_of(workload), clock, clock.sleep, executor.link_stats,
+            executor.step_stats,
+        )  # fmt: skip
     finally:
         executor.close()
     assert told.keys() == {record.request_id for record in replayed.records}
