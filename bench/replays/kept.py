@@ -24,7 +24,7 @@ _CELLS = Path(__file__).with_name("cells.py")
 _DECIDING = (
     "profiles/*.py", "runtime/*.py", "runtime/adapters/*.py", "runtime/coldstart/*.py",
     "runtime/engine/core.py", "runtime/engine/messages.py", "runtime/engine/residency.py",
-    "runtime/engine/stats.py",
+    "runtime/engine/slow_log.py", "runtime/engine/stats.py",
     "runtime/memory/**/*.py", "runtime/scheduler/**/*.py", "runtime/sim/*.py",
     "shm/arena_ranges.py",
 )  # fmt: skip
