@@ -9,7 +9,8 @@ from corun.profiles.profile import ProfileError
 from support.profiles import PROFILE
 
 
-def test_a_png_is_drawn_without_a_display(tmp_path: Path) -> None:
+def test_a_png_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of other tests
     path = tmp_path / "made with it" / "profile.png"
     draw_profile(PROFILE, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
