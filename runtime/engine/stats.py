@@ -17,7 +17,7 @@ def engine_stats(
     now_s: float,
 ) -> EngineStats:
     """Return all of it. O(adapters on the device or waited for)."""
-    memory = scheduler.memory
+    memory, lanes = scheduler.memory, scheduler.lanes
     counters, forecast = scheduler.counters, scheduler.forecast
     return EngineStats(
         num_running=scheduler.num_running,
@@ -28,8 +28,8 @@ def engine_stats(
         memory_bytes=_memory_bytes(memory),
         link=_link(memory, now_s),
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
-        policy_counts=_as_floats(scheduler.policy_counts()),
-        lane_counts=tuple(map(_as_floats, scheduler.lane_counts())),
+        policy_counts={} if lanes is None else _as_floats(lanes.counts()),
+        lane_counts=() if lanes is None else tuple(map(_as_floats, lanes.lane_counts())),
         first_token_parts_s={
             part.value: seconds for part, seconds in scheduler.timelines.total_s.items()
         },

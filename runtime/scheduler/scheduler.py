@@ -6,7 +6,7 @@ the results of earlier steps have come back. Who is admitted and who is preempte
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from ..errors import RequestError
 from ..limits import check_queue
@@ -117,13 +117,10 @@ class Scheduler:
         """Requests so far whose adapter was not on the device, by how they were started."""
         return self._cold_starts.counts()
 
-    def policy_counts(self) -> Mapping[str, float]:
-        """What the policy shows of itself."""
-        return self._policy.counts() if isinstance(self._policy, PolicyWithLanes) else {}
-
-    def lane_counts(self) -> Sequence[Mapping[str, float]]:
-        """What the policy shows of its lanes."""
-        return self._policy.lane_counts() if isinstance(self._policy, PolicyWithLanes) else ()
+    @property
+    def lanes(self) -> PolicyWithLanes | None:
+        """What the policy shows beside, if it has lanes."""
+        return self._policy if isinstance(self._policy, PolicyWithLanes) else None
 
     @property
     def requests(self) -> Iterable[Request]:

@@ -44,7 +44,6 @@ def describe(timing: TimeParts) -> str:
 
 
 _Shares = tuple[tuple[TimePart, float], ...]  # of the time that passes; they add up to 1
-_WARM: _Shares = ((TimePart.COMPUTE, 1.0),)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +56,11 @@ class _Timeline:
     warm_s: float | None = None  # what the step would take if the adapter were there
     parts: dict[TimePart, float] = field(default_factory=dict)
     num_in_the_way: dict[TimePart, int] = field(default_factory=dict)
+
+    def waits(self, part: TimePart, now_s: float) -> None:
+        """From now on all time passes for this, if it does not already."""
+        if self.shares[0][0] is not part:
+            self.turn(now_s, ((part, 1.0),))
 
     def turn(self, now_s: float, shares: _Shares, warm_s: float | None = None) -> None:
         """From now on time passes for something else."""
@@ -94,8 +98,7 @@ class Timelines:
             return
         if part in (TimePart.KV_MEMORY, TimePart.ADAPTER_MEMORY):
             timeline.num_in_the_way[part] = num_running
-        if timeline.shares[0][0] is not part:
-            timeline.turn(now_s, ((part, 1.0),))
+        timeline.waits(part, now_s)
 
     def preempted(
         self, request: Request, cause: PreemptionCause, num_running: int, now_s: float
@@ -123,9 +126,7 @@ class Timelines:
             if num_own := own.get(request_id):
                 self._computes(timeline, num_own, num_tokens, now_s)
             elif not timeline.request.num_in_flight_steps:
-                part = _why_not_planned(timeline.request)
-                if timeline.shares[0][0] is not part:
-                    timeline.turn(now_s, ((part, 1.0),))
+                timeline.waits(_why_not_planned(timeline.request), now_s)
 
     def end(self, request_id: RequestId, now_s: float) -> TimeParts | None:
         """Its first token is there, or it has ended without; None if that was told before."""
@@ -133,7 +134,7 @@ class Timelines:
         if timeline is None:
             return None
         self._running.pop(request_id, None)
-        timeline.turn(now_s, _WARM)
+        timeline.turn(now_s, timeline.shares)
         for part, seconds in timeline.parts.items():
             self.total_s[part] = self.total_s.get(part, 0.0) + seconds
         num_predicted = timeline.request.num_predicted_output_tokens

@@ -176,13 +176,18 @@ def into_a_block_that_was_just_read(engine: Engine) -> None:
     engine.step(reads=(0,))
 
 
-def a_demand_beside_a_prefetch_and_a_copy_out(engine: Engine) -> None:
+def two_on_the_host(engine: Engine) -> None:
+    """Blocks 0 and 1 have been written, and copied to the slots of their numbers."""
     for number in range(2):
         engine.blocks.take(number)
         engine.slots.take(number)
     engine.step(writes=(0, 1))
     engine.start(Direction.TO_HOST, (0, 0), (1, 1))
     engine.wait()
+
+
+def a_demand_beside_a_prefetch_and_a_copy_out(engine: Engine) -> None:
+    two_on_the_host(engine)
     engine.blocks.take(2)
     engine.slots.take(2)
     engine.start(Direction.TO_DEVICE, (2, 0), is_demand=False)
@@ -195,12 +200,7 @@ def a_demand_beside_a_prefetch_and_a_copy_out(engine: Engine) -> None:
 
 
 def promoted(engine: Engine) -> None:
-    for number in range(2):
-        engine.blocks.take(number)
-        engine.slots.take(number)
-    engine.step(writes=(0, 1))
-    engine.start(Direction.TO_HOST, (0, 0), (1, 1))
-    engine.wait()
+    two_on_the_host(engine)
     for number in (2, 3):
         engine.blocks.take(number)
     prefetch = engine.start(Direction.TO_DEVICE, (2, 0), (3, 1), is_demand=False)
