@@ -12,12 +12,13 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TYPING := $(VENV)/typing
 
-.PHONY: help serve test test-full lint types format clean
+.PHONY: help serve test test-full test-clients lint types format clean
 
 help:
 	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
 	@echo "make test               format, lint, types, spelling and tests, as CI runs them"
 	@echo "make test-full          the same, and kernels on every lower level of instructions"
+	@echo "make test-clients       other projects' clients against corun serve, installed for it"
 	@echo "make lint | types       only these checks"
 	@echo "make format             rewrite the code in the house format"
 	@echo "make clean              remove $(VENV) and everything built"
@@ -31,6 +32,10 @@ test: lint types
 # Beside them, the same tests of kernels and answers on every lower level of instructions.
 test-full: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --full $(ARGS)
+
+# Other projects' clients, unchanged, each in an environment of its own (tests/clients/README.md).
+test-clients: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 0 --clients --timeout 2400 tests/clients $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -7,10 +7,15 @@ if TYPE_CHECKING:
     from .runtime.config.engine import EngineConfig
     from .runtime.errors import (
         AdapterError,
+        AdapterExistsError,
+        AdapterFailedError,
         AdapterUnavailableError,
+        AdminKeyNeededError,
         ConfigError,
+        ContextLengthError,
         CorunError,
         EngineDeadError,
+        InvalidKeyError,
         ModelError,
         NotServedError,
         OverloadedError,
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     )
     from .runtime.frontend.async_engine import AsyncEngine
     from .runtime.frontend.engine import Engine
+    from .runtime.frontend.lora_resolvers import LoraResolver
     from .runtime.frontend.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from .runtime.request import Request
     from .runtime.sampling import SamplingParams
@@ -31,16 +37,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdapterError",
+    "AdapterExistsError",
+    "AdapterFailedError",
     "AdapterUnavailableError",
+    "AdminKeyNeededError",
     "AsyncEngine",
     "CompletionOutput",
     "ConfigError",
+    "ContextLengthError",
     "CorunError",
     "Engine",
     "EngineConfig",
     "EngineDeadError",
+    "InvalidKeyError",
     "LoRARequest",
     "Logprob",
+    "LoraResolver",
     "ModelError",
     "NotServedError",
     "OverloadedError",
@@ -65,6 +77,7 @@ _MODULES = {
     "EngineConfig": ".runtime.config.engine",
     "SamplingParams": ".runtime.sampling",
     "LoRARequest": ".runtime.frontend.outputs",
+    "LoraResolver": ".runtime.frontend.lora_resolvers",
     "Logprob": ".runtime.frontend.outputs",
     "CompletionOutput": ".runtime.frontend.outputs",
     "RequestOutput": ".runtime.frontend.outputs",

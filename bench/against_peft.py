@@ -192,6 +192,7 @@ def main() -> None:
             device=device,
             dtype="bfloat16",
             lora_dir=str(Path(directory) / "adapters"),
+            preload=("all",),
         ) as engine:
             print("\n".join(engine.get_model_info().summary), flush=True)
             ours = CorunRunner(engine)

@@ -136,6 +136,7 @@ def main() -> None:
             dtype="bfloat16",
             **{option: getattr(arguments, option) for option in _ENGINE_OPTIONS},
             lora_dir=str(directory / "adapters"),
+            preload=("all",),
         )
         if not arguments.no_single_stream:
             # First: helper threads that this thread starts would share the cores with that one's.

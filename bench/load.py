@@ -5,6 +5,7 @@ the machine with the server that it measures.
 """
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -80,10 +81,17 @@ async def closed_loop(send: Send, jobs: Sequence[Job], num_clients: int) -> list
 async def open_loop(send: Send, jobs: Sequence[Job], rate_per_s: float, seed: int) -> list[Sample]:
     """Send at Poisson arrivals, whether or not earlier requests have ended."""
     rng = random.Random(seed)
+    gaps_s = (rng.expovariate(rate_per_s) for _ in jobs[1:])
+    return await timed_loop(send, jobs, list(itertools.accumulate(gaps_s, initial=0.0)))
+
+
+async def timed_loop(send: Send, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> list[Sample]:
+    """Send each job when it is due, in seconds from now, whether or not earlier ones have ended."""
+    start = time.perf_counter()
     tasks: list[asyncio.Task[Sample]] = []
-    for job in jobs:
+    for job, arrival_s in zip(jobs, arrivals_s, strict=True):
+        await asyncio.sleep(max(0.0, start + arrival_s - time.perf_counter()))
         tasks.append(asyncio.create_task(_timed(send, job)))
-        await asyncio.sleep(rng.expovariate(rate_per_s))
     return list(await asyncio.gather(*tasks))
 
 

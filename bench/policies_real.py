@@ -28,9 +28,10 @@ from typing import Any
 from cold.rig import engine_and_worker_cpus
 from corun.profiles.profile import Profile
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.figures import Figures
 from corun.runtime.sim.traces import trace_directory
-from paired import report
-from replays.cells import ACCURACY, BASELINE, Cell, Figures, simulate_cell, workload_of
+from paired import Ratio, ratio_of, report
+from replays.cells import ACCURACY, BASELINE, Cell, simulate_cell, workload_of
 from replays.kept import read_figures, write_figures
 from replays.loads import RunCells, largest_rate, search_together
 from replays.quiet import measured_quietly
@@ -94,7 +95,27 @@ def _run(options: argparse.Namespace) -> None:
         results, num_disturbed = _measure(
             runs, kept, partial(_real, engines, columns, traces), cpus
         )
-    _report(options, engines.profile, columns, units, results, limits, num_disturbed)
+    ratios = _ratios(results)
+    if "memory" in results:
+        ratios["memory: link bytes if no adapter came twice"] = _least_link(
+            runs, columns, results, traces
+        )
+    _report(options, engines.profile, columns, units, results, ratios, limits, num_disturbed)
+
+
+def _least_link(
+    runs: Sequence[tuple[Pair, Cell, bool]], columns: Mapping[str, Column], results: Results,
+    traces: Path | None,
+) -> Ratio:  # fmt: skip
+    """What any policy must load, since nothing is there at first, over what B has loaded."""
+    of_b = [(pair, cell) for pair, cell, is_b in runs if pair.name == "memory" and is_b]
+    ratios = []
+    for (pair, cell), (_, b) in zip(of_b, results["memory"], strict=True):
+        machine, workload = columns[column_name(pair)].machine, workload_of(cell, traces)
+        named = {one.adapter for one in workload.requests}
+        least = sum(machine.adapter_facts("", workload.ranks[each]).num_bytes for each in named)
+        ratios.append(least / b.link_bytes)
+    return ratio_of(ratios)
 
 
 def columns_and_units(
@@ -161,8 +182,8 @@ def compare_limits(
         for cell in cells:
             figures = read_figures(kept.searched(cell))
             if figures is None:
-                figures = engines.run(cell, column, traces)
-                write_figures(kept.searched(cell), cell, figures)
+                figures, slowness = engines.run(cell, column, traces)
+                write_figures(kept.searched(cell), cell, figures, slowness)
                 _say(f"{cell.name}: {_describe(figures)}")
             found[cell] = figures
         return found
@@ -199,13 +220,13 @@ def runs_of(
 
 def _real(
     engines: RealEngines, columns: Mapping[str, Column], traces: Path | None, pair: Pair, cell: Cell
-) -> Figures:
+) -> tuple[Figures, float]:
     return engines.run(cell, columns[column_name(pair)], traces)
 
 
 def _measure(
-    runs: Sequence[tuple[Pair, Cell, bool]], kept: Kept, run: Callable[[Pair, Cell], Figures],
-    cpus: Sequence[int],
+    runs: Sequence[tuple[Pair, Cell, bool]], kept: Kept,
+    run: Callable[[Pair, Cell], tuple[Figures, float]], cpus: Sequence[int],
 ) -> tuple[Results, int]:  # fmt: skip
     """Run what is not kept yet; each is kept as it ends. How many of them others disturbed."""
     missing = sum(not kept.path(cell, is_b=is_b).exists() for _, cell, is_b in runs)
@@ -217,14 +238,14 @@ def _measure(
         figures = read_figures(path)
         if figures is None:
             measure = partial(run, pair, cell)
-            measured, is_quiet_run = measured_quietly(measure, cpus, _say)
-            figures = measured
-            write_figures(path, cell, figures)
+            (figures, slowness), is_quiet_run = measured_quietly(measure, cpus, _say)
+            write_figures(path, cell, figures, slowness)
             num_disturbed += not is_quiet_run
             num_done += 1
             left_s = (time.monotonic() - began_s) / num_done * (missing - num_done)
             progress = f"{num_done} of {missing}, {left_s / 60:.1f} min left"
-            _say(f"{progress}: {pair.name}: {cell.name}: {_describe(figures)}")
+            said = f"{_describe(figures)}, machine {slowness:.2f}"
+            _say(f"{progress}: {pair.name}: {cell.name}: {said}")
         found[pair.name, cell.seed, is_b] = figures
     results = {
         pair.name: [
@@ -242,10 +263,8 @@ def _describe(figures: Figures) -> str:
     return f"first token {ttft_ms:.1f} ms, step {step_ms:.2f} ms"
 
 
-def _report(
-    options: argparse.Namespace, profile: Profile, columns: Mapping[str, Column],
-    units: Mapping[str, float], results: Results, limits: Mapping[str, float], num_disturbed: int,
-) -> None:  # fmt: skip
+def _ratios(results: Results) -> dict[str, Ratio]:
+    """A over B."""
     metrics: Mapping[str, Callable[[Figures], float]] = {
         "mean": mean_s,
         "P50": lambda one: one.ttft_p50_s,
@@ -253,13 +272,20 @@ def _report(
         "TPOT": lambda one: one.tpot_mean_s,
         "link bytes": lambda one: one.link_bytes,
     }
-    ratios = {
-        f"{name}: {metric}": ratio(results, name, value).to_json()
+    return {
+        f"{name}: {metric}": ratio(results, name, value)
         for name in results
         for metric, value in metrics.items()
     }
+
+
+def _report(
+    options: argparse.Namespace, profile: Profile, columns: Mapping[str, Column],
+    units: Mapping[str, float], results: Results, ratios: Mapping[str, Ratio],
+    limits: Mapping[str, float], num_disturbed: int,
+) -> None:  # fmt: skip
     for name, found in ratios.items():
-        _say(f"{name}: {found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})")
+        _say(f"{name}: {found.median:.3f} ({found.low:.3f} to {found.high:.3f})")
     bounds = bounds_of(results)
     if limits:
         is_near = abs(limits["simulated"] / limits["real"] - 1.0) <= MAX_LIMIT_OFF
@@ -272,7 +298,7 @@ def _report(
         "busy_reasons": profile.quality.busy_reasons,
         "disturbed_runs": num_disturbed,
         "borne_rps": dict(limits),
-        "ratios": ratios,
+        "ratios": {name: found.to_json() for name, found in ratios.items()},
     }
     workload = {name: getattr(options, name) for name in ("pairs", "requests", "full")}
     report("policies_real", workload | {"model": "llama-70m bf16"}, figures, bounds)

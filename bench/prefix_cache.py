@@ -245,7 +245,9 @@ class Bench:
 
     def serve_and_print(self) -> None:
         """Serve sessions, and print what the process has grown by, its budget, and all KV."""
-        options: dict[str, Any] = {"memory_gib": _BUDGET_GIB, "max_model_len": 2 * TURN_TOKENS}
+        options: dict[str, Any] = {
+            "memory_gib": _BUDGET_GIB, "max_model_len": 2 * TURN_TOKENS, "preload": ("all",),
+        }  # fmt: skip
         with self.engine(lora_dir=str(self.directory / "adapters"), **options) as served:
             names = [None, *sorted(path.name for path in (self.directory / "adapters").iterdir())]
             served.answer(served.prompt(TURN_TOKENS), 2)  # what computes is there from now on

@@ -19,11 +19,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 
-from corun.runtime.adapter import AdapterFacts
-from corun.runtime.engine.adapter_manager import AdapterManager, MakeRoom
+from corun.runtime.adapter import AdapterFacts, AdapterOutline
+from corun.runtime.engine.adapter_manager import AdapterManager
+from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.channel import encode_frame
 from corun.runtime.engine.core import CoreConfig, EngineCore
-from corun.runtime.engine.loop import EngineHost
+from corun.runtime.engine.host import EngineHost
 from corun.runtime.engine.messages import AdaptersChanged, AddRequest, AddRequests, StepOutputs
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.memory.host_cache import HostCache
@@ -97,7 +98,7 @@ class Engine:
         self._machine = MACHINES[load.machine]
         device_bytes = load.device_adapters * self._facts("").num_bytes
         self._machine = replace(self._machine, memory_bytes=device_bytes)
-        self.manager = AdapterManager(self._read, (), _NoArena())
+        self.manager = AdapterManager(self, (), _NoArena())
         num_requests = int(2 * load.requests_per_s * (load.seconds + WARM_UP_S))
         self._executor = LatencyExecutor(
             self._machine,
@@ -116,7 +117,8 @@ class Engine:
         for number in range(load.adapters):
             self.manager.add_now(_name(number), f"/adapters/{number}")
         self._mirror = LoraDirectory(self.manager.infos())
-        assembly = SimpleNamespace(core=self._core, adapters=self.manager)
+        info = SimpleNamespace(max_queue_s=None)  # all that a host looks at
+        assembly = SimpleNamespace(core=self._core, adapters=self.manager, info=info)
         self._host = EngineHost(assembly, clock=self._clock)
         self.encode = encode_frame
         self._request_ids = itertools.count(1)
@@ -159,7 +161,11 @@ class Engine:
     def _facts(self, path: str) -> AdapterFacts:
         return self._machine.adapter_facts(path, self._load.rank)
 
-    def _read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def outline(self, path: str) -> AdapterOutline:
+        """Nobody asks."""
+        raise NotImplementedError
+
+    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         facts = self._facts(path)
         return facts, make_room(facts.host_bytes) is not None
 

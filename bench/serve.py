@@ -7,6 +7,7 @@ it runs an open loop with Poisson arrivals and power-law adapters.
     python bench/serve.py [--pairs 7] [--rate 2.0] [--alpha 1.0]
     python bench/serve.py --streams 200 [--pairs 7]     # what streams cost the engine's steps
     python bench/serve.py --url http://127.0.0.1:8000 --models a b c    # any compatible server
+    python bench/serve.py --url http://127.0.0.1:8000 --models a b c --workload load.yaml
 """
 
 import argparse
@@ -27,6 +28,10 @@ import httpx
 from corun import AsyncEngine, SamplingParams
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ProcessClient
+from corun.runtime.errors import ConfigError
+from corun.runtime.sim.traces import DIRECTORY_VARIABLE, trace_directory
+from corun.runtime.sim.workload_file import read_workload
+from corun.runtime.sim.workloads import draw_workload
 from load import (
     Job,
     Send,
@@ -36,10 +41,12 @@ from load import (
     http_sender,
     make_jobs,
     open_loop,
+    timed_loop,
 )
 from models import make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, report
 from streams import HttpStreams, NullStreams, bounds, measure
+from workload_jobs import jobs_of
 
 REQUIRED_HTTP_SHARE = 0.9
 # (clients, prompt tokens, output tokens, requests)
@@ -60,7 +67,7 @@ def corun_server(model: Path, lora_dir: Path, *options: str) -> Iterator[tuple[s
     port = free_port()
     command = [
         sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
-        str(lora_dir), "--port", str(port), "--log-level", "warning", *options,
+        str(lora_dir), "--preload", "all", "--port", str(port), "--log-level", "warning", *options,
     ]  # fmt: skip
     process = subprocess.Popen(command)
     try:
@@ -152,7 +159,7 @@ async def measure_corun(arguments: Any) -> None:
         with corun_server(model, lora_dir) as (host, port, _):
             over_http = http_sender(host, port)
             async with AsyncEngine(
-                own_process=True, model=str(model), lora_dir=str(lora_dir)
+                own_process=True, model=str(model), lora_dir=str(lora_dir), preload=("all",)
             ) as engine:
                 cells = [
                     await compare_with_engine(loop, over_http, engine, adapters, arguments.pairs)
@@ -182,7 +189,10 @@ async def measure_streams(arguments: Any) -> None:
         with corun_server(model, lora_dir, "--max-num-seqs", max_num_seqs) as (host, port, pid):
             client = ProcessClient(
                 EngineConfig(
-                    model=str(model), lora_dir=str(lora_dir), max_num_seqs=arguments.streams
+                    model=str(model),
+                    lora_dir=str(lora_dir),
+                    preload=("all",),
+                    max_num_seqs=arguments.streams,
                 ),
                 log_level="warning",
             )
@@ -196,21 +206,42 @@ async def measure_streams(arguments: Any) -> None:
     report("serve", {"model": "llama-150m bf16"}, {"streams": figures}, bounds(figures))
 
 
+def url_sender(url: str) -> Send:
+    """Send jobs to a server that runs already."""
+    address = urllib.parse.urlsplit(url)
+    return http_sender(address.hostname or "127.0.0.1", address.port or 80)
+
+
+async def measure_workload(arguments: Any) -> None:
+    """Requests of a workload, as they are simulated. Raises ``ConfigError``."""
+    spec = read_workload(arguments.workload)
+    workload = draw_workload(spec, trace_directory(arguments.traces))
+    if not (arguments.models or workload.names):
+        raise ConfigError("--models must name the models of this workload's adapters")
+    jobs = jobs_of(workload, arguments.models, arguments.vocab_size)
+    arrivals_s = [request.arrival_s for request in workload.requests]
+    start = time.perf_counter()
+    samples = await timed_loop(url_sender(arguments.url), jobs, arrivals_s)
+    figures = describe(samples, time.perf_counter() - start)
+    asked = {"url": arguments.url, "workload": arguments.workload, "seed": spec.seed,
+             "requests": len(jobs), "span_s": round(arrivals_s[-1], 3)}  # fmt: skip
+    report("serve", asked, {"open": figures}, {})
+
+
 async def measure_url(arguments: Any) -> None:
     """The open and closed loops alone, against any server."""
-    address = urllib.parse.urlsplit(arguments.url)
-    send = http_sender(address.hostname or "127.0.0.1", address.port or 80)
+    send, models = url_sender(arguments.url), arguments.models or [""]
     closed = []
     for num_clients, prompt_tokens, output_tokens, num_requests in CLOSED_LOOPS:
         jobs = make_jobs(
-            Workload(num_requests, prompt_tokens, output_tokens, tuple(arguments.models),
+            Workload(num_requests, prompt_tokens, output_tokens, tuple(models),
                      vocab_size=arguments.vocab_size)
         )  # fmt: skip
         start = time.perf_counter()
         samples = await closed_loop(send, jobs, num_clients)
         figures = describe(samples, time.perf_counter() - start)
         closed.append({"clients": num_clients, **figures})
-    latencies = await run_open_loop(send, arguments.models, arguments)
+    latencies = await run_open_loop(send, models, arguments)
     workload = {"url": arguments.url, "rate_per_s": arguments.rate, "alpha": arguments.alpha}
     report("serve", workload, {"closed": closed, "open": latencies}, {})
 
@@ -230,11 +261,24 @@ def main() -> None:
         "--streams", type=int, default=0, help="measure what so many streams cost a step, only"
     )
     parser.add_argument("--url", help="a server that runs already")
-    parser.add_argument("--models", nargs="+", default=[""], help="model names to ask --url for")
+    parser.add_argument(
+        "--models", nargs="+", default=[], help="model names to ask --url for; default: its base"
+    )
+    parser.add_argument(
+        "--workload", help="what to send to --url: a name or file, as corun simulate takes it"
+    )
+    parser.add_argument("--traces", help=f"trace files; default: ${DIRECTORY_VARIABLE}")
     parser.add_argument("--vocab-size", type=int, default=250, help="token ids sent to --url")
     arguments = parser.parse_args()
+    if arguments.workload and not arguments.url:
+        parser.error("--workload needs --url")
     if arguments.streams:
         asyncio.run(measure_streams(arguments))
+    elif arguments.workload:
+        try:
+            asyncio.run(measure_workload(arguments))
+        except ConfigError as error:
+            parser.error(str(error))
     else:
         asyncio.run(measure_url(arguments) if arguments.url else measure_corun(arguments))
 

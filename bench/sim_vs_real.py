@@ -1,10 +1,10 @@
 """Does the simulator say what the real engine does? Compares what ``policies_real.py`` has kept.
 
 Each run that is kept is simulated again: the same requests and policies, on the profile that was
-measured before it. Figures are simulated over real, medians over runs with a 90 % interval. Two
-policies that the real engine tells apart, because the interval of their ratio on the same requests
-is without 1, the simulator is to put in the same order. Nothing is run on the device. The last line
-is JSON.
+measured before it, slower by as much as the machine was beside the run. Figures are simulated over
+real, medians over runs with a 90 % interval. Two policies that the real engine tells apart, because
+the interval of their ratio on the same requests is without 1, the simulator is to put in the same
+order. Nothing is run on the device. The last line is JSON.
 
     python bench/sim_vs_real.py [--traces DIR] [--results bench/results/policies_real]
 """
@@ -20,10 +20,12 @@ from typing import Any
 from corun.profiles.profile import load_profile
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.figures import Figures
+from corun.runtime.sim.machines import Factors
 from corun.runtime.sim.traces import trace_directory
 from paired import Ratio, ratio_of, report
 from policies_real import RESULTS, Kept
-from replays.cells import Cell, Figures, simulate_cell, workload_of
+from replays.cells import Cell, simulate_cell, workload_of
 from replays.kept import read_figures
 from replays.real import PRESSURES, Column, make_column
 
@@ -93,7 +95,9 @@ def _runs(kept: Kept, traces: Path | None) -> Iterator[Run]:
         key = cell.recipe, pressure.name, cell.num_requests
         if key not in columns:
             columns[key] = make_column(profile, cell.recipe, pressure, cell.num_requests, traces)
-        simulated = simulate_cell(cell, columns[key].machine, workload_of(cell, traces))
+        slowness = json.loads(path.read_text(encoding="utf-8"))["slowness"]
+        factors = Factors(step=slowness, workers=slowness)
+        simulated = simulate_cell(cell, columns[key].machine, workload_of(cell, traces), factors)
         yield Run(cell, path.stem.endswith("-b"), real, simulated)
 
 

@@ -43,7 +43,7 @@ _STAGES = (
     ("loading ", "weights"),
     ("choosing and compiling", "kernels, packing"),
     ("parity probe)", "parity probe"),
-    ("reading adapter 1 ", "adapters"),
+    ("at adapter 1 ", "adapters"),
     ("serving ", "answer"),
 )
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -128,7 +129,7 @@ class WorkerPool:
     def delta_table(self) -> DeltaTable | None:
         """How long deltas take on a worker; None as long as it is not measured."""
         text = self._monitor.delta_table
-        return DeltaTable.from_json(json.loads(text)) if text else None
+        return _table_of(text) if text else None
 
     def wait_ready(self, timeout_s: float, *, num_workers: int | None = None) -> None:
         """Wait until so many workers, or all, take jobs.
@@ -226,3 +227,8 @@ def _ring_shape(config: PoolConfig) -> RingShape:
         max_in_features=config.max_in_features,
         max_out_columns=config.max_out_columns,
     )
+
+
+@lru_cache(maxsize=1)  # it changes once at most, and every pass with a new shape asks
+def _table_of(text: str) -> DeltaTable:
+    return DeltaTable.from_json(json.loads(text))

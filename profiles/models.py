@@ -14,11 +14,12 @@ from .curve import Curve, CurveFamily
 class LoraModel:
     """Time of adapters' products on the device, linear in the adapters' bytes.
 
-    Source: Toppings, section 5, equation 2, the form without padding. There the sum of ranks
-    stands for what is read; bytes are proportional to it for adapters with the same targets, and
-    hold for the others, too. Prefill, which the paper leaves out, is linear in tokens times bytes,
-    in bytes, which are read once however few the tokens, and in tokens, because x and y are read
-    and written whatever the rank.
+    Source: Toppings, section 5, equation 2, in both forms: with exact kernels (MBGMV) each row
+    costs what its own adapter does; padded ones (BGMV) take every row of a pass, the base model's
+    too, as if its adapter were the pass's largest. There ranks stand for what is read; bytes are
+    proportional to them for adapters with the same targets, and hold for the others, too. Prefill,
+    which the paper leaves out, is linear in tokens times bytes, in bytes, which are read once
+    however few the tokens, and in tokens, because x and y are read and written whatever the rank.
     """
 
     decode_s_per_byte: float  # of the sum over rows
@@ -27,6 +28,7 @@ class LoraModel:
     prefill_fixed_s: float
     prefill_s_per_token: float = 0.0
     prefill_s_per_byte: float = 0.0
+    is_padded: bool = False  # else the kernels are exact, as ours are
 
     def decode_s(self, adapter_bytes: Sequence[int]) -> float:
         """One decode step over all layers, for rows with adapters of these sizes (0 = base)."""
@@ -34,7 +36,7 @@ class LoraModel:
         return self.decode_fixed_s + self.decode_s_per_byte * total_bytes if total_bytes else 0.0
 
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
-        """One prefill chunk over all layers."""
+        """One prefill chunk over all layers, or with padded kernels all chunks of a pass."""
         if not adapter_bytes or not num_tokens:
             return 0.0
         per_token_s = self.prefill_s_per_token + self.prefill_s_per_token_byte * adapter_bytes
@@ -73,6 +75,11 @@ class MachineModel:
     num_workers: int
     tokens_per_worker: int  # the per-core token budget c
     invocation_s_per_token: float = 0.0  # x and y are copied, so more tokens cost more
+    # Of a pass with assisted rows, once: its jobs are published and their results taken.
+    assisted_pass_s: float = 0.0
+    # By which share of the time in which both compute, the device and the workers each take longer:
+    # on the CPU they share memory and caches, and sometimes a core.
+    contention: float = 0.0
     # What ``step_time.forward_s`` adds to the curve ``step_s``, which is without attention.
     host_step_s: float = 0.0
     # Over rows, of a pass in which all decode, which can be captured; None = as ``step_s``.

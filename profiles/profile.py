@@ -12,7 +12,7 @@ from .curve import Curve
 from .fit import Fit
 from .models import MachineModel
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class ModelShape:
     num_layers: int
     dtype: str
     groups: tuple[tuple[str, int, int], ...]  # first target's name, input width, output columns
+    kv_bytes_per_token: int  # over all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class Profile:
     link_points: tuple[LinkPoint, ...]
     quality: Quality
     measured_s: float  # that measuring took
+    free_bytes: int  # of the device's memory beside the model
     format_version: int = FORMAT_VERSION
 
 

@@ -82,7 +82,9 @@ def _workers(profile: Profile) -> str:
     model = profile.model
     return (
         f"{model.num_workers}; an invocation costs {_time(model.invocation_s)} + "
-        f"{_time(model.invocation_s_per_token)} per token in each input group"
+        f"{_time(model.invocation_s_per_token)} per token in each input group, and "
+        f"{_time(model.assisted_pass_s)} in each pass; while both compute, "
+        f"the device and they take {1 + model.contention:.2f} times as long"
     )
 
 

@@ -11,13 +11,14 @@ from .models import MachineModel
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """What rows bring to a forward pass; of several rows the sums."""
+    """What rows bring to a forward pass; of several rows the sums, but for the largest adapter."""
 
     num_prefill_tokens: int = 0
     num_decodes: int = 0
     decode_bytes: int = 0  # of the decode rows' adapters
-    prefill_s: float = 0.0  # adapters and attention of prefill rows
+    prefill_s: float = 0.0  # attention of prefill rows; with exact kernels their adapters, too
     other_s: float = 0.0  # attention of decode rows, and the host's work on every row
+    largest_bytes: int = 0  # with padded kernels: of the largest adapter among all rows
 
     def plus(self, *others: "RowCosts") -> "RowCosts":
         """All of them in one pass."""
@@ -28,6 +29,7 @@ class RowCosts:
             sum([costs.decode_bytes for costs in all_costs]),
             sum([costs.prefill_s for costs in all_costs]),
             sum([costs.other_s for costs in all_costs]),
+            max([costs.largest_bytes for costs in all_costs]),
         )
 
 
@@ -44,7 +46,8 @@ def forward_s(
 
     host_step_s + host_row_s * rows + max(read_s, prefill) + decode, where prefill is the curve
     ``step_s`` with the adapters and the attention of prefill rows. A row of one token decodes.
-    Each token looks at itself and at all before it: see ``num_keys``. 0 without rows.
+    Each token looks at itself and at all before it: see ``num_keys``. What adapters add depends
+    on the kernels' form: see ``LoraModel``. 0 without rows.
 
     Args:
         model: Of the machine.
@@ -65,8 +68,12 @@ def pass_s(model: MachineModel, costs: RowCosts) -> float:
         products_s = model.step_s.at(costs.num_prefill_tokens + num_decode_tokens)
     else:
         products_s = model.decode_step_s.at(costs.num_decodes)
-    lora_s = model.lora.decode_s((costs.decode_bytes,))
-    return max(model.read_s, products_s + costs.prefill_s) + lora_s + costs.other_s
+    lora, prefill_s, decode_bytes = model.lora, costs.prefill_s, costs.decode_bytes
+    if lora.is_padded:
+        prefill_s += lora.prefill_s(costs.num_prefill_tokens, costs.largest_bytes)
+        decode_bytes = costs.num_decodes * costs.largest_bytes
+    lora_s = lora.decode_s((decode_bytes,))
+    return max(model.read_s, products_s + prefill_s) + lora_s + costs.other_s
 
 
 def row_costs(
@@ -78,9 +85,10 @@ def row_costs(
     """See ``forward_s``. O(rows), and little more than sums where all rows decode."""
     num_rows = len(num_tokens)
     host_s = model.host_row_s * num_rows
+    largest_bytes = max(adapter_bytes, default=0) if model.lora.is_padded else 0
     if sum(num_tokens) == num_rows:
         keys_s = model.decode_s_per_key * (sum(start_positions) + num_rows)
-        return RowCosts(0, num_rows, sum(adapter_bytes), 0.0, host_s + keys_s)
+        return RowCosts(0, num_rows, sum(adapter_bytes), 0.0, host_s + keys_s, largest_bytes)
     prefill_tokens = prefill_keys = decodes = decode_keys = decode_bytes = 0
     prefill_s = 0.0
     for tokens, start, num_bytes in zip(num_tokens, start_positions, adapter_bytes, strict=True):
@@ -91,10 +99,11 @@ def row_costs(
             continue
         prefill_tokens += tokens
         prefill_keys += num_keys(tokens, start)
-        prefill_s += model.lora.prefill_s(tokens, num_bytes)
+        if not model.lora.is_padded:
+            prefill_s += model.lora.prefill_s(tokens, num_bytes)
     prefill_s += model.prefill_s_per_token_key * prefill_keys
     other_s = host_s + model.decode_s_per_key * decode_keys
-    return RowCosts(prefill_tokens, decodes, decode_bytes, prefill_s, other_s)
+    return RowCosts(prefill_tokens, decodes, decode_bytes, prefill_s, other_s, largest_bytes)
 
 
 def num_keys(num_tokens: int, start_position: int) -> int:

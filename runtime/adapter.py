@@ -22,3 +22,11 @@ class AdapterFacts:
     scale: float = 1.0  # factor on the adapter as a whole
     host_bytes: tuple[int, ...] = ()  # in the host's memory, by layer, in whole pages
     layers: AdapterLayers | None = None  # None = nobody plans with them
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOutline:
+    """What the header of an adapter's file says, before its values have been read."""
+
+    rank: int  # the largest of its targets
+    num_bytes: int  # on the device

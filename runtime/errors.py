@@ -9,8 +9,13 @@ CorunError
 ├── ResourceError          the machine has too little of something
 ├── RequestError           one request is wrong                               (HTTP 400)
 │   ├── NotServedError     it asks for a feature that corun does not serve    (HTTP 400)
+│   ├── ContextLengthError its prompt leaves no room for output               (HTTP 400)
 │   ├── UnknownModelError  it names no model or adapter that is served        (HTTP 404)
 │   ├── AdapterUnavailableError  its adapter is registered but not ready      (HTTP 503)
+│   │   └── AdapterFailedError   its adapter's files are refused              (HTTP 400)
+│   ├── AdapterExistsError the name that it would give an adapter is taken    (HTTP 400)
+│   ├── InvalidKeyError    it carries no key that fits                        (HTTP 401)
+│   ├── AdminKeyNeededError  it carries one that does not fit for this        (HTTP 403)
 │   ├── TooManySequencesError  it asks for more than can ever run and wait    (HTTP 400)
 │   ├── OverloadedError    too many requests are waiting                      (HTTP 429)
 │   └── StepFailedError    the step that computed it failed                   (HTTP 500)
@@ -59,6 +64,16 @@ class NotServedError(RequestError):
     code = "not_served"
 
 
+class ContextLengthError(RequestError):
+    """The request's prompt is longer than the model's context takes, with room for one token.
+
+    Its code, and "maximum context length" in its message, are what clients look for that send the
+    request to a model with a longer context then.
+    """
+
+    code = "context_length_exceeded"
+
+
 class UnknownModelError(RequestError):
     """The request names a model or adapter that is not registered."""
 
@@ -67,10 +82,37 @@ class UnknownModelError(RequestError):
 
 
 class AdapterUnavailableError(RequestError):
-    """The request's adapter is registered but loading, draining or failed."""
+    """The request's adapter cannot be used now: it is loading or draining, or a copy failed."""
 
     status = 503
     code = "adapter_unavailable"
+
+
+class AdapterFailedError(AdapterUnavailableError):
+    """The request's adapter cannot be served: asking again changes nothing."""
+
+    status = 400
+    code = "adapter_failed"
+
+
+class AdapterExistsError(RequestError):
+    """An adapter of this name is loaded already, with other content."""
+
+    code = "adapter_exists"
+
+
+class InvalidKeyError(RequestError):
+    """The request carries no key, or one that is none."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class AdminKeyNeededError(RequestError):
+    """The request carries a key that is not enough for what it asks."""
+
+    status = 403
+    code = "admin_key_needed"
 
 
 class TooManySequencesError(RequestError):

@@ -3,21 +3,101 @@
 A front end asks before it troubles the engine; the scheduler asks whoever comes. Pure.
 """
 
-from .errors import OverloadedError, RequestError, TooManySequencesError
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ContextLengthError, OverloadedError, RequestError, TooManySequencesError
 
 MAX_LANES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateLimits:
+    """What rendering a chat template may take."""
+
+    timeout_s: float = 0.5
+    max_chars: int = 4 << 20  # of what it makes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """What clients may hold and send over HTTP; the defaults are those of the options."""
+
+    max_body_bytes: int = 32 << 20
+    max_json_depth: int = 64
+    max_messages: int = 4096  # of a conversation
+    max_request_tokens: int = 4 << 20  # prompts x choices x tokens of output
+    template: TemplateLimits = TemplateLimits()
+    max_connections: int = 4096
+    header_timeout_s: float = 10.0  # for the head of a request
+    body_timeout_s: float = 120.0  # for its body
+    max_unsent_bytes: int = 64 << 10  # to one client, before its answers wait for it
+    unsent_timeout_s: float = 30.0  # in which it must take as much, or is cut off
+
+
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Raise ``RequestError`` if the prompt is empty or leaves no room for output."""
+    """Raise ``RequestError`` if the prompt is empty, ``ContextLengthError`` if it is too long."""
     if num_tokens == 0:
         raise RequestError("the prompt is empty: it has no tokens", param="prompt")
     if num_tokens >= max_model_len:
-        raise RequestError(
-            f"the prompt has {num_tokens} tokens; with room for one more the limit is "
-            f"{max_model_len - 1}, as prompt and output together have at most {max_model_len} "
+        raise ContextLengthError(
+            f"this model's maximum context length is {max_model_len} tokens: the prompt has "
+            f"{num_tokens} tokens, at most {max_model_len - 1} leave room for one more "
             "(--max-model-len)",
             param="prompt",
+        )
+
+
+def check_num_stops(num_stops: int, max_stop_strings: int) -> None:
+    """Raise ``RequestError`` for more stop strings than are looked for."""
+    if num_stops > max_stop_strings:
+        raise RequestError(
+            f"{num_stops} stop strings were given, at most {max_stop_strings} are served "
+            "(--max-stop-strings)",
+            param="stop",
+        )
+
+
+def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
+    """Raise ``RequestError`` for a body that is too deep, or has too many messages."""
+    level: list[Any] = [data]
+    for _ in range(limits.max_json_depth):
+        level = [item for one in level for item in _containers(one)]
+        if not level:
+            break
+    if level:
+        raise RequestError(
+            f"the body is more than {limits.max_json_depth} objects and arrays deep "
+            "(--max-json-depth)"
+        )
+    messages = data.get("messages")
+    if isinstance(messages, list) and len(messages) > limits.max_messages:
+        raise RequestError(
+            f"messages has {len(messages)} messages, at most {limits.max_messages} are served "
+            "(--max-messages)",
+            param="messages",
+        )
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return the objects and arrays in one of them."""
+    items = value.values() if isinstance(value, dict) else value
+    if not {dict, list} & set(map(type, items)):  # a prompt may be millions of tokens
+        return []
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def check_num_output_tokens(
+    num_prompts: int, num_choices: int, max_tokens: int, *, max_request_tokens: int
+) -> None:
+    """Raise ``RequestError`` if one HTTP request asks for too many tokens in all."""
+    num_tokens = num_prompts * num_choices * max_tokens
+    if num_tokens > max_request_tokens:
+        raise RequestError(
+            f"{num_prompts} prompts with {num_choices} choices of up to {max_tokens} tokens each "
+            f"are {num_tokens} tokens, at most {max_request_tokens} are served for one request "
+            "(--max-request-tokens)",
+            param="max_tokens",
         )
 
 
@@ -62,3 +142,10 @@ def check_queue(num_waiting: int, max_num_waiting: int | None) -> None:
             f"{num_waiting} requests are waiting, the limit is {max_num_waiting} "
             "(--max-num-waiting)"
         )
+
+
+def overdue_error(max_queue_s: float) -> OverloadedError:
+    """Return the end of a request that has waited too long for its first turn."""
+    return OverloadedError(
+        f"the request waited {max_queue_s:g} s for its turn, which is the limit (--max-queue-s)"
+    )

@@ -166,6 +166,8 @@ class RowResult:
     error: str | None = None  # why, for RETRY and FAILED
     error_kind: str | None = None  # a class in errors, for FAILED; None = the step failed
     cause: RetryCause | None = None  # for RETRY
+    # Of the prompt's tokens but the first, with the first sampled token, if asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ class TransferResult:
 
     transfer_id: TransferId
     error: str | None = None
+    error_kind: str | None = None  # a class in errors; None = it may succeed the next time
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,53 @@
 """What a request asks of the sampler. Plain data; knows nothing of HTTP or tensors."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import RequestError
 
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
 MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a number may be: ``low`` to ``high``, both included unless ``open_low``."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raise ``RequestError`` about ``name`` unless ``value`` is in it."""
+        below = value <= self.low if self.open_low else value < self.low
+        if below or value > self.high or math.isnan(value):
+            raise RequestError(f"{name} is {value}, must be in {self}", param=name)
+
+    def __str__(self) -> str:
+        return f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
+
+
+_TOKEN_ID = Range(0, 2**31 - 1)
+_BIAS = Range(-100.0, 100.0)  # as OpenAI's API has it
+# Of the fields of ``SamplingParams`` that are numbers.
+RANGES: Mapping[str, Range] = {
+    "n": Range(1, MAX_CHOICES),
+    "temperature": Range(0.0, 100.0),
+    "top_p": Range(0.0, 1.0, open_low=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0.0, 1.0),
+    "min_tokens": Range(0, 2**31 - 1),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.0, 100.0, open_low=True),
+    "max_tokens": Range(1, 2**31 - 1),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "truncate_prompt_tokens": Range(-1, 2**31 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,39 +75,56 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None  # added to logits, by token
+    allowed_token_ids: tuple[int, ...] | None = None  # None = all
+    bad_words: tuple[str, ...] = ()  # texts whose tokens no choice completes
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens likewise
+    prompt_logprobs: int | None = None  # alternatives per token of the prompt; 0 = it alone
+    truncate_prompt_tokens: int | None = None  # the last ones kept; -1 = as many as fit
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _string_tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_range("n", self.n, 1, MAX_CHOICES)
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_range("top_k", self.top_k, -1, 2**31 - 1)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
-                    param="min_tokens",
-                )
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.seed is not None:
-            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
-        for token_id in self.stop_token_ids:
-            _check_range("stop_token_ids", token_id, 0, 2**31 - 1)
-        if len(self.stop) > MAX_STOP_STRINGS:
+        object.__setattr__(self, "bad_words", _string_tuple(self.bad_words))
+        object.__setattr__(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name, bounds in RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                bounds.check(name, value)
+        if self.truncate_prompt_tokens == 0:
             raise RequestError(
-                f"{len(self.stop)} stop strings were given, at most {MAX_STOP_STRINGS} are served",
-                param="stop",
+                "truncate_prompt_tokens is 0, must be 1 or more, or -1 for as many as fit",
+                param="truncate_prompt_tokens",
             )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        for token_id in self.stop_token_ids:
+            _TOKEN_ID.check("stop_token_ids", token_id)
         if any(not text for text in self.stop):
             raise RequestError("a stop string is empty", param="stop")
+        self._check_token_rules()
+
+    def _check_token_rules(self) -> None:
+        """Raise ``RequestError`` for what single tokens are asked to be and cannot."""
+        for token_id, bias in (self.logit_bias or {}).items():
+            _TOKEN_ID.check("logit_bias", token_id)
+            _BIAS.check("logit_bias", bias)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
+        for token_id in (*(self.allowed_token_ids or ()), *sum(self.bad_words_ids, ())):
+            _TOKEN_ID.check("allowed_token_ids and bad_words_ids", token_id)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"{len(self.bad_words)} bad words were given, at most {MAX_BAD_WORDS} are served",
+                param="bad_words",
+            )
+        if not all(self.bad_words) or not all(self.bad_words_ids):
+            raise RequestError("a bad word is empty", param="bad_words")
 
 
 def _string_tuple(value: "str | tuple[str, ...] | list[str] | None") -> tuple[str, ...]:
@@ -75,13 +132,3 @@ def _string_tuple(value: "str | tuple[str, ...] | list[str] | None") -> tuple[st
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _check_range(
-    name: str, value: float, low: float, high: float, *, open_low: bool = False
-) -> None:
-    """Raise ``RequestError`` unless ``low <= value <= high`` (``<`` below if ``open_low``)."""
-    below = value <= low if open_low else value < low
-    if below or value > high or math.isnan(value):
-        left = "(" if open_low else "["
-        raise RequestError(f"{name} is {value}, must be in {left}{low}, {high}]", param=name)

@@ -33,6 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run also what repeats other tests, on lower levels of instructions",
     )
+    parser.addoption(
+        "--clients",
+        action="store_true",
+        help="run also clients of other projects, which are installed for it",
+    )
+    parser.addoption(
+        "--record", action="store_true", help="with --clients: record anew what they send"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +77,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("full") is not None:
                 item.add_marker(pytest.mark.skip(reason="repeats other tests: make test-full"))
+    if not config.getoption("--clients"):
+        for item in items:
+            if item.get_closest_marker("clients") is not None:
+                item.add_marker(pytest.mark.skip(reason="installs clients: make test-clients"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
     if gpu_items and not _has_cuda():
         for item in gpu_items:

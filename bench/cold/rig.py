@@ -273,6 +273,7 @@ def make_config(
         device=device,
         dtype="bfloat16",
         lora_dir=str(adapters),
+        preload=("all",),
         engine_cores=str(cpus[0]),
         cpu_cores=str(cpus[1]),
         # Cells have links of their own; layer groups are cut for one about as fast.

@@ -16,15 +16,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import corun
+from corun.runtime.sim.figures import Figures
 
-from replays.cells import BASELINE, TIED, Cell, Figures
+from replays.cells import BASELINE, TIED, Cell
 
 PRODUCT = Path(corun.__file__).parent
 _CELLS = Path(__file__).with_name("cells.py")
 _DECIDING = (
     "profiles/*.py", "runtime/*.py", "runtime/adapters/*.py", "runtime/coldstart/*.py",
     "runtime/engine/core.py", "runtime/engine/messages.py", "runtime/engine/residency.py",
-    "runtime/engine/slow_log.py", "runtime/engine/stats.py",
+    "runtime/engine/slow_log.py", "runtime/engine/stats.py", "runtime/engine/updates.py",
     "runtime/memory/**/*.py", "runtime/scheduler/**/*.py", "runtime/sim/*.py",
     "shm/arena_ranges.py",
 )  # fmt: skip
@@ -85,10 +86,15 @@ def read_figures(path: Path) -> Figures | None:
     return Figures(**figures | {"quota_tokens": tuple(figures["quota_tokens"])})
 
 
-def write_figures(path: Path, cell: Cell, figures: Figures) -> None:
-    """Write a file that is there whole or not at all."""
+def write_figures(path: Path, cell: Cell, figures: Figures, slowness: float = 1.0) -> None:
+    """Write a file that is there whole or not at all.
+
+    ``slowness``: of the machine beside a real run; see ``replays.real``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"cell": asdict(cell), "figures": asdict(figures)}, indent=1)
+    text = json.dumps(
+        {"cell": asdict(cell), "figures": asdict(figures), "slowness": slowness}, indent=1
+    )
     part = path.with_suffix(".part")
     part.write_text(text + "\n", encoding="utf-8")
     os.replace(part, path)

@@ -3,6 +3,11 @@
 The engine's core has one core of the machine, a CPU worker another one, and the link between them
 is emulated. Requests end where the workload says, whatever the model says, so that the simulator
 and the engine are asked the same; who decides is told no more than in a simulation.
+
+Others on the same host, who are not to be seen from here, take memory bandwidth: the same steps
+take half as long again a few minutes later. So a probe, the same requests of the base model each
+time, is timed when the profile has been measured and before and after each cell; their ratio says
+how much slower the machine was, whatever was compared.
 """
 
 import gc
@@ -34,12 +39,13 @@ from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.predictor import OraclePredictor
 from corun.runtime.scheduler.step_times import ProfiledTimes
 from corun.runtime.sim.engine import adapter_name, requests_of
+from corun.runtime.sim.figures import Figures, figures_of
 from corun.runtime.sim.machines import SimulatedMachine
 from corun.runtime.sim.replay import StepStats, replay
 from corun.runtime.sim.workloads import Workload, make_workload
 from models import ALL_TARGETS, ATTENTION_TARGETS, VOCAB_SIZE, save_adapter, save_model
 
-from replays.cells import Cell, Figures, figures_of, options_of, predictor_of, workload_of
+from replays.cells import Cell, options_of, predictor_of, workload_of
 from replays.kept import PRODUCT
 from replays.quiet import measured_quietly
 
@@ -52,6 +58,8 @@ _MEASURED_LINK_GIB = 0.5  # while the profile is measured; cells have links of t
 _FILE_BYTES_PER_S = 1e9  # nothing is read from files: the host has all adapters
 _MEAN_REQUESTS = 5000  # that the means of a recipe are taken of
 _WARM_REQUESTS, _WARM_TOKENS, _WARM_TIMEOUT_S = 8, 8, 120.0
+_PROBE_PROMPTS, _PROBE_TOKENS, _PROBE_REPEATS = (64,) * 8, 24, 3
+_probe_tokens = itertools.cycle(range(1000, 7000, 2 * len(_PROBE_PROMPTS)))
 _MAX_PADDING = 0.02  # of an adapter, as a share of its bytes
 _ORDINARY_TOKEN, _FIRST_TOKEN = 3, 4  # of vocabularies whose end token is below
 # Adapters of so many bytes that both memory ratios of a column can be had with one pool.
@@ -172,7 +180,11 @@ class RealEngines:
         config = replace(
             make_config(files / "model", files, None, cpus),
             lora_dir=None,
+            preload=("all",),
             linear_backend="numba",  # else each engine chooses these two by a measurement
+            # Each kind of pass costs as much as several to capture, once in the life of a server,
+            # and here in every run of 20 s.
+            decode_graphs="off",
             cpu_threads=1,
             max_num_batched_tokens=_MAX_BATCHED_TOKENS,
             max_num_seqs=_MAX_SEQS,
@@ -191,15 +203,29 @@ class RealEngines:
         self._config = replace(
             config, linear_backend=linear, attention_backend=attention, lora_backend=lora
         )
+        self._probe_s = self._kept_probe_s(kept / "probe_s", path)
 
-    def run(self, cell: Cell, column: Column, traces: Path | None) -> Figures:
-        """Let a new engine serve the cell's requests, in real time."""
+    def _kept_probe_s(self, kept: Path, profile: Path) -> float:
+        """What the probe takes on the machine as it was when the profile was measured."""
+        if not kept.exists():
+            with _engine(replace(self._config, profile=str(profile), preload=())) as assembly:
+                _warm_up(assembly.core)
+                probe_s = _probe_s(assembly.core)
+            kept.write_text(str(probe_s))
+        return float(kept.read_text())
+
+    def run(self, cell: Cell, column: Column, traces: Path | None) -> tuple[Figures, float]:
+        """Let a new engine serve the cell's requests, in real time.
+
+        Its figures, and how many times as long as at the time of the profile steps took beside it.
+        """
         workload = workload_of(cell, traces)
         config = self._config_of(cell, column, workload)
         arrivals = _arrivals(cell, workload)
         with _engine(config) as assembly:
             _check(assembly, column.machine, workload)
             _warm_up(assembly.core)
+            before_s = _probe_s(assembly.core)
             parts = assembly.parts
             assert isinstance(parts.loaded.device, CpuDevice)
             executor = ScriptedExecutor(
@@ -214,7 +240,9 @@ class RealEngines:
                 core, arrivals, time.monotonic, time.sleep, parts.loaded.device.link.stats,
                 executor.step_stats,
             )  # fmt: skip
-        return figures_of(replayed, workload, column.machine)
+            after_s = _probe_s(assembly.core)
+        slowness = (before_s + after_s) / 2 / self._probe_s
+        return figures_of(replayed, workload, column.machine), slowness
 
     def _config_of(self, cell: Cell, column: Column, workload: Workload) -> EngineConfig:
         options, machine = options_of(cell), column.machine
@@ -376,16 +404,33 @@ def _check(assembly: EngineAssembly, machine: SimulatedMachine, workload: Worklo
 
 def _warm_up(core: EngineCore) -> None:
     """Compute a prompt of each size and rows that decode, so that what is made once is there."""
-    sampling = SamplingParams(temperature=0, max_tokens=_WARM_TOKENS, ignore_eos=True, seed=0)
-    for number in range(1, _WARM_REQUESTS + 1):
-        core.add_request(AddRequest(-number, (_ORDINARY_TOKEN,) * (16 * number), sampling))
-    deadline_s = time.monotonic() + _WARM_TIMEOUT_S
+    _compute(core, [16 * number for number in range(1, _WARM_REQUESTS + 1)], _WARM_TOKENS)
+
+
+def _probe_s(core: EngineCore) -> float:
+    """Seconds for the same requests of the base model each time; the median of some."""
+    # Each time other tokens, which no engine finds in what it has kept.
+    return statistics.median(
+        _compute(core, _PROBE_PROMPTS, _PROBE_TOKENS, next(_probe_tokens))
+        for _ in range(_PROBE_REPEATS)
+    )
+
+
+def _compute(
+    core: EngineCore, prompts: Sequence[int], max_tokens: int, token_id: int = _ORDINARY_TOKEN
+) -> float:
+    """Let requests with prompts of these lengths run at once; return how many seconds it took."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+    start_s = time.monotonic()
+    for number, num_tokens in enumerate(prompts, start=1):
+        core.add_request(AddRequest(-number, (token_id + number,) * num_tokens, sampling))
     while core.has_work:
         for update in core.step(1.0):
             if update.error is not None:
                 raise RuntimeError(update.error)
-        if time.monotonic() > deadline_s:
+        if time.monotonic() > start_s + _WARM_TIMEOUT_S:
             raise TimeoutError("the engine does not come to rest")
+    return time.monotonic() - start_s
 
 
 @cache

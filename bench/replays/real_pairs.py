@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from cold.verdicts import is_quiet
 from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.sim.figures import Figures
 from paired import Ratio, ratio_of
 
-from replays.cells import BASELINE, Figures
+from replays.cells import BASELINE
 from replays.real import FREE, PRESSED, Pressure
 from replays.verdicts import MAX_PREEMPTED
 

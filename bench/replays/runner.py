@@ -9,8 +9,9 @@ from pathlib import Path
 from types import TracebackType
 
 from corun.cpu_workers.process_life import own_child_process
+from corun.runtime.sim.figures import Figures
 
-from replays.cells import Cell, Figures, run_cell
+from replays.cells import Cell, run_cell
 from replays.kept import KeptCells
 
 

@@ -3,7 +3,8 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
-from replays.cells import Figures
+from corun.runtime.sim.figures import Figures
+
 from replays.settings import Setting
 from replays.verdicts import METRICS, Results, median_of
 

@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from corun.runtime.sim.figures import Figures
 from paired import Ratio, ratio_of
 
-from replays.cells import ACCURACY, BASELINE, SPLIT, TIED, Figures, predictor_name
+from replays.cells import ACCURACY, BASELINE, SPLIT, TIED, predictor_name
 from replays.settings import (
     ACCURACY_SETTINGS,
     FULL_MEMORY_SETTINGS,

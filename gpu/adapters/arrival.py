@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from ...runtime.errors import AdapterError
+from ...runtime.errors import AdapterUnavailableError
 from ..coexec.cold_deltas import Arrival
 from ..coexec.gateway import PlacedGroup
 from ..device.base import DeviceError, DeviceTimeoutError, Event
@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 5.0
 # Behind a failure a stream leaves all out, so it is at its end at once; if it is not, the failure
 # was told of before, and others' copies are under way.
+_FAILED = "copying it to the device failed"
 _FAILURE_TIMEOUT_S = 0.05
 # A pass is begun when its layer groups are expected in time; one that is later than this by far
 # must not hold up whoever else is in the pass.
@@ -221,7 +222,7 @@ class Copied:
     def finish(self) -> DeviceAdapter:
         """Give the host's reference back.
 
-        Raises ``AdapterError`` if a copy has failed, and what reading its files has raised.
+        Raises ``AdapterUnavailableError`` if a copy has failed, and what reading its files raised.
         """
         is_whole = all(group.has_arrived for group in self._groups)
         self._let_go()
@@ -230,15 +231,15 @@ class Copied:
         if self._host.error is not None:
             raise self._host.error
         if self._error is not None:
-            raise AdapterError(f"copying it to the device failed: {self._error}") from self._error
+            raise AdapterUnavailableError(f"{_FAILED}: {self._error}") from self._error
         assert self._lane is not None
         try:
             self._copier.device.synchronize(self._lane.stream, timeout_s=_FAILURE_TIMEOUT_S)
         except DeviceTimeoutError as error:
             _LOG.debug("%s", error)
         except DeviceError as error:
-            raise AdapterError(f"copying it to the device failed: {error}") from error
-        raise AdapterError("copying it to the device failed, with what was copied before it")
+            raise AdapterUnavailableError(f"{_FAILED}: {error}") from error
+        raise AdapterUnavailableError(f"{_FAILED}, with what was copied before it")
 
     def cancel(self) -> None:
         """Give the reference back once nothing is copied any more.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...cpu_workers.affinity import place_thread
-from ...runtime.errors import CorunError
+from ...runtime.errors import AdapterUnavailableError, CorunError
 from ...runtime.plan import AdapterTransfer, TransferId
 from .arrival import AdapterLoad
 
@@ -30,7 +30,7 @@ class Fetched:
 
     transfer: AdapterTransfer
     arrival: AdapterLoad | None
-    error: str = ""
+    error: CorunError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +136,8 @@ class AdapterFetcher:
         try:
             return Fetched(transfer, self._fetch(transfer))
         except CorunError as error:
-            return Fetched(transfer, None, str(error))
+            return Fetched(transfer, None, error)
         except Exception as error:  # a bug must fail one adapter, not the thread
             _LOG.exception("loading adapter %d failed", transfer.adapter_id)
-            return Fetched(transfer, None, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            return Fetched(transfer, None, AdapterUnavailableError(reason))

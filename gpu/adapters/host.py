@@ -9,7 +9,7 @@ import torch
 from ...runtime.adapters.target_map import TargetMap
 from ...runtime.errors import AdapterError
 from ...runtime.plan import HostPlace, HostPlaceId
-from ...shm.arena import HostArena
+from ...shm.arena import HostArena, extent_sizes
 from ..device.base import Stream
 from ..device.host_memory import TorchDevice
 from ..lora.adapter_layout import AdapterLayout, GroupPlan
@@ -95,21 +95,27 @@ class HostAdapters:
         if self._copier is not None:
             self._copier.read_by(compute)
 
+    def outline(self, path: str) -> tuple[int, int]:
+        """Check all of an adapter but its values; its largest rank, and bytes on the device.
+
+        Raises ``AdapterError`` naming what is wrong.
+        """
+        rank, plans = self.store.outline(path)
+        host_bytes = extent_sizes([plan.spec for plan in plans])
+        self._check_arena(host_bytes)
+        return rank, self._device_bytes(path, plans, host_bytes)
+
     def register(self, path: str, make_room: MakeRoom) -> RegisteredAdapter:
         """Read and check an adapter, and keep it where ``make_room`` says, if it does.
 
         Raises ``AdapterError`` naming what is wrong.
         """
         facts = self.store.register(path, partial(self._make_room, make_room))
-        num_bytes = sum(facts.host_bytes)
-        if self._copier is not None:
-            num_bytes = self._copier.device_bytes(facts.plans)
-        if self.slab_bytes is not None and num_bytes > self.slab_bytes:
+        try:
+            num_bytes = self._device_bytes(path, facts.plans, facts.host_bytes)
+        except AdapterError:
             self.store.forget(facts.digest)
-            raise AdapterError(
-                f"{path} takes {num_bytes} bytes on the device, and all adapters together have "
-                f"{self.slab_bytes} (raise --adapter-memory-fraction or --memory-gib)"
-            )
+            raise
         layer_bytes, rank_sums = self._layers_of(facts.plans)
         group_of_layer = tuple(self._group_layers(layer_bytes))
         group_bytes = [0] * (max(group_of_layer) + 1)
@@ -148,13 +154,30 @@ class HostAdapters:
             self._copier.close()
 
     def _make_room(self, make_room: MakeRoom, layer_bytes: Sequence[int]) -> HostPlace | None:
+        self._check_arena(layer_bytes)
+        return make_room(layer_bytes)
+
+    def _check_arena(self, layer_bytes: Sequence[int]) -> None:
         """Refuse what could never be copied from the arena."""
         if self._copier is not None and sum(layer_bytes) > self.arena.capacity_bytes:
             raise AdapterError(
                 f"an adapter of {sum(layer_bytes)} bytes does not fit the host adapter arena of "
                 f"{self.arena.capacity_bytes} bytes; raise --host-adapter-bytes"
             )
-        return make_room(layer_bytes)
+
+    def _device_bytes(
+        self, path: str, plans: Sequence[GroupPlan], host_bytes: Sequence[int]
+    ) -> int:
+        """What an adapter takes on the device. Raises ``AdapterError`` if that never fits."""
+        num_bytes = sum(host_bytes)
+        if self._copier is not None:
+            num_bytes = self._copier.device_bytes(plans)
+        if self.slab_bytes is not None and num_bytes > self.slab_bytes:
+            raise AdapterError(
+                f"{path} takes {num_bytes} bytes on the device, and all adapters together have "
+                f"{self.slab_bytes} (raise --adapter-memory-fraction or --memory-gib)"
+            )
+        return num_bytes
 
     def _layers_of(
         self, plans: Sequence[GroupPlan]

@@ -15,7 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ...runtime.errors import CorunError, EngineDeadError
+from ...runtime.errors import (
+    AdapterError,
+    AdapterFailedError,
+    AdapterUnavailableError,
+    CorunError,
+    EngineDeadError,
+)
 from ...runtime.plan import AdapterId, AdapterTransfer, TransferId
 from ..device.lost import raise_if_lost
 from ..lora.table import DeviceAdapter
@@ -36,6 +42,7 @@ class LoadedAdapter:
     adapter_id: AdapterId
     adapter: DeviceAdapter | None
     error: str | None = None
+    error_kind: str | None = None  # a class in errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +204,7 @@ class AdapterLoader:
         """Start the copies of one adapter."""
         transfer, arrival = fetched.transfer, fetched.arrival
         if arrival is None:
+            assert fetched.error is not None
             self._events.append(_failed(transfer, fetched.error))
             return
         started = _Started(transfer, arrival, is_prefetch)
@@ -206,7 +214,8 @@ class AdapterLoader:
             raise_if_lost(error)
             _LOG.exception("adapter %d cannot be copied", transfer.adapter_id)
             arrival.cancel()
-            failed = _failed(transfer, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            failed = _failed(transfer, AdapterUnavailableError(reason))
             self._cancelled.append((arrival, failed))
             return
         if arrival.is_done():
@@ -279,8 +288,10 @@ class AdapterLoader:
         return has_news
 
 
-def _failed(transfer: AdapterTransfer, error: str) -> LoadedAdapter:
-    return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, error)
+def _failed(transfer: AdapterTransfer, error: CorunError) -> LoadedAdapter:
+    """Its files stay as they are; what the device or the machine lacks, it may have again."""
+    kind = AdapterFailedError if isinstance(error, AdapterError) else AdapterUnavailableError
+    return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, str(error), kind.__name__)
 
 
 def _finished(started: _Started) -> LoadedAdapter:
@@ -289,5 +300,5 @@ def _finished(started: _Started) -> LoadedAdapter:
         adapter = started.arrival.finish()
     except CorunError as error:
         raise_if_lost(error)
-        return _failed(transfer, str(error))
+        return _failed(transfer, error)
     return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, adapter)

@@ -133,4 +133,4 @@ class ResidentAdapters:
             resident.arriving = None
         else:
             error = self._enter(loaded.adapter_id, loaded.adapter, None)
-        self._results.append(TransferResult(loaded.transfer_id, error))
+        self._results.append(TransferResult(loaded.transfer_id, error, loaded.error_kind))

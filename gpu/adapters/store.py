@@ -15,7 +15,7 @@ import torch
 
 from ...runtime.adapters.digest import ContentDigest
 from ...runtime.adapters.resolved import AdapterReader, RawTensor, TakeTensor
-from ...runtime.errors import AdapterError, CorunError, ResourceError
+from ...runtime.errors import AdapterUnavailableError, CorunError, ResourceError
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
 from ...shm.errors import ShmError
@@ -73,7 +73,7 @@ class AdapterReading:
 
         def take(raw: RawTensor, data: memoryview) -> None:
             if not (self._is_wanted and is_wanted()):
-                raise AdapterError("nobody waits for its files any more")
+                raise AdapterUnavailableError("nobody waits for its files any more")
             self._writer.write(raw, data)
 
         begin_s = time.monotonic()
@@ -88,7 +88,7 @@ class AdapterReading:
             self._end(error)
         except Exception as error:  # a bug must fail one adapter, not the thread
             _LOG.exception("reading an adapter failed")
-            self._end(AdapterError(f"{type(error).__name__}: {error}"))
+            self._end(AdapterUnavailableError(f"{type(error).__name__}: {error}"))
         else:
             self._end(None)
         on_layer()
@@ -218,6 +218,11 @@ class AdapterStore:
             0, (arena.segment.num_bytes,), torch.uint8
         )
         self._contents: dict[str, ContentDigest] = {}  # of what was registered, by its name
+
+    def outline(self, path: str) -> tuple[int, tuple[GroupPlan, ...]]:
+        """Its largest rank and its regions, from the header. Raises ``AdapterError``."""
+        with self._open(path) as source:
+            return source.adapter.max_rank, self.layout.plan(source.adapter)
 
     def register(self, path: str, make_room: MakeRoom) -> StoredFacts:
         """Read and check an adapter, and keep it in the arena if room is made.

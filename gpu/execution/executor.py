@@ -23,6 +23,7 @@ from ...runtime.plan import (
     StepResult,
     SubBatch,
     SubBatchKind,
+    TokenLogprobs,
     Transfer,
     WorkersChanged,
 )
@@ -37,6 +38,7 @@ from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..kv.host import HostKv
 from ..kv.transfers import KvTransfers
 from ..lora.table import LoraTable
+from .prompt_scores import note_scores, packed_indices, prompt_logprobs, scored_spans
 from .request_table import RequestState, RequestTable
 from .runner import ModelRunner
 from .sampler import SampledRow, Sampler
@@ -165,7 +167,7 @@ class DeviceExecutor:
             if batch.kind is SubBatchKind.ASSISTED:
                 return self._compute_assisted(batch)
             states, inputs = self._lower(batch)
-            logits = self._forward(batch, inputs, None)
+            logits = self._forward(batch, states, inputs, None)
             return self._take_tokens(batch, states, logits)
         except Exception as error:
             raise_if_lost(error)
@@ -207,7 +209,7 @@ class DeviceExecutor:
             counts_on_workers = [split_layer > 0 for split_layer in batch.split_layers]
             return _not_computed(batch, counts_on_workers, RetryCause.DELTAS, str(error))
         try:
-            logits = self._forward(batch, inputs, assisted.deltas)
+            logits = self._forward(batch, states, inputs, assisted.deltas)
         except BaseException:
             assisted.give_up()
             raise
@@ -237,14 +239,15 @@ class DeviceExecutor:
             return results
         for row in sampling_rows:
             states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
+        prompts = [prompt_logprobs(states[row]) for row in sampling_rows]
         drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
-        for row, sampled in zip(sampling_rows, drawn, strict=True):
+        for row, sampled, prompt in zip(sampling_rows, drawn, prompts, strict=True):
             request_id = batch.request_ids[row]
             if request_id in void:
                 continue
             if sampled.error is None:
                 states[row].append(sampled.token_id)
-            results.append(_result_of(request_id, sampled))
+            results.append(_result_of(request_id, sampled, prompt))
         return results
 
     def _cold_rows(
@@ -262,14 +265,22 @@ class DeviceExecutor:
         ]  # fmt: skip
 
     def _forward(
-        self, batch: SubBatch, inputs: ForwardInputs, deltas: DeltaPass | None
-    ) -> torch.Tensor:
-        """Logits of the rows that sample."""
+        self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs,
+        deltas: DeltaPass | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits of the rows that sample. Those of prompts that are scored are noted."""
         sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         indices = inputs.last_indices
         if len(sampling_rows) < len(batch.samples):
             indices = indices[sampling_rows]
-        return self._runner.forward(inputs, indices, deltas)
+        spans = scored_spans(batch, states, inputs.attention.query_starts_host)
+        if not spans:
+            return self._runner.forward(inputs, indices, deltas)
+        num_sampling = len(indices)
+        indices = torch.cat((indices, packed_indices(spans, indices.device)))
+        logits = self._runner.forward(inputs, indices, deltas)
+        note_scores(logits[num_sampling:], spans)
+        return logits[:num_sampling]
 
     def _pack(self, batch: SubBatch, states: Sequence[RequestState]) -> PackedRows:
         spans = zip(states, batch.start_positions, batch.num_tokens, strict=True)
@@ -312,13 +323,17 @@ class DeviceExecutor:
             self._kv.start(transfer)
 
 
-def _result_of(request_id: RequestId, sampled: SampledRow) -> RowResult:
+def _result_of(
+    request_id: RequestId, sampled: SampledRow, prompt: tuple[TokenLogprobs, ...] | None
+) -> RowResult:
     if sampled.error is not None:
         return RowResult(
             request_id, Outcome.FAILED, error=sampled.error, error_kind=sampled.error_kind
         )
     logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
-    return RowResult(request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs)
+    return RowResult(
+        request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs, prompt_logprobs=prompt
+    )
 
 
 def _not_computed(

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.plan import AdapterId, BlockUpdate, NewRequest, RequestId
+from ...runtime.plan import AdapterId, BlockUpdate, NewRequest, RequestId, TokenLogprobs
 from ...runtime.sampling import SamplingParams
 from .token_counts import TokenCounts
+from .token_rules import TokenRules
 
 _MIN_SLOTS = 16
 
@@ -17,13 +18,15 @@ class RequestState:
 
     __slots__ = (
         "_output_counts", "_seen_counts", "adapter_id", "num_prompt_tokens", "num_tokens",
-        "sampling", "slot", "tokens",
+        "prompt_scores", "sampling", "slot", "token_rules", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: NewRequest, slot: int, max_model_len: int) -> None:
         self.slot = slot
         self.adapter_id: AdapterId = request.adapter_id
         self.sampling: SamplingParams = request.sampling
+        self.prompt_scores: dict[int, TokenLogprobs] = {}  # by position; if they are asked for
+        self.token_rules = TokenRules.of(request.sampling)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         longest = self.num_prompt_tokens + (request.sampling.max_tokens or max_model_len)
@@ -54,10 +57,15 @@ class RequestState:
         self._seen_counts.catch_up(self.tokens[: self.num_tokens])
         return self._seen_counts.tokens
 
+    @property
+    def output(self) -> NDArray[np.int64]:
+        """The tokens sampled so far."""
+        return self.tokens[self.num_prompt_tokens : self.num_tokens]
+
     def output_counts(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The distinct tokens sampled so far, and how often each was."""
         counts = self._output_counts
-        counts.catch_up(self.tokens[self.num_prompt_tokens : self.num_tokens])
+        counts.catch_up(self.output)
         return counts.tokens, counts.counts
 
 

@@ -20,8 +20,8 @@ _NUM_CANDIDATES = 1024  # the nucleus is looked for among these before the vocab
 _UINT64_MASK = 2**64 - 1
 _NOT_FINITE = "the model computed logits that are not finite (NaN or inf)"
 _NOTHING_LEFT = (
-    "no token can be drawn: min_tokens with stop_token_ids forbids all, or repetition_penalty "
-    "makes the logits overflow"
+    "no token can be drawn: bad_words, allowed_token_ids or min_tokens with stop_token_ids forbid "
+    "all, or repetition_penalty makes the logits overflow"
 )
 
 
@@ -74,7 +74,7 @@ class Sampler:
         ]
 
     def _adjust(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[int]:
-        """Apply penalties and hold back end tokens, in place; return rows that do not survive it.
+        """Apply rules and penalties and hold back end tokens; return rows that do not survive it.
 
         A request can forbid its whole vocabulary, or give a penalty that overflows.
         """
@@ -86,13 +86,15 @@ class Sampler:
             if num_output < sampling.min_tokens:
                 ends = () if sampling.ignore_eos else self._eos_token_ids
                 held = [t for t in (*ends, *sampling.stop_token_ids) if t < logits.shape[1]]
+            if state.token_rules is not None:
+                state.token_rules.apply(logits[row], state.output)
             if held:
                 logits[row, held] = float("-inf")
             if sampling.repetition_penalty != 1.0:
                 _penalise_repetition(logits[row], state)
             if sampling.presence_penalty or sampling.frequency_penalty:
                 _penalise_frequency(logits[row], state)
-            if held or sampling.repetition_penalty != 1.0:
+            if held or sampling.repetition_penalty != 1.0 or state.token_rules is not None:
                 adjusted.append(row)
         if not adjusted:
             return []

@@ -52,6 +52,12 @@ class KvLayout:
         """Bytes of one block over all layers."""
         return self.offsets_bytes()[1]
 
+    @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token, whatever the block."""
+        values = sum(one.num_kv_heads * (one.key_dim + one.value_dim) for one in self.layers)
+        return values * self.dtype.itemsize
+
     def _matrix_bytes(self, layer: LayerKvShape, dim: int) -> int:
         return layer.num_kv_heads * self.block_size * dim * self.dtype.itemsize
 

@@ -49,7 +49,7 @@ class Parts:
 
 def compose(
     subject: Subject, effort: Effort, parts: Parts, use: CpuUse,
-    *, created_at: str, measured_s: float,
+    *, created_at: str, measured_s: float, free_bytes: int,
 ) -> Profile:  # fmt: skip
     """Derive budgets and models."""
     groups = tuple(
@@ -94,6 +94,7 @@ def compose(
         link_points=parts.link.points,
         quality=parts.quality(use),
         measured_s=measured_s,
+        free_bytes=free_bytes,
     )
 
 
@@ -119,5 +120,7 @@ def _model(
         num_workers=parts.num_workers,
         tokens_per_worker=next(b.tokens_per_worker for b in budgets if b.rank == REFERENCE_RANK),
         invocation_s_per_token=0.0 if invocation is None else invocation.s_per_token,
+        assisted_pass_s=0.0 if invocation is None else invocation.pass_s,
+        contention=0.0 if invocation is None else invocation.contention,
     )
     return with_steps(model, parts.steps.record.fit.plane, parts.base.step_s, parts.decode.step_s)

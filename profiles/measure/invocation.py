@@ -1,4 +1,7 @@
-"""What an invocation of a worker costs beside the arithmetic, in real passes with real workers."""
+"""What an invocation of a worker costs beside the arithmetic, in real passes with real workers.
+
+And by how much the device is slower while workers compute.
+"""
 
 import contextlib
 import time
@@ -31,6 +34,8 @@ from .shape import ModelGroups
 from .stopwatch import GroupSpan, GroupTimer
 
 _RANK = 8  # little arithmetic, so that the rest shows
+_BUSY_RANK = 64  # so much that workers compute for a good part of the device's products
+_MAX_CONTENTION = 1.0  # what takes its turn with another is not slower than twice as slow
 _TIMEOUT_S = 60.0
 _READY_TIMEOUT_S = 100.0
 _BLOCK_TOKENS = 8
@@ -50,38 +55,56 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class InvocationTimes:
-    """Per input group: seconds, and seconds per token."""
+    """Per input group: seconds, and seconds per token; per pass: seconds."""
 
     fixed_s: float
     s_per_token: float
+    pass_s: float
+    contention: float  # see ``MachineModel``
     by_tokens: tuple[tuple[int, float], ...]
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
 
 
-class _ArenaAdapter:
-    """One adapter on all input groups of the usual shapes; see ``gateway.ColdAdapter``."""
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Passes of so many tokens, one each without workers, with little and with much for them."""
 
-    def __init__(self, groups: ModelGroups) -> None:
-        rng = np.random.default_rng(0)
-        self.regions: tuple[Region, ...] = tuple(_plan(shape) for shape in groups.shapes)
+    cost_s: float  # of an invocation
+    pass_s: float  # by which a pass took longer beside its invocations
+    slowed_s: float  # by which the base products of the last one took longer
+    overlap_s: float  # in which both computed
+
+
+class _ArenaAdapter:
+    """An adapter on all input groups of the usual shapes; see ``gateway.ColdAdapter``."""
+
+    def __init__(self, groups: ModelGroups, rank: int) -> None:
+        self._shapes, self._rank = groups.shapes, rank
+        self._keys = groups.keys
+        self.regions: tuple[Region, ...] = tuple(_plan(shape, rank) for shape in groups.shapes)
         self.groups: list[PlacedGroup] = []
-        num_bytes = sum(self.regions[group].num_bytes for _, group in groups.keys)
-        self.segment = Segment.create(num_bytes, kind="adapters")
-        offset = 0
-        for key in groups.keys:
-            shape, region = groups.shapes[key[1]], self.regions[key[1]]
+        self.num_bytes = sum(self.regions[group].num_bytes for _, group in groups.keys)
+
+    def write(self, segment: Segment, offset: int) -> None:
+        """Fill its place, which begins at ``offset``."""
+        rng = np.random.default_rng(0)
+        for key in self._keys:
+            shape, region = self._shapes[key[1]], self.regions[key[1]]
             matrices = [
-                Matrices(random_bits(rng, _RANK, shape.in_features), random_bits(rng, n, _RANK))
+                Matrices(
+                    random_bits(rng, self._rank, shape.in_features),
+                    random_bits(rng, n, self._rank),
+                )
                 for n in shape.columns
             ]
-            write_region(region, matrices, self.segment.buffer[offset:])
+            write_region(region, matrices, segment.buffer[offset:])
             self.groups.append(PlacedGroup(key, offset, job_shape(region)))
             offset += region.num_bytes
 
 
-def _plan(shape: GroupShape) -> Region:
-    targets = [TargetShape(_RANK, columns, 1e-6) for columns in shape.columns]
+def _plan(shape: GroupShape, rank: int) -> Region:
+    targets = [TargetShape(rank, columns, 1e-6) for columns in shape.columns]
     return plan_packed(shape.in_features, ITEM_BYTES, targets)
 
 
@@ -105,9 +128,13 @@ class InvocationBench:
         # One slice for each worker and input group, whatever the number of tokens.
         slice_tokens = -(-max_tokens // (self._num_workers * _BLOCK_TOKENS)) * _BLOCK_TOKENS
         with contextlib.ExitStack() as undo:
-            self._adapter = _ArenaAdapter(groups)
-            undo.enter_context(self._adapter.segment)
-            regions = self._adapter.regions
+            self._adapter = _ArenaAdapter(groups, _RANK)
+            self._busy_adapter = _ArenaAdapter(groups, _BUSY_RANK)
+            num_bytes = self._adapter.num_bytes + self._busy_adapter.num_bytes
+            segment = undo.enter_context(Segment.create(num_bytes, kind="adapters"))
+            self._adapter.write(segment, 0)
+            self._busy_adapter.write(segment, self._adapter.num_bytes)
+            regions = (*self._adapter.regions, *self._busy_adapter.regions)
             columns = max(region.y_columns for region in regions)
             self._handover = make_handover(
                 exchange, passes.where, max_slice_tokens=slice_tokens, max_columns=columns
@@ -125,7 +152,7 @@ class InvocationBench:
                         delta_table=options.table,
                         slowdown=options.slowdown,
                     ),
-                    self._adapter.segment,
+                    segment,
                 )
             )
             rings = self._register(self._pool.rings.segment, "rings", undo)
@@ -148,16 +175,20 @@ class InvocationBench:
         Raises ``ProfileError`` if workers fail.
         """
         measured = measure_rounds(
-            [Case(str(n), partial(self._cost_s, n, deltas)) for n in tokens],
+            [Case(str(n), partial(self._sample, n, deltas)) for n in tokens],
             repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress,
         )  # fmt: skip
-        costs = [(int(name), median(values)) for name, values in measured.values.items()]
-        line = fit_line([float(n) for n, _ in costs], [cost_s for _, cost_s in costs])
+        costs_s = {n: [one.cost_s for one in found] for n, found in measured.values.items()}
+        samples = [one for found in measured.values.values() for one in found]
+        by_tokens = [(int(n), median(found)) for n, found in costs_s.items()]
+        line = fit_line([float(n) for n, _ in by_tokens], [cost_s for _, cost_s in by_tokens])
         return InvocationTimes(
             line.intercept,
             line.slope,
-            tuple(costs),
-            tuple(relative_spread(values) for values in measured.values.values()),
+            max(0.0, median([one.pass_s for one in samples])),
+            _contention(samples),
+            tuple(by_tokens),
+            tuple(relative_spread(found) for found in costs_s.values()),
             tuple(f"invocations with {name} tokens" for name in measured.left_out),
         )
 
@@ -165,23 +196,42 @@ class InvocationBench:
         """End the workers and free the shared memory."""
         self._undo.close()
 
-    def _cost_s(self, num_tokens: int, deltas: Sequence[CurveFamily]) -> float:
-        """Of one input group: the median over all of a pass."""
+    def _sample(self, num_tokens: int, deltas: Sequence[CurveFamily]) -> _Sample:
         slice_tokens = -(-num_tokens // self._num_workers)
-        costs = []
-        for span in self._run(num_tokens):
-            if (span.layer, span.group) not in self._keys:
-                continue
-            rank_sum = self._adapter.regions[span.group].rank_sum
-            delta_s = deltas[span.group].at(rank_sum, slice_tokens)
-            exposed_s = max(0.0, delta_s - span.base_s)
-            costs.append(span.begin_s + max(0.0, span.add_s - exposed_s))
-        return max(_MIN_COST_S, median(costs))
+        begin_s = time.perf_counter()
+        alone = self._passes.lora_spans(self._passes.prefill_rows(num_tokens))
+        middle_s = time.perf_counter()
+        helped = self._run(num_tokens, self._adapter)
+        more_s = time.perf_counter() - middle_s - (middle_s - begin_s)
+        costs_s = []
+        for span in helped:
+            delta_s = self._delta_s(self._adapter, span, slice_tokens, deltas)
+            if delta_s:
+                exposed_s = max(0.0, delta_s - span.base_s)
+                costs_s.append(span.begin_s + max(0.0, span.add_s - exposed_s))
+        groups_s = sum(one.begin_s + one.add_s for one in helped)
+        slowed_s = overlap_s = 0.0
+        for free, busy in zip(alone, self._run(num_tokens, self._busy_adapter), strict=True):
+            delta_s = self._delta_s(self._busy_adapter, busy, slice_tokens, deltas)
+            if delta_s:
+                slowed_s += busy.base_s - free.base_s
+                overlap_s += min(delta_s, free.base_s)
+        cost_s = max(_MIN_COST_S, median(costs_s))
+        return _Sample(cost_s, more_s - groups_s, slowed_s, overlap_s)
 
-    def _run(self, num_tokens: int) -> tuple[GroupSpan, ...]:
+    def _delta_s(
+        self, adapter: _ArenaAdapter, span: GroupSpan, slice_tokens: int,
+        deltas: Sequence[CurveFamily],
+    ) -> float:  # fmt: skip
+        """What the arithmetic takes; 0 for groups that are not of the usual shapes."""
+        if (span.layer, span.group) not in self._keys:
+            return 0.0
+        return deltas[span.group].at(adapter.regions[span.group].rank_sum, slice_tokens)
+
+    def _run(self, num_tokens: int, adapter: _ArenaAdapter) -> tuple[GroupSpan, ...]:
         """One pass with all deltas from the workers."""
         rows = self._passes.prefill_rows(num_tokens)
-        row = AssistedRow(0, num_tokens, self._num_layers, self._adapter)
+        row = AssistedRow(0, num_tokens, self._num_layers, adapter)
         invocations = self._gateway.invoke([row])
         plan = ColdPlan(invocations, (None,) * self._num_layers, ((),) * self._num_layers)
         deltas = ColdDeltas(self._handover, self._passes.backend, plan)
@@ -202,6 +252,12 @@ class InvocationBench:
         memory = self._device.register(segment.pages, name=name, is_paced=False)
         undo.callback(memory.close)
         return memory
+
+
+def _contention(samples: Sequence[_Sample]) -> float:
+    """By which share of the time in which both computed, the device took longer."""
+    shares = [one.slowed_s / one.overlap_s for one in samples if one.overlap_s > 0.0]
+    return min(_MAX_CONTENTION, max(0.0, median(shares))) if shares else 0.0
 
 
 def _unhurried(_region: Region, _num_tokens: int) -> float:

@@ -52,6 +52,7 @@ class Bench:
     supervisor_cpus: tuple[int, ...]
     delta_cpu: int  # where a worker runs, or would
     coexecution_off: str  # why there are no workers
+    free_bytes: int  # of the device's memory beside the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def measure_profile(bench: Bench, listener: Listener, cpu_use: Callable[[], CpuU
     return compose(
         bench.subject, bench.effort, parts, cpu_use(),
         created_at=created_at, measured_s=round(time.monotonic() - start_s, 1),
+        free_bytes=bench.free_bytes,
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def model_shape(loaded: LoadedModel) -> ModelShape:
         groups.num_layers,
         str(loaded.dtype).removeprefix("torch."),
         tuple((shape.name, shape.in_features, sum(shape.columns)) for shape in groups.shapes),
+        loaded.layout.token_bytes,
     )
 
 

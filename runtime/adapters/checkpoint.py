@@ -132,6 +132,22 @@ class Checkpoint:
         return AdapterError(f"cannot read {self.path}: {error.strerror or error}")
 
 
+def is_complete(directory: Path) -> bool:
+    """Whether the weights in ``directory`` are as long as their header says."""
+    try:
+        with (directory / WEIGHTS_NAME).open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            length = file.read(LENGTH_BYTES)
+            header_bytes = int.from_bytes(length, "little")
+            data_bytes = num_bytes - LENGTH_BYTES - header_bytes
+            if len(length) < LENGTH_BYTES or data_bytes < 0:
+                return False
+            parse_header(file.read(header_bytes), data_bytes)
+    except (OSError, HeaderError):
+        return False
+    return True
+
+
 def _check_format(directory: Path, path: Path) -> None:
     if path.is_file():
         return

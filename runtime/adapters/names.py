@@ -5,7 +5,13 @@ The engine's registry and the front end's mirror of it give the same answers. Pu
 
 from collections.abc import Iterable
 
-from ..errors import AdapterError, AdapterUnavailableError, UnknownModelError
+from ..errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterFailedError,
+    AdapterUnavailableError,
+    UnknownModelError,
+)
 from ..near_names import near_names
 
 LOADING = "loading"
@@ -24,14 +30,19 @@ _STATE_PHRASES = {
 
 
 def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:
-    """Raise ``AdapterError`` unless an adapter may be called ``name``."""
+    """Raise ``AdapterError`` unless an adapter may be called ``name``.
+
+    One rule for HTTP, options and directories: parts joined by single slashes.
+    """
     reason = None
     if not name or name != name.strip():
         reason = "is empty or begins or ends with a space"
     elif len(name) > _MAX_NAME_LENGTH:
         reason = f"has {len(name)} characters; the limit is {_MAX_NAME_LENGTH}"
-    elif any(character in "/\\:" for character in name):
-        reason = "contains a slash or a colon"
+    elif any(character in "\\:" for character in name):
+        reason = "contains a backslash or a colon"
+    elif any(part in ("", ".", "..") for part in name.split("/")):
+        reason = "has an empty part, '.' or '..' between its slashes"
     elif not name.isprintable():
         reason = "contains a control character"
     elif name in base_names:
@@ -61,6 +72,14 @@ def unknown_name(
 def unavailable_adapter(name: str, state: str, reason: str | None) -> AdapterUnavailableError:
     """Return the error for an adapter that is registered and cannot be used now."""
     because = f": {reason}" if reason and state == FAILED else ""
-    return AdapterUnavailableError(
-        f"adapter {name!r} {_STATE_PHRASES[state]}{because}", param="lora_request"
+    kind = AdapterFailedError if state == FAILED else AdapterUnavailableError
+    return kind(f"adapter {name!r} {_STATE_PHRASES[state]}{because}", param="lora_request")
+
+
+def taken_name(name: str) -> AdapterExistsError:
+    """Return the error for a name that has other content, and is not to be replaced."""
+    return AdapterExistsError(
+        f"the adapter {name!r} is loaded already, with other content; "
+        "set load_inplace to replace it with a new version",
+        param="lora_name",
     )

@@ -19,6 +19,7 @@ CONFIG_NAME = "adapter_config.json"
 _Value = TypeVar("_Value", int, float)
 
 _MAX_CONFIG_BYTES = 4 << 20  # a configuration is a few KiB; this only stops nonsense
+_MAX_CHARS_SHOWN = 200
 
 _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
 
@@ -111,7 +112,12 @@ def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
 
 
 def _read_json(directory: Path, path: Path) -> dict[str, Any]:
-    if not directory.is_dir():
+    try:
+        is_there = directory.is_dir()
+    except OSError as error:  # of a path that is too long, which nobody wants to read either
+        shown = str(directory)[:_MAX_CHARS_SHOWN]
+        raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
+    if not is_there:
         raise AdapterError(f"no such adapter directory: {directory}")
     try:
         with path.open("rb") as file:

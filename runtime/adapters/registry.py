@@ -4,7 +4,8 @@ name -> entry -> immutable ``AdapterVersion``. A reload makes a new version; the
 requests that hold it and is freed with the last of them. Pure bookkeeping: the caller reads files,
 holds the bytes, frees what this module says may be freed, and says when it has left the device.
 
-    begin_loading -> ready    the version serves; with other content it replaces the older one
+    begin_loading -> outlined it serves, and who asks for it first has it loaded again, to the end
+                  -> ready    the version serves; with other content it replaces the older one
                   -> failed   a first load is kept as "failed", a reload leaves the old one serving
     remove        -> draining no new request; freed at once, or with the last reference
 """
@@ -13,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
-from ..adapter import AdapterFacts
-from ..errors import AdapterError, UnknownModelError
+from ..adapter import AdapterFacts, AdapterOutline
+from ..errors import UnknownModelError
 from ..plan import AdapterId
 from .info import AdapterInfo, DrainingVersion, Residency
 from .names import (
@@ -75,13 +76,15 @@ class _Entry:
 
     path: str
     version: AdapterVersion | None = None  # serves new requests
+    outline: AdapterOutline | None = None  # of what was never read; serves when it has been
     load_id: LoadId | None = None  # the load that is running
+    load_path: str = ""  # and from where
     reason: str | None = None  # why the last load failed
     is_pinned: bool = False  # whatever version it is
 
     @property
     def state(self) -> str:
-        if self.version is not None:
+        if self.version is not None or self.outline is not None:
             return READY
         return LOADING if self.load_id is not None else FAILED
 
@@ -108,18 +111,34 @@ class AdapterRegistry:
     _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet gone
     _num_loads: int = 0
 
+    def path_of(self, name: str) -> str | None:
+        """Where ``name`` comes from; None if it is not registered."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.path
+
+    def unread_path(self, name: str) -> str | None:
+        """Where the content of ``name`` lies if nobody has read it; None if somebody has."""
+        entry = self._entries.get(name)
+        return None if entry is None or entry.outline is None else entry.path
+
+    def is_loading(self, name: str) -> bool:
+        """Whether a load of ``name`` has begun and not ended."""
+        entry = self._entries.get(name)
+        return entry is not None and entry.load_id is not None
+
     def begin_loading(self, name: str, path: str) -> LoadId:
         """Start a load or reload; ``ready`` or ``failed`` ends it.
 
-        Raises ``AdapterError`` if the name is not allowed or is being loaded already.
+        Raises ``AdapterError`` if the name is not allowed, ``AdapterUnavailableError`` while it is
+        being loaded already.
         """
         check_adapter_name(name, self.base_names)
         entry = self._entries.setdefault(name, _Entry(path))
         if entry.load_id is not None:
-            raise AdapterError(f"adapter {name!r} is being loaded already, from {entry.path}")
+            raise unavailable_adapter(name, LOADING, None)
         self._num_loads += 1
-        entry.load_id = LoadId(self._num_loads)
-        if entry.version is None:
+        entry.load_id, entry.load_path = LoadId(self._num_loads), path
+        if entry.version is None and entry.outline is None:
             entry.path = path
         return entry.load_id
 
@@ -134,7 +153,7 @@ class AdapterRegistry:
         entry = self._entry_of_load(name, load_id)
         if entry is None:
             return None
-        entry.load_id, entry.reason, entry.path = None, None, path
+        entry.load_id, entry.reason, entry.path, entry.outline = None, None, path, None
         old = entry.version
         if old is not None and old.facts == facts:
             entry.version = self._held[old.adapter_id].version = replace(old, path=path)
@@ -147,11 +166,21 @@ class AdapterRegistry:
         entry.version = version
         return Registered(version, is_new=True, freed=self._drain(old))
 
+    def outlined(self, name: str, load_id: LoadId, outline: AdapterOutline) -> None:
+        """End a first load before it has read all: the first request has it loaded again."""
+        entry = self._entry_of_load(name, load_id)
+        if entry is not None and entry.version is None:
+            entry.load_id, entry.outline, entry.reason = None, outline, None
+            entry.path = entry.load_path
+
     def failed(self, name: str, load_id: LoadId, reason: str) -> None:
         """End a load without success; a version that served before goes on serving."""
         entry = self._entry_of_load(name, load_id)
-        if entry is not None:
-            entry.load_id, entry.reason = None, reason
+        if entry is None:
+            return
+        entry.load_id, entry.reason = None, reason
+        if entry.load_path == entry.path:
+            entry.outline = None
 
     def remove(self, name: str) -> tuple[AdapterId, ...]:
         """Unregister ``name`` and return versions to free now. Raises ``UnknownModelError``."""
@@ -167,12 +196,12 @@ class AdapterRegistry:
 
     def largest_unpinned_bytes(self, *, without: str) -> int:
         """Of the versions that serve: what requests may need beside all that is pinned."""
-        versions = [
-            entry.version
+        served = [
+            entry.version or entry.outline
             for name, entry in self._entries.items()
             if not entry.is_pinned and name != without
         ]
-        return max((version.num_bytes for version in versions if version is not None), default=0)
+        return max((one.num_bytes for one in served if one is not None), default=0)
 
     def set_pinned(self, name: str, *, is_pinned: bool) -> None:
         """Note it of a name that is registered, for all versions to come."""
@@ -192,7 +221,8 @@ class AdapterRegistry:
         if entry is not None and entry.version is not None:
             return entry.version
         if entry is not None:
-            raise unavailable_adapter(name, entry.state, entry.reason)
+            state = LOADING if entry.outline is not None else entry.state
+            raise unavailable_adapter(name, state, entry.reason)
         if name in self._draining:
             raise unavailable_adapter(name, DRAINING, None)
         raise self._unknown(name)
@@ -240,15 +270,15 @@ class AdapterRegistry:
         ]  # fmt: skip
         if entry is None:
             return _draining_info(name, self._draining.get(name, {}), draining)
-        version = entry.version
-        is_told = entry.state == FAILED or version is not None
+        version, served = entry.version, entry.version or entry.outline
+        is_told = entry.state in (FAILED, READY)
         return AdapterInfo(
             name=name,
             path=entry.path if version is None else version.path,
             state=entry.state,
             reason=entry.reason if is_told else None,
-            rank=0 if version is None else version.rank,
-            num_bytes=0 if version is None else version.num_bytes,
+            rank=0 if served is None else served.rank,
+            num_bytes=0 if served is None else served.num_bytes,
             version="" if version is None else version.digest,
             pinned=entry.is_pinned,
             residency=Residency() if version is None else residency_of(version),

@@ -1,38 +1,27 @@
 """Which adapters ``--lora-dir`` and ``--lora-modules`` name. Touches no adapter file's content."""
 
-import json
-import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from ..config.notations import LoraModule, parse_lora_modules
 from ..errors import AdapterError, ConfigError
 from .names import check_adapter_name
 from .peft_config import CONFIG_NAME
 
-_JSON_KEYS = frozenset({"name", "path", "base_model_name"})
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """A name and the PEFT directory to load under it."""
-
-    name: str
-    path: str
-    base_model_name: str | None = None  # the base model the user means, if stated
+_MAX_DEPTH = 4  # of directories whose names are joined by slashes
 
 
 def collect_sources(
     lora_dir: str | None, lora_modules: Sequence[str], base_names: Collection[str] = ()
-) -> tuple[AdapterSource, ...]:
+) -> tuple[LoraModule, ...]:
     """All adapters to load at start, those of ``--lora-dir`` first.
 
     Raises ``ConfigError`` naming the flag: bad names, a name given twice, another base model.
     """
-    sources: dict[str, AdapterSource] = {}
-    named = [("--lora-modules", parse_lora_module(text)) for text in lora_modules]
+    sources: dict[str, LoraModule] = {}
+    named = [("--lora-modules", module) for module in parse_lora_modules(tuple(lora_modules))]
     if lora_dir is not None:
-        found = [AdapterSource(name, str(path)) for name, path in discover(Path(lora_dir))]
+        found = [LoraModule(name, str(path)) for name, path in discover(Path(lora_dir))]
         named = [*(("--lora-dir", source) for source in found), *named]
     for flag, source in named:
         try:
@@ -54,46 +43,31 @@ def collect_sources(
 
 
 def discover(lora_dir: Path) -> list[tuple[str, Path]]:
-    """List (name, path) of the sub-directories that hold an adapter_config.json, sorted by name.
+    """List (name, path) of the directories below that hold an adapter_config.json, by name.
 
-    Raises ``ConfigError`` if ``lora_dir`` is no readable directory.
+    A directory without one may hold others: ``team/sql`` is the name of what lies there. Raises
+    ``ConfigError`` if ``lora_dir`` is no readable directory.
     """
     try:
-        entries = sorted(lora_dir.iterdir())
+        found = sorted(_below(lora_dir, ()))
     except OSError as error:
         raise ConfigError(f"--lora-dir {lora_dir}: {error.strerror or error}") from error
-    return [(entry.name, entry) for entry in entries if (entry / CONFIG_NAME).is_file()]
+    return found
 
 
-def parse_lora_module(text: str) -> AdapterSource:
-    """Parse ``name=path`` or ``{"name": …, "path": …, "base_model_name": …}``.
-
-    Raises ``ConfigError`` naming --lora-modules.
-    """
-    if text.lstrip().startswith("{"):
-        return _parse_json(text)
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise ConfigError(
-            f'--lora-modules {text!r}: expected name=path or JSON such as {{"name": "a", '
-            '"path": "dir"}'
-        )
-    return AdapterSource(name, os.path.expanduser(path))
+def _below(directory: Path, parents: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+    """Raises ``OSError`` for ``directory`` alone: what is below may go, or be another's."""
+    for entry in directory.iterdir():
+        names = (*parents, entry.name)
+        if (entry / CONFIG_NAME).is_file():
+            yield "/".join(names), entry
+        elif len(names) < _MAX_DEPTH and _may_hold_others(entry):
+            try:
+                yield from _below(entry, names)
+            except OSError:
+                continue
 
 
-def _parse_json(text: str) -> AdapterSource:
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--lora-modules {text!r} is not valid JSON: {error}") from error
-    unknown = sorted(set(fields) - _JSON_KEYS)
-    if unknown:
-        raise ConfigError(f"--lora-modules {text!r}: unknown key {', '.join(unknown)}")
-    for key in ("name", "path"):
-        if not isinstance(fields.get(key), str) or not fields[key]:
-            raise ConfigError(f"--lora-modules {text!r}: {key!r} must be a non-empty string")
-    base_model_name = fields.get("base_model_name")
-    if not isinstance(base_model_name, str | None):
-        raise ConfigError(f"--lora-modules {text!r}: 'base_model_name' must be a string")
-    path = os.path.expanduser(fields["path"])
-    return AdapterSource(fields["name"], path, base_model_name)
+def _may_hold_others(entry: Path) -> bool:
+    """Links could lead in circles, and hidden directories are caches of tools."""
+    return not entry.name.startswith(".") and not entry.is_symlink() and entry.is_dir()

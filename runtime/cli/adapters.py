@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import shlex
 import time
 import urllib.error
 import urllib.request
@@ -9,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from ..config.variables import PREFIX
 from ..errors import ConfigError, CorunError
 
 _TIMEOUT_S = 10.0
@@ -21,11 +24,13 @@ _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 def run(arguments: argparse.Namespace) -> int:
     """Print one line for each adapter, and what fits."""
     url = _checked_url(arguments.url)
+    keys = [arguments.api_key, *shlex.split(os.environ.get(f"{PREFIX}API_KEY", ""))]
+    api_key = next(filter(None, keys), None)  # each of them would do
     adapters: list[dict[str, Any]] = []
     while True:
         after = f"&after={quote(adapters[-1]['name'], safe='')}" if adapters else ""
         level = f"&level={quote(arguments.level, safe='')}" if arguments.level else ""
-        page = _get(f"{url}/v1/lora_adapters?limit=1000{after}{level}", arguments.api_key)
+        page = _get(f"{url}/v1/lora_adapters?limit=1000{after}{level}", api_key)
         adapters += page["data"]
         if not page["has_more"]:
             break

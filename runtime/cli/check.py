@@ -1,16 +1,20 @@
 """``corun check``: says whether an adapter can be served over a model."""
 
 import argparse
+import os
 from pathlib import Path
 
 from ..config.demo import with_demo
 from ..config.engine import EngineConfig
-from ..config.flags import read_flags
+from ..config.flags import build_configs
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; return 0 if the adapter can be served, else 1."""
-    config = with_demo(EngineConfig(**read_flags(vars(arguments), EngineConfig)))
+    (config,) = build_configs(
+        vars(arguments), (EngineConfig,), environment=os.environ, command="check"
+    )
+    config = with_demo(config)
     assert config.model is not None
     from ..engine.assembly.adapter_check import run_check
 

@@ -18,6 +18,8 @@ from .parser import parse_arguments
 _COMMAND_MODULES = {
     "serve": ".serve",
     "profile": ".profile",
+    "simulate": ".simulate",
+    "plan": ".plan",
     "check": ".check",
     "adapters": ".adapters",
     "env": ".env",

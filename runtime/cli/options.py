@@ -1,4 +1,4 @@
-"""``corun options``: the option table of the README, to look at or to write."""
+"""``corun options``: the option table of the README, and the tables of the page of routes."""
 
 import argparse
 import re
@@ -9,12 +9,14 @@ from ..config.option import OptionSpec, option_specs
 from ..config.serve import ServeConfig
 from ..errors import ConfigError
 
-BEGIN = "<!-- options: written by `corun options --update README.md` -->"
-END = "<!-- end of options -->"
+_MARKED = re.compile(
+    r"(<!-- (\w+): written by `corun options --update [^`\n]+` -->\n)(.*?)(<!-- end of \2 -->)",
+    re.DOTALL,
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table, or bring the one in ``--update FILE`` up to date."""
+    """Print the option table, or bring the tables in ``--update FILE`` up to date."""
     if arguments.update is None:
         print(options_markdown(), end="")
         return 0
@@ -23,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         document = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--update {path}: {error.strerror}") from None
-    path.write_text(update_table(document), encoding="utf-8")
+    path.write_text(update_tables(document), encoding="utf-8")
     return 0
 
 
@@ -35,16 +37,28 @@ def options_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def update_table(document: str) -> str:
-    """Return ``document`` with the table between the two marks replaced by the current one.
+def update_tables(document: str) -> str:
+    """Return ``document`` with each table between two marks replaced by the current one.
 
-    Raises ``ConfigError`` if it has no such marks.
+    Raises ``ConfigError`` if it has no such marks, or for a table that is not known.
     """
-    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
-    if pattern.search(document) is None:
-        raise ConfigError(f"no place for the table: the lines {BEGIN} and {END} are missing")
-    block = f"{BEGIN}\n{options_markdown()}{END}"
-    return pattern.sub(lambda _: block, document, count=1)
+    from ..server.reference import TABLES  # which loads what serves
+
+    tables = {"options": options_markdown, **TABLES}
+
+    def replaced(found: re.Match[str]) -> str:
+        name = found[2]
+        if name not in tables:
+            raise ConfigError(f"there is no table {name!r}; known: {', '.join(tables)}")
+        return f"{found[1]}{tables[name]()}{found[4]}"
+
+    updated, number = _MARKED.subn(replaced, document)
+    if number == 0:
+        raise ConfigError(
+            "no place for a table: a line <!-- options: written by `corun options --update FILE` "
+            "--> and one <!-- end of options --> are missing"
+        )
+    return updated
 
 
 def _row(spec: OptionSpec) -> str:

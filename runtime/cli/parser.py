@@ -13,6 +13,7 @@ from ..config.engine import EngineConfig
 from ..config.flags import add_flag, add_flags
 from ..config.option import OptionSpec, option_specs, suggestion
 from ..config.serve import ServeConfig
+from ..config.simulate import SimulateConfig, takes
 from ..errors import ConfigError
 
 
@@ -51,6 +52,9 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_profile_flags(commands["profile"])
     _add_check_flags(commands["check"])
     _add_adapters_flags(commands["adapters"])
+    for name in ("simulate", "plan"):
+        for spec in _options(name):
+            add_flag(commands[name], spec)
     commands["options"].add_argument(
         "--update", metavar="FILE", help="Rewrite the table in FILE, between its marks."
     )
@@ -60,6 +64,8 @@ def _build_parser() -> argparse.ArgumentParser:
 _COMMANDS = {
     "serve": "Serve a model and its adapters over the OpenAI API; without MODEL, the demo.",
     "profile": "Measure this machine with a model: what predictions and budgets are made of.",
+    "simulate": "Simulate what engines would do with a workload, by the code that serves.",
+    "plan": "Say which load a server bears within an SLO, what binds, and what would change it.",
     "check": "Check whether an adapter can be served over a model, without loading weights.",
     "adapters": "Show where the adapters of a running server are.",
     "env": "Show versions, devices and limits: what a bug report needs.",
@@ -116,12 +122,18 @@ def _add_check_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_adapters_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://localhost:8000", help="Where the server is.")
-    parser.add_argument("--api-key", metavar="KEY", help="What it was started with.")
+    parser.add_argument("--api-key", metavar="KEY", help="One of its keys; default: CORUN_API_KEY.")
     parser.add_argument("--level", metavar="LEVEL", help=f"Only those: {', '.join(LEVELS)}.")
 
 
 def _engine_options(command: str) -> list[OptionSpec]:
-    return [spec for spec in option_specs(EngineConfig) if command in spec.commands]
+    return [spec for spec in option_specs(EngineConfig) if takes(spec, command)]
+
+
+def _options(command: str) -> list[OptionSpec]:
+    """Of ``simulate`` and ``plan``: their own before those of the engine."""
+    own = [spec for spec in option_specs(SimulateConfig) if command in spec.commands]
+    return own + _engine_options(command)
 
 
 def _unknown_message(word: str, command: str) -> str:
@@ -135,6 +147,8 @@ def _known_flags(command: str) -> list[str]:
     if command == "serve":
         specs = option_specs(EngineConfig) + option_specs(ServeConfig)
         return ["--config", *(spec.flag for spec in specs)]
+    if command in ("simulate", "plan"):
+        return [spec.flag for spec in _options(command)]
     flags = [spec.flag for spec in _engine_options(command)]
     if command == "check":
         return ["--model", *flags]

@@ -17,7 +17,7 @@ from ...profiles.profile import Profile, ProfileError, save_profile
 from ...profiles.report import report_lines, warning_lines
 from ..config.engine import EngineConfig
 from ..config.environment import own_environment
-from ..config.flags import read_flags
+from ..config.flags import build_configs
 from ..config.notations import format_cpus
 from ..config.option import option_specs
 from ..errors import ConfigError, ResourceError
@@ -32,7 +32,9 @@ _REPORT_EVERY_S = 2.0  # where lines cannot be overwritten
 def run(arguments: argparse.Namespace) -> int:
     """Measure, save, draw, and print the table and the lines to paste; return the exit code."""
     configure_logging("warning")  # a line of progress says how it goes
-    config = EngineConfig(**read_flags(vars(arguments), EngineConfig))
+    (config,) = build_configs(
+        vars(arguments), (EngineConfig,), environment=os.environ, command="profile"
+    )
     # Before numba and torch are loaded.
     os.environ.update(own_environment(config.cpu_isa, os.environ))
     may_draw = _may_draw(is_asked=arguments.picture is not None)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from ..config.engine import EngineConfig
 from ..config.flags import build_configs
 from ..config.notations import parse_lora_modules
 from ..config.serve import ServeConfig
+from ..config.variables import PREFIX
 from ..engine.spawn import spawn_engine
 from ..errors import ConfigError
 from .main import configure_logging
@@ -28,7 +30,10 @@ def serve_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeCon
     Raises ``ConfigError``.
     """
     engine_config, serve_config = build_configs(
-        vars(arguments), (EngineConfig, ServeConfig), yaml_path=arguments.config
+        vars(arguments),
+        (EngineConfig, ServeConfig),
+        environment=os.environ,
+        yaml_path=arguments.config or os.environ.get(f"{PREFIX}CONFIG"),
     )
     check_paths(engine_config, serve_config)
     return with_demo(engine_config), serve_config
@@ -40,6 +45,8 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
         _check_directory(engine_config.lora_dir, "--lora-dir")
     for module in parse_lora_modules(engine_config.lora_modules):
         _check_directory(module.path, f"--lora-modules {module.name}")
+    for directory in serve_config.allowed_lora_dirs:
+        _check_directory(directory, "--allowed-lora-dirs")
     profile = engine_config.profile
     if profile is not None and not Path(profile).is_file():
         raise ConfigError(f"--profile {profile}: no such file")

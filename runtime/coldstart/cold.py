@@ -162,10 +162,14 @@ def _exposed_s(
     all_tokens: int,
     num_workers: int,
 ) -> float:
-    """What the device waits for the workers in one layer, beyond its own products.
+    """By how much workers make one layer longer than the device's own products.
+
+    It waits for what takes longer than these, and both are slower while both compute.
 
     ``rows``: tokens of each assisted row, and its ranks by input group.
     """
+    if not rows:
+        return 0.0
     total_s = 0.0
     for index, group in enumerate(model.groups):
         helped = [(number, rank_sums[index]) for number, rank_sums in rows if rank_sums[index]]
@@ -181,8 +185,9 @@ def _exposed_s(
             num_pieces = -(-number // slice_tokens)
             delta_s += num_pieces * group.delta_s.at(rank_sum, -(-number // num_pieces))
             total_s += model.invoke_s(number)
-        total_s += max(0.0, delta_s / num_cores - group.base_s.at(all_tokens))
-    return total_s
+        base_s, delta_s = group.base_s.at(all_tokens), delta_s / num_cores
+        total_s += max(0.0, delta_s - base_s) + model.contention * min(delta_s, base_s)
+    return total_s + model.assisted_pass_s / model.num_layers
 
 
 def _slices(num_tokens: int, tokens_per_worker: int, num_workers: int) -> tuple[int, int]:

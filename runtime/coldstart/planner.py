@@ -16,6 +16,7 @@ from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
 _MAX_EXCESS = 5.0  # times the bearable share, of one step's wait beyond its prediction
 _FADING = 0.95  # per decision for another way
+_MAX_RATIO = 2.5  # that one first token counts as: what else held it up is no lesson
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
 
@@ -97,7 +98,8 @@ class Planner:
         record = self._records[strategy]
         measured_ratio = measured_s / predicted_s
         weight = max(self.config.smoothing, 1.0 / (record.num_observed + 2))
-        record.ratio *= (1.0 - weight) + weight * measured_ratio
+        bounded = min(_MAX_RATIO, max(1.0 / _MAX_RATIO, measured_ratio))
+        record.ratio *= (1.0 - weight) + weight * bounded
         record.num_observed += 1
         if strategy is LoadStrategy.ASSISTED:
             self._judge(measured_ratio)
@@ -131,10 +133,14 @@ class Planner:
             self._num_penalty_decisions = self.config.penalty_decisions
 
     def _fade(self, chosen: LoadStrategy) -> None:
-        """Forget slowly what stalls spoke against: a way that is not taken teaches nothing new."""
+        """Forget slowly what spoke against others: a way that is not taken teaches nothing new."""
         for strategy, record in self._records.items():
-            if strategy is not chosen and record.excess_share > 0.0:
+            if strategy is chosen:
+                continue
+            if record.excess_share > 0.0:
                 record.excess_share *= _FADING
+            if record.ratio > 1.0:
+                record.ratio **= _FADING
 
     def _candidates(self, request: ColdRequest) -> tuple[Iterable[LoadStrategy], str]:
         if not request.num_workers:

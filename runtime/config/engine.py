@@ -8,6 +8,7 @@ from ..memory.policies.registry import MEMORY_POLICIES
 from ..scheduler.predictor import OUTPUT_PREDICTORS
 from ..scheduler.registry import SCHEDULER_POLICIES
 from .notations import (
+    check_lora_resolvers,
     parse_cpu_cores,
     parse_lora_modules,
     parse_num_bytes,
@@ -86,11 +87,23 @@ class EngineConfig:
     max_num_seqs: int = option(
         256, minimum=1, maximum=2**16, help="Requests that run at once at most."
     )
+    max_logit_bias: int = option(
+        1024, minimum=0, maximum=2**20, help="Entries of logit_bias of one request at most."
+    )
     max_num_waiting: int = option(
         1024,
         minimum=1,
         maximum=2**20,
         help="Requests that wait at most; more are refused (429).",
+    )
+    max_queue_s: float | None = option(
+        None,
+        above=0,
+        maximum=86400,
+        help="Seconds that a request waits for its turn at most; then it is refused (429).",
+    )
+    max_stop_strings: int = option(
+        16, minimum=0, maximum=1024, help="Stop strings of one request at most."
     )
     block_size: int = option(
         16, minimum=1, maximum=1024, help="Tokens in one KV block.", commands=_PROFILE
@@ -210,16 +223,46 @@ class EngineConfig:
         metavar="DIR",
         help="Directory whose sub-directories are PEFT adapters, named after them.",
     )
+    adapter_templates: str = option(
+        "use",
+        choices=("use", "ignore"),
+        help="Chat templates and end tokens in the folders of adapters, for their requests.",
+    )
+    watch_lora_dir: str = option(
+        "on",
+        choices=("on", "off"),
+        help="Serve what comes into --lora-dir while the engine runs, and what changes there; stop "
+        "serving what goes.",
+    )
     lora_modules: tuple[str, ...] = option(
         (),
         metavar="NAME=PATH",
         help="Adapters to serve, as name=path or as JSON with both.",
         check=parse_lora_modules,
     )
+    lora_resolver: tuple[str, ...] = option(
+        (),
+        metavar="WHERE",
+        one_each=True,
+        help="Where adapters are found that requests name and nobody has registered: "
+        "directory:DIR, hub (OWNER/NAME or OWNER/NAME@REVISION), hub:OWNER or hub:OWNER/NAME for "
+        "those alone.",
+        check=check_lora_resolvers,
+    )
+    preload: tuple[str, ...] = option(
+        (),
+        metavar="NAME",
+        help="Adapters of these that are read at start, or 'all'; others when they are first used.",
+    )
     pin: tuple[str, ...] = option(
         (),
         metavar="NAME",
         help="Adapters of these that stay on the device, as long as they are served.",
+    )
+    lora_state_file: str | None = option(
+        None,
+        metavar="FILE",
+        help="Where adapters that are loaded while the engine runs are noted, for its next start.",
     )
     max_lora_rank: int = option(
         256,

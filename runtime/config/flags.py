@@ -10,6 +10,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from .option import OptionSpec, check_value, option_specs, parse_text
+from .simulate import takes
+from .variables import read_variables
 
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str) -> None:
@@ -26,17 +28,47 @@ def add_flag(group: "argparse._ActionsContainer", spec: OptionSpec) -> None:
         group.add_argument(spec.name, nargs="?", metavar=spec.flag, **common)
     elif spec.kind is bool:
         group.add_argument(spec.flag, action=argparse.BooleanOptionalAction, **common)
+    elif spec.one_each:
+        group.add_argument(spec.flag, action="append", metavar=spec.value_name, **common)
     elif spec.repeated:
         group.add_argument(spec.flag, nargs="*", action="extend", metavar=spec.value_name, **common)
     else:
         group.add_argument(spec.flag, metavar=spec.value_name, **common)
 
 
-def read_flags(given: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """Return {field name: checked value} of the options among the parsed arguments.
+def build_configs(
+    given: Mapping[str, Any],
+    config_classes: tuple[type, ...],
+    *,
+    environment: Mapping[str, str],
+    yaml_path: str | None = None,
+    command: str = "serve",
+) -> tuple[Any, ...]:
+    """Return one instance per class: the file's values, the environment over them, flags on top.
 
-    Raises ``ConfigError``.
+    ``given`` holds the parsed arguments of ``command`` (``vars(namespace)``). Raises
+    ``ConfigError``.
     """
+    specs = [spec for cls in config_classes for spec in option_specs(cls)]
+    names = [spec.name for spec in specs]
+    assert len(names) == len(set(names)), "two options share a name"
+    values: dict[str, Any] = {}
+    if yaml_path is not None:
+        from .yaml_file import read_yaml_options
+
+        values = read_yaml_options(yaml_path, specs)
+    values |= read_variables(environment, [spec for spec in specs if takes(spec, command)])
+    return tuple(_build(cls, values, given) for cls in config_classes)
+
+
+def _build(config_class: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    names = {spec.name for spec in option_specs(config_class)}
+    own = {name: value for name, value in values.items() if name in names}
+    return config_class(**(own | _read_flags(given, config_class)))
+
+
+def _read_flags(given: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """Return {field name: checked value} of the options among the parsed arguments."""
     values = {}
     for spec in option_specs(config_class):
         if spec.name in given:
@@ -44,38 +76,14 @@ def read_flags(given: Mapping[str, Any], config_class: type) -> dict[str, Any]:
     return values
 
 
-def build_configs(
-    given: Mapping[str, Any], config_classes: tuple[type, ...], *, yaml_path: str | None
-) -> tuple[Any, ...]:
-    """Return one instance per class, from the file's values with the flags on top.
-
-    ``given`` holds parsed arguments (``vars(namespace)``). Raises ``ConfigError``.
-    """
-    names = [spec.name for cls in config_classes for spec in option_specs(cls)]
-    assert len(names) == len(set(names)), "two options share a name"
-    specs = [spec for cls in config_classes for spec in option_specs(cls)]
-    from_file: dict[str, Any] = {}
-    if yaml_path is not None:
-        from .yaml_file import read_yaml_options
-
-        from_file = read_yaml_options(yaml_path, specs)
-    return tuple(_build(cls, from_file, given) for cls in config_classes)
-
-
-def _build(config_class: type, from_file: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    names = {spec.name for spec in option_specs(config_class)}
-    values = {name: value for name, value in from_file.items() if name in names}
-    return config_class(**(values | read_flags(given, config_class)))
-
-
 def _parsed(spec: OptionSpec, raw: Any) -> Any:
     if spec.kind is bool:
         return raw
     if spec.repeated:
-        return tuple(parse_text(spec, text) for text in raw)
+        return tuple(parse_text(spec, text, label=spec.flag) for text in raw)
     if not isinstance(raw, str):
         raise ConfigError(f"{spec.flag} needs a value")
-    return parse_text(spec, raw)
+    return parse_text(spec, raw, label=spec.flag)
 
 
 def _help(spec: OptionSpec) -> str:

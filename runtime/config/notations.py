@@ -30,12 +30,15 @@ class LoraModule:
 
     name: str
     path: str  # a leading ~ is expanded
+    base_model_name: str | None = None  # the base model that the user means, if it is said
 
 
 def parse_lora_modules(
     items: tuple[str, ...], flag: str = "--lora-modules"
 ) -> tuple[LoraModule, ...]:
-    """Return the adapters that ``items`` name, each as ``name=path`` or as JSON with both.
+    """Return the adapters that ``items`` name, each as ``name=path`` or as JSON.
+
+    JSON has ``name`` and ``path``, and ``base_model_name`` if it is said.
 
     Raises ``ConfigError`` for a bad or double one.
     """
@@ -50,35 +53,58 @@ def parse_lora_modules(
     return modules
 
 
+def parse_lora_resolver(text: str, flag: str = "--lora-resolver") -> tuple[str, str | None]:
+    """Return the kind ("directory" or "hub") and its directory, or whose repositories it takes.
+
+    Raises ``ConfigError`` for anything but directory:DIR, hub, hub:OWNER and hub:OWNER/NAME.
+    """
+    kind, colon, argument = text.partition(":")
+    if kind == "directory" and argument.strip():
+        return kind, os.path.abspath(os.path.expanduser(argument.strip()))
+    if kind == "hub" and bool(colon) == bool(argument.strip()):
+        return kind, argument.strip() or None
+    raise ConfigError(
+        f"{flag} is {text!r}, expected directory:DIR, hub, hub:OWNER or hub:OWNER/NAME"
+    )
+
+
+def check_lora_resolvers(texts: tuple[str, ...], flag: str) -> None:
+    """Raise ``ConfigError`` unless each is one."""
+    for text in texts:
+        parse_lora_resolver(text, flag)
+
+
 def _parse_module(text: str, flag: str) -> LoraModule:
     parse = _parse_json if text.lstrip().startswith("{") else _parse_pair
-    name, path = parse(text, flag)
+    name, path, base_model_name = parse(text, flag)
     if not name.strip() or not path.strip():
         raise ConfigError(f"{flag} {text!r}: name and path must not be empty")
-    return LoraModule(name.strip(), os.path.expanduser(path.strip()))
+    return LoraModule(name.strip(), os.path.expanduser(path.strip()), base_model_name)
 
 
-def _parse_pair(text: str, flag: str) -> tuple[str, str]:
+def _parse_pair(text: str, flag: str) -> tuple[str, str, None]:
     name, separator, path = text.partition("=")
     if not separator:
         raise ConfigError(
             f"{flag} {text!r}: must be NAME=PATH or JSON with name and path"
             " (MODEL comes before the flag)"
         )
-    return name, path
+    return name, path, None
 
 
-def _parse_json(text: str, flag: str) -> tuple[str, str]:
+def _parse_json(text: str, flag: str) -> tuple[str, str, str | None]:
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{flag} {text!r}: not valid JSON: {error}") from None
-    if set(value) != {"name", "path"}:
-        raise ConfigError(f"{flag} {text!r}: the keys must be name and path")
-    name, path = value["name"], value["path"]
+    if not {"name", "path"} <= set(value) <= {"name", "path", "base_model_name"}:
+        raise ConfigError(f"{flag} {text!r}: the keys must be name, path and base_model_name")
+    name, path, base_model_name = value["name"], value["path"], value.get("base_model_name")
     if not isinstance(name, str) or not isinstance(path, str):
         raise ConfigError(f"{flag} {text!r}: name and path must be text")
-    return name, path
+    if not isinstance(base_model_name, str | None):
+        raise ConfigError(f"{flag} {text!r}: base_model_name must be text")
+    return name, path, base_model_name
 
 
 def parse_cpu_cores(text: str, flag: str) -> tuple[int, ...]:

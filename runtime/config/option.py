@@ -33,6 +33,7 @@ def option(  # noqa: PLR0913 - one keyword per property
     above: float | None = None,
     positional: bool = False,
     number_as_text: bool = False,
+    one_each: bool = False,
     check: CheckValue | None = None,
     commands: Sequence[str] = (),
 ) -> Any:
@@ -42,7 +43,8 @@ def option(  # noqa: PLR0913 - one keyword per property
     key is the flag without the leading dashes, dashes or underscores alike. ``minimum`` and
     ``maximum`` are inclusive, ``above`` is a lower bound that is not. A ``positional`` option has
     no flag: on the command line it stands alone. ``number_as_text``: a lone number, which
-    YAML does not take for text, is meant as text. ``check`` is asked after type, choices and
+    YAML does not take for text, is meant as text. ``one_each``: of several values, each has its own
+    flag before it, so that MODEL may follow. ``check`` is asked after type, choices and
     range. ``commands`` besides ``corun serve`` have the flag too.
     """
     metadata = {
@@ -54,6 +56,7 @@ def option(  # noqa: PLR0913 - one keyword per property
         "above": above,
         "positional": positional,
         "number_as_text": number_as_text,
+        "one_each": one_each,
         "check": check,
         "commands": tuple(commands),
     }
@@ -77,6 +80,7 @@ class OptionSpec:
     above: float | None
     positional: bool
     number_as_text: bool
+    one_each: bool
     check: CheckValue | None
     commands: tuple[str, ...]
 
@@ -166,15 +170,15 @@ def check_value(spec: OptionSpec, value: Any, *, label: str) -> Any:
     return value
 
 
-def parse_text(spec: OptionSpec, text: str) -> Any:
-    """Return what ``text`` from the command line means for the option (for one item of it)."""
+def parse_text(spec: OptionSpec, text: str, *, label: str) -> Any:
+    """Return what ``text``, given as ``label``, means for the option (for one item of it)."""
     if spec.kind is str:
         return text
     try:
         return spec.kind(text)
     except ValueError:
         kind = _KIND_NAMES[spec.kind]
-        raise ConfigError(f"{spec.flag} is {text!r}, must be {kind}") from None
+        raise ConfigError(f"{label} is {text!r}, must be {kind}") from None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ def read_yaml_options(path: str, specs: Iterable[OptionSpec]) -> dict[str, Any]:
     """
     by_name = {spec.name: spec for spec in specs}
     values: dict[str, Any] = {}
-    for key, raw in _read_mapping(path).items():
+    for key, raw in read_yaml_mapping(path, "--config").items():
         name = key.replace("-", "_")
         if name not in by_name:
             near = suggestion(key.replace("_", "-"), [spec.key for spec in by_name.values()])
@@ -44,22 +44,26 @@ def _as_text_items(raw: Any) -> Any:
     return raw
 
 
-def _read_mapping(path: str) -> dict[str, Any]:
+def read_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
+    """Return what the file that ``flag`` names has; empty if it is.
+
+    Raises ``ConfigError`` for a file that cannot be read, is no YAML mapping or has a key twice.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: not UTF-8 text: {error}") from None
+        raise ConfigError(f"{flag} {path}: not UTF-8 text: {error}") from None
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {path}: not valid YAML: {reason}") from None
+        raise ConfigError(f"{flag} {path}: not valid YAML: {reason}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"--config {path}: must be a mapping of option names to values")
+        raise ConfigError(f"{flag} {path}: must be a mapping of names to values")
     return data
 
 

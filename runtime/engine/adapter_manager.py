@@ -6,107 +6,28 @@ Joins three parts that do not know each other: the registry (names and versions)
 
 import itertools
 import logging
-import os
-import queue
-import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Collection, Iterable, Sequence
 
 from ..adapter import AdapterFacts
-from ..adapters.info import AdapterInfo, Residency
-from ..adapters.registry import AdapterRegistry, AdapterVersion, LoadId
+from ..adapters.dir_watch import LoraDirWatch
+from ..adapters.info import AdapterInfo
+from ..adapters.names import taken_name
+from ..adapters.registry import AdapterRegistry, AdapterVersion
+from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..errors import AdapterError, CorunError, RequestError
-from ..memory.registrations import HostRoom
-from ..plan import AdapterId, HostPlace, HostPlaceId
+from ..plan import AdapterId, HostPlace
+from .adapter_ports import AdapterHost, AdapterResidency
+from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
 from .messages import (
     AdapterOperation,
     AdaptersChanged,
+    AddAdapter,
     OperationDone,
-    PinAdapter,
     RemoveAdapter,
 )
-from .residency import Changed, log_move
+from .residency import log_move
 
 _LOG = logging.getLogger(__name__)
-
-# Where on the host an adapter is kept whose layers take so many bytes; None = nowhere.
-MakeRoom = Callable[[Sequence[int]], HostPlace | None]
-# Reads and checks a directory; and whether it is kept where there is room. Raises ``CorunError``.
-ReadAdapter = Callable[[str, MakeRoom], tuple[AdapterFacts, bool]]
-
-
-class AdapterHost(Protocol):
-    """What the manager tells the host's memory."""
-
-    def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
-        """Take adapters out of it."""
-        ...
-
-    def forget(self, digest: str) -> None:
-        """No version has this content any more."""
-        ...
-
-
-class AdapterResidency(Protocol):
-    """What the manager asks of the engine core."""
-
-    def drop_adapter(self, adapter_id: AdapterId) -> None:
-        """Evict a version for good."""
-        ...
-
-    def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
-        """Raise ``RequestError`` unless so much may be pinned, in place of a version.
-
-        ``other_bytes``: of an adapter that a request may need beside.
-        """
-        ...
-
-    def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
-        """Keep a version on the device, for which there is room."""
-        ...
-
-    def unpin_adapter(self, adapter_id: AdapterId) -> None:
-        """It may leave the device again."""
-        ...
-
-    def take_changed_adapters(self) -> Changed:
-        """Versions and contents that may be elsewhere than at the last call."""
-        ...
-
-    def residency(self, version: AdapterVersion) -> Residency:
-        """Where a version is now."""
-        ...
-
-    def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
-        """Make room on the host for an adapter that is being read."""
-        ...
-
-    def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
-        """It is there, with this content, or is not."""
-        ...
-
-    def forget_content(self, digest: str) -> None:
-        """No version has this content any more."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    operation_id: int
-    name: str
-    path: str
-    load_id: LoadId
-    pinned: bool | None = None  # None = as the name is by then
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    job: _Job
-    facts: AdapterFacts | None = None
-    error: CorunError | None = None
-    place_id: HostPlaceId | None = None  # that was made for it
-    is_kept: bool = False  # and filled
 
 
 class AdapterManager:
@@ -117,34 +38,38 @@ class AdapterManager:
 
     def __init__(
         self,
-        read_adapter: ReadAdapter,
+        files: AdapterFiles,
         base_names: Collection[str],
         host: AdapterHost,
+        state_file: AdapterStateFile | None = None,
     ) -> None:
-        """``host``: where adapters are kept as ``attach``'s core says."""
+        """``host``: where adapters are kept as ``attach``'s core says.
+
+        ``state_file``: notes what is loaded by operations.
+        """
+        self._state_file = state_file
         ids = itertools.count(1)
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)), base_names)
-        self._read_adapter = read_adapter
+        self._files = files
         self._host = host
         self._device: AdapterResidency | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
-        # The reading thread asks for room, one adapter at a time, and waits for the answer.
-        self._asked: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[HostPlace | None] = queue.SimpleQueue()
-        self._num_reading = 0  # jobs and reads that are not settled
+        self._reader = AdapterReaderThread(files, self._make_room)
         self._maybe_gone: set[str] = set()  # digests that a version was the last to have
         self._done: list[OperationDone] = []
         self._told: dict[str, AdapterInfo] = {}  # what others know
         self._changed: set[str] = set()  # names of which something may be otherwise
-        self._is_closed = False
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
-        self._thread.start()
+        self._watch: LoraDirWatch | None = None
+        self._outlining: set[str] = set()  # names of which headers are being read
+        self._postponed: dict[str, list[AddAdapter]] = {}  # by names that are being read
 
     def attach(self, device: AdapterResidency) -> None:
         """Name the engine core; before that nothing can be removed."""
         self._device = device
+
+    @property
+    def remembered(self) -> tuple[RememberedAdapter, ...]:
+        """What was loaded by operations of engines before this one, and of this one."""
+        return () if self._state_file is None else self._state_file.adapters
 
     # The core's source of versions.
 
@@ -180,21 +105,71 @@ class AdapterManager:
         if isinstance(message, RemoveAdapter):
             self._remove(message)
             return
-        if isinstance(message, PinAdapter):
-            self.pin_now(message.name, is_pinned=message.pinned)
-            self._done.append(OperationDone(message.operation_id))
+        if isinstance(message, AddAdapter):
+            self._begin_adding(message)
             return
-        load_id = self._registry.begin_loading(message.name, message.path)
-        self._changed.add(message.name)
-        self._num_reading += 1
-        self._jobs.put(
-            _Job(message.operation_id, message.name, message.path, load_id, message.pinned)
-        )
+        unread_path = self._registry.unread_path(message.name) if message.pinned else None
+        if unread_path is not None:
+            self._begin_reading(message.operation_id, message.name, unread_path, True)
+            return
+        self.pin_now(message.name, is_pinned=message.pinned)
+        if self._state_file is not None:
+            self._state_file.pin(message.name, is_pinned=message.pinned)
+        self._done.append(OperationDone(message.operation_id))
+
+    def must_wait(self, name: str) -> bool:
+        """Whether requests for ``name`` wait until its files have been read, which then begins."""
+        if name in self._outlining:
+            return True
+        path = self._registry.unread_path(name)
+        if path is not None and not self._registry.is_loading(name):
+            self._begin_reading(None, name, path, None)
+        return path is not None
+
+    def add_unread(self, name: str, path: str) -> None:
+        """Serve an adapter whose files are read when it is first asked for.
+
+        Raises ``CorunError`` with what can be seen to be wrong until then.
+        """
+        load_id = self._registry.begin_loading(name, path)
+        try:
+            outline = self._files.outline(path)
+        except CorunError as error:
+            self._registry.failed(name, load_id, str(error))
+            raise AdapterError(f"adapter {name!r}: {error}") from error
+        self._registry.outlined(name, load_id, outline)
+        self._changed.add(name)
+
+    def follow(self, watch: LoraDirWatch) -> None:
+        """Serve what comes into a directory, as it is there."""
+        self._watch = watch
+
+    def _take_changes(self) -> None:
+        while self._watch is not None and (changes := self._watch.take()) is not None:
+            for name, path in changes.changed.items():
+                self._follow_change(name, path)
+            for name, path in changes.removed.items():
+                if self._registry.path_of(name) == path:
+                    _LOG.info("adapter %r has left its directory", name)
+                    self._unregister(name)
+
+    def _follow_change(self, name: str, path: str) -> None:
+        """Something new, or other content, lies at ``path``."""
+        if self._registry.path_of(name) not in (None, path):
+            _LOG.warning("%s is not served: adapter %r is served from elsewhere", path, name)
+            return
+        _LOG.info("adapter %r has come or changed: %s", name, path)
+        try:
+            self._begin_reading(
+                None, name, path, None, outline_only=self._registry.serving(name) is None
+            )
+        except CorunError as error:
+            _LOG.error("not served: adapter %r: %s", name, error)
 
     def add_now(self, name: str, path: str) -> None:
         """Register an adapter and wait for it. Raises ``CorunError`` with the reason."""
         load_id = self._registry.begin_loading(name, path)
-        self._settle(self._read(_Job(0, name, path, load_id), self._make_room))
+        self._settle(self._reader.read_now(ReadJob(0, name, path, load_id)))
         done = self._done.pop()
         if done.error is not None:
             raise AdapterError(f"adapter {name!r}: {done.error}")
@@ -219,7 +194,11 @@ class AdapterManager:
 
         Unless it ``is_due``, that is told only if an operation has ended. O(what has changed).
         """
-        self._take_reads()
+        self._take_changes()
+        for read in self._reader.take():
+            self._settle(read)
+            self._go_on(read.job.name)
+        self._tell_gone()
         done, self._done = self._done, []
         told = self._news() if is_due or done else None
         return [*done] if told is None else [told, *done]
@@ -254,62 +233,99 @@ class AdapterManager:
 
     def fileno(self) -> int:
         """Readable while ``poll`` would return the end of an operation."""
-        return self._event_fd
+        return self._reader.fileno()
 
     def close(self) -> None:
-        """Stop the thread after the adapter that it reads; drop what waits. Idempotent."""
-        if self._is_closed:
+        """Stop the threads, after the adapter that is being read; drop what waits. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+        self._reader.close()
+
+    def notify(self) -> None:
+        """There is something to take for ``poll``. Called by any thread."""
+        self._reader.notify()
+
+    def _begin_adding(self, message: AddAdapter) -> None:
+        if self._registry.is_loading(message.name):  # for requests, or for somebody else
+            self._postponed.setdefault(message.name, []).append(message)
             return
-        self._is_closed = True
-        self._jobs.put(None)
-        self._answers.put(None)  # it may wait for one
-        self._thread.join()
-        os.close(self._event_fd)
+        unread_path = self._registry.unread_path(message.name)
+        if not message.replaces and unread_path not in (None, message.path):
+            raise taken_name(message.name)  # whose content nobody knows
+        self._begin_reading(
+            message.operation_id, message.name, message.path, message.pinned,
+            replaces=message.replaces, is_kept=True,
+        )  # fmt: skip
+
+    def _go_on(self, name: str) -> None:
+        """Begin what was asked for while ``name`` was being read."""
+        waiting = self._postponed.get(name)
+        while waiting and not self._registry.is_loading(name):
+            message = waiting.pop(0)
+            try:
+                self._begin_adding(message)
+            except CorunError as error:
+                failure = str(error), type(error).__name__
+                self._done.append(OperationDone(message.operation_id, *failure))
+        if not waiting:
+            self._postponed.pop(name, None)
+
+    def _begin_reading(
+        self, operation_id: int | None, name: str, path: str, pinned: bool | None,
+        *, replaces: bool = True, is_kept: bool = False, outline_only: bool = False,
+    ) -> None:  # fmt: skip
+        """Let the thread read and check a directory. Raises ``RequestError`` if it cannot begin."""
+        load_id = self._registry.begin_loading(name, path)
+        self._changed.add(name)
+        if outline_only:
+            self._outlining.add(name)
+        self._reader.put(
+            ReadJob(operation_id, name, path, load_id, pinned, replaces, is_kept, outline_only)
+        )
 
     def _remove(self, message: RemoveAdapter) -> None:
-        old = self._registry.serving(message.name)
-        freed = self._registry.remove(message.name)
+        self._unregister(message.name)
+        if self._state_file is not None:
+            self._state_file.remove(message.name)
+        self._done.append(OperationDone(message.operation_id))
+
+    def _unregister(self, name: str) -> None:
+        old = self._registry.serving(name)
+        freed = self._registry.remove(name)
         if old is not None:  # it may have requests left, which do not keep it from leaving
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
         self._drop(freed)
-        self._done.append(OperationDone(message.operation_id))
-        self._changed.add(message.name)
+        self._changed.add(name)
 
-    def _take_reads(self) -> None:
-        try:
-            os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            return
-        while not self._asked.empty():
-            self._answers.put(self._make_room(self._asked.get()))
-        while not self._reads.empty():
-            read = self._reads.get()
-            self._num_reading -= 1
-            self._settle(read)
-        self._tell_gone()
-
-    def _settle(self, read: _Read) -> None:
+    def _settle(self, read: ReadDone) -> None:
         """Enter what reading a directory has brought."""
         job = read.job
         self._changed.add(job.name)
+        self._outlining.discard(job.name)
+        if read.outline is not None:
+            self._registry.outlined(job.name, job.load_id, read.outline)
+            return
         if read.place_id is not None:
             assert self._device is not None
-            digest = read.facts.digest if read.facts is not None and read.is_kept else None
+            digest = read.facts.digest if read.facts is not None and read.is_filled else None
             self._device.end_registration(read.place_id, digest)
         old = self._registry.serving(job.name)
         is_pinned = self._registry.is_pinned(job.name) if job.pinned is None else job.pinned
         error = read.error or self._pin_error(job.name, read.facts, old, is_pinned=is_pinned)
+        if error is None and old is not None and not job.replaces and read.facts != old.facts:
+            error = taken_name(job.name)
         if read.facts is None or error is not None:
+            assert error is not None
             self._registry.failed(job.name, job.load_id, str(error))
-            self._done.append(OperationDone(job.operation_id, str(error), type(error).__name__))
+            self._end(job, error)
             if read.facts is not None:
                 self._maybe_gone.add(read.facts.digest)
             return
         registered = self._registry.ready(job.name, job.path, job.load_id, read.facts)
         if registered is None:
-            text = f"adapter {job.name!r} was removed while it was being loaded"
-            self._done.append(OperationDone(job.operation_id, text, AdapterError.__name__))
+            reason = f"adapter {job.name!r} was removed while it was being loaded"
+            self._end(job, AdapterError(reason))
             self._maybe_gone.add(read.facts.digest)
             return
         if old is not None and registered.is_new:
@@ -317,7 +333,18 @@ class AdapterManager:
             self._device.unpin_adapter(old.adapter_id)
         self._drop(registered.freed)
         self.pin_now(job.name, is_pinned=is_pinned)
-        self._done.append(OperationDone(job.operation_id))
+        if self._state_file is not None and job.is_kept:
+            self._state_file.put(RememberedAdapter(job.name, job.path, is_pinned))
+        self._end(job)
+
+    def _end(self, job: ReadJob, error: CorunError | None = None) -> None:
+        """Tell whoever waits for it."""
+        if job.operation_id is None:
+            if error is not None:
+                _LOG.error("adapter %r cannot be served: %s", job.name, error)
+            return
+        failure = () if error is None else (str(error), type(error).__name__)
+        self._done.append(OperationDone(job.operation_id, *failure))
 
     def _pin_error(
         self, name: str, facts: AdapterFacts | None, old: AdapterVersion | None, *, is_pinned: bool
@@ -343,7 +370,7 @@ class AdapterManager:
 
         So may what is being read, which is known to others before it is settled here.
         """
-        if self._num_reading or not self._maybe_gone:
+        if self._reader.num_reading or not self._maybe_gone:
             return
         gone = self._maybe_gone - self._registry.digests()
         self._maybe_gone.clear()
@@ -358,43 +385,9 @@ class AdapterManager:
             assert self._device is not None
             self._device.drop_adapter(adapter_id)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._is_closed:
-                continue
-            self._reads.put(self._read(job, self._ask_for_room))
-            os.eventfd_write(self._event_fd, 1)
-
-    def _ask_for_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
-        """Let the engine's thread decide."""
-        if self._is_closed:
-            return None
-        self._asked.put(layer_bytes)
-        os.eventfd_write(self._event_fd, 1)
-        return self._answers.get()
-
     def _make_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
         """Ask the core, and do what it says before anybody writes to what it hands out."""
         assert self._device is not None
         room = self._device.place_registration(layer_bytes)
         self._host.evict(room.evictions)
         return room.place
-
-    def _read(self, job: _Job, make_room: MakeRoom) -> _Read:
-        place: HostPlace | None = None
-
-        def noted(layer_bytes: Sequence[int]) -> HostPlace | None:
-            nonlocal place
-            place = make_room(layer_bytes)
-            return place
-
-        read = _Read(job)
-        try:
-            facts, is_kept = self._read_adapter(job.path, noted)
-            read = replace(read, facts=facts, is_kept=is_kept)
-        except CorunError as error:
-            read = replace(read, error=error)
-        except Exception as error:  # nobody's files may end the thread that serves all others
-            _LOG.exception("reading adapter %r from %s failed", job.name, job.path)
-            read = replace(read, error=AdapterError(f"{type(error).__name__}: {error}"))
-        return read if place is None else replace(read, place_id=place.place_id)

@@ -14,7 +14,7 @@ from typing import Protocol
 from ..adapter import AdapterFacts
 from ..adapters.info import Residency
 from ..adapters.registry import AdapterVersion
-from ..errors import EngineDeadError
+from ..errors import EngineDeadError, OverloadedError
 from ..memory.namespace import kv_namespace
 from ..memory.registrations import HostRoom
 from ..plan import (
@@ -27,19 +27,19 @@ from ..plan import (
     StepPlan,
 )
 from ..request import Request
-from ..scheduler.events import FinishReason, RequestEvent, TimeParts
+from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
 from .messages import (
     AddRequest,
-    ColdStartInfo,
     CpuWorkerStats,
+    EngineLoad,
     EngineStats,
-    RequestTiming,
     RequestUpdate,
 )
 from .residency import Changed, ResidencyReader
 from .slow_log import SlowLog
 from .stats import engine_stats
+from .updates import update_of
 
 _logger = logging.getLogger(__name__)
 
@@ -128,9 +128,11 @@ class EngineCore:
         return self._scheduler.has_work() or bool(self._updates)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that are not running."""
-        return self._scheduler.num_waiting
+    def load(self) -> EngineLoad:
+        """What waits and runs."""
+        scheduler = self._scheduler
+        num_blocks = scheduler.memory.pool.num_used_blocks
+        return EngineLoad(scheduler.num_waiting, scheduler.num_running, num_blocks)
 
     @property
     def is_ready(self) -> bool:
@@ -148,8 +150,11 @@ class EngineCore:
             return None
         return wake_at_s
 
-    def add_request(self, message: AddRequest) -> None:
-        """Take a request. Raises ``RequestError`` if it is refused."""
+    def add_request(self, message: AddRequest, arrival_s: float | None = None) -> None:
+        """Take a request that came at ``arrival_s``, or now, and has waited for files since then.
+
+        Raises ``RequestError`` if it is refused.
+        """
         adapter_id, facts = BASE_ADAPTER, None
         adapters: tuple[tuple[str, float], ...] = ()
         if message.adapter_name is not None:
@@ -161,7 +166,7 @@ class EngineCore:
             request_id=RequestId(message.request_id),
             prompt_token_ids=message.prompt_token_ids,
             sampling=message.sampling,
-            arrival_s=now_s,
+            arrival_s=now_s if arrival_s is None else arrival_s,
             adapter_id=adapter_id,
             adapter=facts,
             namespace=kv_namespace(
@@ -240,6 +245,7 @@ class EngineCore:
         it returns updates, the next step may be due: whoever brings new requests first has them
         in it.
         """
+        self._tell(self._scheduler.end_overdue(self._clock()))
         if not self._scheduler.num_in_flight:  # what is to be known before a step is planned
             self._take(self._executor.poll(0.0))
         self._fill()
@@ -347,7 +353,7 @@ class EngineCore:
     def _tell(self, told: list[RequestEvent]) -> None:
         """Queue updates, and let go of the adapters of requests that have ended."""
         for event in told:
-            self._updates.append(_update_of(event))
+            self._updates.append(update_of(event))
             self._slow_log.told(event)
             if event.finish_reason is not None:
                 self._release(event)
@@ -355,7 +361,8 @@ class EngineCore:
     def _release(self, event: RequestEvent) -> None:
         """A request has ended: its reference on its adapter version ends too."""
         adapter_id = self._adapter_of.pop(event.request_id)
-        if event.finish_reason is FinishReason.ERROR:
+        is_refused = event.error_kind == OverloadedError.__name__  # many are, under load
+        if event.finish_reason is FinishReason.ERROR and not is_refused:
             _logger.error("request %d failed: %s", event.request_id, event.error)
         if adapter_id != BASE_ADAPTER and self._adapters.release(adapter_id):
             self.drop_adapter(adapter_id)
@@ -368,25 +375,6 @@ class EngineCore:
 
     def _names_of(self, adapter_ids: Iterable[AdapterId]) -> tuple[str, ...]:
         return tuple(sorted({self._adapters.version(key).name for key in adapter_ids}))
-
-
-def _update_of(event: RequestEvent) -> RequestUpdate:
-    """Return the message that tells of an event."""
-    if event.timing is None and event.cold_start is None:
-        return RequestUpdate(*event[:-2])
-    start = event.cold_start
-    if start is not None:
-        _logger.info("request %d was started cold: %s: %s", event.request_id, *start)
-    return RequestUpdate(
-        *event[:-2],
-        timing=None if event.timing is None else _timing_of(event.timing),
-        cold_start=None if start is None else ColdStartInfo(*start),
-    )
-
-
-def _timing_of(timing: TimeParts) -> RequestTiming:
-    parts = {part.value: seconds for part, seconds in timing.parts.items()}
-    return RequestTiming(parts, timing.num_predicted_output_tokens)
 
 
 def _reason(error: Exception) -> str:

@@ -44,12 +44,16 @@ class AbortRequests(EngineMessage, frozen=True):
 
 
 class AddAdapter(EngineMessage, frozen=True):
-    """Register the PEFT directory ``path`` under ``name``; a known name gets a new version."""
+    """Register the PEFT directory ``path`` under ``name``.
+
+    A known name gets a new version, or unless ``replaces`` is refused if that has other content.
+    """
 
     operation_id: int
     name: str
     path: str
     pinned: bool | None = None  # None = as the name is by now
+    replaces: bool = True
 
 
 class PinAdapter(EngineMessage, frozen=True):
@@ -115,6 +119,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     adapter_memory_bytes: int | None = None  # of it for adapters alone; None = shared with KV
     host_kv_tokens: int = 0  # whose KV the host has room for
     context_bytes: int = 0  # KV of one request of the whole context
+    max_queue_s: float | None = None  # that a request waits for its first turn; None = no limit
     # Measuring failed at start: there is no co-execution, requests wait for their adapters.
     has_profile_failed: bool = False
 
@@ -149,6 +154,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_squashes: int = 0  # of these
     num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
     num_host_cached_tokens: int = 0  # of these, from the host; with the first token
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token, if asked for
     timing: "RequestTiming | None" = None  # with the first token, or an end without one
     cold_start: "ColdStartInfo | None" = None  # with the first token, of one that came cold
 
@@ -225,6 +231,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     first_token_parts_s: dict[str, float] = {}  # sums of what requests waited for, as they are told
 
     @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV blocks that requests hold."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+    @property
     def num_preemptions(self) -> int:
         """Whatever the cause."""
         return sum(self.preemptions.values())
@@ -235,13 +246,22 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.adapter_evictions.get("gpu", {}).values())
 
 
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What routers look at, as of a turn of the loop."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_blocks_used: int = 0
+
+
 class StepOutputs(EngineMessage, frozen=True):
     """Everything that one turn of the loop has to say of requests."""
 
     updates: tuple[RequestUpdate, ...]
-    num_waiting: int = 0
-    num_requests: int = 0  # taken in so far, refused ones too: of which num_waiting knows
-    stats: EngineStats | None = None  # None: as told before, or not told yet, for 0.1 s at most
+    num_requests: int = 0  # taken in so far, refused ones too: of which the load knows
+    load: EngineLoad = EngineLoad()
+    # Beside the load: None: as told before, or not told yet, for 0.1 s at most.
+    stats: EngineStats | None = None
 
 
 class AdaptersChanged(EngineMessage, frozen=True):

@@ -24,10 +24,12 @@ from ..engine.messages import (
 from ..engine.tokenizer import load_tokenizer
 from ..errors import ConfigError, EngineDeadError
 from ..sampling import SamplingParams
+from .adapter_conventions import AdapterConventions, Conventions
 from .codec import codec_from_spec, codec_of
 from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
-from .lora_directory import LoraDirectory
+from .lora_directory import LoraDirectory, adapter_path
+from .lora_resolvers import LoraResolver, make_resolver
 from .outputs import LoRARequest, RequestOutput
 from .request_client import RequestClient, Waker
 from .stats_client import StatsClient
@@ -76,8 +78,11 @@ class AsyncEngine:
         self._stats = StatsClient(client)
         self._requests = RequestClient(client)
         self._loras = LoraClient(client)
+        for where in client.config.lora_resolver:
+            self._loras.add_resolver(make_resolver(where))
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
+        self._conventions: AdapterConventions | None = None
         self._hf: Any = None  # the tokenizer of transformers, where it has been needed
         self._starting: asyncio.Task[None] | None = None
         self._error: EngineDeadError | None = None
@@ -98,9 +103,12 @@ class AsyncEngine:
 
     async def _start(self) -> None:
         ready = await self._client.start(self._receive, self._die)
-        self._loras.directory.update(ready.adapters)
+        self._loras.begin(ready.model.name, ready.adapters)
         self._model = ready.model
         self._tokenizer = await asyncio.to_thread(self._make_tokenizer, ready.tokenizer)
+        self._conventions = AdapterConventions(
+            self._tokenizer.codec, is_on=self._client.config.adapter_templates == "use"
+        )
         self._requests.begin(ready.model, self._tokenizer)
 
     def _make_tokenizer(self, spec: TokenizerSpec | None) -> Tokenizer:
@@ -174,7 +182,10 @@ class AsyncEngine:
         return default_sampling(self.get_model_info())
 
     def get_stats(self) -> EngineStats:
-        """Return the engine's gauges and totals as of 0.1 s ago, or since when it rests."""
+        """Return the engine's gauges and totals as of 0.1 s ago, or since when it rests.
+
+        How many requests wait and run, and the KV blocks that they hold, are as of its last turn.
+        """
         return self._stats.latest
 
     @property
@@ -186,19 +197,25 @@ class AsyncEngine:
         """Return the engine's gauges and totals of now; ``get_stats``, if it tells none in time."""
         return await self._stats.refresh(timeout_s)
 
+    def ask_stats(self) -> None:
+        """Have the engine tell its gauges and totals as soon as it gets to it."""
+        self._stats.ask()
+
     # Adapters.
 
     async def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
-    ) -> None:
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        replace: bool = True,
+    ) -> None:  # fmt: skip
         """Register an adapter; the same name with the same path is left alone unless ``reload``.
 
-        Another path makes a new version; running requests finish on the old one. ``pinned``: as
-        ``pin_lora``; None = as the name is by now. Raises ``AdapterError``, and ``RequestError`` if
-        there is no room for one more that is pinned.
+        Another path makes a new version; running requests finish on the old one. Unless
+        ``replace``, other content than what the name has raises ``AdapterExistsError``. ``pinned``:
+        as ``pin_lora``; None = as the name is by now. Raises ``AdapterError``, and ``RequestError``
+        if there is no room for one more that is pinned, or the name is being loaded.
         """
         await self.start()
-        await self._loras.add(lora_request, reload=reload, pinned=pinned)
+        await self._loras.add(lora_request, reload=reload, pinned=pinned, replace=replace)
 
     async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
         """Bring an adapter to the device and keep it there, whatever its version; or no longer.
@@ -214,6 +231,19 @@ class AsyncEngine:
         await self.start()
         await self._loras.remove(lora_name)
 
+    async def find_lora(self, lora_name: str) -> None:
+        """Register what a resolver has under a name that is not known; else do nothing.
+
+        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if
+        nobody could tell whether there is one, ``AdapterUnavailableError`` if that takes too long.
+        """
+        await self.start()
+        await self._loras.find(lora_name)
+
+    def add_lora_resolver(self, resolver: LoraResolver) -> None:
+        """Have ``resolver`` asked for names that are not known, after those of the options."""
+        self._loras.add_resolver(resolver)
+
     def list_loras(self) -> list[AdapterInfo]:
         """Return the registered adapters, by name."""
         return self.loras.list()
@@ -222,6 +252,17 @@ class AsyncEngine:
     def loras(self) -> LoraDirectory:
         """What is known of the adapters here; names are resolved with it."""
         return self._loras.directory
+
+    async def conventions_of(self, lora: Lora) -> Conventions:
+        """Return what an adapter brings for conversations; None = the base model."""
+        assert self._conventions is not None, "the engine has not started"
+        return await self._conventions.of(None if lora is None else self._path_of(lora))
+
+    def _path_of(self, lora: LoRARequest | str) -> str | None:
+        if isinstance(lora, LoRARequest):
+            return adapter_path(lora)
+        info = self.loras.get(lora)
+        return None if info is None else info.path
 
     # Requests.
 
@@ -255,6 +296,7 @@ class AsyncEngine:
             add_special_tokens=add_special_tokens,
             cache_salt=cache_salt,
             predicted_output_tokens=predicted_output_tokens,
+            eos_token_ids=(await self.conventions_of(lora_request)).eos_token_ids,
         )
         waker = Waker()
         generation = self._requests.open(prepared, lambda _: waker.set())
@@ -274,25 +316,28 @@ class AsyncEngine:
         self,
         items: Sequence[BatchItem],
         *,
+        add_special_tokens: bool = True,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output per item, however many wait. See ``Engine.generate``."""
         await self.start()
         batch = []
+        for lora in dict.fromkeys(item.lora_request for item in items):
+            await self._loras.resolve(lora)
         for item in items:
             prepared = await self._requests.prepare(
                 item.prompt,
                 item.sampling_params,
                 None,
                 item.lora_request,
+                add_special_tokens=add_special_tokens,
                 cache_salt=cache_salt,
                 predicted_output_tokens=predicted_output_tokens,
+                eos_token_ids=(await self.conventions_of(item.lora_request)).eos_token_ids,
             )
             batch.append(prepared)
             await asyncio.sleep(0)  # those that run get their tokens meanwhile
-        for lora in dict.fromkeys(item.lora_request for item in items):
-            await self._loras.resolve(lora)
         return await self._requests.complete(batch)
 
     async def abort(self, request_id: str) -> None:
@@ -306,6 +351,7 @@ class AsyncEngine:
             case StepOutputs():
                 if message.stats is not None:
                     self._stats.take(message.stats)
+                self._stats.take_load(message.load)
                 self._requests.take(message)
             case OperationDone():
                 self._loras.operation_done(message)

@@ -10,12 +10,16 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from .template_sandbox import BoundedTemplate, Sandbox, bounded_filter
+
+_END_MARK = "corun-here-ends-the-final-message "  # like nothing that anybody says
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 # What a template raises that does not fit the messages, on purpose or not.
 RENDER_ERRORS = (
@@ -25,6 +29,8 @@ RENDER_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
+    RecursionError,
+    MemoryError,
 )
 
 
@@ -38,14 +44,26 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = special_tokens
 
+    def with_source(self, source: str | Mapping[str, str]) -> "ChatTemplate":
+        """Return another template of the same model."""
+        return ChatTemplate(source, self._special_tokens)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the prompt for ``messages``. Raises one of ``RENDER_ERRORS``."""
+        """Return the prompt for ``messages``, open after the last one's content if it is continued.
+
+        Raises one of ``RENDER_ERRORS``.
+        """
+        if continue_final_message:
+            marked = _with_end_marked(messages)
+            text = self.render(marked, add_generation_prompt=add_generation_prompt, **variables)
+            return _up_to_mark(text, messages[-1]["content"])
         template = _compiled(self._chosen(has_tools=variables.get("tools") is not None))
         return template.render(
             {
@@ -53,7 +71,7 @@ class ChatTemplate:
                 "documents": None,
                 **self._special_tokens,
                 **variables,
-                "messages": [dict(message) for message in messages],
+                "messages": [_with_reasoning(message) for message in messages],
                 "add_generation_prompt": add_generation_prompt,
             }
         )
@@ -67,6 +85,30 @@ class ChatTemplate:
             if name in templates:
                 return templates[name]
         raise ValueError(f"none of the model's templates is the default: {sorted(templates)}")
+
+
+def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with a mark at the end of the last one's content."""
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise ValueError("the final message has no content that could be continued")
+    final = messages[-1]
+    return [*messages[:-1], {**final, "content": final["content"] + _END_MARK}]
+
+
+def _up_to_mark(text: str, content: str) -> str:
+    before, mark, after = text.rpartition(_END_MARK.strip())
+    if not mark or content.strip() not in before:
+        raise ValueError("the final message cannot be continued: it is not written as it is")
+    # A template that cuts off the space at the end of the mark cuts off what a message ends with.
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``message`` with what it says of reasoning under each name that templates read."""
+    found = [message[name] for name in _REASONING_FIELDS if message.get(name) is not None]
+    if not found:
+        return dict(message)
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
 
 
 class _SafeNamespace(Namespace):
@@ -104,16 +146,16 @@ class _GenerationTag(Extension):
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> Template:
-    return _environment().from_string(source)
+def _compiled(source: str) -> BoundedTemplate:
+    return _environment().template_of(source)
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> Sandbox:
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = bounded_filter("tojson", _to_json)
     environment.globals.update(
         raise_exception=_raise_exception,
         strftime_now=_strftime_now,

@@ -25,6 +25,15 @@ class Codec(Protocol):
         """Whether ``render`` can be used."""
         ...
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """What writes conversations; None if the tokenizer does so with code of its own."""
+        ...
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return all tokens, added ones included, with their ids. Takes its time."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of ``text``, which is valid Unicode."""
         ...
@@ -42,6 +51,7 @@ class Codec(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the prompt for ``messages``. Raises one of ``chat_template.RENDER_ERRORS``."""
@@ -61,6 +71,14 @@ class PlainCodec:
     def has_chat_template(self) -> bool:
         return bool(self._template.source)
 
+    @property
+    def chat_template(self) -> ChatTemplate:
+        return self._template
+
+    def vocabulary(self) -> Mapping[str, int]:
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
@@ -76,10 +94,14 @@ class PlainCodec:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, **variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
         )
 
 
@@ -90,11 +112,25 @@ class TransformersCodec:
 
     def __init__(self, hf: Any) -> None:
         """``hf``: the one of transformers."""
+        from transformers import PreTrainedTokenizerBase
+
         self._hf = hf
+        # One that writes conversations with code of its own has no limits but that of its author.
+        render = getattr(type(hf), "apply_chat_template", None)
+        self._template: ChatTemplate | None = None
+        if render is PreTrainedTokenizerBase.apply_chat_template:
+            self._template = ChatTemplate(hf.chat_template, hf.special_tokens_map)
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._template
+
+    def vocabulary(self) -> Mapping[str, int]:
+        return dict(self._hf.get_vocab())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
@@ -119,12 +155,21 @@ class TransformersCodec:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
+        if self._template is not None:
+            return self._template.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
         text = self._hf.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             **variables,
         )
         return str(text)

@@ -21,6 +21,7 @@ from ..sampling import SamplingParams
 from .async_engine import AsyncEngine
 from .inputs import Lora, Prompt, read_batch, read_options
 from .loop_thread import LoopThread
+from .lora_resolvers import LoraResolver
 from .outputs import LoRARequest, RequestOutput
 
 
@@ -90,15 +91,13 @@ class Engine:
     # Adapters.
 
     def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
-    ) -> None:
-        """Register an adapter; the same name with the same path is left alone unless ``reload``.
-
-        Another path makes a new version. ``pinned``: as ``pin_lora``; None = as the name is by now.
-        Raises ``AdapterError``, and ``RequestError`` if there is no room for one more that is
-        pinned.
-        """
-        self._thread.run(self._engine.add_lora(lora_request, reload=reload, pinned=pinned))
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        replace: bool = True,
+    ) -> None:  # fmt: skip
+        """Register an adapter; see ``AsyncEngine.add_lora``."""
+        self._thread.run(
+            self._engine.add_lora(lora_request, reload=reload, pinned=pinned, replace=replace)
+        )
 
     def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
         """Bring an adapter to the device and keep it there, whatever its version; or no longer.
@@ -112,6 +111,10 @@ class Engine:
         """Unregister an adapter. Raises ``UnknownModelError``."""
         self._thread.run(self._engine.remove_lora(lora_name))
 
+    def add_lora_resolver(self, resolver: LoraResolver) -> None:
+        """Have ``resolver`` asked for names that are not known; see ``AsyncEngine``."""
+        self._engine.add_lora_resolver(resolver)
+
     def list_loras(self) -> list[AdapterInfo]:
         """Return the registered adapters, by name."""
         return self._engine.list_loras()
@@ -124,6 +127,7 @@ class Engine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Lora | Sequence[Lora] = None,
         *,
+        add_special_tokens: bool = True,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
     ) -> list[RequestOutput]:
@@ -131,6 +135,7 @@ class Engine:
 
         A prompt is text or a list of token ids. ``sampling_params`` and ``lora_request`` are one
         for all or one per prompt; None means the model's own defaults and the base model.
+        ``add_special_tokens``: put the model's own around what is text.
         ``predicted_output_tokens``, roughly how long each will be, helps to fit them in. Prompts
         are checked before anything is computed. Raises ``RequestError`` or ``AdapterError``; if a
         request fails later, the others are aborted and its error is raised.
@@ -139,8 +144,9 @@ class Engine:
             sampling_params = self.get_default_sampling_params()
         items = read_batch(prompts, sampling_params, lora_request)
         batch = self._engine.generate_batch(
-            items, cache_salt=cache_salt, predicted_output_tokens=predicted_output_tokens
-        )
+            items, add_special_tokens=add_special_tokens, cache_salt=cache_salt,
+            predicted_output_tokens=predicted_output_tokens,
+        )  # fmt: skip
         return self._thread.run(batch)
 
 

@@ -37,11 +37,13 @@ class Choice:
         "_num_pieces_told",
         "_num_tokens_told",
         "_params",
+        "_prompt_token_ids",
         "_stop_reason",
         "_timing",
         "_tokenizer",
         "error",
         "finish_reason",
+        "prompt_logprobs",
     )
 
     def __init__(
@@ -59,6 +61,8 @@ class Choice:
                 min_tokens=params.min_tokens,
             )
         self._params = params
+        self._prompt_token_ids = prompt
+        self.prompt_logprobs: list[TokenCandidates | None] | None = None
         wants_logprobs = params.logprobs is not None
         self._history = ChoiceHistory(logprobs=[] if wants_logprobs else None)
         self._cumulative_logprob = 0.0
@@ -130,6 +134,10 @@ class Choice:
 
     def _note(self, update: RequestUpdate) -> None:
         """Keep what comes with the first token."""
+        if update.prompt_logprobs is not None:
+            scored = zip(self._prompt_token_ids[1:], update.prompt_logprobs, strict=True)
+            scores = [_candidates(token_id, one, self._tokenizer) for token_id, one in scored]
+            self.prompt_logprobs = [None, *scores]
         if update.num_cached_tokens:
             self._num_cached_tokens = update.num_cached_tokens
         if update.timing is not None:
@@ -166,14 +174,18 @@ class Choice:
     def _add_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> None:
         assert self._history.logprobs is not None
         self._cumulative_logprob += logprobs.logprob
-        text = self._tokenizer.token_text
-        candidates: TokenCandidates = {
-            token_id: Logprob(logprobs.logprob, logprobs.rank, text(token_id))
-        }
-        pairs = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-        for rank, (top_id, logprob) in enumerate(pairs, start=1):
-            candidates.setdefault(top_id, Logprob(logprob, rank, text(top_id)))
-        self._history.logprobs.append(candidates)
+        self._history.logprobs.append(_candidates(token_id, logprobs, self._tokenizer))
+
+
+def _candidates(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> TokenCandidates:
+    text = tokenizer.token_text
+    candidates: TokenCandidates = {
+        token_id: Logprob(logprobs.logprob, logprobs.rank, text(token_id))
+    }
+    pairs = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    for rank, (top_id, logprob) in enumerate(pairs, start=1):
+        candidates.setdefault(top_id, Logprob(logprob, rank, text(top_id)))
+    return candidates
 
 
 class Generation:
@@ -238,6 +250,7 @@ class Generation:
             outputs=[choice.output() for choice in self.choices],
             finished=self.has_ended,
             lora_request=prepared.lora_request,
+            prompt_logprobs=self.choices[0].prompt_logprobs,
         )
 
 

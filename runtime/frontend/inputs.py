@@ -5,9 +5,10 @@ Knows the model's facts and the limits; knows nothing of the engine that will co
 
 import dataclasses
 import hashlib
+import itertools
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 from ..config.engine import EngineConfig
@@ -18,7 +19,7 @@ from ..limits import check_prompt_length
 from ..sampling import SamplingParams
 from .lora_directory import check_lora_request
 from .outputs import LoRARequest
-from .tokenizer import check_token_ids
+from .tokenizer import Tokenizer, check_token_ids
 
 Prompt = str | Sequence[int]
 Lora = LoRARequest | str | None
@@ -88,6 +89,50 @@ def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
     return check_token_ids(token_ids, vocab_size=model.vocab_size)
 
 
+def truncate_prompt(
+    token_ids: Sequence[int], params: SamplingParams, max_model_len: int
+) -> Sequence[int]:
+    """Return the last tokens of a prompt, as many as ``params`` keep."""
+    num_kept = params.truncate_prompt_tokens
+    if num_kept is None:
+        return token_ids
+    if num_kept == -1:
+        num_kept = max(1, max_model_len - (params.max_tokens or 1))
+    return token_ids[-num_kept:]
+
+
+def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: int) -> None:
+    """Raise ``RequestError`` for tokens that the model has not, or too many biases."""
+    biases = params.logit_bias or {}
+    if len(biases) > max_logit_bias:
+        raise RequestError(
+            f"logit_bias has {len(biases)} entries, at most {max_logit_bias} are served "
+            "(--max-logit-bias)",
+            param="logit_bias",
+        )
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": biases,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_ids": itertools.chain.from_iterable(params.bad_words_ids),
+    }
+    for name, token_ids in named.items():
+        largest = max(token_ids, default=0)
+        if largest >= vocab_size:
+            raise RequestError(
+                f"{name} names token {largest}, the vocabulary has {vocab_size}", param=name
+            )
+
+
+def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of words, alone and behind a space: to most tokenizers these are others."""
+    variants = [
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for word in words
+        for text in (word, " " + word.lstrip())
+    ]
+    return tuple(dict.fromkeys(ids for ids in variants if ids))
+
+
 def default_sampling(model: ModelInfo) -> SamplingParams:
     """Return what applies to a request that says nothing: the model's own defaults.
 
@@ -100,12 +145,14 @@ def default_sampling(model: ModelInfo) -> SamplingParams:
 
 
 def engine_sampling(
-    params: SamplingParams, *, num_prompt_tokens: int, max_model_len: int, rng: random.Random
-) -> list[SamplingParams]:
+    params: SamplingParams, *, num_prompt_tokens: int, max_model_len: int, rng: random.Random,
+    eos_token_ids: tuple[int, ...] = (),
+) -> list[SamplingParams]:  # fmt: skip
     """Return what each choice asks of the engine: one choice, a seed and a number of tokens.
 
     ``max_tokens`` is cut to what the context still takes; None means just that. Stop strings stay
-    behind: they are a matter of text.
+    behind, which are a matter of text, and what was cut off the prompt. ``eos_token_ids``: of the
+    adapter, beside those of the base.
     """
     room = max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -118,7 +165,17 @@ def engine_sampling(
     seed = rng.getrandbits(63) if params.seed is None else params.seed
     return [
         dataclasses.replace(
-            params, n=1, seed=choice_seed(seed, index), max_tokens=max_tokens, stop=()
+            params,
+            n=1,
+            seed=choice_seed(seed, index),
+            max_tokens=max_tokens,
+            stop=(),
+            stop_token_ids=params.stop_token_ids
+            if params.ignore_eos
+            else (*params.stop_token_ids, *eos_token_ids),
+            bad_words=(),
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # one for all
+            truncate_prompt_tokens=None,
         )
         for index in range(params.n)
     ]

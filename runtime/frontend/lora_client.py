@@ -1,34 +1,137 @@
 """Adapter operations of ``AsyncEngine``: asked once, however many requests wait for them."""
 
 import asyncio
+import copy
 import itertools
+import time
+from collections.abc import Callable, Iterable
 
+from ..adapters.info import AdapterInfo
+from ..adapters.names import FAILED, check_adapter_name
 from ..engine.client import EngineClient
 from ..engine.messages import AdapterOperation, AddAdapter, OperationDone, PinAdapter, RemoveAdapter
-from ..errors import AdapterError, EngineDeadError, rebuild_error
+from ..errors import (
+    AdapterError,
+    AdapterUnavailableError,
+    CorunError,
+    EngineDeadError,
+    UnknownModelError,
+    rebuild_error,
+)
 from .inputs import Lora
 from .lora_directory import LoraDirectory, adapter_path, check_lora_request
+from .lora_resolvers import LoraResolver
 from .outputs import LoRARequest
+
+_UNKNOWN_S = 10.0  # for which resolvers are not asked again
+_MAX_UNKNOWN = 4096  # names: those of before are asked for again
+_RESOLVE_TIMEOUT_S = 120.0  # a download goes on behind it, and is found the next time
 
 
 class LoraClient:
     """Registers, unregisters and looks up adapters through an engine client."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.directory = LoraDirectory()
+        self._base_name = ""
+        self._resolvers: list[LoraResolver] = []
+        # Until when resolvers are not asked, and what is raised instead.
+        self._unknown: dict[str, tuple[float, CorunError | None]] = {}
+        self._finding: dict[str, asyncio.Task[None]] = {}
         self._client = client
         self._operation_ids = itertools.count(1)
         self._operations: dict[int, asyncio.Future[None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}  # by adapter name
 
+    def begin(self, base_name: str, adapters: Iterable[AdapterInfo]) -> None:
+        """The engine serves."""
+        self._base_name = base_name
+        self.directory.update(adapters)
+
+    def add_resolver(self, resolver: LoraResolver) -> None:
+        """Ask it, too, after those before."""
+        self._resolvers.append(resolver)
+
     async def resolve(self, lora: Lora) -> None:
         """Raise unless requests can name ``lora``; registers what is new."""
         if isinstance(lora, str):
+            await self.find(lora)
             self.directory.check_usable(lora)
         elif lora is not None:
             await self.add(lora, reload=False)
 
-    async def add(self, lora: LoRARequest, *, reload: bool, pinned: bool | None = None) -> None:
+    async def find(self, name: str) -> None:
+        """Register what a resolver has under a name that is not known; else do nothing.
+
+        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if
+        nobody could tell whether there is one, ``AdapterUnavailableError`` if that takes too long.
+        """
+        task = self._finding.get(name)  # which goes on until it can be used
+        if task is None:
+            if not self._resolvers or not self._is_sought(name):
+                return
+            until_s, error = self._unknown.get(name, (0.0, None))
+            if self._clock() < until_s:
+                if error is not None:
+                    raise copy.copy(error)  # each with a traceback of its own
+                return
+            task = asyncio.get_running_loop().create_task(self._find(name))
+            self._finding[name] = task
+            task.add_done_callback(lambda _: self._finding.pop(name, None))
+        await asyncio.shield(task)  # others may wait for it, too
+
+    def _is_sought(self, name: str) -> bool:
+        """Whether resolvers may be asked: they make paths of names."""
+        info = self.directory.get(name)
+        if info is not None:  # what they had may have been mended since it was refused
+            return info.state == FAILED and name in self._unknown
+        try:
+            check_adapter_name(name)
+        except AdapterError:
+            return False
+        return True
+
+    async def _find(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                found = await self._ask_resolvers(name)
+            if found is not None:
+                await self.add(found, reload=False)
+                self._unknown.pop(name, None)
+                return
+        except TimeoutError as error:
+            raise AdapterUnavailableError(
+                f"adapter {name!r} has not been found within {_RESOLVE_TIMEOUT_S:g} s"
+            ) from error
+        except (AdapterError, UnknownModelError) as error:
+            self._remember_unknown(name, error)
+            raise
+        self._remember_unknown(name, None)
+
+    async def _ask_resolvers(self, name: str) -> LoRARequest | None:
+        """Raises ``UnknownModelError`` if one could not tell, and no other has it."""
+        untold: UnknownModelError | None = None
+        for resolver in self._resolvers:
+            try:
+                found = await resolver.resolve_lora(self._base_name, name)
+            except UnknownModelError as error:
+                untold = error
+            else:
+                if found is not None:
+                    return found
+        if untold is not None:
+            raise untold
+        return None
+
+    def _remember_unknown(self, name: str, error: CorunError | None) -> None:
+        while len(self._unknown) >= _MAX_UNKNOWN:
+            del self._unknown[next(iter(self._unknown))]
+        self._unknown[name] = self._clock() + _UNKNOWN_S, copy.copy(error)
+
+    async def add(
+        self, lora: LoRARequest, *, reload: bool, pinned: bool | None = None, replace: bool = True
+    ) -> None:
         check_lora_request(lora)
         if not reload and self.directory.has(lora):
             if pinned is not None:
@@ -39,7 +142,7 @@ class LoraClient:
             if reload or not self.directory.has(lora):
                 path = adapter_path(lora)
                 number = next(self._operation_ids)
-                await self._run(AddAdapter(number, lora.lora_name, path, pinned))
+                await self._run(AddAdapter(number, lora.lora_name, path, pinned, replace))
 
     async def pin(self, name: str, *, pinned: bool) -> None:
         self.directory.check_known(name, param="lora_name")

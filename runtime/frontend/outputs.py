@@ -116,3 +116,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | str | None = None
+    # If asked for: an entry per token of the prompt, None for the first, which nothing precedes.
+    prompt_logprobs: list[TokenCandidates | None] | None = None

@@ -6,6 +6,7 @@ Knows an engine only as its client; nothing of adapters or of the engine's start
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Generator, Sequence
@@ -14,10 +15,20 @@ from typing import Any
 from ..engine.client import EngineClient
 from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, StepOutputs
 from ..errors import EngineDeadError, RequestError
-from ..limits import check_num_open, check_num_sequences, check_predicted_output
+from ..limits import check_num_open, check_num_sequences, check_num_stops, check_predicted_output
 from ..sampling import SamplingParams
 from .generation import Choice, Generation, Notify
-from .inputs import Lora, PreparedRequest, Prompt, check_prompt, default_sampling, engine_sampling
+from .inputs import (
+    Lora,
+    PreparedRequest,
+    Prompt,
+    bad_words_ids,
+    check_prompt,
+    check_token_rules,
+    default_sampling,
+    engine_sampling,
+    truncate_prompt,
+)
 from .outputs import RequestOutput
 from .tokenizer import Tokenizer
 
@@ -83,8 +94,12 @@ class RequestClient:
         add_special_tokens: bool = True,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> PreparedRequest:
-        """Check what is asked, and turn its prompt into tokens. Raises ``RequestError``."""
+        """Check what is asked, and turn its prompt into tokens. Raises ``RequestError``.
+
+        ``eos_token_ids``: end its output beside those of the base.
+        """
         model, tokenizer = self._ready()
         check_predicted_output(predicted_output_tokens)
         token_ids: Sequence[int] | str = prompt
@@ -92,8 +107,13 @@ class RequestClient:
             token_ids = await tokenizer.encode_async(
                 token_ids, add_special_tokens=add_special_tokens
             )
-        checked = check_prompt(token_ids, model)
         params = default_sampling(model) if sampling_params is None else sampling_params
+        check_num_stops(len(params.stop), self._config.max_stop_strings)
+        check_token_rules(params, model.vocab_size, self._config.max_logit_bias)
+        if params.bad_words:
+            ids = (*params.bad_words_ids, *bad_words_ids(params.bad_words, tokenizer))
+            params = dataclasses.replace(params, bad_words_ids=ids)
+        checked = check_prompt(truncate_prompt(token_ids, params, model.max_model_len), model)
         return PreparedRequest(
             request_id=request_id or f"request-{next(self._engine_ids)}",
             prompt=prompt if isinstance(prompt, str) else None,
@@ -104,6 +124,7 @@ class RequestClient:
                 num_prompt_tokens=len(checked),
                 max_model_len=model.max_model_len,
                 rng=self._rng,
+                eos_token_ids=eos_token_ids,
             ),
             lora_request=lora_request,
             cache_salt=cache_salt,
@@ -205,7 +226,7 @@ class RequestClient:
 
         A request is notified once, however many of its choices go on.
         """
-        self._num_taken, self._num_waiting = message.num_requests, message.num_waiting
+        self._num_taken, self._num_waiting = message.num_requests, message.load.num_waiting
         unneeded: list[int] = []
         touched: dict[Generation, None] = {}  # in order
         for update in message.updates:

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import time
 
+import msgspec
+
 from ..engine.client import EngineClient
-from ..engine.messages import EngineStats, ReportStats
+from ..engine.messages import EngineLoad, EngineStats, ReportStats
 from ..errors import EngineDeadError
 
 
@@ -28,13 +30,26 @@ class StatsClient:
 
         An engine at rest answers at once, a busy one between two steps.
         """
-        with contextlib.suppress(EngineDeadError, TimeoutError):
+        answer = self.ask()
+        if answer is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.shield(answer)
+        return self.latest
+
+    def ask(self) -> asyncio.Future[None] | None:
+        """Have the engine tell as soon as it gets to it; None if it is dead."""
+        with contextlib.suppress(EngineDeadError):
             if self._answer is None:
                 self._client.send(ReportStats())
                 self._answer = asyncio.get_running_loop().create_future()
-            async with asyncio.timeout(timeout_s):
-                await asyncio.shield(self._answer)
-        return self.latest
+        return self._answer
+
+    def take_load(self, load: EngineLoad) -> None:
+        """Take what each of the engine's turns tells."""
+        told = msgspec.structs.asdict(load)
+        if any(getattr(self.latest, name) != value for name, value in told.items()):
+            self.latest = msgspec.structs.replace(self.latest, **told)
 
     def take(self, stats: EngineStats) -> None:
         """Take what the engine tells."""

@@ -26,7 +26,7 @@ class Tokenizer:
     """A tokenizer with what every kind of them needs around it."""
 
     def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+        self.codec = codec
         self._pool: ThreadPoolExecutor | None = None
         self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
         self._decoders = {
@@ -55,11 +55,11 @@ class Tokenizer:
                 f"the prompt is not valid Unicode: {error.reason} at character {error.start}",
                 param="prompt",
             ) from error
-        return self._codec.encode(text, add_special_tokens=add_special_tokens)
+        return self.codec.encode(text, add_special_tokens=add_special_tokens)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """``encode`` that leaves the event loop free while it works on a long text."""
-        if len(text) <= _MAX_INLINE_CHARS and self._codec.is_quick:
+        if len(text) <= _MAX_INLINE_CHARS and self.codec.is_quick:
             return self.encode(text, add_special_tokens=add_special_tokens)
         if self._pool is None:
             # One thread: tokenizers written in Python need not be safe for several.
@@ -72,18 +72,26 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_arguments: Any,
     ) -> str:
-        """Render ``messages`` as the model's prompt. Raises ``RequestError`` if that fails."""
-        if not self._codec.has_chat_template:
+        """Render ``messages`` as the model's prompt; ``template_arguments`` are its variables.
+
+        Continued, the final message is left open after its content; then no generation prompt must
+        follow. Raises ``RequestError`` if it fails.
+        """
+        if not self.codec.has_chat_template:
             raise RequestError(
                 "the model has no chat template; give one with --chat-template FILE "
                 "or use /v1/completions",
                 param="messages",
             )
         try:
-            return self._codec.render(
-                messages, add_generation_prompt=add_generation_prompt, **template_arguments
+            return self.codec.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_arguments,
             )
         except RENDER_ERRORS as error:
             raise RequestError(
@@ -110,7 +118,7 @@ class Tokenizer:
         return self._token_text(token_id)
 
     def _make_token_text(self, token_id: int) -> str:
-        raw = token_bytes(self._codec.token_name(token_id))
+        raw = token_bytes(self.codec.token_name(token_id))
         if self._anchor_ids is None:
             self._anchor_ids = self.encode("a", add_special_tokens=False)
         # After another token, because the first token of a text may lose its space.

@@ -183,10 +183,12 @@ class Admission:
         """Find what has been computed of the known tokens.
 
         Not of the last one, which is to be computed: so nobody ever writes to a block that others
-        may read.
+        may read. Whose prompt is scored computes all of it.
         """
         threshold = self._config.recompute_at_tokens
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
+        if request.sampling.prompt_logprobs is not None:
+            return ()
         return self._memory.prefixes.match(
             request.kv_namespace, request.known_token_ids, request.num_known_tokens - 1
         )

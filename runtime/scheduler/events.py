@@ -67,6 +67,7 @@ class RequestEvent(NamedTuple):
     num_squashes: int = 0  # of these
     num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
     num_host_cached_tokens: int = 0  # of these, from the host; with the first token
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token, if asked for
     # With the first token, or the end of a request without one.
     timing: TimeParts | None = None
     cold_start: ColdStart | None = None  # with the first token, of a request that came cold

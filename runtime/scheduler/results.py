@@ -83,8 +83,9 @@ class ResultReader:
         reason = finish_reason_of(request, token_id, self._eos_token_ids)
         stop_token_id = token_id if reason is FinishReason.STOP else None
         return RequestEvent(
-            request.request_id, result.token_ids, result.logprobs, reason, stop_token_id
-        )
+            request.request_id, result.token_ids, result.logprobs, reason, stop_token_id,
+            prompt_logprobs=result.prompt_logprobs,
+        )  # fmt: skip
 
     def _count_prompt(self, request: Request, end: int) -> None:
         """Count the prompt tokens before position ``end`` that were not counted before."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ..errors import RequestError
-from ..limits import check_queue
+from ..limits import check_queue, overdue_error
 from ..memory.device_memory import DeviceMemory
 from ..memory.transfers import OpenLoad
 from ..plan import (
@@ -34,6 +34,7 @@ from .forecast import ArrivalForecast
 from .limits import check_pin, max_total_tokens
 from .policy import PolicyWithLanes, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
+from .queue_time import QueueTime
 from .recovery import Recovery
 from .results import ResultReader
 from .running_set import RunningSet
@@ -84,6 +85,7 @@ class Scheduler:
         self._admission = Admission(
             config, policy, memory, self._running, self._cold_starts, self.counters, self.forecast
         )
+        self._queue_time = QueueTime(config.max_queue_s)
         self._recovery = Recovery()
         self._results = ResultReader(
             frozenset(eos_token_ids), self._running, self._recovery, self.counters
@@ -149,6 +151,7 @@ class Scheduler:
         self._predict(request)
         self._admission.arrived(request, now_s)
         self._requests[request_id] = request
+        self._queue_time.arrived(request)
         self._wait(request, now_s)
 
     def abort(self, request_id: RequestId, now_s: float) -> RequestEvent | None:
@@ -158,6 +161,18 @@ class Scheduler:
             return None
         event = RequestEvent(request_id, finish_reason=FinishReason.ABORT)
         return self._settle([event], now_s)[0]
+
+    def end_overdue(self, now_s: float) -> list[RequestEvent]:
+        """End the requests that have waited too long for their first turn."""
+        overdue = list(self._queue_time.take_overdue(now_s))
+        if not overdue:
+            return []
+        assert self.config.max_queue_s is not None
+        error = overdue_error(self.config.max_queue_s)
+        kind = type(error).__name__
+        return self._settle(
+            [_error_event(request.request_id, kind, str(error)) for request in overdue], now_s
+        )
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         """Evict an adapter version that no request will name any more."""
@@ -260,7 +275,7 @@ class Scheduler:
 
     def wake_at_s(self) -> float | None:
         """When ``schedule`` may decide otherwise although nothing has happened; None = never."""
-        times_s = [self._policy.wake_at_s()]
+        times_s = [self._policy.wake_at_s(), self._queue_time.wake_at_s()]
         if self.forecast is not None:
             times_s.append(self.forecast.wake_at_s())
         return min((time_s for time_s in times_s if time_s is not None), default=None)
@@ -351,8 +366,9 @@ class Scheduler:
         if result.error is None:
             return []
         error = f"the adapter could not be loaded onto the device: {result.error}"
+        kind = result.error_kind or "AdapterUnavailableError"
         events = [
-            _error_event(request.request_id, "AdapterUnavailableError", error)
+            _error_event(request.request_id, kind, error)
             for request in self._requests.values()
             if request.adapter_id == adapter_id
         ]

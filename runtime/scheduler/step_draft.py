@@ -38,6 +38,10 @@ class InFlightStep:
     voided: set[RequestId] = field(default_factory=set)  # rows whose result must not count
 
 
+# Of a chunk whose prompt is scored: each has logits over the whole vocabulary.
+_MAX_SCORED_TOKENS = 128
+
+
 class StepDraft:
     """Rows, block updates and new requests of the next step."""
 
@@ -68,6 +72,8 @@ class StepDraft:
     def add_chunk(self, request: Request) -> None:
         """Compute as many pending tokens of ``request`` as the step has room for."""
         num_tokens = min(request.num_pending_tokens, self.num_free_tokens)
+        if request.sampling.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
         assert num_tokens > 0, request.request_id
         self.num_free_tokens -= num_tokens
         if num_tokens == request.num_pending_tokens == 1:

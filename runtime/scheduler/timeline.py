@@ -88,8 +88,11 @@ class Timelines:
         self._running: dict[RequestId, _Timeline] = {}  # those among them
 
     def arrived(self, request: Request, now_s: float) -> None:
-        """It waits for the first time."""
-        self._open[request.request_id] = _Timeline(request, now_s)
+        """It waits for the first time; until now it has for its adapter's files, if at all."""
+        since_s = min(request.arrival_s, now_s)
+        timeline = _Timeline(request, since_s, ((TimePart.DISK_READ, 1.0),))
+        timeline.waits(TimePart.ORDER, now_s)
+        self._open[request.request_id] = timeline
 
     def waits(self, request: Request, part: TimePart, num_running: int, now_s: float) -> None:
         """The scheduler has looked at it, and this is what it waits for."""

@@ -1,12 +1,12 @@
 """Adapters as ``GET /v1/lora_adapters`` shows them: pages, one level only, and the JSON of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from ..adapters.info import LEVELS, AdapterInfo, Residency
+from ..adapters.info import LEVELS, AdapterInfo, DrainingVersion, Residency
 from .errors import HttpError
 
 MAX_PAGE = 1000
@@ -56,6 +56,34 @@ def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
     ]
     is_resident = {"resident": adapter.is_resident}
     return fields | is_resident | _residency_json(residency) | {"draining": versions}
+
+
+class LoadCounts(msgspec.Struct, frozen=True):
+    """How often a version has come from one level to the next, and how long that took."""
+
+    num_loads: int
+    seconds: float
+
+
+def _types_of(struct: type[msgspec.Struct], *, without: Collection[str] = ()) -> dict[str, Any]:
+    return {one.name: one.type for one in msgspec.structs.fields(struct) if one.name not in without}
+
+
+_RESIDENCY = _types_of(Residency) | {"loads": dict[str, LoadCounts]}
+_DRAINING: Any = msgspec.defstruct(
+    "DrainingCard", list((_types_of(DrainingVersion, without=["residency"]) | _RESIDENCY).items())
+)
+# What ``adapter_json`` returns, as the documents show it.
+AdapterCard: Any = msgspec.defstruct(
+    "AdapterCard",
+    list(
+        (
+            _types_of(AdapterInfo, without=["residency"])
+            | _RESIDENCY
+            | {"resident": bool, "draining": list[_DRAINING]}
+        ).items()
+    ),
+)
 
 
 def _residency_json(residency: Residency) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 
-from ..adapters.info import LEVELS, AdapterInfo
+from ..adapters.info import LEVELS, AdapterInfo, num_fitting
 from ..adapters.names import DRAINING, READY
 from ..engine.messages import EngineStats
 from .families import Families
@@ -18,6 +18,13 @@ MAX_ADAPTERS_IN_LABEL = 64
 OTHER = "other"  # the label of all adapters without series of their own
 
 
+_BY_ADAPTER = (
+    ("lora_time_to_first_token_seconds", "histogram", "Time to first token, by adapter."),
+    ("lora_prompt_tokens_total", "counter", "Tokens of prompts that were answered, by adapter."),
+    ("lora_generation_tokens_total", "counter", "Tokens generated, by adapter."),
+)
+
+
 @dataclass(slots=True)
 class AdapterCount:
     """What was answered under one name."""
@@ -25,6 +32,29 @@ class AdapterCount:
     first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    _shown: tuple[int, int] = (-1, -1)  # tokens of the samples that were written last
+    _samples: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+
+    def samples(self, name: str, families: Families) -> tuple[bytes, bytes, bytes]:
+        """Return the lines of each of ``_BY_ADAPTER``."""
+        now = self.prompt_tokens, self.generation_tokens  # a first token counts a prompt, too
+        if now != self._shown:
+            self._shown = now
+            labels = families.label_text({"adapter_name": name})
+            first, prompt, generation = (families.name(family) for family, *_ in _BY_ADAPTER)
+            buckets = self.first_token_s.buckets()
+            lines = [f'{first}_bucket{{{labels},le="{le}"}} {count}' for le, count in buckets]
+            lines += [
+                f"{first}_count{{{labels}}} {buckets[-1][1]}",
+                f"{first}_sum{{{labels}}} {self.first_token_s.total}",
+                "",
+            ]
+            self._samples = (
+                "\n".join(lines).encode(),
+                f"{prompt}{{{labels}}} {self.prompt_tokens}.0\n".encode(),
+                f"{generation}{{{labels}}} {self.generation_tokens}.0\n".encode(),
+            )
+        return self._samples
 
 
 class AdapterCounts:
@@ -41,22 +71,15 @@ class AdapterCounts:
             name = OTHER
         return self._counts.setdefault(name, AdapterCount())
 
-    def families(self, families: Families) -> Iterator[Metric]:
-        """Yield them all."""
-        labels = ("adapter_name",)
-        counts = self._counts.items()
-        yield families.histograms(
-            "lora_time_to_first_token_seconds", labels,
-            [((name,), count.first_token_s) for name, count in counts],
-        )  # fmt: skip
-        yield families.counts(
-            "lora_prompt_tokens", "Tokens of prompts that were answered, by adapter.", labels,
-            [((name,), count.prompt_tokens) for name, count in counts],
-        )  # fmt: skip
-        yield families.counts(
-            "lora_generation_tokens", "Tokens generated, by adapter.", labels,
-            [((name,), count.generation_tokens) for name, count in counts],
-        )  # fmt: skip
+    def exposition(self, families: Families) -> bytes:
+        """Return them all as text: thousands of lines, of which few are new since the last one."""
+        known = [count.samples(name, families) for name, count in self._counts.items()]
+        text = b""
+        for index, (name, kind, help_text) in enumerate(_BY_ADAPTER):
+            title = families.name(name)
+            text += f"# HELP {title} {help_text}\n# TYPE {title} {kind}\n".encode()
+            text += b"".join([samples[index] for samples in known])
+        return text
 
 
 def adapter_families(
@@ -74,6 +97,11 @@ def adapter_families(
         "lora_requests_info",
         "Adapters of running and of waiting requests; the value is the Unix time.",
         labels, time.time(),
+    )  # fmt: skip
+    adapters = tuple(adapters)
+    yield families.gauge(
+        "max_gpu_lora_adapters", "Adapters that fit on the device beside what runs.",
+        num_fitting(adapters, stats.adapter_room_bytes),
     )  # fmt: skip
     loaded = [one for one in adapters if one.state in (READY, DRAINING)]
     by_level = Counter(one.residency.level for one in loaded)

@@ -1,8 +1,9 @@
 """The ASGI application: routes, authentication, errors of routing, counts of requests."""
 
-import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import cache
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -10,16 +11,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import AdminKeyNeededError, InvalidKeyError
+from .access import PROBE_PATHS
 from .basic_routes import BasicRoutes
 from .chat import ChatEndpoint
 from .completions import CompletionEndpoint
-from .errors import ClientGoneError, ErrorReply, error_response, response_of, routing_error
+from .connection import SURPLUS
+from .errors import ClientGoneError, HttpError, error_response, routing_error
 from .lora_routes import LoraRoutes
-from .metrics import ServerMetrics
+from .openapi import openapi_document
+from .request_ids import HEADER, given_id, new_id
 from .state import ServerState
 
-# Probes and scrapers carry no key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+# Of the routes that have a parameter, by its name.
+_PATTERNS = {"model": "/v1/models/{model}", "name": "/v1/lora_adapters/{name}"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -37,7 +42,7 @@ def build_app(state: ServerState) -> ASGIApp:
         exception_handlers={HTTPException: _on_routing_error},
     )
     starlette.router.redirect_slashes = False
-    return AuthMiddleware(starlette, generating, state.settings.api_key, state.metrics)
+    return AuthMiddleware(starlette, generating, state)
 
 
 def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route]:
@@ -52,6 +57,7 @@ def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route
         Route("/ready", _guarded(basic.ready)),
         Route("/metrics", _guarded(basic.metrics)),
         Route("/version", _guarded(basic.version)),
+        Route("/openapi.json", _guarded(_openapi_handler(state, lambda: routes))),
         Route("/tokenize", _guarded(basic.tokenize), methods=["POST"]),
         Route("/detokenize", _guarded(basic.detokenize), methods=["POST"]),
     ]
@@ -61,6 +67,27 @@ def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route
             Route(f"{prefix}/unload_lora_adapter", _guarded(lora.unload), methods=["POST"])
         )
     return routes
+
+
+def _openapi_handler(state: ServerState, routes: Callable[[], Iterable[Route]]) -> Handler:
+    """Return the handler of the document, which is made when it is first asked for."""
+
+    @cache
+    def document() -> bytes:
+        settings = state.settings
+        named = [
+            (method, route.path.replace(":path}", "}"))
+            for route in routes()
+            for method in sorted((route.methods or set()) - {"HEAD"})
+        ]
+        return msgspec.json.encode(
+            openapi_document(named, settings.version, unknown_fields=settings.unknown_fields)
+        )
+
+    async def handler(request: Request) -> Response:
+        return Response(document(), media_type="application/json")
+
+    return handler
 
 
 async def _on_routing_error(request: Request, exc: Exception) -> Response:
@@ -97,26 +124,36 @@ class AuthMiddleware:
         self,
         app: ASGIApp,
         generating: Mapping[str, ASGIApp],
-        api_key: str | None,
-        metrics: ServerMetrics,
+        state: ServerState,
     ) -> None:
         self._app = app
         self._generating = generating
-        self._api_key = None if api_key is None else api_key.encode()
-        self._metrics = metrics
+        self._access = state.settings.access
+        self._max_connections = state.settings.limits.max_connections
+        self._metrics = state.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        recorder = _StatusRecorder(send)
+        headers = dict(scope["headers"])
+        recorder = _Recorder(scope, send)
         try:
-            if self._is_allowed(scope):
-                await self._app_for(scope)(scope, receive, recorder)
-            else:
-                await response_of(_UNAUTHORIZED)(scope, receive, recorder)
+            self._access.check(scope["method"], scope["path"], headers)
+            self._check_connections(scope)
+            await self._app_for(scope)(scope, receive, recorder)
+        except (InvalidKeyError, AdminKeyNeededError, HttpError) as exc:
+            await error_response(exc)(scope, receive, recorder)
         finally:
             self._count(scope, recorder.status)
+
+    def _check_connections(self, scope: Scope) -> None:
+        if SURPLUS in scope.get("extensions", ()) and scope["path"] not in PROBE_PATHS:
+            raise HttpError(
+                503,
+                f"more than {self._max_connections} connections are open (--max-connections)",
+                code="too_many_connections",
+            )
 
     def _app_for(self, scope: Scope) -> ASGIApp:
         endpoint = self._generating.get(scope["path"])
@@ -124,13 +161,6 @@ class AuthMiddleware:
             return self._app
         scope["endpoint"] = endpoint  # as a router does, for the count
         return endpoint
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        if self._api_key is None or scope["path"] in OPEN_PATHS:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)
 
     def _count(self, scope: Scope, status: int | None) -> None:
         """Count under the route's pattern, so that clients cannot invent labels."""
@@ -143,24 +173,26 @@ class AuthMiddleware:
 
 def _pattern(scope: Scope) -> str:
     """Return the route's path without what its parameters stood for."""
-    return "/v1/models/{model}" if scope.get("path_params") else str(scope["path"])
+    for parameter in scope.get("path_params") or ():
+        return _PATTERNS[parameter]
+    return str(scope["path"])
 
 
-class _StatusRecorder:
-    """Passes messages on and remembers the status; deliberately not a coroutine function."""
+class _Recorder:
+    """Passes messages on, remembers the status, and names what has no name; no coroutine."""
 
-    __slots__ = ("_send", "status")
+    __slots__ = ("_scope", "_send", "status")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
         self._send = send
         self.status: int | None = None
 
     def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            headers = message["headers"]
+            if all(name != HEADER for name, _ in headers):
+                name = given_id(self._scope) or new_id()
+                message["headers"] = [*headers, (HEADER, name.encode())]
         return self._send(message)
-
-
-_UNAUTHORIZED = ErrorReply(
-    401, "the header Authorization: Bearer KEY is missing or wrong (--api-key)", "invalid_api_key"
-)

@@ -1,36 +1,58 @@
 """Endpoints that do not generate: models, health, metrics, version, tokens."""
 
-from typing import Any
+from functools import partial
+from typing import ClassVar
 
+from msgspec import UNSET
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import UnknownModelError
+from ..frontend.template_sandbox import render_in_time
 from ..frontend.tokenizer import check_token_ids
-from .body import RequestModel, parse_body, read_body
-from .chat import template_messages
+from .answers import (
+    DetokenizedText,
+    Health,
+    ModelCard,
+    ModelList,
+    Readiness,
+    Tokens,
+    Version,
+)
+from .body import RequestModel, given, parse_body, read_body
+from .chat_messages import ConversationFields
 from .errors import HttpError, error_response
+from .fields import MESSAGE_FIELDS
+from .message_schema import MessagesField
+from .metrics import CONTENT_TYPE
 from .model_names import is_listed
-from .responses import ModelCard, json_response
-from .settings import STATS_TIMEOUT_S
+from .responses import json_response
+from .settings import MAX_STATS_AGE_S
 from .state import ServerState
 
+_MODEL = given("Whose tokens; adapters have those of the base model.")
 
-class TokenizeRequest(RequestModel):
+
+class TokenizeRequest(ConversationFields):
     """Text, or a conversation as the chat template renders it."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Any] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    nested: ClassVar = {"messages": MESSAGE_FIELDS}
+
+    model: str | None = _MODEL
+    prompt: str | None = given("Text; or else messages.")
+    messages: MessagesField | None = None
+    add_special_tokens: bool | None = given(
+        "Put the model's special tokens around it; default: true for text, false for messages."
+    )
+    return_token_strs: bool | None = given("Show the text of each token, too.")
 
 
 class DetokenizeRequest(RequestModel):
     """Token ids to turn into text."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: str | None = _MODEL
+    tokens: list[int] = Field(description="Token ids.")
 
 
 class BasicRoutes:
@@ -43,8 +65,8 @@ class BasicRoutes:
         """200 while the engine lives."""
         error = self._state.engine.error
         if error is not None:
-            return json_response({"status": "dead", "reason": str(error)}, status=503)
-        return json_response({"status": "ok"})
+            return json_response(Health("dead", str(error)), status=503)
+        return json_response(Health("ok"))
 
     async def ready(self, request: Request) -> Response:
         """200 while new requests are accepted."""
@@ -52,25 +74,28 @@ class BasicRoutes:
             self._state.check_accepting()
         except Exception as exc:
             return error_response(exc)
-        return json_response({"status": "ready"})
+        return json_response(Readiness())
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus exposition."""
-        await self._state.engine.refresh_stats(STATS_TIMEOUT_S)
-        body, content_type = self._state.metrics.render(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+        """Prometheus exposition, of what the engine has told last.
+
+        An engine at rest says nothing of its own, so it is asked for the next time.
+        """
+        if self._state.engine.stats_age_s > MAX_STATS_AGE_S:
+            self._state.engine.ask_stats()
+        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:
         """The version of corun."""
-        return json_response({"version": self._state.settings.version})
+        return json_response(Version(self._state.settings.version))
 
     async def list_models(self, request: Request) -> Response:
         """The base model under each served name, and the adapters that can be asked for."""
-        return json_response({"object": "list", "data": self._cards()})
+        return json_response(ModelList(self._cards()))
 
     async def get_model(self, request: Request) -> Response:
         """One entry of the list."""
-        target = self._state.resolve(request.path_params["model"])
+        target = self._state.names.resolve(request.path_params["model"], self._state.engine.loras)
         wanted = target.adapter_name or target.shown_name
         for card in self._cards():
             if card.id == wanted:
@@ -79,35 +104,36 @@ class BasicRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
-        body = parse_body(TokenizeRequest, await self._read(request))
-        self._state.resolve(body.model)
+        body = parse_body(TokenizeRequest, await self._read(request), self._state.unknown_fields)
+        target = await self._state.resolve(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise HttpError(400, "give prompt or messages, one of them", code="invalid_value")
         tokenizer = self._state.engine.tokenizer
         if body.messages is None:
             text, add_special_tokens = str(body.prompt), body.add_special_tokens is not False
         else:
-            add_generation_prompt = body.add_generation_prompt is not False
-            text = tokenizer.apply_chat_template(
-                template_messages(body.messages), add_generation_prompt=add_generation_prompt
+            renderer = await self._state.renderer_of(target.adapter_name)
+            text = await render_in_time(
+                partial(body.render, renderer, body.messages), self._state.settings.limits.template
             )
             add_special_tokens = bool(body.add_special_tokens)
         tokens = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
         max_model_len = self._state.engine.get_model_info().max_model_len
-        return json_response(
-            {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
-        )
+        texts = [tokenizer.token_text(one) for one in tokens] if body.return_token_strs else UNSET
+        return json_response(Tokens(len(tokens), max_model_len, tokens, texts))
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
-        body = parse_body(DetokenizeRequest, await self._read(request))
-        self._state.resolve(body.model)
+        body = parse_body(DetokenizeRequest, await self._read(request), self._state.unknown_fields)
+        await self._state.resolve(body.model)
         vocab_size = self._state.engine.get_model_info().vocab_size
-        tokens = check_token_ids(body.tokens, vocab_size=vocab_size)
-        return json_response({"prompt": self._state.engine.tokenizer.decode(tokens)})
+        tokens = check_token_ids(body.tokens, vocab_size=vocab_size) if body.tokens else []
+        # With the special tokens, so that its tokens without added ones are the same again.
+        text = self._state.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+        return json_response(DetokenizedText(text))
 
     async def _read(self, request: Request) -> bytes:
-        limit = self._state.settings.max_body_bytes
+        limit = self._state.settings.limits.max_body_bytes
         return await read_body(request.scope, request.receive, limit)
 
     def _cards(self) -> list[ModelCard]:

@@ -1,30 +1,45 @@
-"""Reading a request's body: size limit, JSON, fields that are not served, validation into a model.
+"""Reading a request's body: size limit, JSON, fields, validation into a model.
 
 Turns every fault of the bytes into one clear message with the offending field.
 """
 
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar, TypeVar
 
-import msgspec
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope
 
-from ..errors import NotServedError
-from ..near_names import near_names
 from .errors import ClientGoneError, HttpError
+from .fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, UnknownFields
+from .json_values import field_path, kind_of, wrong_type
 
-MAX_SHOWN_CHARS = 60  # of a value quoted in a message
 _DISCARD_FACTOR = 4  # an oversized body is read (and dropped) up to this many times the limit
 
 
 class RequestModel(BaseModel):
-    """Base of all bodies: exact types, finite numbers, no unknown fields."""
+    """Base of all bodies: exact types, finite numbers; null always means "not given"."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    nested: ClassVar[Mapping[str, FieldTable]] = {}  # of the objects in it, by field
+
+    @classmethod
+    @cache
+    def field_table(cls) -> FieldTable:
+        """Return what its fields mean, in the body itself and in the objects in it."""
+        return FieldTable(
+            served=tuple(cls.model_fields),
+            accepted=ACCEPTED_FIELDS,
+            refused=REFUSED_FIELDS,
+            nested=cls.nested,
+        )
+
+
+def given(description: str) -> Any:
+    """Return a field that need not be given. ``description``: as the documents show it."""
+    return Field(default=None, description=description)
 
 
 ModelT = TypeVar("ModelT", bound=RequestModel)
@@ -73,14 +88,14 @@ def _too_large(num_bytes: int, max_bytes: int) -> HttpError:
     )
 
 
-def parse_body(model: type[ModelT], body: bytes) -> ModelT:
+def parse_body(model: type[ModelT], body: bytes, unknown: UnknownFields) -> ModelT:
     """Decode and validate ``body``. Raises ``RequestError`` (400) that names the field."""
     data = _decode_object(body)
-    _drop_unsupported(data, model.model_fields)
+    unknown.sift(data, model.field_table())
     try:
         return model.model_validate(data)
     except ValidationError as exc:
-        raise _describe(exc, model) from None
+        raise _describe(exc) from None
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
@@ -105,134 +120,11 @@ def _json_fault(body: bytes, exc: ValueError) -> str:
     return f"not valid JSON: {exc}"
 
 
-def _describe(exc: ValidationError, model: type[RequestModel]) -> HttpError:
+def _describe(exc: ValidationError) -> HttpError:
     """Turn pydantic's list of findings into one message about the first of them."""
     finding = exc.errors(include_url=False, include_context=False)[0]
     param = field_path(finding["loc"])
-    kind = finding["type"]
-    if kind == "extra_forbidden":
-        hint = near_names(str(finding["loc"][-1]), model.model_fields)
-        message = f"{show(param)} is not a field that is served here{hint}"
-        return HttpError(400, message, code="unknown_field", param=param)
-    if kind == "missing":
+    if finding["type"] == "missing":
         return HttpError(400, f"{param} is missing", code="missing_field", param=param)
     wanted = finding["msg"].removeprefix("Input should be ")
     return wrong_type(param, finding["input"], wanted)
-
-
-def field_path(location: tuple[int | str, ...]) -> str:
-    """Write a location as clients write it: ``messages[0].content``."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{part}" if path else part
-    return path[:MAX_SHOWN_CHARS]
-
-
-def show(value: object) -> str:
-    """Quote ``value`` as JSON, shortened."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, int) and value.bit_length() > 4 * MAX_SHOWN_CHARS:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, int):
-        return "true" if value is True else "false" if value is False else str(value)
-    text = msgspec.json.encode(value, enc_hook=str).decode()
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
-
-
-def kind_of(value: object) -> str:
-    """Name the JSON type of ``value`` with its article."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int):
-        return "an integer"
-    if isinstance(value, float):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    return "an array" if isinstance(value, list) else "an object"
-
-
-def wrong_type(path: str, value: object, wanted: str) -> HttpError:
-    """Return the error for a ``value`` that is not ``wanted``, which comes with its article."""
-    return HttpError(
-        400,
-        f"{path} is {show(value)} ({kind_of(value)}), must be {wanted}",
-        code="invalid_type",
-        param=path,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Unsupported:
-    """A field of OpenAI's API or of its relatives that corun does not serve."""
-
-    reason: str
-    neutral: tuple[object, ...] = ()  # values, besides null, that ask for nothing
-
-
-_NO_TOOLS = "calling tools and functions is not served"
-_NO_SOUND = "only text is served"
-_NO_CONSTRAINTS = "constrained decoding is not served"
-_NO_STORE = "completions are not stored"
-_NO_REASONING = "the effort of a model cannot be set"
-
-_UNSUPPORTED_FIELDS: Mapping[str, _Unsupported] = {
-    "tools": _Unsupported(_NO_TOOLS, ([],)),
-    "tool_choice": _Unsupported(_NO_TOOLS, ("none",)),
-    "parallel_tool_calls": _Unsupported(_NO_TOOLS, (True, False)),
-    "functions": _Unsupported(_NO_TOOLS, ([],)),
-    "function_call": _Unsupported(_NO_TOOLS, ("none",)),
-    "response_format": _Unsupported(_NO_CONSTRAINTS, ({"type": "text"},)),
-    "structured_outputs": _Unsupported(_NO_CONSTRAINTS),
-    "guided_json": _Unsupported(_NO_CONSTRAINTS),
-    "guided_regex": _Unsupported(_NO_CONSTRAINTS),
-    "guided_choice": _Unsupported(_NO_CONSTRAINTS),
-    "guided_grammar": _Unsupported(_NO_CONSTRAINTS),
-    "best_of": _Unsupported("all choices are returned, none are ranked", (1,)),
-    "use_beam_search": _Unsupported("beam search is not served", (False,)),
-    "suffix": _Unsupported("filling in the middle is not served", ("",)),
-    "logit_bias": _Unsupported("biasing single tokens is not served", ({},)),
-    "prompt_logprobs": _Unsupported("log-probabilities of the prompt are not served"),
-    "audio": _Unsupported(_NO_SOUND),
-    "modalities": _Unsupported(_NO_SOUND, (["text"],)),
-    "prediction": _Unsupported("predicted outputs are not served"),
-    "reasoning_effort": _Unsupported(_NO_REASONING),
-    "verbosity": _Unsupported(_NO_REASONING),
-    "web_search_options": _Unsupported("searching the web is not served"),
-    "store": _Unsupported(_NO_STORE, (False,)),
-    "metadata": _Unsupported(_NO_STORE, ({},)),
-    "service_tier": _Unsupported("there is one tier of service", ("auto", "default")),
-    "chat_template": _Unsupported("templates come with the model or with --chat-template"),
-    "priority": _Unsupported("requests have no priorities", (0,)),
-}
-
-
-def _drop_unsupported(data: dict[str, Any], served: Collection[str]) -> None:
-    """Remove unsupported fields that ask for nothing from ``data``.
-
-    Raises ``NotServedError`` for the first one that asks for something. It is never ignored: a
-    client that asked for a tool call must not get prose that looks like an answer.
-    """
-    for name in [name for name in data if name in _UNSUPPORTED_FIELDS and name not in served]:
-        entry = _UNSUPPORTED_FIELDS[name]
-        if data[name] is not None and not _is_neutral(data[name], entry.neutral):
-            raise NotServedError(
-                f"{name} is not served: {entry.reason}{_allowed(entry.neutral)}", param=name
-            )
-        del data[name]
-
-
-def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
-    """Compare with the type, so that true does not pass for 1."""
-    return any(type(value) is type(other) and value == other for other in neutral)
-
-
-def _allowed(neutral: tuple[object, ...]) -> str:
-    shown = [repr(value).replace("'", '"') for value in neutral if not isinstance(value, bool)]
-    return f" (only {' or '.join(shown)} is accepted)" if shown else ""

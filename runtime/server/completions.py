@@ -1,17 +1,27 @@
 """``POST /v1/completions``: text in, text out."""
 
+import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from ..frontend.tokenizer import check_token_ids
-from .body import parse_body, wrong_type
+from ..sampling import SamplingParams
+from .body import given, parse_body
 from .endpoint import GenerationEndpoint
 from .errors import HttpError
 from .generation_request import GenerationFields, ParsedRequest, Prompt
-from .responses import CompletionChoice, Envelope, completion_logprobs, num_text_chars
+from .json_values import wrong_type
+from .message_schema import PromptField
+from .responses import (
+    CompletionChoice,
+    CompletionLogprobs,
+    Envelope,
+    completion_logprobs,
+    num_text_chars,
+    prompt_logprobs,
+)
 from .sse import ChunkEncoder
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -21,9 +31,9 @@ _OBJECT = "text_completion"
 class CompletionRequest(GenerationFields):
     """One or several prompts, as text or as token ids."""
 
-    prompt: Any
-    logprobs: int | None = None
-    echo: bool | None = None
+    prompt: PromptField
+    logprobs: int | None = given("Show the log-probability of each token, and of so many others.")
+    echo: bool | None = given("Write the prompt before its texts.")
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts one by one. Raises ``HttpError`` for any other shape."""
@@ -46,16 +56,10 @@ class CompletionEndpoint(GenerationEndpoint):
     prompt_field = "prompt"
 
     async def parse(self, body: bytes, request_id: str) -> ParsedRequest:
-        request = parse_body(CompletionRequest, body)
+        request = parse_body(CompletionRequest, body, self.state.unknown_fields)
         request.check_stream_options()
-        if request.echo and request.logprobs is not None:
-            raise HttpError(
-                400,
-                "echo with logprobs is not served: there are no log-probabilities of the prompt",
-                code="not_served",
-                param="echo",
-            )
-        target = self.state.resolve(request.model)
+        request.check_scores(has_echo=bool(request.echo) and request.logprobs is not None)
+        target = await self.state.resolve(request.model)
         prompts = request.prompts()
         sampling = request.sampling_params(
             self.state.engine.get_model_info().default_sampling,
@@ -63,57 +67,90 @@ class CompletionEndpoint(GenerationEndpoint):
             logprobs=request.logprobs,
             logprobs_field="logprobs",
         )
+        if request.echo and request.logprobs is not None:
+            sampling = dataclasses.replace(
+                sampling, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0)
+            )
         return ParsedRequest(
             body=request,
             envelope=Envelope(request_id, _OBJECT, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
             prompts=prompts,
             sampling=sampling,
-            echoes=[self._as_text(prompt) for prompt in prompts] if request.echo else (),
+            echo=bool(request.echo),
         )
 
     def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
-        return _CompletionChunks(request)
+        return _CompletionChunks(request, self._echo_of)
 
     def choices(
         self, request: ParsedRequest, prompt_index: int, output: RequestOutput
     ) -> list[msgspec.Struct]:
         sampling = request.sampling
-        echo = request.echoes[prompt_index] if request.echoes else ""
+        echo = self._echo_of(output, sampling) if request.echo else ""
+        shows_tokens = bool(request.body.return_token_ids)
+        shows_scores = request.body.prompt_logprobs is not None
         return [
             CompletionChoice(
                 index=prompt_index * sampling.n + choice.index,
                 text=echo + choice.text,
                 logprobs=None
                 if sampling.logprobs is None
-                else completion_logprobs(choice.logprobs or (), text_offset=0),
+                else self._logprobs(output, choice, with_prompt=bool(request.echo)),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
+                token_ids=choice.token_ids if shows_tokens else msgspec.UNSET,
+                prompt_token_ids=output.prompt_token_ids if shows_tokens else msgspec.UNSET,
+                prompt_logprobs=prompt_logprobs(output) if shows_scores else msgspec.UNSET,
             )
             for choice in output.outputs
         ]
 
-    def _as_text(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        checked = check_token_ids(prompt, vocab_size=self.state.engine.get_model_info().vocab_size)
-        return self.state.engine.tokenizer.decode(checked)
+    def _logprobs(
+        self, output: RequestOutput, choice: CompletionOutput, *, with_prompt: bool
+    ) -> CompletionLogprobs:
+        """Of a choice's tokens; with those of the prompt before, of which the first has none."""
+        tokens = choice.logprobs or []
+        if not with_prompt:
+            return completion_logprobs(tokens, text_offset=0)
+        scores = [one for one in output.prompt_logprobs or () if one is not None]
+        first = self.state.engine.tokenizer.token_text(output.prompt_token_ids[0])
+        rest = completion_logprobs([*scores, *tokens], text_offset=len(first))
+        return CompletionLogprobs(
+            [first, *rest.tokens], [None, *rest.token_logprobs], [None, *rest.top_logprobs],
+            [0, *rest.text_offset],
+        )  # fmt: skip
+
+    def _echo_of(self, output: RequestOutput, sampling: SamplingParams) -> str:
+        """Return the text of the prompt: as it was given, or of the tokens that are left of it."""
+        if output.prompt is not None and sampling.truncate_prompt_tokens is None:
+            return output.prompt
+        return self.state.engine.tokenizer.decode(output.prompt_token_ids)
 
 
 class _CompletionChunks(ChunkEncoder):
     """The events of one stream of completions."""
 
-    __slots__ = ("_echoes", "_num_chars")
+    __slots__ = ("_echo_of", "_num_chars", "_request")
 
-    def __init__(self, request: ParsedRequest) -> None:
+    def __init__(
+        self, request: ParsedRequest, echo_of: Callable[[RequestOutput, SamplingParams], str]
+    ) -> None:
         super().__init__(request)
-        self._echoes = request.echoes
+        self._request = request
+        self._echo_of = echo_of
         self._num_chars: dict[int, int] = {}  # by choice, for the offsets of log-probabilities
 
-    def _first_event(self, prompt_index: int, index: int) -> bytes:
-        if not self._echoes:
+    def _first_event(self, index: int, output: RequestOutput) -> bytes:
+        if not (self._request.echo or self._with_token_ids):
             return b""
-        return self._event(CompletionChoice(index, self._echoes[prompt_index], None, None, None))
+        echo = self._echo_of(output, self._request.sampling) if self._request.echo else ""
+        first = CompletionChoice(index, echo, None, None, None)
+        if self._with_token_ids:
+            first = msgspec.structs.replace(
+                first, token_ids=(), prompt_token_ids=output.prompt_token_ids
+            )
+        return self._event(first)
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         before = b'{"index":%d,"text":' % index
@@ -127,7 +164,12 @@ class _CompletionChunks(ChunkEncoder):
             logprobs = completion_logprobs(new, text_offset=offset)
             self._num_chars[index] = offset + num_text_chars(new)
         return CompletionChoice(
-            index, choice.new_text, logprobs, choice.finish_reason, choice.stop_reason
+            index=index,
+            text=choice.new_text,
+            logprobs=logprobs,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=choice.new_token_ids if self._with_token_ids else msgspec.UNSET,
         )
 
 

@@ -5,7 +5,6 @@ streams are written without a response object in between.
 """
 
 import asyncio
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -15,19 +14,22 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from ..limits import check_num_sequences
+from ..limits import check_num_output_tokens, check_num_sequences
 from .body import read_body
 from .errors import ClientGoneError
 from .generation_request import ParsedRequest
+from .keep_alive import kept_alive
 from .metrics import ServerMetrics
+from .request_ids import answer_id
 from .responses import (
     AdapterStartInfo,
     Answer,
     ChoiceTiming,
+    PromptLogprobs,
     PromptTokens,
-    PromptTokensDetails,
     Timing,
-    Usage,
+    TokenIds,
+    usage_of,
 )
 from .sse import DONE_EVENT, ChunkEncoder, ResponseWriter
 from .state import ServerState, ended_by_disconnect
@@ -76,7 +78,9 @@ class PromptRun:
             # Outputs that were merged on the way hold several tokens per choice.
             metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
         if output.finished:
-            metrics.request_s.observe(now_s - self.started_s)
+            total_s = now_s - self.started_s
+            metrics.request_s.observe(total_s)
+            metrics.requests.ended(output, self.first_token_s, total_s)
             for choice in output.outputs:
                 metrics.finished[choice.finish_reason or "abort"] += 1
 
@@ -104,13 +108,21 @@ class GenerationEndpoint(ABC):
     ) -> list[msgspec.Struct]:
         """Return the finished choices of one prompt."""
 
+    def prompt_token_ids(self, request: ParsedRequest, output: RequestOutput) -> TokenIds:
+        """Return the prompt's tokens, if the answer shows them beside its choices."""
+        return msgspec.UNSET
+
+    def prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs:
+        """Return the prompt's log-probabilities, if the answer shows them beside its choices."""
+        return msgspec.UNSET
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
         writer = ResponseWriter(scope, receive, send)
         try:
             self.state.check_accepting()
             with self.state.open_requests.track() as request:
-                body = await read_body(scope, receive, self.state.settings.max_body_bytes)
+                body = await read_body(scope, receive, self.state.settings.limits.max_body_bytes)
                 with ended_by_disconnect(receive, request):
                     await self._answer(body, writer)
         except ClientGoneError:
@@ -119,8 +131,8 @@ class GenerationEndpoint(ABC):
             await writer.write_error(exc)
 
     async def _answer(self, body: bytes, writer: ResponseWriter) -> None:
-        request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        writer.request_id = request_id
+        request_id = answer_id(self.id_prefix, writer.request_id)
+        writer.request_id = writer.request_id or request_id
         request = await self.parse(body, request_id)
         writer.wants_timing = bool(request.body.return_timing)
         try:
@@ -135,18 +147,26 @@ class GenerationEndpoint(ABC):
             raise
 
     def _check_size(self, request: ParsedRequest) -> None:
+        model = self.state.engine.get_model_info()
         check_num_sequences(
             len(request.prompts),
             request.sampling.n,
             max_num_seqs=self.state.settings.max_num_seqs,
-            max_num_waiting=self.state.engine.get_model_info().max_num_waiting,
+            max_num_waiting=model.max_num_waiting,
+        )
+        check_num_output_tokens(
+            len(request.prompts),
+            request.sampling.n,
+            min(request.sampling.max_tokens or model.max_model_len, model.max_model_len),
+            max_request_tokens=self.state.settings.limits.max_request_tokens,
         )
 
     async def _answer_stream(self, request: ParsedRequest, writer: ResponseWriter) -> None:
         encoder = self.chunk_encoder(request)
-        runs = await self._generate(request, encoder, writer)
+        with kept_alive(writer, self.state.settings.sse_keep_alive_s):
+            runs = await self._generate(request, encoder, writer)
         last = encoder.last_event(
-            _usage_of(runs) if request.body.wants_stream_usage else None,
+            usage_of(run.latest for run in runs) if request.body.wants_stream_usage else None,
             self._timing_of(runs) if request.body.return_timing else None,
         )
         await writer.end_events(last + DONE_EVENT)
@@ -164,8 +184,10 @@ class GenerationEndpoint(ABC):
                 for index, run in enumerate(runs)
                 for choice in self.choices(request, index, run.latest)
             ],
-            usage=_usage_of(runs),
+            usage=usage_of(run.latest for run in runs),
             timing=self._timing_of(runs) if request.body.return_timing else msgspec.UNSET,
+            prompt_token_ids=self.prompt_token_ids(request, runs[0].latest),
+            prompt_logprobs=self.prompt_logprobs(runs[0].latest),
         )
         await writer.write_json(msgspec.json.encode(answer))
 
@@ -208,6 +230,7 @@ class GenerationEndpoint(ABC):
             lora_request=request.adapter_name,
             cache_salt=request.body.cache_salt or "",
             predicted_output_tokens=request.body.predicted_output_tokens,
+            add_special_tokens=request.body.add_special_tokens is not False,
         )
         async with aclosing(outputs):
             async for output in outputs:
@@ -243,14 +266,3 @@ def _choice_timing(run: PromptRun, choice: CompletionOutput) -> ChoiceTiming | N
     num_computed = len(run.latest.prompt_token_ids) - num_found
     prompt_tokens = PromptTokens(num_computed, num_found - num_copied, num_copied)
     return ChoiceTiming.of(timing, prompt_tokens, choice.num_tokens)
-
-
-def _usage_of(runs: Sequence[PromptRun]) -> Usage:
-    """Return the token counts of one HTTP request, over its prompts' last outputs."""
-    num_prompt = sum(len(run.latest.prompt_token_ids) for run in runs)
-    num_generated = sum(choice.num_tokens for run in runs for choice in run.latest.outputs)
-    # All choices of a prompt have the same; the first one to run found what it had not made itself.
-    num_cached = sum(min(choice.num_cached_tokens for choice in run.latest.outputs) for run in runs)
-    return Usage(
-        num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached)
-    )

@@ -27,8 +27,9 @@ def engine_families(
 def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
     yield families.gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
     yield families.gauge("num_requests_running", "Requests that run.", stats.num_running)
-    used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-    yield families.gauge("kv_cache_usage_perc", "KV blocks that requests hold; 1 means all.", used)
+    yield families.gauge(
+        "kv_cache_usage_perc", "KV blocks that requests hold; 1 means all.", stats.kv_cache_usage
+    )
     workers = stats.cpu_workers
     yield families.gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
     yield families.gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)

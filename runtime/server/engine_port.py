@@ -14,18 +14,32 @@ from ..frontend.outputs import LoRARequest, RequestOutput
 from ..sampling import SamplingParams
 
 
-class TokenizerPort(Protocol):
-    """Text to tokens and back, and the model's chat template."""
+class RendererPort(Protocol):
+    """A chat template."""
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_arguments: Any,
     ) -> str:
         """Render a conversation. Raises ``RequestError`` if the template refuses it."""
         ...
+
+
+class ConventionsPort(RendererPort, Protocol):
+    """What an adapter brings for conversations."""
+
+    @property
+    def template(self) -> object | None:
+        """None = it has none, and that of the base is used."""
+        ...
+
+
+class TokenizerPort(RendererPort, Protocol):
+    """Text to tokens and back, and the model's chat template."""
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of ``text`` without holding up the event loop."""
@@ -33,6 +47,10 @@ class TokenizerPort(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token's text."""
         ...
 
 
@@ -44,6 +62,10 @@ class EnginePort(Protocol):
         """The tokenizer, with the chat template."""
         ...
 
+    async def conventions_of(self, lora: str | None) -> ConventionsPort:
+        """Return what an adapter brings for conversations; None = the base model."""
+        ...
+
     def generate(
         self,
         prompt: str | list[int],
@@ -53,6 +75,7 @@ class EnginePort(Protocol):
         lora_request: str | None = None,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what is new whenever it is asked for, until all choices have ended.
 
@@ -77,9 +100,17 @@ class EnginePort(Protocol):
         """Return current gauges and totals; the latest known if the engine takes too long."""
         ...
 
+    def ask_stats(self) -> None:
+        """Have the engine tell them as soon as it gets to it."""
+        ...
+
     @property
     def loras(self) -> LoraDirectory:
         """What is known of adapters: their names are resolved there."""
+        ...
+
+    async def find_lora(self, lora_name: str) -> None:
+        """Register what a resolver has under a name that is not known."""
         ...
 
     def list_loras(self) -> Sequence[AdapterInfo]:
@@ -87,9 +118,13 @@ class EnginePort(Protocol):
         ...
 
     async def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
-    ) -> None:
-        """Register an adapter and wait until it is ready. Raises ``AdapterError``."""
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        replace: bool = True,
+    ) -> None:  # fmt: skip
+        """Register an adapter and wait until it is ready.
+
+        Raises ``AdapterError``; unless ``replace``, ``AdapterExistsError`` for other content.
+        """
         ...
 
     async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:

@@ -4,6 +4,7 @@ Owns the mapping to HTTP status, ``type`` and ``code``. Knows nothing of routes 
 """
 
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -21,12 +22,72 @@ SHUTTING_DOWN = "shutting_down"  # the code of refusals while the server drains
 _INTERNAL_MESSAGE = "internal error while answering this request; the server's log has the cause"
 
 
+# What HTTP itself turns down, beside the classes of ``runtime/errors.py``: status and meaning.
+_HTTP_CODES: Mapping[str, tuple[int, str]] = {
+    "invalid_json": (400, "The body is no JSON object."),
+    "invalid_type": (400, "A field's value is of another type than it may be."),
+    "missing_field": (400, "A field is missing."),
+    "unknown_field": (400, "A field is not known, and nearly one that is or --unknown-fields."),
+    "invalid_value": (
+        400,
+        "A field, or a parameter of the query, has a value that cannot be.",
+    ),
+    "empty_prompt": (400, "There is no prompt."),
+    "empty_messages": (400, "There are no messages."),
+    "adapter_refused": (400, "An adapter's files are not there, or not what can be served."),
+    "invalid_api_key": (401, "The key is missing or wrong."),
+    "lora_updates_not_allowed": (403, "Adapters cannot be changed over HTTP here."),
+    "unknown_url": (404, "There is no such endpoint."),
+    "method_not_allowed": (405, "The endpoint takes another method."),
+    "body_too_large": (413, "The body is larger than --max-body-mib."),
+    "invalid_http": (400, "What was sent is no HTTP/1.1."),
+    "body_timeout": (408, "The body of the request took longer than --body-timeout-s."),
+    "header_timeout": (408, "The head of the request did not come within --header-timeout-s."),
+    "head_too_large": (431, "The head of the request is larger than any server should take."),
+    "too_many_connections": (503, "All --max-connections are in use."),
+    "internal_error": (500, "A defect; the server's log has the cause."),
+    "shutting_down": (503, "The server takes no new requests and ends."),
+    "engine_dead": (503, "The engine has ended, and the server does so."),
+}
+
+
+def error_codes() -> dict[str, tuple[int, str]]:
+    """Return every code of an error with its status and meaning, by status."""
+    codes = dict(_HTTP_CODES)
+    kinds: list[type[RequestError]] = [RequestError, *_below(RequestError)]
+    for kind in kinds:
+        meaning = str(kind.__doc__).partition("\n")[0]
+        codes.setdefault(kind.code, (kind.status, meaning))
+    return dict(sorted(codes.items(), key=lambda entry: (entry[1][0], entry[0])))
+
+
+def _below(kind: type[RequestError]) -> Iterator[type[RequestError]]:
+    for below in kind.__subclasses__():
+        if below is not HttpError:
+            yield below
+            yield from _below(below)
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong, as OpenAI's clients read it."""
+
+    message: str
+    type: str
+    param: str | None  # the field
+    code: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of each answer that is an error, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+    timing: ChoiceTiming | msgspec.UnsetType = msgspec.UNSET  # if it was asked for
+
+
 class HttpError(RequestError):
     """A request that HTTP itself turns down; ``status`` and ``code`` are per instance."""
 
-    def __init__(
-        self, status: int, message: str, *, code: str = "invalid_request", param: str | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.status = status
         self.code = code
@@ -55,16 +116,9 @@ class ErrorReply:
 
     def encode(self) -> bytes:
         """Return ``{"error": {...}}`` as JSON."""
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
-        body: dict[str, object] = {"error": error}
-        if self.timing is not None:
-            body["timing"] = ChoiceTiming.of(self.timing)
-        return msgspec.json.encode(body)
+        error = ErrorDetail(self.message, self.type, self.param, self.code)
+        timing = msgspec.UNSET if self.timing is None else ChoiceTiming.of(self.timing)
+        return msgspec.json.encode(ErrorBody(error, timing))
 
 
 _TYPES = {
@@ -117,7 +171,7 @@ def routing_error(exc: HTTPException, *, method: str, path: str) -> Response:
     elif exc.status_code == 405:
         reply = ErrorReply(405, f"{path} takes {allowed}, not {method}", "method_not_allowed")
     else:
-        reply = ErrorReply(exc.status_code, exc.detail, "invalid_request")
+        reply = ErrorReply(exc.status_code, exc.detail, RequestError.code)
     response = response_of(reply)
     for name, value in (exc.headers or {}).items():
         response.headers[name] = value

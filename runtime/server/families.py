@@ -12,6 +12,8 @@ from prometheus_client.core import (
 
 from .histogram import Histogram
 
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
 
 class Families:
     """Makes metric families of one server."""
@@ -23,6 +25,11 @@ class Families:
     def name(self, name: str) -> str:
         """With the prefix."""
         return f"{self._prefix}:{name}"
+
+    def label_text(self, labels: Mapping[str, str]) -> str:
+        """Return labels, the model's among them, as they stand in a sample."""
+        pairs = {"model_name": self.model_name, **labels}.items()
+        return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs)
 
     def gauge(self, name: str, text: str, value: float) -> Metric:
         """Return one value."""
@@ -69,18 +76,10 @@ class Families:
 
     def histogram(self, name: str, histogram: Histogram) -> Metric:
         """Return one histogram."""
-        return self.histograms(name, (), [((), histogram)])
-
-    def histograms(
-        self, name: str, labels: Sequence[str],
-        histograms: Iterable[tuple[Sequence[str], Histogram]],
-    ) -> Metric:  # fmt: skip
-        """Return histograms by their labels beside the model's."""
         family = HistogramMetricFamily(
-            self.name(name), name.replace("_", " "), labels=["model_name", *labels]
+            self.name(name), name.replace("_", " "), labels=["model_name"]
         )
-        for values, histogram in histograms:
-            family.add_metric([self.model_name, *values], histogram.buckets(), histogram.total)
+        family.add_metric([self.model_name], histogram.buckets(), histogram.total)
         return family
 
     def counts_by(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
 from ..errors import RequestError
 from ..sampling import SamplingParams
-from .body import RequestModel, wrong_type
+from .body import RequestModel, given
 from .errors import HttpError
+from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable
+from .json_values import wrong_type
 from .responses import Envelope
 
 Prompt = str | list[int]
@@ -29,9 +31,14 @@ _SAMPLING_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "truncate_prompt_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
 )
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _INTEGERS = ("top_k",)
+_MAX_ID_DIGITS = 12  # of a token id
 
 
 def _check_stop(value: object) -> object:
@@ -51,38 +58,62 @@ StopField = Annotated[str | list[str] | None, BeforeValidator(_check_stop)]
 class StreamOptions(RequestModel):
     """How a stream reports on itself."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = given("End with a chunk that counts tokens.")
+    continuous_usage_stats: bool | None = given("Count them in each chunk, if usage is included.")
 
 
 class GenerationFields(RequestModel):
-    """What both endpoints accept; null always means "not given"."""
+    """What both endpoints serve."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: StopField = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    predicted_output_tokens: int | None = None
-    return_timing: bool | None = None
-    user: str | None = None  # accepted for compatibility; nothing depends on it
-    safety_identifier: str | None = None  # likewise
-    prompt_cache_key: str | None = None  # likewise: a hint for routing between servers
+    nested: ClassVar = {
+        "stream_options": FieldTable(
+            served=tuple(StreamOptions.model_fields), accepted=ACCEPTED_STREAM_OPTIONS, refused={}
+        )
+    }
+
+    model: str | None = given(
+        "An adapter's name, base:adapter, or a name of the base model; default: the base model."
+    )
+    temperature: float | None = given("0 is greedy; default, as of the next four: the model's.")
+    top_p: float | None = given("Draw from the most likely tokens that together come to so much.")
+    top_k: int | None = given("Draw from so many of the most likely tokens; 0 or -1 = from all.")
+    min_p: float | None = given("Draw from tokens so likely, as a part of the most likely one.")
+    repetition_penalty: float | None = given("Divides logits of tokens that were there; 1 = off.")
+    logit_bias: dict[str, float] | None = given("Added to the logits of tokens, by their ids.")
+    bad_words: list[str] | None = given("Texts whose tokens no choice completes.")
+    allowed_token_ids: list[int] | None = given("Draw from these tokens alone.")
+    prompt_logprobs: int | None = given(
+        "Show the log-probability of each token of the prompt, and of so many others."
+    )
+    presence_penalty: float | None = given("Taken off the logits of tokens that were said.")
+    frequency_penalty: float | None = given("Taken off them for each time they were said.")
+    seed: int | None = given("The same seed gives the same tokens.")
+    n: int | None = given("Choices for each prompt; default: 1.")
+    max_tokens: int | None = given(
+        "Tokens of each choice at most; default: 16 for prompts, what fits for messages."
+    )
+    max_completion_tokens: int | None = given("Another name for max_tokens.")
+    min_tokens: int | None = given("No choice ends before.")
+    stop: StopField = given("Texts that end a choice, which is cut before them.")
+    stop_token_ids: list[int] | None = given("Tokens that end a choice.")
+    ignore_eos: bool | None = given("Go on behind a token that ends a sequence.")
+    include_stop_str_in_output: bool | None = given("Keep the text that has ended a choice.")
+    skip_special_tokens: bool | None = given("Leave special tokens out of texts; default: true.")
+    stream: bool | None = given("Answer with server-sent events.")
+    stream_options: StreamOptions | None = given("How the stream reports on itself.")
+    cache_salt: str | None = given("Only requests with the same one share KV.")
+    predicted_output_tokens: int | None = given(
+        "How many tokens the client thinks will come; default: what the engine thinks."
+    )
+    return_timing: bool | None = given("Say where the time went.")
+    return_token_ids: bool | None = given("Show the tokens of prompt and choices.")
+    add_special_tokens: bool | None = given(
+        "Put the model's special tokens around the prompt; default: true for prompts, false for "
+        "messages, where the template does."
+    )
+    truncate_prompt_tokens: int | None = given(
+        "Keep so many tokens at the prompt's end; -1 = what fits beside max_tokens."
+    )
 
     def check_stream_options(self) -> None:
         """Raise ``HttpError`` for stream options without a stream."""
@@ -98,6 +129,12 @@ class GenerationFields(RequestModel):
     def wants_stream_usage(self) -> bool:
         """Whether the stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether each chunk of the stream has the token counts so far."""
+        options = self.stream_options
+        return self.wants_stream_usage and bool(options and options.continuous_usage_stats)
 
     def sampling_params(
         self,
@@ -124,6 +161,7 @@ class GenerationFields(RequestModel):
         max_tokens, max_tokens_field = self._max_tokens()
         values["max_tokens"] = default_max_tokens if max_tokens is None else max_tokens
         values["logprobs"] = logprobs
+        values["logit_bias"] = self._biases()
         values["stop"] = self.stop
         values["stop_token_ids"] = self.stop_token_ids or ()
         try:
@@ -131,6 +169,25 @@ class GenerationFields(RequestModel):
         except RequestError as exc:
             names = {"max_tokens": max_tokens_field, "logprobs": logprobs_field}
             raise _renamed(exc, names) from None
+
+    def check_scores(self, *, has_echo: bool = False) -> None:
+        """Raise ``HttpError`` if a stream is to show what it would have no event for."""
+        name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
+        if self.stream and (self.prompt_logprobs is not None or has_echo):
+            raise HttpError(
+                400,
+                f"{name} is given but stream is true: streams do not show scores of prompts",
+                code="invalid_value",
+                param="stream",
+            )
+
+    def _biases(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        for key in self.logit_bias:
+            if not (key.isascii() and key.isdigit() and len(key) < _MAX_ID_DIGITS):
+                raise wrong_type("logit_bias", key, "an object whose keys are token ids")
+        return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def _max_tokens(self) -> tuple[int | None, str]:
         """Return the limit and the name under which the request gave it."""
@@ -154,7 +211,7 @@ class ParsedRequest:
     adapter_name: str | None  # None = the base model
     prompts: Sequence[Prompt]
     sampling: SamplingParams
-    echoes: Sequence[str] = ()  # by prompt, written before its texts; empty = not asked for
+    echo: bool = False  # each prompt is written before its texts
 
 
 def _renamed(exc: RequestError, names: Mapping[str, str]) -> RequestError:

@@ -1,4 +1,4 @@
-"""Counts of seconds by upper bounds."""
+"""Counts of seconds, or of tokens, by upper bounds."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,6 +14,11 @@ INTER_TOKEN_BOUNDS_S = (
 REQUEST_BOUNDS_S = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+)
+
+NUM_TOKENS_BOUNDS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+    *(10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000),
 )
 
 

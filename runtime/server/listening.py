@@ -6,6 +6,8 @@ start.
 
 import asyncio
 import errno
+import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -14,7 +16,10 @@ from contextlib import contextmanager
 from ..errors import ConfigError
 
 _BACKLOG = 2048
+_OTHER_DESCRIPTORS = 256  # of the server, and connections on their way to being refused
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_logger = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -45,6 +50,21 @@ def listen(sock: socket.socket) -> None:
         sock.listen(_BACKLOG)
     except OSError as exc:
         raise _explain(exc, host, port) from exc
+
+
+def allow_descriptors(max_connections: int) -> None:
+    """Let this process open as many connections, as far as its hard limit goes."""
+    wanted = max_connections + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        _logger.warning(
+            "this process may open %d files (ulimit -n), too few for %d connections "
+            "(--max-connections)", allowed, max_connections,
+        )  # fmt: skip
 
 
 def url_of(sock: socket.socket) -> str:

@@ -1,20 +1,23 @@
 """Adapters over HTTP: the list, and loading and unloading, which are off unless allowed."""
 
+import asyncio
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..adapters.allowed_dirs import resolve_allowed
 from ..adapters.info import AdapterInfo, num_fitting
 from ..adapters.names import check_adapter_name, unknown_name
 from ..engine.messages import EngineStats
 from ..errors import AdapterError, RequestError
 from ..frontend.outputs import LoRARequest
 from .adapter_listing import adapter_json, parse_page
-from .body import RequestModel, parse_body, read_body
+from .body import RequestModel, given, parse_body, read_body
 from .errors import HttpError
 from .responses import json_response
-from .settings import ALLOW_VARIABLE, STATS_TIMEOUT_S
+from .settings import STATS_TIMEOUT_S
 from .state import ServerState
 
 _UNUSED_INT_ID = 1  # the name identifies an adapter
@@ -23,17 +26,19 @@ _UNUSED_INT_ID = 1  # the name identifies an adapter
 class LoadRequest(RequestModel):
     """Which directory to serve under which name; without one, ``pinned`` is of a known name."""
 
-    lora_name: str
-    lora_path: str | None = None
-    load_inplace: bool | None = None  # a name that is taken gets a new version
-    pinned: bool | None = None  # stays on the device; None = as the name is by now
+    lora_name: str = Field(description="What requests name as model.")
+    lora_path: str | None = given(
+        "Its PEFT directory on the server; without one, pinned is of a name that is loaded."
+    )
+    load_inplace: bool | None = given("Give a name that is taken a new version.")
+    pinned: bool | None = given("Keep it on the device; default: as the name is by now.")
 
 
 class UnloadRequest(RequestModel):
     """Which adapter to stop serving."""
 
-    lora_name: str
-    lora_int_id: int | None = None  # accepted for compatibility; the name decides
+    lora_name: str = Field(description="Which one; requests that run under it finish.")
+    lora_int_id: int | None = given("Without effect: the name decides.")
 
 
 class LoraRoutes:
@@ -71,7 +76,7 @@ class LoraRoutes:
 
     async def load(self, request: Request) -> Response:
         """Register an adapter, or pin one; answers when it is ready or refused."""
-        body = parse_body(LoadRequest, await self._read(request))
+        body = parse_body(LoadRequest, await self._read(request), self._state.unknown_fields)
         self._check_name(body.lora_name)
         if body.lora_path is None and body.pinned is not None:
             await self._state.engine.pin_lora(body.lora_name, pinned=body.pinned)
@@ -79,24 +84,18 @@ class LoraRoutes:
         if not body.lora_path:
             what = "missing" if body.lora_path is None else "empty"
             raise HttpError(400, f"lora_path is {what}", code="invalid_value", param="lora_path")
-        if self._find(body.lora_name) is not None and not body.load_inplace:
-            raise HttpError(
-                400,
-                f"the adapter {body.lora_name!r} is loaded already; "
-                "set load_inplace to replace it with a new version",
-                code="adapter_exists",
-                param="lora_name",
-            )
+        path = await self._allowed_path(body.lora_path)
         await self._state.engine.add_lora(
-            LoRARequest(body.lora_name, _UNUSED_INT_ID, body.lora_path),
-            reload=bool(body.load_inplace),
+            LoRARequest(body.lora_name, _UNUSED_INT_ID, path),
+            reload=True,  # its files may have changed
             pinned=body.pinned,
+            replace=bool(body.load_inplace),
         )
         return self._done("loaded", body.lora_name)
 
     async def unload(self, request: Request) -> Response:
         """Unregister an adapter; requests that run under it finish."""
-        body = parse_body(UnloadRequest, await self._read(request))
+        body = parse_body(UnloadRequest, await self._read(request), self._state.unknown_fields)
         self._state.engine.loras.check_known(body.lora_name, param="lora_name")
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)
@@ -112,12 +111,19 @@ class LoraRoutes:
         if not self._state.settings.allow_lora_updates:
             raise HttpError(
                 403,
-                f"adapters cannot be changed over HTTP: the server runs without {ALLOW_VARIABLE}=1",
+                "adapters cannot be changed over HTTP: the server runs without --admin-key and "
+                "without --allow-runtime-lora-updating",
                 code="lora_updates_not_allowed",
             )
         self._state.check_accepting()
-        limit = self._state.settings.max_body_bytes
+        limit = self._state.settings.limits.max_body_bytes
         return await read_body(request.scope, request.receive, limit)
+
+    async def _allowed_path(self, path: str) -> str:
+        allowed_dirs = self._state.settings.allowed_lora_dirs
+        if not allowed_dirs:
+            return path
+        return await asyncio.to_thread(resolve_allowed, path, allowed_dirs)
 
     def _check_name(self, name: str) -> None:
         try:

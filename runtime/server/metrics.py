@@ -13,14 +13,20 @@ from prometheus_client.core import (
     CounterMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 
 from .adapter_metrics import AdapterCounts, adapter_families
 from .engine_metrics import engine_families
 from .engine_port import EnginePort
 from .families import Families
+from .fields import UnknownFields
 from .histogram import FIRST_TOKEN_BOUNDS_S, INTER_TOKEN_BOUNDS_S, REQUEST_BOUNDS_S, Histogram
+from .request_metrics import RequestMetrics
 from .settings import AppSettings
+
+_VLLM = "vllm"
+# The one that all read. In OpenMetrics the prefix's colon becomes something else for some of them.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServerMetrics:
@@ -31,27 +37,33 @@ class ServerMetrics:
         engine: EnginePort,
         settings: AppSettings,
         model_name: str,
+        unknown_fields: UnknownFields,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
         self.request_s = Histogram(REQUEST_BOUNDS_S)
+        self.requests = RequestMetrics()
         self.adapters = AdapterCounts()
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
+        self.connections_ended: Counter[str] = Counter(  # without an answer of the application
+            header_timeout=0, body_timeout=0, head_too_large=0, invalid_http=0, slow_reader=0,
+            too_many_connections=0,
+        )  # fmt: skip
         self._engine = engine
         self._settings = settings
+        self._unknown_fields = unknown_fields
         self._families = Families(settings.metrics_prefix, model_name)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the exposition and its content type, in the format that ``accept`` prefers."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    def render(self) -> bytes:
+        """Return the exposition, whose content type is ``CONTENT_TYPE``."""
+        return generate_latest(self._registry) + self.adapters.exposition(self._families)
 
     def describe(self) -> Sequence[Metric]:
         """Return nothing: names are known only with the prefix, and collecting them is cheap."""
@@ -73,12 +85,18 @@ class ServerMetrics:
         yield from adapter_families(
             self._families, stats, engine.list_loras(), self._settings.max_num_seqs
         )
+        if self._settings.metrics_prefix == _VLLM:
+            yield self._families.gauge(
+                "gpu_cache_usage_perc", "As kv_cache_usage_perc.", stats.kv_cache_usage
+            )
         yield from self._requests()
         families = self._families
         yield families.histogram("time_to_first_token_seconds", self.first_token_s)
         yield families.histogram("inter_token_latency_seconds", self.inter_token_s)
         yield families.histogram("e2e_request_latency_seconds", self.request_s)
-        yield from self.adapters.families(families)
+        yield from self.requests.families(families)
+        if self._settings.metrics_prefix == _VLLM:  # older boards of theirs have older names
+            yield families.histogram("time_per_output_token_seconds", self.inter_token_s)
 
     def _requests(self) -> Iterator[Metric]:
         families = self._families
@@ -89,6 +107,14 @@ class ServerMetrics:
         yield families.counts_by(
             "request_success", "Choices that ended, by reason.", "finished_reason", self.finished
         )
+        yield families.count(
+            "unknown_fields", "Fields of bodies that were ignored, not being known.",
+            self._unknown_fields.num_seen,
+        )  # fmt: skip
+        yield families.counts_by(
+            "http_connections_ended", "Connections that the server ended, by why.", "reason",
+            self.connections_ended,
+        )  # fmt: skip
         http = CounterMetricFamily(
             families.name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
         )

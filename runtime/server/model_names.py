@@ -34,16 +34,20 @@ class ModelNames:
         Raises ``UnknownModelError`` with near names, or ``AdapterUnavailableError`` with the
         reason for an adapter that failed to load or is being removed.
         """
-        if model is None:
-            return ResolvedModel(self.base, None)
-        if model in self.base_names:
-            return ResolvedModel(model, None)
-        meant = model if model in loras else self._without_base(model)
+        meant = self.adapter_meant(model, loras)
+        if model is None or meant is None:
+            return ResolvedModel(self.base if model is None else model, None)
         if meant not in loras:
             known = [*self.base_names, *(info.name for info in loras.list())]
             raise unknown_name(model, known, meant=meant)
         loras.check_usable(meant)
         return ResolvedModel(model, meant)
+
+    def adapter_meant(self, model: str | None, loras: LoraDirectory) -> str | None:
+        """Return the adapter that ``model`` names, known or not; None = the base model."""
+        if model is None or model in self.base_names:
+            return None
+        return model if model in loras else self._without_base(model)
 
     def _without_base(self, model: str) -> str:
         for base in self.base_names:

@@ -1,12 +1,12 @@
 """The bodies of answers, as structs that encode straight to JSON."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
-from ..frontend.outputs import Logprob, TokenCandidates
+from ..frontend.outputs import Logprob, RequestOutput, TokenCandidates
 from ..timing import EngineTiming
 
 _BYTES_PREFIX = "bytes:\\x"  # how a token is written that is a part of a character
@@ -34,6 +34,19 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
+    """Return the token counts of one HTTP request so far, from the last output of each prompt."""
+    num_prompt = num_generated = num_cached = 0
+    for output in outputs:
+        num_prompt += len(output.prompt_token_ids)
+        num_generated += sum(choice.num_tokens for choice in output.outputs)
+        # All choices of a prompt have the same; the first to run found what it had not made itself.
+        num_cached += min(choice.num_cached_tokens for choice in output.outputs)
+    return Usage(
+        num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached)
+    )
 
 
 class AdapterStartInfo(msgspec.Struct, frozen=True):
@@ -95,9 +108,24 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Columns with one entry per token; offsets count characters of the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None: nothing precedes the token
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+TokenIds = Sequence[int] | msgspec.UnsetType  # only if asked for (return_token_ids)
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One candidate for one token of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# An entry per token, by token id, null for the first one; only if asked for.
+PromptLogprobs = Sequence[dict[str, PromptLogprob] | None] | msgspec.UnsetType
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -108,6 +136,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    token_ids: TokenIds = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET  # in a stream, once
+    prompt_logprobs: PromptLogprobs = msgspec.UNSET
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):
@@ -148,6 +179,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -165,31 +197,49 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    token_ids: TokenIds = msgspec.UNSET
 
 
-class Answer(Envelope, frozen=True):
+ChoiceT = TypeVar("ChoiceT")
+
+
+class Answer(Envelope, Generic[ChoiceT], frozen=True):
     """An answer that is not streamed."""
 
-    choices: list[Any]
+    choices: Sequence[ChoiceT]
     usage: Usage
     timing: Timing | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET  # of a chat
+    prompt_logprobs: PromptLogprobs = msgspec.UNSET  # of a chat
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``/v1/models``: the base model, or an adapter whose parent it is."""
+class Chunk(Envelope, Generic[ChoiceT], frozen=True):
+    """One event of a stream; the last one that is JSON may have no choice."""
 
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "corun"
-    root: str
-    parent: str | None
-    max_model_len: int
+    choices: Sequence[ChoiceT]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET  # if asked for
+    timing: Timing | msgspec.UnsetType = msgspec.UNSET  # in the last one, if asked for
+    prompt_token_ids: TokenIds = msgspec.UNSET  # in the first one of a chat
 
 
 def json_response(value: object, *, status: int = 200) -> Response:
     """Return ``value`` as a JSON response."""
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
+    """Return what is known of the prompt's tokens, if it was asked for."""
+    if output.prompt_logprobs is None:
+        return msgspec.UNSET
+    return [
+        None
+        if candidates is None
+        else {
+            str(token_id): PromptLogprob(one.logprob, one.rank, one.decoded_token)
+            for token_id, one in candidates.items()
+        }
+        for candidates in output.prompt_logprobs
+    ]
 
 
 def completion_logprobs(

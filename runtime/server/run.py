@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from ..config.engine import EngineConfig
@@ -19,7 +19,8 @@ from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from ..machine.gc_control import collection_paused, keep_imported
-from .listening import StopSignals, bind, handled_signals
+from .access import Access
+from .listening import StopSignals, allow_descriptors, bind, handled_signals
 from .settings import AppSettings
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ async def serve(
     *,
     make_client: Callable[[EngineConfig], EngineClient] | None = None,
     spawned: SpawnedEngine | None = None,
-    environment: Mapping[str, str] = os.environ,
 ) -> int:
     """Serve until a signal (exit code 0) or the engine's death (1).
 
@@ -41,6 +41,8 @@ async def serve(
     whatever keeps the engine from starting.
     """
     chat_template = _read_template(serve_config.chat_template)
+    access = Access.of(serve_config)
+    allow_descriptors(serve_config.max_connections)
     stop = StopSignals()
     with bind(serve_config.host, serve_config.port) as sock, handled_signals(stop):
         if make_client is None:
@@ -57,7 +59,7 @@ async def serve(
             from .state import make_state
             from .supervise import supervise
 
-            settings = AppSettings.of(engine_config, serve_config, environment)
+            settings = AppSettings.of(engine_config, serve_config, access)
             state = make_state(engine, settings, now_s=int(time.time()))
             return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
         finally:

@@ -1,16 +1,18 @@
 """What the HTTP application is told. Imported before anything of HTTP."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ... import __version__
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
+from ..limits import HttpLimits, TemplateLimits
+from .access import Access
 
-ALLOW_VARIABLE = "CORUN_ALLOW_RUNTIME_LORA_UPDATING"
 # How long an answer about the engine waits for it. A step may take longer; what was told before it
 # is good enough then.
 STATS_TIMEOUT_S = 0.25
+MAX_STATS_AGE_S = 0.1  # an engine that has said nothing for so long is asked for the next time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,26 +20,49 @@ class AppSettings:
     """Configuration of the HTTP application; the engine's facts come from the engine."""
 
     served_names: Sequence[str] = ()  # of the base model; empty = the name that it has itself
-    api_key: str | None = None
+    access: Access = field(default_factory=Access)
     metrics_prefix: str = "corun"  # gives corun:num_requests_running
-    max_body_bytes: int = 32 << 20
+    unknown_fields: str = "warn"
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    sse_keep_alive_s: float = 15.0  # of silence in a stream, after which it gets a comment
     allow_lora_updates: bool = False
+    allowed_lora_dirs: Sequence[str] = ()  # where what is loaded may lie; empty = anywhere
     block_size: int = 16  # tokens
     max_num_seqs: int = 256
     version: str = "unknown"
 
     @classmethod
     def of(
-        cls, engine_config: EngineConfig, serve_config: ServeConfig, environment: Mapping[str, str]
+        cls, engine_config: EngineConfig, serve_config: ServeConfig, access: Access
     ) -> "AppSettings":
-        """Take them from the options and from the environment."""
+        """Take them from the options."""
         return cls(
             served_names=serve_config.served_model_name,
-            api_key=serve_config.api_key,
+            access=access,
             metrics_prefix=serve_config.metrics_prefix,
-            max_body_bytes=serve_config.max_body_mib << 20,
-            allow_lora_updates=environment.get(ALLOW_VARIABLE, "") == "1",
+            unknown_fields=serve_config.unknown_fields,
+            limits=_limits(serve_config),
+            sse_keep_alive_s=serve_config.sse_keep_alive_s,
+            allow_lora_updates=serve_config.allow_runtime_lora_updating or bool(access.admin),
+            allowed_lora_dirs=serve_config.allowed_lora_dirs,
             block_size=engine_config.block_size,
             max_num_seqs=engine_config.max_num_seqs,
             version=__version__,
         )
+
+
+def _limits(config: ServeConfig) -> HttpLimits:
+    return HttpLimits(
+        max_body_bytes=config.max_body_mib << 20,
+        max_json_depth=config.max_json_depth,
+        max_messages=config.max_messages,
+        max_request_tokens=config.max_request_tokens,
+        template=TemplateLimits(
+            timeout_s=config.template_timeout_s, max_chars=config.max_template_chars
+        ),
+        max_connections=config.max_connections,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        max_unsent_bytes=config.max_unsent_kib << 10,
+        unsent_timeout_s=config.unsent_timeout_s,
+    )

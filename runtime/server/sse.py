@@ -4,6 +4,7 @@ Most chunks of a stream differ only in a few characters of text: the rest of the
 once per choice, as bytes.
 """
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from ..errors import CorunError
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from .errors import error_reply, response_of
 from .generation_request import ParsedRequest
-from .responses import Timing, Usage
+from .request_ids import HEADER, given_id
+from .responses import Timing, Usage, usage_of
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _STREAM_HEADERS = (
@@ -27,22 +29,29 @@ _STREAM_HEADERS = (
 class ResponseWriter:
     """Writes the answer to one HTTP request straight over ASGI: a stream, a body, or an error."""
 
-    __slots__ = ("_receive", "_scope", "_send", "_started", "request_id", "wants_timing")
+    __slots__ = ("_last_s", "_receive", "_scope", "_send", "_started", "request_id", "wants_timing")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._started = False
-        self.request_id = ""  # what the answer's headers say
+        self._last_s = time.monotonic()
+        self.request_id = given_id(scope)  # what the answer's headers say; None: nothing yet
         self.wants_timing = False  # of a request that fails, too
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has been written."""
+        return time.monotonic() - self._last_s
 
     async def write_events(self, events: bytes) -> None:
         """Send complete events, as soon as the client has room; first the status line."""
         if not self._started:
             self._started = True
-            headers = [*_STREAM_HEADERS, (b"x-request-id", self.request_id.encode())]
+            headers = [*_STREAM_HEADERS, self._name()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._last_s = time.monotonic()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, events: bytes) -> None:
@@ -54,11 +63,15 @@ class ResponseWriter:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", self.request_id.encode()),
+            self._name(),
         ]
         self._started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _name(self) -> tuple[bytes, bytes]:
+        assert self.request_id is not None, "an answer without a request"
+        return HEADER, self.request_id.encode()
 
     async def write_error(self, exc: Exception) -> None:
         """Answer with an error: as a response, or as an event that ends a stream that began."""
@@ -78,18 +91,27 @@ class ChunkEncoder(ABC):
         "_encode_json",
         "_ended",
         "_head",
+        "_latest",
         "_num_choices",
+        "_shows_tokens",
+        "_shows_usage",
         "_tail",
         "_text_frames",
         "_with_logprobs",
+        "_with_token_ids",
     )
 
     def __init__(self, request: ParsedRequest) -> None:
         self._num_choices = request.sampling.n  # per prompt
         self._with_logprobs = request.sampling.logprobs is not None
+        self._with_token_ids = bool(request.body.return_token_ids)
+        # Whether a token without text of its own is an event, too.
+        self._shows_tokens = self._with_logprobs or self._with_token_ids
         with_usage = request.body.wants_stream_usage
+        self._shows_usage = request.body.wants_continuous_usage
+        self._latest: dict[int, RequestOutput] = {}  # by prompt, for the usage so far
         self._head = b"data: " + msgspec.json.encode(request.envelope)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._encode_json = msgspec.json.Encoder().encode
         self._text_frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: around its text
         self._ended: set[int] = set()
@@ -97,22 +119,26 @@ class ChunkEncoder(ABC):
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         """Return the events for what is new in ``output``, possibly none."""
         events = b""
+        if self._shows_usage:
+            self._latest[prompt_index] = output
+            usage = self._encode_json(usage_of(self._latest.values()))
+            self._tail = b',"usage":' + usage + b"}\n\n"
         for choice in output.outputs:
             index = prompt_index * self._num_choices + choice.index
             frame = self._text_frames.get(index)
             if frame is None:
                 before, after = self._around_text(index)
-                frame = self._text_frames[index] = (self._head + before, after + self._tail)
-                events += self._first_event(prompt_index, index)
+                frame = self._text_frames[index] = (self._head + before, after + b"]")
+                events += self._first_event(index, output)
             if choice.finish_reason is not None:
                 if index not in self._ended:
                     self._ended.add(index)
                     events += self._event(self._part(index, choice))
-            elif self._with_logprobs:
+            elif self._shows_tokens:
                 if choice.new_token_ids:
                     events += self._event(self._part(index, choice))
             elif choice.new_text:
-                events += frame[0] + self._encode_json(choice.new_text) + frame[1]
+                events += frame[0] + self._encode_json(choice.new_text) + frame[1] + self._tail
         return events
 
     def last_event(self, usage: Usage | None, timing: Timing | None) -> bytes:
@@ -126,11 +152,12 @@ class ChunkEncoder(ABC):
             event += b',"timing":' + self._encode_json(timing)
         return event + b"}\n\n"
 
-    def _event(self, part: msgspec.Struct) -> bytes:
-        return self._head + self._encode_json(part) + self._tail
+    def _event(self, part: msgspec.Struct, beside: bytes = b"") -> bytes:
+        """Return the event of one choice; ``beside``: members of the chunk beside its choices."""
+        return self._head + self._encode_json(part) + b"]" + beside + self._tail
 
     @abstractmethod
-    def _first_event(self, prompt_index: int, index: int) -> bytes:
+    def _first_event(self, index: int, output: RequestOutput) -> bytes:
         """Return what precedes the first text of choice ``index``, possibly nothing."""
 
     @abstractmethod

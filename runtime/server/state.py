@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from starlette.types import Receive
 
 from ..errors import EngineDeadError
-from .engine_port import EnginePort
+from .engine_port import EnginePort, RendererPort
 from .errors import SHUTTING_DOWN, ClientGoneError, HttpError
+from .fields import UnknownFields
 from .metrics import ServerMetrics
 from .model_names import ModelNames, ResolvedModel
 from .settings import AppSettings
@@ -99,13 +100,22 @@ class ServerState:
     settings: AppSettings
     names: ModelNames
     metrics: ServerMetrics
+    unknown_fields: UnknownFields
     created_s: int  # Unix time, for /v1/models
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     draining: bool = False  # no new requests; those that run may finish
 
-    def resolve(self, model: str | None) -> ResolvedModel:
-        """Return what ``model`` stands for now."""
+    async def resolve(self, model: str | None) -> ResolvedModel:
+        """Return what ``model`` stands for; names that are not known are looked for."""
+        meant = self.names.adapter_meant(model, self.engine.loras)
+        if meant is not None:
+            await self.engine.find_lora(meant)
         return self.names.resolve(model, self.engine.loras)
+
+    async def renderer_of(self, adapter_name: str | None) -> RendererPort:
+        """Return the chat template for an adapter's conversations; None = the base model."""
+        conventions = await self.engine.conventions_of(adapter_name)
+        return self.engine.tokenizer if conventions.template is None else conventions
 
     def check_accepting(self) -> None:
         """Raise unless new requests are served."""
@@ -119,5 +129,6 @@ class ServerState:
 def make_state(engine: EnginePort, settings: AppSettings, *, now_s: int) -> ServerState:
     """Build the state for an engine that is ready."""
     names = ModelNames(tuple(settings.served_names) or (engine.get_model_info().name,))
-    metrics = ServerMetrics(engine, settings, names.base)
-    return ServerState(engine, settings, names, metrics, now_s)
+    unknown_fields = UnknownFields(settings.unknown_fields, settings.limits)
+    metrics = ServerMetrics(engine, settings, names.base, unknown_fields)
+    return ServerState(engine, settings, names, metrics, unknown_fields, now_s)

@@ -15,6 +15,7 @@ import uvicorn
 
 from ..errors import EngineDeadError
 from .app import build_app
+from .connection import connection_class
 from .errors import SHUTTING_DOWN, HttpError
 from .listening import StopSignals, listen, url_of
 from .state import ServerState
@@ -56,9 +57,10 @@ async def supervise(
         if not died.done():
             await _drain(state, stop, died, drain_timeout_s)
         exit_code = os.EX_OK
-        if died.done():
+        error = state.engine.error  # requests may have ended by it before ``died`` has
+        if error is not None:
             exit_code = _EXIT_ENGINE_DEAD
-            await _report_death(state, died.result())
+            await _report_death(state, error)
         server.should_exit = True
         server.force_exit = stop.second.is_set()
         await serving
@@ -72,6 +74,7 @@ async def supervise(
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(state),
+        http=connection_class(state.settings.limits, state.metrics),
         lifespan="off",
         ws="none",
         log_config=None,

@@ -1,6 +1,7 @@
 """An engine as it is, over a simulated machine: all that decides is the code that serves."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ from ..scheduler.step_times import ProfiledTimes, StepTimes
 from .clock import VirtualClock
 from .executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
 from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed
-from .replay import Replayed, replay
+from .replay import Look, Replayed, look_at_nothing, replay
 from .workloads import Workload, WorkloadRequest
 
 _FIRST_TOKEN = 1 + max(END_TOKEN, ORDINARY_TOKEN)  # of prompts
@@ -55,10 +56,13 @@ class SimulationOptions:
     factors: Factors = AS_MODELLED  # which nobody who decides is told of
 
 
-def simulate(machine: SimulatedMachine, workload: Workload, options: SimulationOptions) -> Replayed:
+def simulate(
+    machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
+    *, horizon_s: float = math.inf, look: Look = look_at_nothing,
+) -> Replayed:  # fmt: skip
     """Let an engine on ``machine`` serve ``workload``, on virtual time.
 
-    Raises ``ConfigError`` if there is no such policy.
+    See ``replay`` for the rest. Raises ``ConfigError`` if there is no such policy.
     """
     clock = VirtualClock()
     core, executor = build_simulated_engine(
@@ -67,7 +71,7 @@ def simulate(machine: SimulatedMachine, workload: Workload, options: SimulationO
     try:
         return replay(
             core, requests_of(workload), clock, clock.sleep, executor.link_stats,
-            executor.step_stats,
+            executor.step_stats, horizon_s=horizon_s, look=look,
         )  # fmt: skip
     finally:
         executor.close()
@@ -172,6 +176,7 @@ def _make_scheduler(
         max_num_seqs=machine.max_num_seqs,
         max_model_len=machine.num_blocks * machine.block_size,  # memory alone is the limit
         block_size=machine.block_size,
+        mix_decode_with_prefill=machine.mix_decode_with_prefill,
         growth_headroom=options.growth_headroom,
     )
     model = machine.model

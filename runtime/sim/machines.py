@@ -9,6 +9,8 @@ from ...profiles.derive import min_group_bytes
 from ...profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from ..adapter import AdapterFacts, AdapterLayers
 from ..coldstart.link import group_of_layers
+from .paper_models import TP4_KERNELS, loraserve_model, toppings_model
+from .shapes import LLAMA_7B, LLAMA_13B, LLAMA_30B, LLAMA_70B, LlamaShape
 
 _GIB = 2**30
 _PAGE_BYTES = 4096
@@ -30,6 +32,7 @@ class SimulatedMachine:
     block_size: int = 16
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 256
+    mix_decode_with_prefill: bool = True  # else each has a pass of its own
 
     @property
     def num_blocks(self) -> int:
@@ -76,7 +79,6 @@ AS_MODELLED = Factors()
 def slowed(model: MachineModel, factors: Factors) -> MachineModel:
     """A machine that takes so many times as long as ``model``, and has as many tokens a worker."""
     step = factors.step
-    lora = model.lora
     return replace(
         model,
         step_s=_scaled(model.step_s, step),
@@ -94,7 +96,7 @@ def slowed(model: MachineModel, factors: Factors) -> MachineModel:
         ),
         invocation_s=model.invocation_s * factors.workers,
         invocation_s_per_token=model.invocation_s_per_token * factors.workers,
-        lora=LoraModel(*(getattr(lora, field.name) * step for field in fields(lora))),
+        lora=_slowed_lora(model.lora, step),
         link=LinkModel(model.link.bytes_per_s / factors.link, model.link.latency_s * factors.link),
         host_step_s=model.host_step_s * step,
         host_row_s=model.host_row_s * step,
@@ -104,6 +106,11 @@ def slowed(model: MachineModel, factors: Factors) -> MachineModel:
         turn_s=model.turn_s * step,
         turn_row_s=model.turn_row_s * step,
     )
+
+
+def _slowed_lora(lora: LoraModel, factor: float) -> LoraModel:
+    times = [field.name for field in fields(lora) if field.name != "is_padded"]
+    return replace(lora, **{name: getattr(lora, name) * factor for name in times})
 
 
 def _scaled(curve: Curve, factor: float) -> Curve:
@@ -212,6 +219,72 @@ _SLOW_8B = _with_slow_link(_LLAMA_8B)
 # Widths of q, k and v; of o; of gate and up; of down.
 _ASSISTED_8B = _with_workers(_LLAMA_8B, (18432, 8192, 36864, 18432))
 
+
+def _a100(
+    name: str, shape: LlamaShape, *, is_padded: bool, memory_gb: int = 80
+) -> SimulatedMachine:
+    """A server with one A100 as in Toppings, section 7."""
+    return SimulatedMachine(
+        name=name,
+        model=toppings_model(shape, is_padded=is_padded),
+        memory_bytes=_without_weights(memory_gb, shape),
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        adapter_bytes_per_rank=shape.qkv_bytes_per_rank,
+        group_targets=(3,),
+        file_bytes_per_s=2e9,  # by hand: an NVMe disk
+        max_num_batched_tokens=2048,  # by hand
+        max_num_seqs=64,  # Toppings, section 2.3
+        mix_decode_with_prefill=False,
+    )
+
+
+def _tp4(name: str, shape: LlamaShape, kernels: str, memory_bytes: int) -> SimulatedMachine:
+    """A server with four A100s as in LoRAServe, section V-B."""
+    return SimulatedMachine(
+        name=name,
+        model=loraserve_model(shape, kernels),
+        memory_bytes=memory_bytes,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        adapter_bytes_per_rank=shape.attention_bytes_per_rank,
+        group_targets=(3, 1),
+        file_bytes_per_s=2e9,  # by hand: an NVMe disk
+        max_num_batched_tokens=2048,  # by hand, as the next
+        max_num_seqs=96,
+    )
+
+
+def _without_weights(memory_gb: int, shape: LlamaShape) -> int:
+    """By hand: a tenth is left to what a forward needs."""
+    return memory_gb * 900_000_000 - shape.weight_bytes
+
+
+# Sizes that Chameleon runs on an A100, section 5.5.
+_A100_SCALED = (
+    (24, "7b", LLAMA_7B), (48, "7b", LLAMA_7B), (48, "13b", LLAMA_13B), (80, "13b", LLAMA_13B),
+    (80, "30b", LLAMA_30B),
+)  # fmt: skip
+_TP4_SCALED = (("30b", LLAMA_30B), ("70b", LLAMA_70B))  # LoRAServe, figure 23
+
 MACHINES: Mapping[str, SimulatedMachine] = {
-    machine.name: machine for machine in (_LLAMA_7B, _LLAMA_8B, _SLOW_8B, _ASSISTED_8B)
+    machine.name: machine
+    for machine in (
+        *(_LLAMA_7B, _LLAMA_8B, _SLOW_8B, _ASSISTED_8B),
+        _a100("a100-llama2-7b", LLAMA_7B, is_padded=True),
+        _a100("a100-llama2-7b-exact", LLAMA_7B, is_padded=False),
+        *(
+            _a100(f"a100-{gb}gb-llama{size}-scaled", shape, is_padded=False, memory_gb=gb)
+            for gb, size, shape in _A100_SCALED
+        ),
+        *(
+            # By hand: 100,000 tokens.
+            _tp4(f"tp4-llama7b-{name}", LLAMA_7B, name, 100_000 * LLAMA_7B.kv_bytes_per_token)
+            for name in TP4_KERNELS
+        ),
+        *(
+            # With 80 GB each.
+            _tp4(f"tp4-llama{size}-{name}-scaled", shape, name, _without_weights(320, shape))
+            for size, shape in _TP4_SCALED
+            for name in TP4_KERNELS
+        ),
+    )
 }

@@ -7,7 +7,7 @@ simulated machine, or real over any device.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...profiles.link import Direction, LinkStats
 from ..engine.core import EngineCore
@@ -32,6 +32,8 @@ class RequestRecord:
     num_cached_tokens: int = 0  # of its prompt
     num_host_cached_tokens: int = 0  # of these, from the host
     is_cold: bool = False  # its adapter was not on the device when it was to begin
+    # Seconds until its first token, by values of ``scheduler.events.TimePart``.
+    parts_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A replay from its first arrival to its last token."""
+    """A replay from its first arrival to its last token, or to where it was cut."""
 
     records: tuple[RequestRecord, ...]  # of requests that were taken, by arrival
     refused: dict[str, int]  # requests that could never fit, by what of them is too large
@@ -54,6 +56,14 @@ class Replayed:
     duration_s: float
 
 
+# Called with the seconds from the start of a replay, and the core, after each of its turns.
+Look = Callable[[float, EngineCore], None]
+
+
+def look_at_nothing(now_s: float, core: EngineCore) -> None:
+    """For those who want the end alone."""
+
+
 def replay(
     core: EngineCore,
     arrivals: Sequence[tuple[float, AddRequest]],
@@ -61,6 +71,9 @@ def replay(
     sleep: Callable[[float], None],
     link_stats: Callable[[Direction], LinkStats],
     step_stats: Callable[[], StepStats],
+    *,
+    horizon_s: float = math.inf,
+    look: Look = look_at_nothing,
 ) -> Replayed:
     """Let requests arrive and run until all have ended.
 
@@ -71,13 +84,16 @@ def replay(
         sleep: Waits on that clock.
         link_stats: What the core's link has carried since it was made.
         step_stats: What the core's executor has computed.
+        horizon_s: How long after the last arrival it is cut.
+        look: Watches.
 
     Raises:
         EngineDeadError: No request gets on any more.
     """
     run = _Run(core, arrivals, clock, sleep)
-    while run.turn():
-        pass
+    end_s = (arrivals[-1][0] if arrivals else 0.0) + horizon_s
+    while run.turn() and run.now_s < end_s:
+        look(run.now_s, core)
     link = {direction.value: link_stats(direction) for direction in Direction}
     return run.result(link, step_stats())
 
@@ -100,6 +116,11 @@ class _Run:
         self._num_sent = 0
         self._records: dict[int, RequestRecord] = {}
         self._refused: Counter[str] = Counter()
+
+    @property
+    def now_s(self) -> float:
+        """From the start."""
+        return self._clock() - self._start_s
 
     def turn(self) -> bool:
         """Send what is due, let the core take a step; False at the end."""
@@ -127,7 +148,7 @@ class _Run:
             self._core.stats(),
             link,
             steps,
-            self._clock() - self._start_s,
+            self.now_s,
         )
 
     def _deadline_s(self) -> float:
@@ -160,6 +181,7 @@ class _Run:
                 record.num_cached_tokens = update.num_cached_tokens
                 record.num_host_cached_tokens = update.num_host_cached_tokens
                 record.is_cold = update.cold_start is not None
+                record.parts_s = {} if update.timing is None else update.timing.parts
         if update.finish_reason is not None:
             record.end_s = at_s
             record.finish_reason = update.finish_reason

@@ -1,13 +1,19 @@
 """Workloads of many adapters: which request arrives when, with what. Same seed, same workload."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import ConfigError
-from .recipes import RECIPES, Ask
+from .ask import Ask, Drawn
+from .draws import draw_columns
+from .json_lines import draw_json_lines
+from .recipes import RECIPES
+from .sessions import CONTENT_TOKENS, shared_contents, with_follow_ups
 from .traces import HASHED_TOKENS
+from .workload_spec import WorkloadSpec
 
 _LIMIT_OVER_P99 = 4
 
@@ -23,6 +29,7 @@ class WorkloadRequest:
     # Of its prompt, from the start: each names ``Workload.content_tokens`` tokens. What has no name
     # is like nothing else; nor is what it generates, even to the next turn that quotes it.
     content_ids: tuple[int, ...] = ()
+    session: int | None = None  # requests of one share contents; None = it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,41 +41,58 @@ class Workload:
     max_tokens: int  # that a request may generate: a limit far beyond what most do
     has_trace: bool = True  # False: its lengths are of a table of quantiles
     content_tokens: int = HASHED_TOKENS
+    names: tuple[str, ...] = ()  # by adapter, if somebody has named them
 
 
 def make_workload(
     name: str, *, rate_rps: float, num_requests: int, seed: int, traces: Path | None
 ) -> Workload:
-    """Draw ``num_requests`` requests that arrive at ``rate_rps`` on average.
+    """Draw ``num_requests`` requests of a recipe that arrive at ``rate_rps`` on average.
 
-    Args:
-        name: One of ``RECIPES``.
-        rate_rps: Requests per second, above 0.
-        num_requests: How many.
-        seed: Of everything that is drawn.
-        traces: Where trace files lie; None = nowhere.
-
-    Raises:
-        ConfigError: There is no such recipe, or no request is asked for.
-        TraceError: The recipe needs a trace that is not there, or that cannot be used.
+    Raises ``ConfigError`` if there is no such recipe, and what ``draw_workload`` raises.
     """
-    assert rate_rps > 0.0, rate_rps
     if name not in RECIPES:
         raise ConfigError(f"the workload is {name!r}, must be one of: {', '.join(RECIPES)}")
-    if num_requests < 1:
-        raise ConfigError(f"a workload of {num_requests} requests holds no request")
-    recipe = RECIPES[name]
-    ask = Ask(rate_rps, num_requests, traces, np.random.default_rng(seed))
-    drawn = recipe.draw(ask)
-    prompt = np.maximum(1, drawn.prompt_tokens // recipe.prompt_divisor)
-    output = np.maximum(1, drawn.output_tokens // recipe.output_divisor)
+    spec = replace(
+        RECIPES[name].spec, rps=rate_rps, requests=num_requests, duration_s=None, seed=seed
+    )
+    return draw_workload(spec, traces)
+
+
+def draw_workload(spec: WorkloadSpec, traces: Path | None) -> Workload:
+    """Draw the requests of ``spec``; ``traces``: where trace files lie; None = nowhere.
+
+    Raises ``TraceError`` if it needs a trace that is not there, or that cannot be used.
+    """
+    rng = np.random.default_rng(spec.seed)
+    ask = Ask(spec.rate_rps, spec.num_requests, traces, rng)
+    if spec.json_lines is not None:
+        drawn = draw_json_lines(spec, ask)
+    else:
+        drawn = with_follow_ups(draw_columns(spec, ask), spec.sessions, rng)
+    prompt = np.maximum(1, drawn.prompt_tokens // spec.lengths.prompt_divisor)
+    output = np.maximum(1, drawn.output_tokens // spec.lengths.output_divisor)
+    sessions = [None] * len(prompt) if drawn.session is None else drawn.session.tolist()
+    contents, content_tokens = _contents(spec, drawn, prompt.tolist())
     columns = (drawn.arrival_s, drawn.adapters, prompt, output)
-    contents = drawn.hash_ids or ((),) * num_requests
-    rows = zip(*(column.tolist() for column in columns), contents, strict=True)
+    rows = zip(*(column.tolist() for column in columns), contents, sessions, strict=True)
     return Workload(
         tuple(WorkloadRequest(*row) for row in rows),
         drawn.ranks,
-        _LIMIT_OVER_P99 * max(1, int(drawn.p99_output_tokens) // recipe.output_divisor),
+        _LIMIT_OVER_P99 * max(1, int(drawn.p99_output_tokens) // spec.lengths.output_divisor),
         has_trace=drawn.has_trace,
-        content_tokens=HASHED_TOKENS // recipe.prompt_divisor,
+        content_tokens=content_tokens,
+        names=drawn.names,
     )
+
+
+def _contents(
+    spec: WorkloadSpec, drawn: Drawn, prompt_tokens: Sequence[int]
+) -> tuple[Sequence[tuple[int, ...]], int]:
+    """Ids of the prompts' contents, and how many tokens each of them names."""
+    hashed_tokens = HASHED_TOKENS // spec.lengths.prompt_divisor
+    if drawn.hash_ids:
+        return drawn.hash_ids, hashed_tokens
+    if drawn.session is None:
+        return [()] * len(prompt_tokens), hashed_tokens
+    return shared_contents(drawn.session.tolist(), prompt_tokens), CONTENT_TOKENS

@@ -11,9 +11,10 @@ from typing import Any
 
 import policies
 import pytest
+from corun.runtime.sim.figures import Figures, alone_s
 from paired import Ratio
 from replays import kept, verdicts
-from replays.cells import BASELINE, MEMORY, POLICIES, Cell, Figures, alone_s, run_cell
+from replays.cells import BASELINE, MEMORY, POLICIES, Cell, run_cell
 from replays.kept import KeptCells, code_digest, deciding_files
 from replays.loads import largest_rate
 from replays.runner import Runner
@@ -27,11 +28,12 @@ _SETTING = Setting("S1", 1.1)
 
 def _figures(ttft_s: float = 1.0, **values: Any) -> Figures:
     made = Figures(
-        ttft_mean_s=ttft_s, ttft_cold_mean_s=ttft_s, ttft_p50_s=ttft_s, ttft_p99_s=ttft_s,
-        slowdown_p99=ttft_s, unloaded_p99_s=1.0, e2e_mean_s=10.0, tpot_mean_s=0.05, num_preempted=0,
-        num_squashes=0, num_lanes=1, quota_tokens=(), num_requests=1000, num_refused=0,
-        served_rps=1.0, num_evictions=0, link_bytes=10**9, hit_share=0.0, host_hit_share=0.0,
-        step_mean_s=0.05, tokens_per_s=100.0,
+        ttft_mean_s=ttft_s, ttft_cold_mean_s=ttft_s, ttft_p50_s=ttft_s, ttft_p95_s=ttft_s,
+        ttft_p99_s=ttft_s, slowdown_p99=ttft_s, unloaded_p99_s=1.0, e2e_mean_s=10.0,
+        tpot_mean_s=0.05, cold_share=0.0, num_preempted=0, num_squashes=0, num_lanes=1,
+        quota_tokens=(), num_requests=1000, num_unfinished=0, num_refused=0, served_rps=1.0,
+        num_evictions=0, link_bytes=10**9, hit_share=0.0, host_hit_share=0.0, step_mean_s=0.05,
+        tokens_per_s=100.0, busy_share=0.5, link_busy_share=0.1,
     )  # fmt: skip
     return dataclasses.replace(made, **values)
 

@@ -17,10 +17,11 @@ from corun.runtime.plan import (
     SubBatch,
     SubBatchKind,
 )
+from corun.runtime.sim.figures import Figures
 from corun.runtime.sim.machines import MACHINES
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
 from policies_real import column_name, runs_of
-from replays.cells import Cell, Figures, simulate_cell, workload_of
+from replays.cells import Cell, simulate_cell, workload_of
 from replays.real import FREE, PRESSED, Column, Pressure, ScriptedExecutor, make_column
 from replays.real_pairs import PAIRS, Results, bounds_of
 from sim_vs_real import Run

@@ -88,6 +88,8 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
     assert profile.coexecution_off == ""
     assert profile.model.num_workers == 1
     assert profile.model.invocation_s > 0
+    assert profile.model.assisted_pass_s >= 0
+    assert 0 <= profile.model.contention <= 1
     # It was paced: no copy can have been faster. What is fitted to their noisy times may be.
     assert max(point.bytes_per_s for point in profile.link_points) < 1.05 * 2**30
     assert profile.model.link.bytes_per_s > 0

@@ -187,3 +187,44 @@ async def read_first_event(client: httpx.AsyncClient, max_tokens: int) -> None:
         async for line in response.aiter_lines():
             assert line.startswith("data: ")
             break
+
+
+def test_rules_for_tokens(server: Served) -> None:
+    body = {"prompt": chat_prompt("hello"), "model": "upper", "max_tokens": 30, "temperature": 0}
+    assert texts(complete(server, **body, bad_words=["L"])) != ["HELLO"]
+    assert "L" not in texts(complete(server, **body, bad_words=["L"]))[0]
+    tokens = server.post("/tokenize", {"prompt": "XY", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    only = texts(complete(server, **body, allowed_token_ids=tokens, ignore_eos=True))[0]
+    assert set(only) <= set("XY") and len(only) == 30
+    biased = texts(complete(server, **body, logit_bias={str(tokens[0]): 100}, ignore_eos=True))[0]
+    assert biased == "X" * 30
+    for rules, message in (
+        ({"logit_bias": {"99999": 1}}, "names token 99999"),
+        ({"allowed_token_ids": [99999]}, "names token 99999"),
+        ({"logit_bias": {str(key): 1 for key in range(1025)}}, "--max-logit-bias"),
+        ({"allowed_token_ids": tokens[:1], "bad_words": ["X"]}, "no token can be drawn"),
+    ):
+        answer = server.post("/v1/completions", body | rules)
+        assert answer.status_code == 400, answer.text
+        assert message in answer.json()["error"]["message"]
+
+
+def test_a_multiple_choice_task_is_scored_as_evaluations_do_it(server: Served) -> None:
+    """Echo with log-probabilities: those of a prompt are those that its continuation had."""
+    prompt = chat_prompt("hello")
+    body = {"model": "upper", "temperature": 0, "logprobs": 2}
+    said = complete(server, **body, prompt=prompt, max_tokens=5, ignore_eos=True)["choices"][0]
+    scored = complete(server, **body, prompt=prompt + said["text"], echo=True, max_tokens=1)
+    columns = scored["choices"][0]["logprobs"]
+    assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None
+    assert len({len(column) for column in columns.values()}) == 1
+    num = len(said["logprobs"]["tokens"])
+    before = slice(-1 - num, -1)  # behind them is the one token that is always said
+    assert columns["tokens"][before] == said["logprobs"]["tokens"]
+    for found, expected in zip(
+        columns["token_logprobs"][before], said["logprobs"]["token_logprobs"], strict=True
+    ):
+        assert abs(found - expected) < 1e-2  # in bfloat16, and in other batches
+    assert scored["choices"][0]["text"].startswith(prompt + said["text"])

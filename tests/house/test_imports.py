@@ -92,6 +92,7 @@ _POLICY = (
     "runtime.engine.messages",
 )
 _POLICY_PACKAGES = (
+    "runtime/cluster/policy",
     "runtime/scheduler",
     "runtime/scheduler/lanes",
     "runtime/coldstart",

@@ -70,12 +70,20 @@ def test_error_is_that_of_bfloat16(architecture: str, where: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("architecture", ["llama3-rope", "gemma2"])
+@pytest.mark.parametrize(
+    "architecture", ["gemma2", pytest.param("llama3-rope", marks=pytest.mark.full)]
+)
 def test_error_is_that_of_float16(architecture: str, where: str, tmp_path: Path) -> None:
     check(architecture, torch.float16, 3, tmp_path, **ON_DEVICE[where])
 
 
-@pytest.mark.parametrize("architecture", ["llama3-rope", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gemma2",
+        *(pytest.param(o, marks=pytest.mark.full) for o in ("llama3-rope", "phi3", "mixtral")),
+    ],
+)
 def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path: Path) -> None:
     check(architecture, torch.bfloat16, 3, tmp_path, **PLAIN)
 

@@ -1,5 +1,6 @@
 """Saved profiles: there and back, and what makes one useless."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,16 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"machine": 3}', "[]", '{"format_version": 2}'])
+def test_a_profile_without_the_form_of_kernels_is_of_exact_ones(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(PROFILE, path)
+    fields = json.loads(path.read_text())
+    assert fields["model"]["lora"].pop("is_padded") is False
+    path.write_text(json.dumps(fields))
+    assert load_profile(path) == PROFILE
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"machine": 3}', "[]", '{"format_version": 3}'])
 def test_what_is_no_profile_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)

@@ -20,7 +20,8 @@ def test_the_table_has_every_figure_in_its_unit() -> None:
         "beside that 500 us + 20 us per row, 3 ns per prefill token and key, "
         "40 ns per key in decode, R^2 0.990 on 3 held-out batches",
         "9.31 GiB/s + 10 us; layer groups from 1 MiB on",
-        "1; an invocation costs 20 us + 100 ns per token in each input group",
+        "1; an invocation costs 20 us + 100 ns per token in each input group, and 0 ns in each "
+        "pass; while both compute, the device and they take 1.00 times as long",
         # 8 MiB at rank 64 are 131072 bytes per rank.
         "decode: 10 us + 131 us per rank of each row, R^2 0.990 on 3 held-out batches",
         "prefill: 10 us + 262 ns per rank + 1 us per token + 131 ns per token and rank, R^2 0.980",

@@ -116,5 +116,29 @@ def test_rows_of_several_origins_make_one_pass() -> None:
     assert forward_s(_HAND_SET, *columns) == pytest.approx(0.012 + pass_s(_HAND_SET, whole))
 
 
+def test_padded_kernels_take_every_row_as_if_its_adapter_were_the_largest() -> None:
+    lora = replace(_HAND_SET.lora, prefill_s_per_token=1e-6, prefill_fixed_s=1e-3, is_padded=True)
+    padded = replace(_HAND_SET, lora=lora, read_s=0.0, decode_step_s=None)
+    rows = [(40, 8, 0), (1, 3, 8), (1, 9, 64), (2, 2, 16)]
+    without = _forward_s(padded, [(tokens, start, 0) for tokens, start, _ in rows])
+    adapters_s = 42 * (64 * 1.2e-6 + 1e-6) + 1e-3 + 2 * 64 * 4e-6
+    assert _forward_s(padded, rows) == pytest.approx(without + adapters_s)
+    assert _forward_s(padded, rows[::-1]) == pytest.approx(without + adapters_s)
+    decodes = [(1, 5, 8)] * 31
+    alone = _forward_s(padded, decodes)
+    grown = _forward_s(padded, [*decodes, (1, 5, 128)])
+    assert grown - alone == pytest.approx(5e-5 + 6e-6 + 4e-6 * (32 * 128 - 31 * 8))
+
+
+def test_padded_rows_of_several_origins_make_one_pass() -> None:
+    padded = replace(_HAND_SET, lora=replace(_HAND_SET.lora, is_padded=True))
+    rows = [(40, 8, 10**6), (1, 3, 10**7), (1, 9, 0), (2, 2, 0)]
+    columns = [[row[index] for row in rows] for index in range(3)]
+    parts = [row_costs(padded, [n], [start], [size]) for n, start, size in rows]
+    joined, whole = NO_ROWS.plus(*parts), row_costs(padded, *columns)
+    assert joined.largest_bytes == whole.largest_bytes == 10**7
+    assert pass_s(padded, joined) == pytest.approx(pass_s(padded, whole))
+
+
 def test_keys_are_counted_one_by_one() -> None:
     assert [num_keys(1, 0), num_keys(1, 9), num_keys(3, 0), num_keys(2, 10)] == [1, 10, 6, 23]

@@ -1,5 +1,6 @@
 """Sampling parameters refuse what the sampler cannot do, and name the field."""
 
+import math
 from typing import Any
 
 import pytest
@@ -31,3 +32,21 @@ def test_values_out_of_range_name_their_field(field: str, value: Any) -> None:
 def test_one_stop_string_is_a_list_of_one() -> None:
     stop: Any = "end"
     assert SamplingParams(stop=stop).stop == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids"),
+        ({"bad_words": ("",)}, "bad_words"),
+        ({"bad_words": ("x",) * 129}, "bad_words"),
+        ({"bad_words_ids": ((),)}, "bad_words"),
+    ],
+)
+def test_rules_of_tokens_that_cannot_be(params: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**params)
+    assert caught.value.param == param

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import (
     AdapterOperation,
     AdaptersChanged,
     AddRequest,
+    EngineLoad,
     EngineStats,
     ModelInfo,
     OperationDone,
@@ -67,8 +69,8 @@ class FakeCore:
         self.is_lost = False
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._open)
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self._open), len(self._open), 2 * len(self._open))
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +83,7 @@ class FakeCore:
     def wake_at_s(self) -> float | None:
         return None
 
-    def add_request(self, message: AddRequest) -> None:
+    def add_request(self, message: AddRequest, arrival_s: float | None = None) -> None:
         if len(self._open) >= self._config.max_num_waiting:
             raise OverloadedError(
                 f"{len(self._open)} requests wait, "
@@ -116,6 +118,7 @@ class FakeCore:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._open),
+            kv_blocks_used=2 * len(self._open),
             num_waiting=len(self._open),
             num_steps=self._num_steps,
         )
@@ -192,6 +195,7 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}
         self.pinned: dict[str, bool] = {}
+        self.unread: set[str] = set()  # names whose files are being read
         self._told: list[OperationDone | AdaptersChanged] = []
         self._num_versions = 0
         self._fd = os.eventfd(0)
@@ -216,6 +220,9 @@ class FakeAdapters:
             if message.pinned is not None:
                 self.pinned[message.name] = message.pinned
         self._told += [AdaptersChanged(self.infos(), removed), OperationDone(message.operation_id)]
+
+    def must_wait(self, name: str) -> bool:
+        return name in self.unread
 
     def poll(self, *, is_due: bool) -> list[OperationDone | AdaptersChanged]:
         told, self._told = self._told, []
@@ -250,7 +257,9 @@ class FakeAssembly:
     def __init__(self, config: EngineConfig) -> None:
         self.adapters = FakeAdapters()
         self.core = FakeCore(config, self.adapters.paths)
-        self.info = model_info(str(config.model))
+        self.info = msgspec.structs.replace(
+            model_info(str(config.model)), max_queue_s=config.max_queue_s
+        )
         self.tokenizer: TokenizerSpec | None = None
         self.num_closed = 0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from corun.runtime.adapters.info import AdapterInfo, Residency
+from corun.runtime.adapters.names import taken_name
 from corun.runtime.engine.messages import EngineStats, LinkUsage, ModelInfo
 from corun.runtime.errors import (
     AdapterError,
@@ -16,6 +17,8 @@ from corun.runtime.errors import (
     RequestError,
     UnknownModelError,
 )
+from corun.runtime.frontend.adapter_conventions import Conventions
+from corun.runtime.frontend.inputs import check_prompt, truncate_prompt
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.frontend.outputs import (
     AdapterStart,
@@ -24,8 +27,9 @@ from corun.runtime.frontend.outputs import (
     Logprob,
     LoRARequest,
     RequestOutput,
+    TokenCandidates,
 )
-from corun.runtime.limits import check_predicted_output
+from corun.runtime.limits import check_num_stops, check_predicted_output
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.timing import EngineTiming
 
@@ -42,6 +46,7 @@ class FakeTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_arguments: Any,
     ) -> str:
         text: str = template_arguments.get("preamble", "")
@@ -52,6 +57,11 @@ class FakeTokenizer:
                     param="messages",
                 )
             text += f"<{message['role']}>{message['content']}"
+        if continue_final_message:
+            assert not add_generation_prompt
+            return text
+        if messages[-1]["role"] == "assistant":
+            text += "</s>"
         return text + ("<assistant>" if add_generation_prompt else "")
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -59,6 +69,9 @@ class FakeTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        return f"token {token_id}"
 
 
 def expected_text(prompt: str, num_tokens: int, *, adapter: str = "base", choice: int = 0) -> str:
@@ -104,8 +117,10 @@ class FakeEngine:
         self.num_open = 0
         self.num_continued = 0  # outputs asked for after a first one
         self.num_aborted = 0
+        self.num_asked = 0  # for stats
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
         self.seen_predictions: list[int | None] = []
+        self.seen_special_tokens: list[bool] = []  # asked for around prompts that were text
 
     def get_model_info(self) -> ModelInfo:
         return ModelInfo(
@@ -128,6 +143,12 @@ class FakeEngine:
         self.stats = msgspec.structs.replace(self.stats, num_steps=self.num_steps)
         return self.stats
 
+    async def conventions_of(self, lora: str | None) -> Conventions:
+        return Conventions()
+
+    def ask_stats(self) -> None:
+        self.num_asked += 1
+
     async def wait_dead(self) -> CorunError:
         while self.error is None:
             await asyncio.sleep(0.005)
@@ -137,15 +158,22 @@ class FakeEngine:
     def loras(self) -> LoraDirectory:
         return LoraDirectory(self.list_loras())
 
+    async def find_lora(self, lora_name: str) -> None:
+        """Nobody knows more than it does."""
+
     def list_loras(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.adapters.values())
 
     async def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None
-    ) -> None:
+        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        replace: bool = True,
+    ) -> None:  # fmt: skip
         if "missing" in lora_request.lora_path:
             raise AdapterError(f"there is no directory {lora_request.lora_path!r}")
         name = lora_request.lora_name
+        known = self.adapters.get(name)
+        if known is not None and not replace and known.path != lora_request.lora_path:
+            raise taken_name(name)
         self.adapters[name] = make_adapter(name, path=lora_request.lora_path)
         if pinned is not None:
             await self.pin_lora(name, pinned=pinned)
@@ -168,16 +196,17 @@ class FakeEngine:
         lora_request: str | None = None,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         check_predicted_output(predicted_output_tokens)
+        check_num_stops(len(sampling_params.stop), 16)
         self.seen.append((prompt, sampling_params, lora_request, cache_salt))
         self.seen_predictions.append(predicted_output_tokens)
         prompt_ids = list(map(ord, prompt)) if isinstance(prompt, str) else prompt
-        if len(prompt_ids) >= MAX_MODEL_LEN:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens, the limit is {MAX_MODEL_LEN - 1}",
-                param="prompt",
-            )
+        if isinstance(prompt, str):
+            self.seen_special_tokens.append(add_special_tokens)
+        prompt_ids = list(truncate_prompt(prompt_ids, sampling_params, MAX_MODEL_LEN))
+        check_prompt(prompt_ids, self.get_model_info())
         if self.num_open >= self.max_open:
             raise OverloadedError(f"{self.max_open} requests are waiting (--max-num-waiting)")
         self.num_open += 1
@@ -190,7 +219,11 @@ class FakeEngine:
                 await self._pause(choices[0].num_tokens)
                 outputs = [choice.advance(self.tokens_per_output) for choice in choices]
                 finished = all(choice.finish_reason for choice in choices)
-                yield RequestOutput(request_id, None, prompt_ids, outputs, finished, lora_request)
+                text = prompt if isinstance(prompt, str) else None
+                yield RequestOutput(
+                    request_id, text, prompt_ids, outputs, finished, lora_request,
+                    _prompt_logprobs(prompt_ids, sampling_params),
+                )  # fmt: skip
         except (GeneratorExit, asyncio.CancelledError):
             self.num_aborted += 1
             raise
@@ -215,6 +248,15 @@ class FakeEngine:
         return self.error is not None and not self.dies_silently
 
 
+def _prompt_logprobs(
+    prompt_ids: list[int], params: SamplingParams
+) -> list[TokenCandidates | None] | None:
+    """The first token has none."""
+    if params.prompt_logprobs is None:
+        return None
+    return [None, *({one: Logprob(-0.5, 3, chr(one))} for one in prompt_ids[1:])]
+
+
 # Of each request: the parts add up.
 TIMING = EngineTiming({"kv_memory": 0.5, "compute": 0.25}, 50, 0, 2, 1)
 
@@ -226,7 +268,8 @@ class _FakeChoice:
         self, prompt_ids: list[int], params: SamplingParams, index: int, adapter: str
     ) -> None:
         prompt = "".join(map(chr, prompt_ids))
-        limit = params.max_tokens or MAX_MODEL_LEN - len(prompt_ids)
+        room = MAX_MODEL_LEN - len(prompt_ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
         text = expected_text(prompt, limit, adapter=adapter, choice=index)
         found = [(text.find(stop), stop) for stop in params.stop if stop in text]
         self._stop = min(found)[1] if found else None

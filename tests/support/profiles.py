@@ -36,7 +36,7 @@ _STEPS = FitRecord(
 SUBJECT = Subject(
     machine=Machine("A CPU", 2, "cpu"),
     settings=Settings(1, True, 1.0, "auto", "1 GiB/s + 0 us", ("plain", "torch", "torch")),
-    shape=ModelShape(2, "bfloat16", (("q_proj", 64, 128),)),
+    shape=ModelShape(2, "bfloat16", (("q_proj", 64, 128),), 512),
     torch_version="2.13.0",
     corun_version="0.1.0",
 )
@@ -79,4 +79,5 @@ PROFILE = Profile(
     link_points=(LinkPoint(1 << 16, 1, 5e9), LinkPoint(1 << 20, 1, 9e9)),
     quality=Quality((), ()),
     measured_s=12.0,
+    free_bytes=1 << 30,
 )

@@ -5,14 +5,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...adapter import AdapterFacts, AdapterLayers
+from ...adapter import AdapterFacts, AdapterLayers, AdapterOutline
+from ...adapters.dir_watch import LoraDirWatch, look
 from ...adapters.load import OpenAdapter, open_adapter
-from ...adapters.sources import AdapterSource, parse_lora_module
+from ...adapters.names import unknown_name
+from ...adapters.state_file import AdapterStateFile
 from ...config.demo import model_name
 from ...config.engine import EngineConfig
+from ...config.notations import LoraModule, parse_lora_modules
 from ...errors import AdapterError, ConfigError, RequestError
 from ...plan import AdapterTransfer
-from ..adapter_manager import AdapterManager, MakeRoom, ReadAdapter
+from ..adapter_manager import AdapterManager
+from ..adapter_reading import MakeRoom
 from .resources import ArenaPlan
 
 if TYPE_CHECKING:
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
     from ....profiles.profile import Profile
 
 _LOG = logging.getLogger(__name__)
+
+ALL = "all"  # of the adapters, even if one is called so
+_SOURCES_PER_REPORT = 50
 
 
 def base_names(config: EngineConfig) -> tuple[str, ...]:
@@ -53,19 +60,25 @@ def make_host_adapters(
     return assemble.make_host_adapters(loaded, size, open_source, group_layers)
 
 
-def facts_reader(host: "HostAdapters") -> ReadAdapter:
-    """What registering needs."""
+class HostFiles:
+    """See ``AdapterFiles``: what registering needs of the host's adapters."""
 
-    def read_adapter(path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
-        adapter = host.register(path, make_room)
+    def __init__(self, host: "HostAdapters") -> None:
+        self._host = host
+
+    def outline(self, path: str) -> AdapterOutline:
+        """See ``AdapterFiles``."""
+        return AdapterOutline(*self._host.outline(path))
+
+    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+        """See ``AdapterFiles``."""
+        adapter = self._host.register(path, make_room)
         layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
         facts = AdapterFacts(
             adapter.digest, adapter.rank, adapter.num_bytes,
             host_bytes=adapter.host_bytes, layers=layers,
         )  # fmt: skip
         return facts, adapter.is_kept
-
-    return read_adapter
 
 
 def adapter_fetch(
@@ -82,24 +95,62 @@ def adapter_fetch(
     return AdapterFetch(fetch, host.evict, cpus)
 
 
+def make_manager(config: EngineConfig, host: "HostAdapters") -> AdapterManager:
+    """Make what registers adapters. Raises ``ConfigError`` for a bad state file."""
+    path = config.lora_state_file
+    state_file = None if path is None else AdapterStateFile(Path(path).expanduser())
+    return AdapterManager(HostFiles(host), base_names(config), host, state_file)
+
+
 def register_adapters(
     config: EngineConfig,
     manager: AdapterManager,
-    sources: Sequence[AdapterSource],
+    sources: Sequence[LoraModule],
     on_progress: Callable[[str], None],
+    background_cpus: tuple[int, ...],
 ) -> None:
-    """Register the adapters of the options; one that was named singly must be servable."""
-    named = {parse_lora_module(text).name for text in config.lora_modules}
-    for number, source in enumerate(sources, start=1):
-        on_progress(f"reading adapter {number} of {len(sources)}: {source.name}")
+    """Register the adapters of the options, and those that were loaded while an engine ran.
+
+    One that was named singly must be servable, others are logged. Files are read to the end only of
+    those that are asked for.
+    """
+    _check_given("--pin", config.pin, sources)
+    is_all = config.preload == (ALL,)
+    if not is_all:
+        _check_given("--preload", config.preload, sources)
+    found = {source.name: source.path for source in sources}
+    remembered = manager.remembered
+    found |= {one.name: one.path for one in remembered}  # whatever options said before
+    seen = {} if config.lora_dir is None else look(Path(config.lora_dir))
+    named = {module.name for module in parse_lora_modules(config.lora_modules)}
+    needed = named.union(config.preload, config.pin) - {one.name for one in remembered}
+    pinned = {one.name for one in remembered if one.pinned}
+    read = found.keys() if is_all else pinned.union(config.preload, config.pin)
+    for number, (name, path) in enumerate(found.items(), start=1):
+        if name in read or number % _SOURCES_PER_REPORT == 1:
+            what = "reading" if name in read else "looking at"
+            on_progress(f"{what} adapter {number} of {len(found)}: {name}")
         try:
-            manager.add_now(source.name, source.path)
+            (manager.add_now if name in read else manager.add_unread)(name, path)
         except AdapterError as error:
-            if source.name in named:
+            if name in needed:
                 raise
             _LOG.error("not served: %s", error)
-    for name in config.pin:
+    for name in dict.fromkeys((*config.pin, *sorted(pinned))):
         try:
             manager.pin_now(name, is_pinned=True)
         except RequestError as error:
-            raise ConfigError(f"--pin {name}: {error}") from error
+            if name in config.pin:
+                raise ConfigError(f"--pin {name}: {error}") from error
+            _LOG.error("not pinned: %s", error)
+    if config.lora_dir is not None and config.watch_lora_dir == "on":
+        known = {name: one for name, one in seen.items() if found.get(name) == one.path}
+        manager.follow(LoraDirWatch(Path(config.lora_dir), known, manager.notify, background_cpus))
+
+
+def _check_given(flag: str, names: Sequence[str], sources: Sequence[LoraModule]) -> None:
+    """Raise ``ConfigError`` unless adapters of these names are given."""
+    known = [source.name for source in sources]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{flag} {name}: {unknown_name(name, known)}")

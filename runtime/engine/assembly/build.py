@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ....shm.stale import remove_stale_names
-from ...adapters.sources import AdapterSource, collect_sources
+from ...adapters.sources import collect_sources
 from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
+from ...config.notations import LoraModule
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
 from ...memory.host_cache import HostCache
@@ -30,8 +31,8 @@ from ..tokenizer import load_tokenizer, spec_of
 from .adapter_wiring import (
     adapter_fetch,
     base_names,
-    facts_reader,
     make_host_adapters,
+    make_manager,
     register_adapters,
 )
 from .placement import Placement, place_engine
@@ -199,7 +200,7 @@ def _connect(
     config: EngineConfig,
     source: "ModelSource",
     loaded: "LoadedModel",
-    adapters: Sequence[AdapterSource],
+    adapters: Sequence[LoraModule],
     on_progress: Callable[[str], None],
     placement: Placement,
     profile: "Profile | None",
@@ -222,7 +223,7 @@ def _connect(
         if is_cuda:  # the account is of what is left when loads have their buffers
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
-        manager = AdapterManager(facts_reader(host), base_names(config), host)
+        manager = make_manager(config, host)
         undo.callback(manager.close)
         host_kv = _host_kv(loaded, memory, placement)
         if host_kv is not None:
@@ -249,7 +250,7 @@ def _connect(
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
         )  # fmt: skip
         manager.attach(core)
-        register_adapters(config, manager, adapters, on_progress)
+        register_adapters(config, manager, adapters, on_progress, placement.background_cpus)
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary)
@@ -351,6 +352,7 @@ def _model_info(
         * loaded.layout.block_bytes,
         adapter_memory_bytes=memory.slab_bytes,
         max_num_waiting=config.max_num_waiting,
+        max_queue_s=config.max_queue_s,
         model_path=config.model,
         device_choices=dataclasses.asdict(loaded.device.choices),
         backends=loaded.backend_names,

@@ -180,6 +180,7 @@ def _measure(
     how_much: HowMuch, listener: ProfileListener,
 ) -> Profile:  # fmt: skip
     from ....gpu.device.select import DeviceOptions, make_device
+    from ....gpu.execution import assemble
     from ....profiles.measure.cpu_use import CpuUseSampler
     from ....profiles.measure.effort import EFFORTS
     from ....profiles.measure.profiler import Bench, Listener, measure_profile
@@ -205,6 +206,9 @@ def _measure(
             supervisor_cpus=plan.supervisor_cpus,
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),
             coexecution_off="" if plan.worker_cpus else plan.reasons[-1].removeprefix(_OFF),
+            free_bytes=assemble.free_bytes(
+                loaded.model.device, read_machine_facts().memory_available_bytes
+            ),
         )
         profile = measure_profile(
             bench,

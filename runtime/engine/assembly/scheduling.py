@@ -40,6 +40,7 @@ def make_scheduler(
         max_model_len=plan.max_model_len,
         block_size=config.block_size,
         max_num_waiting=config.max_num_waiting,
+        max_queue_s=config.max_queue_s,
         # A forward on the CPU reads all weights, so one is cheaper than two; on CUDA rows that
         # decode would wait for workers, and be computed in tiles made for prompts.
         mix_decode_with_prefill=loaded.model.device.type != "cuda",

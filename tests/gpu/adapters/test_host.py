@@ -16,7 +16,7 @@ from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import PacedLink
 from corun.gpu.lora.table import DeviceAdapter
 from corun.profiles.link import Direction
-from corun.runtime.errors import AdapterError, CorunError, ResourceError
+from corun.runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
 from corun.shm.arena_pages import ArenaPages
 from support.host_adapters import Host, copied, shared
 from support.loading_engine import HeldLink
@@ -277,7 +277,9 @@ def test_a_copy_that_fails_fails_its_adapter(
         deadline_s = time.monotonic() + 30
         while not arrival.is_done():
             assert time.monotonic() < deadline_s
-        with pytest.raises(AdapterError, match=r"copying it to the device failed.*no room"):
+        with pytest.raises(
+            AdapterUnavailableError, match=r"copying it to the device failed.*no room"
+        ):
             arrival.finish()
     assert num_references(host) == 0
     check_deltas(host, load(host, facts, files / "a"), files / "a")
@@ -305,7 +307,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_adapter(
         arrival.start(is_gradual=False)
     device.synchronize(timeout_s=30)
     assert arrival.is_done()
-    with pytest.raises(AdapterError, match=r"copying it to the device failed: no more copies"):
+    with pytest.raises(AdapterUnavailableError, match=r"failed: no more copies"):
         arrival.finish()
     assert num_references(host) == 0
     check_deltas(host, load(host, facts, files / "a"), files / "a")

@@ -8,7 +8,7 @@ import pytest
 from corun.gpu.adapters.arrival import Reading
 from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter, ReadProgress
 from corun.gpu.lora.table import DeviceAdapter
-from corun.runtime.errors import AdapterError, EngineDeadError
+from corun.runtime.errors import AdapterError, EngineDeadError, ResourceError
 from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
 from support.cuda.errors import accelerator_error
 
@@ -178,21 +178,24 @@ def test_copies_end_in_any_order(loading: Loading) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "reason", "kind"),
     [
-        (AdapterError("its files have changed"), "its files have changed"),
-        (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug"),
+        (AdapterError("its files have changed"), "its files have changed", "AdapterFailedError"),
+        (ResourceError("no memory"), "no memory", "AdapterUnavailableError"),
+        (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug", "AdapterUnavailableError"),
     ],
 )
 def test_what_cannot_be_fetched_fails_alone(
-    loading: Loading, error: Exception, reason: str
+    loading: Loading, error: Exception, reason: str, kind: str
 ) -> None:
     good = Arrival()
     good.arrived.set()
     loading.results = {AdapterId(1): refuse(error), AdapterId(2): good}
     loading.load(1, 2)
     ends = loading.wait() + loading.wait()
-    assert [(done.adapter_id, done.error) for done in ends] == [(1, reason), (2, None)]
+    assert [(done.adapter_id, done.error, done.error_kind) for done in ends] == [
+        (1, reason, kind), (2, None, None)
+    ]  # fmt: skip
 
 
 def test_a_copy_that_cannot_be_started_is_cancelled(loading: Loading) -> None:

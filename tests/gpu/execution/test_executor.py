@@ -240,12 +240,18 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
     ]
 
 
-@pytest.mark.parametrize("error", [AdapterError("its files have changed"), ZeroDivisionError("x")])
-def test_a_load_that_fails_says_why(device: ExecutorDevice, error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (AdapterError("its files have changed"), "AdapterFailedError"),
+        (ZeroDivisionError("x"), "AdapterUnavailableError"),
+    ],
+)
+def test_a_load_that_fails_says_why(device: ExecutorDevice, error: Exception, kind: str) -> None:
     device.adapter = error
     device.submit(transfers=(load(1),))
     result = wait_transfer(device)
-    assert str(error) in (result.error or "")
+    assert str(error) in (result.error or "") and result.error_kind == kind
     device.adapter = device.make_adapter()
     device.submit(transfers=(load(2),))
     assert wait_transfer(device) == TransferResult(TransferId(2))

@@ -126,6 +126,29 @@ def test_a_request_that_leaves_itself_no_token_fails_alone(
     assert rows[1].error is None
 
 
+def test_rules_are_of_their_row_alone() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 4)
+    states = [
+        make_state(temperature=0, logit_bias={2: 10.0}),
+        make_state(temperature=0, allowed_token_ids=(0, 3)),
+        make_state(temperature=0, output=[2], bad_words_ids=((2, 1),), logprobs=0),
+        make_state(temperature=0),
+    ]
+    rows = Sampler([]).sample(logits, states)
+    assert [row.token_id for row in rows] == [2, 3, 3, 1]
+    assert rows[2].logprobs is not None and rows[2].logprobs.rank == 2  # the model's own
+
+
+def test_rules_that_forbid_all_fail_their_row_alone() -> None:
+    states = [
+        make_state(temperature=0, allowed_token_ids=(1,), bad_words_ids=((1,),)),
+        make_state(temperature=0),
+    ]
+    rows = Sampler([]).sample(torch.tensor([[0.0, 3.0]] * 2), states)
+    assert "bad_words" in (rows[0].error or "") and rows[0].error_kind == "RequestError"
+    assert rows[1].token_id == 1
+
+
 def test_rows_that_are_not_finite_fail_alone() -> None:
     logits = torch.zeros(4, 8)
     logits[0, 3] = float("nan")

@@ -166,6 +166,12 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
         read_peft_config(tmp_path)
 
 
+def test_a_path_that_is_too_long_is_not_told_back() -> None:
+    with pytest.raises(AdapterError, match="too long") as info:
+        read_peft_config(Path("x" * 10_000))
+    assert len(str(info.value)) < 300
+
+
 def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(AdapterError) as caught:
         parse(modules_to_save=["m" * 10_000])

@@ -3,7 +3,7 @@
 from itertools import count
 
 import pytest
-from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.names import check_adapter_name
 from corun.runtime.adapters.registry import (
@@ -11,7 +11,12 @@ from corun.runtime.adapters.registry import (
     LoadId,
     Registered,
 )
-from corun.runtime.errors import AdapterError, AdapterUnavailableError, UnknownModelError
+from corun.runtime.errors import (
+    AdapterError,
+    AdapterFailedError,
+    AdapterUnavailableError,
+    UnknownModelError,
+)
 from corun.runtime.plan import AdapterId
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -65,6 +70,34 @@ def test_a_failed_load_is_kept_with_its_reason_and_can_be_repeated() -> None:
     assert (info.state, info.reason, info.path) == ("failed", "no such file", "dir")
     load(registry, "a")
     assert registry.infos(lambda _: Residency())[0].reason is None
+
+
+def test_what_was_not_read_serves_by_its_outline_until_it_is() -> None:
+    registry = make_registry()
+    registry.outlined("a", registry.begin_loading("a", "dir"), AdapterOutline(16, 300))
+    (info,) = registry.infos(lambda _: Residency())
+    assert (info.state, info.rank, info.num_bytes, info.version) == ("ready", 16, 300, "")
+    assert registry.unread_path("a") == "dir" and not registry.is_loading("a")
+    assert registry.largest_unpinned_bytes(without="b") == 300
+    load_id = registry.begin_loading("a", "dir")
+    assert registry.is_loading("a")
+    assert registry.infos(lambda _: Residency())[0].state == "ready"
+    with pytest.raises(AdapterUnavailableError, match="is loading"):
+        registry.resolve("a")
+    registry.ready("a", "dir", load_id, facts())
+    assert registry.unread_path("a") is None
+    assert registry.resolve("a").rank == 8
+
+
+def test_an_outline_whose_files_are_bad_has_failed() -> None:
+    registry = make_registry()
+    registry.outlined("a", registry.begin_loading("a", "dir"), AdapterOutline(16, 300))
+    registry.failed("a", registry.begin_loading("a", "elsewhere"), "no such file")
+    assert registry.unread_path("a") == "dir"  # another path was bad, not this one
+    registry.failed("a", registry.begin_loading("a", "dir"), "damaged")
+    assert registry.unread_path("a") is None
+    with pytest.raises(AdapterFailedError, match="damaged"):
+        registry.resolve("a")
 
 
 def test_a_failed_reload_leaves_the_old_version() -> None:
@@ -143,7 +176,7 @@ def test_a_name_that_is_removed_while_loading_ignores_the_end_of_the_load() -> N
 def test_one_load_per_name_at_a_time() -> None:
     registry = make_registry()
     registry.begin_loading("a", "dir")
-    with pytest.raises(AdapterError, match="being loaded already, from dir"):
+    with pytest.raises(AdapterUnavailableError, match="'a' is loading"):
         registry.begin_loading("a", "dir")
 
 
@@ -166,14 +199,32 @@ def test_release_without_acquire_is_a_bug() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", " a", "a ", "a/b", "a\\b", "base:a", "a\nb", "a\0", "x" * 257, "base"]
+    "name",
+    [
+        "",
+        " a",
+        "a ",
+        "a//b",
+        "/a",
+        "a/",
+        "a/../b",
+        "a/.",
+        "a\\b",
+        "base:a",
+        "a\nb",
+        "a\0",
+        "x" * 257,
+        "base",
+    ],
 )
 def test_names_that_are_refused(name: str) -> None:
     with pytest.raises(AdapterError, match="cannot be called"):
         check_adapter_name(name, ["base"])
 
 
-@pytest.mark.parametrize("name", ["a", "my adapter", "a.b-c_d", "été", "x" * 256, "1"])
+@pytest.mark.parametrize(
+    "name", ["a", "my adapter", "a.b-c_d", "été", "x" * 256, "1", "team/sql", "a/b/c@main"]
+)
 def test_names_that_are_allowed(name: str) -> None:
     check_adapter_name(name, ["base"])
 
@@ -204,7 +255,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule(target=loads, name=names)
     def begin(self, name: str) -> tuple[str, LoadId]:
         if name in self.loading:
-            with pytest.raises(AdapterError):
+            with pytest.raises(AdapterUnavailableError):
                 self.registry.begin_loading(name, "dir")
             return name, LoadId(-1)
         self.loading[name] = self.registry.begin_loading(name, "dir")

@@ -1,15 +1,9 @@
 """--lora-dir and --lora-modules."""
 
-import os
 from pathlib import Path
 
 import pytest
-from corun.runtime.adapters.sources import (
-    AdapterSource,
-    collect_sources,
-    discover,
-    parse_lora_module,
-)
+from corun.runtime.adapters.sources import collect_sources, discover
 from corun.runtime.errors import ConfigError
 
 
@@ -19,50 +13,23 @@ def make_adapter(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("text", "source"),
-    [
-        ("a=dir", AdapterSource("a", "dir")),
-        ("a=~/dir", AdapterSource("a", os.path.expanduser("~/dir"))),
-        ("a=dir=with=equals", AdapterSource("a", "dir=with=equals")),
-        ('{"name": "a", "path": "dir"}', AdapterSource("a", "dir")),
-        (
-            ' {"name": "a", "path": "dir", "base_model_name": "base"}',
-            AdapterSource("a", "dir", "base"),
-        ),
-        ('{"name": "a", "path": "dir", "base_model_name": null}', AdapterSource("a", "dir")),
-    ],
-)
-def test_forms_of_lora_modules(text: str, source: AdapterSource) -> None:
-    assert parse_lora_module(text) == source
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "a",
-        "a=",
-        "=dir",
-        "{",
-        '{"name": "a"}',
-        '{"name": "", "path": "dir"}',
-        '{"name": 1, "path": "dir"}',
-        '{"name": "a", "path": "dir", "rank": 3}',
-        '{"name": "a", "path": "dir", "base_model_name": 3}',
-    ],
-)
-def test_wrong_lora_modules_name_the_flag(text: str) -> None:
-    with pytest.raises(ConfigError, match="--lora-modules"):
-        parse_lora_module(text)
-
-
 def test_discover_takes_directories_with_a_configuration(tmp_path: Path) -> None:
     make_adapter(tmp_path / "b")
     make_adapter(tmp_path / "a")
     (tmp_path / "not-an-adapter").mkdir()
     (tmp_path / "file").write_text("")
     assert discover(tmp_path) == [("a", tmp_path / "a"), ("b", tmp_path / "b")]
+
+
+def test_directories_within_directories_have_slashes_in_their_names(tmp_path: Path) -> None:
+    make_adapter(tmp_path / "team" / "sql")
+    make_adapter(tmp_path / "team" / "sql" / "inner")  # part of an adapter, no other
+    make_adapter(tmp_path / "team" / ".cache" / "part")
+    make_adapter(tmp_path / "1" / "2" / "3" / "4")
+    make_adapter(tmp_path / "1" / "2" / "3" / "5" / "too-deep")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "team" / "sql")
+    assert [name for name, _ in discover(tmp_path)] == ["1/2/3/4", "link", "team/sql"]
 
 
 def test_discover_without_directory(tmp_path: Path) -> None:
@@ -83,9 +50,11 @@ def test_collect_joins_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modules", "needle"),
     [
-        (["a=one", "a=two"], "given twice: one and two"),
+        (["a=one", "a=two"], "names 'a' twice: one and two"),
         (["base=dir"], "is the name of the base model"),
-        (["a/b=dir"], "slash"),
+        (["a//b=dir"], "slashes"),
+        (["../b=dir"], "slashes"),
+        (["a\\b=dir"], "backslash"),
         (['{"name": "a", "path": "p", "base_model_name": "other"}'], "'other', but base is served"),
     ],
 )

@@ -110,6 +110,10 @@ def test_every_option_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--prefetch-requests", "-1"], "--prefetch-requests is -1, must be at least 0"),
         (["serve", "--growth-headroom", "0.6"], "--growth-headroom is 0.6, must be at most 0.5"),
         (["serve", "--lora-dir", "/no/such"], "--lora-dir /no/such: no such directory"),
+        (
+            ["serve", "--allowed-lora-dirs", "/no/such"],
+            "--allowed-lora-dirs /no/such: no such directory",
+        ),
         (["serve", "--lora-modules", "a=/no/such"], "--lora-modules a /no/such: no such directory"),
         (["serve", "--lora-modules", "a"], "must be NAME=PATH"),
         (["serve", "--chat-template", "/no/such"], "--chat-template /no/such: no such file"),

@@ -1,18 +1,26 @@
-"""The option table of the README is the one that the options give."""
+"""The tables of the README and of the page of routes are those that the code gives."""
 
 from pathlib import Path
 
 import pytest
-from corun.runtime.cli.options import BEGIN, END, options_markdown, update_table
+from corun.runtime.cli.options import options_markdown, update_tables
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.errors import ConfigError
+from corun.runtime.server.reference import TABLES
+
+BEGIN = "<!-- options: written by `corun options --update FILE` -->"
+END = "<!-- end of options -->"
+PAGES = {"README.md": {"options"}, "runtime/server/README.md": set(TABLES)}
 
 
-def test_readme_is_up_to_date(repository: Path) -> None:
-    document = (repository / "README.md").read_text(encoding="utf-8")
-    assert update_table(document) == document, "run: corun options --update README.md"
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_up_to_date(repository: Path, name: str) -> None:
+    document = (repository / name).read_text(encoding="utf-8")
+    assert update_tables(document) == document, f"run: corun options --update {name}"
+    for table in PAGES[name]:
+        assert f"<!-- {table}: written by `corun options --update {name}` -->" in document
 
 
 def test_every_option_has_a_line_and_a_sentence() -> None:
@@ -24,11 +32,15 @@ def test_every_option_has_a_line_and_a_sentence() -> None:
 
 def test_update_replaces_only_the_table() -> None:
     document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    updated = update_table(document)
+    updated = update_tables(document)
     assert updated == f"before\n{BEGIN}\n{options_markdown()}{END}\nafter\n"
-    assert update_table(updated) == updated
+    assert update_tables(updated) == updated
 
 
 def test_update_needs_its_marks() -> None:
     with pytest.raises(ConfigError, match="missing"):
-        update_table("no marks")
+        update_tables("no marks")
+    with pytest.raises(ConfigError, match="no table 'other'; known: options, routes"):
+        update_tables(
+            f"{BEGIN}\n{END}\n".replace("options:", "other:").replace("of options", "of other")
+        )

@@ -129,6 +129,30 @@ def test_products_of_all_rows_hide_the_deltas_of_some() -> None:
     assert beside.wait_s == pytest.approx(_LAYERS * 2 * 0.0001, rel=0.02)
 
 
+def test_workers_that_compute_beside_the_device_slow_it_down() -> None:
+    contended = replace(_model(), contention=0.25)
+    wait_s = [
+        plan_step(model, _cold(load_s=9.0), 8, Company(), LoadStrategy.ASSISTED).wait_s
+        for model in (_model(), contended)
+    ]
+    # Deltas of half a millisecond a token hide behind products of one.
+    assert wait_s[1] - wait_s[0] == pytest.approx(_LAYERS * 2 * 0.25 * 8 * 0.0005, rel=1e-3)
+
+
+def test_a_pass_with_workers_is_prepared_and_settled_once() -> None:
+    model = replace(_model(), assisted_pass_s=0.008)
+    request = _cold(load_s=9.0)
+    other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
+    for cold in ((), (other,)):
+        step = [
+            plan_step(one, request, 8, Company(cold=cold), LoadStrategy.ASSISTED).end_s
+            for one in (_model(), model)
+        ]
+        assert step[1] - step[0] == pytest.approx(0.008)
+    step_s = plan_step(model, request, 8, Company(), LoadStrategy.PIPELINED).end_s
+    assert step_s == plan_step(_model(), request, 8, Company(), LoadStrategy.PIPELINED).end_s
+
+
 def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
     model = _model(delta_s_per_token=0.001)
     request = _cold(load_s=9.0)
@@ -177,6 +201,24 @@ def test_measurements_correct_the_predictions() -> None:
         planner.observe(LoadStrategy.ASSISTED, predicted_s, before_s * 1.2)
     after_s = planner.predict(request, LoadStrategy.ASSISTED).first_token_s
     assert after_s == pytest.approx(before_s * 1.2, rel=0.02)
+
+
+def test_one_late_first_token_does_not_speak_for_all() -> None:
+    planner = Planner(_model())
+    request = _cold(load_s=2.0)
+    before_s = planner.predict(request, LoadStrategy.ASSISTED).first_token_s
+    planner.observe(LoadStrategy.ASSISTED, before_s, 100 * before_s)
+    assert planner.predict(request, LoadStrategy.ASSISTED).first_token_s < 2 * before_s
+
+
+def test_late_first_tokens_are_forgotten_where_another_way_is_taken() -> None:
+    planner = Planner(_model(), PlannerConfig(streak_limit=100))
+    request = _cold(load_s=2.0)
+    for _ in range(10):
+        predicted_s = planner.predict(request, LoadStrategy.ASSISTED).first_token_s
+        planner.observe(LoadStrategy.ASSISTED, predicted_s, 2 * predicted_s)
+    taken = [planner.decide(request).strategy for _ in range(100)]
+    assert taken[0] is not LoadStrategy.ASSISTED and taken[-1] is LoadStrategy.ASSISTED
 
 
 def test_stalls_beyond_their_prediction_are_reckoned_with_until_they_are_forgotten() -> None:

@@ -1,5 +1,7 @@
 """Lists of CPUs, amounts of memory and adapters, as people write them."""
 
+import os
+
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.notations import (
@@ -42,6 +44,8 @@ def test_what_is_no_amount(text: str) -> None:
 def test_lora_modules_are_pairs_or_json() -> None:
     items = ("up=/x/a=b", '{"name": "down", "path": "/y"}')
     assert parse_lora_modules(items) == (LoraModule("up", "/x/a=b"), LoraModule("down", "/y"))
+    (module,) = parse_lora_modules((' {"name": "a", "path": "~/x", "base_model_name": "base"}',))
+    assert module == LoraModule("a", os.path.expanduser("~/x"), "base")
 
 
 @pytest.mark.parametrize(
@@ -50,8 +54,10 @@ def test_lora_modules_are_pairs_or_json() -> None:
         (("nopath",), "must be NAME=PATH"),
         (("=x",), "must not be empty"),
         (("{",), "not valid JSON"),
-        (('{"name": "a"}',), "the keys must be name and path"),
+        (('{"name": "a"}',), "the keys must be name, path and"),
         (('{"name": "a", "path": 1}',), "must be text"),
+        (('{"name": "a", "path": "x", "base_model_name": 1}',), "must be text"),
+        (('{"name": "a", "path": "x", "rank": 1}',), "the keys must be"),
         (("a=x", "a=y"), "names 'a' twice: x and y"),
     ],
 )

@@ -4,12 +4,15 @@ import select
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
-from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.registry import AdapterVersion
-from corun.runtime.engine.adapter_manager import AdapterManager, MakeRoom
+from corun.runtime.adapters.state_file import AdapterStateFile, RememberedAdapter
+from corun.runtime.engine.adapter_manager import AdapterManager
+from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.messages import (
     AdaptersChanged,
     AddAdapter,
@@ -20,6 +23,8 @@ from corun.runtime.engine.messages import (
 from corun.runtime.engine.residency import Changed
 from corun.runtime.errors import (
     AdapterError,
+    AdapterExistsError,
+    AdapterFailedError,
     AdapterUnavailableError,
     RequestError,
     UnknownModelError,
@@ -82,12 +87,21 @@ class Files:
     def __init__(self) -> None:
         self.content: dict[str, str | Exception] = {}
         self.gone: list[str] = []  # content that no version has any more
+        self.refused: set[str] = set()  # paths of which the header is bad
+        self.num_reads = 0
         self.kept: set[str] = set()  # paths for which there is room
         self.evicted: list[HostPlaceId] = []
         self.gate = threading.Event()
         self.gate.set()
 
+    def outline(self, path: str) -> AdapterOutline:
+        assert path in self.content, path
+        if path in self.refused:
+            raise AdapterError("bad header")
+        return AdapterOutline(rank=8, num_bytes=100)
+
     def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+        self.num_reads += 1
         assert self.gate.wait(10)
         content = self.content[path]
         place = make_room((60, 40)) if path in self.kept else None
@@ -114,7 +128,7 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def manager(files: Files, device: FakeDevice) -> Iterator[AdapterManager]:
-    manager = AdapterManager(files.read, (), files)
+    manager = AdapterManager(files, (), files)
     manager.attach(device)
     yield manager
     manager.close()
@@ -364,26 +378,152 @@ def test_add_now_raises_with_the_name(manager: AdapterManager, files: Files) -> 
         manager.add_now("a", "/a")
 
 
+def wait_read(manager: AdapterManager, name: str) -> None:
+    """Poll as the loop does until nobody need wait for ``name``."""
+    deadline = time.monotonic() + 10
+    while manager.must_wait(name):
+        assert time.monotonic() < deadline
+        select.select([manager], [], [], 1.0)
+        for message in manager.poll():
+            assert isinstance(message, AdaptersChanged), "nobody has asked for an operation"
+
+
+def test_files_are_read_when_they_are_first_asked_for(
+    manager: AdapterManager, files: Files
+) -> None:
+    files.content["/a"] = "d1"
+    manager.add_unread("a", "/a")
+    assert files.num_reads == 0
+    assert [(one.state, one.version) for one in manager.infos()] == [("ready", "")]
+    files.content["/a"] = "d2"  # nobody has seen the other
+    assert manager.must_wait("a") and manager.must_wait("a")
+    wait_read(manager, "a")
+    assert files.num_reads == 1
+    assert manager.resolve("a").digest == "d2"
+    assert not manager.must_wait("nobody")
+
+
+def test_bad_files_fail_where_they_are_seen_and_leave_others_alone(
+    manager: AdapterManager, files: Files
+) -> None:
+    files.content |= {"/a": "d1", "/b": AdapterError("not a number"), "/c": "d3"}
+    files.refused.add("/a")
+    with pytest.raises(AdapterError, match="adapter 'a': bad header"):
+        manager.add_unread("a", "/a")
+    manager.add_unread("b", "/b")
+    manager.add_unread("c", "/c")
+    wait_read(manager, "b")
+    wait_read(manager, "c")
+    for name, reason in (("a", "bad header"), ("b", "not a number")):
+        with pytest.raises(AdapterFailedError, match=reason):
+            manager.resolve(name)
+    assert manager.resolve("c").digest == "d3"
+
+
+def test_what_is_to_be_pinned_is_read(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    files.content["/a"] = "d1"
+    manager.add_unread("a", "/a")
+    manager.handle(PinAdapter(7, "a", pinned=True))
+    assert wait_done(manager)[0] == OperationDone(7)
+    assert device.pinned == {manager.resolve("a").adapter_id: 100}
+
+
+def test_a_name_that_is_removed_while_it_is_first_read_holds_nobody(
+    manager: AdapterManager, files: Files
+) -> None:
+    files.content["/a"] = "d1"
+    files.gate.clear()
+    manager.add_unread("a", "/a")
+    assert manager.must_wait("a")
+    manager.handle(RemoveAdapter(9, "a"))
+    assert not manager.must_wait("a")
+    files.gate.set()
+    assert wait_done(manager)[0] == OperationDone(9)
+
+
+def test_the_same_content_may_be_added_again_and_other_content_only_in_place(
+    manager: AdapterManager, files: Files
+) -> None:
+    add(manager, files, "d1")
+    files.content |= {"/same": "d1", "/other": "d2"}
+    manager.handle(AddAdapter(8, "a", "/same", replaces=False))
+    assert wait_done(manager)[0] == OperationDone(8)
+    manager.handle(AddAdapter(9, "a", "/other", replaces=False))
+    assert wait_done(manager)[0].error_kind == "AdapterExistsError"
+    assert manager.resolve("a").digest == "d1"
+    manager.handle(AddAdapter(10, "a", "/other"))
+    assert wait_done(manager)[0] == OperationDone(10)
+    assert manager.resolve("a").digest == "d2"
+
+
+def test_what_was_not_read_is_the_same_only_where_it_lies(
+    manager: AdapterManager, files: Files
+) -> None:
+    files.content |= {"/a": "d1", "/other": "d1"}
+    manager.add_unread("a", "/a")
+    with pytest.raises(AdapterExistsError, match="load_inplace"):
+        manager.handle(AddAdapter(8, "a", "/other", replaces=False))
+    manager.handle(AddAdapter(9, "a", "/a", replaces=False))
+    assert wait_done(manager)[0] == OperationDone(9)
+
+
+def test_what_is_asked_while_a_name_is_being_read_comes_after(
+    manager: AdapterManager, files: Files
+) -> None:
+    files.content |= {"/a": "d1", "/b": "d2", "/c": AdapterError("bad")}
+    manager.add_unread("a", "/a")
+    files.gate.clear()
+    assert manager.must_wait("a")  # a request has asked for it
+    manager.handle(AddAdapter(7, "a", "/b"))
+    manager.handle(AddAdapter(8, "a", "/c"))
+    manager.handle(AddAdapter(9, "a", "/a", replaces=False))
+    assert not [one for one in manager.poll() if isinstance(one, OperationDone)]
+    files.gate.set()
+    assert wait_done(manager)[0] == OperationDone(7)
+    assert wait_done(manager)[0].operation_id == 8
+    assert wait_done(manager)[0].error_kind == "AdapterExistsError"
+    assert manager.resolve("a").digest == "d2"
+    assert not manager.must_wait("a")
+
+
+def test_what_operations_load_is_remembered(
+    files: Files, device: FakeDevice, tmp_path: Path
+) -> None:
+    state = AdapterStateFile(tmp_path / "state.json")
+    manager = AdapterManager(files, (), files, state)
+    manager.attach(device)
+    files.content |= {f"/{name}": f"d-{name}" for name in "abcd"}
+    manager.add_now("a", "/a")  # of the options
+    manager.add_unread("b", "/b")
+    assert manager.must_wait("b")
+    wait_read(manager, "b")
+    for number, name in enumerate("cd"):
+        manager.handle(AddAdapter(number, name, f"/{name}"))
+        assert wait_done(manager)[0].error is None
+    manager.handle(PinAdapter(3, "d", pinned=True))
+    manager.handle(RemoveAdapter(4, "c"))
+    manager.close()
+    assert AdapterStateFile(tmp_path / "state.json").adapters == (
+        RememberedAdapter("d", "/d", True),
+    )
+
+
 def test_closing_reads_no_further_file(files: Files) -> None:
     files.gate.clear()
-    reads: list[str] = []
-
-    def read(path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
-        reads.append(path)
-        return files.read(path, make_room)
-
     files.content.update({f"/{number}": "d" for number in range(5)})
-    manager = AdapterManager(read, (), files)
+    manager = AdapterManager(files, (), files)
     for number in range(5):
         manager.handle(AddAdapter(number, f"name-{number}", f"/{number}"))
-    while not reads:
+    while not files.num_reads:
         time.sleep(0.001)
     opener = threading.Timer(0.1, files.gate.set)  # after close has begun to wait
     opener.start()
     manager.close()
     manager.close()
     opener.join()
-    assert reads == ["/0"]
+    assert files.num_reads == 1
 
 
 def test_room_on_the_host_is_made_by_the_engines_thread(
@@ -404,7 +544,7 @@ def test_room_on_the_host_is_made_by_the_engines_thread(
 
 def test_closing_while_an_adapter_waits_for_room(files: Files, device: FakeDevice) -> None:
     files.kept, files.content = {"/a"}, {"/a": "d1"}
-    manager = AdapterManager(files.read, (), files)
+    manager = AdapterManager(files, (), files)
     manager.attach(device)
     manager.handle(AddAdapter(1, "a", "/a"))
     select.select([manager], [], [], 10.0)  # it has asked

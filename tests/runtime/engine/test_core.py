@@ -269,6 +269,25 @@ class TestDeadlineOfThePolicy:
         assert engine.core.wake_at_s() is None
 
 
+def test_a_request_that_waits_too_long_wakes_the_core_and_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine(policy=OpensAt(50.0), max_queue_s=5.0)
+    adapter_id = engine.register("a")
+    engine.add(1, "a")
+    engine.now_s = 1.0
+    engine.add(2)
+    for engine.now_s, wake_at_s, ended in ((4.9, 5.0, {}), (5.0, 6.0, {1: "error"})):
+        assert ends_of(engine.core.step()) == ended
+        assert engine.core.wake_at_s() == wake_at_s
+    engine.now_s = 7.0
+    (update,) = engine.core.step()
+    assert (update.request_id, update.error_kind) == (2, "OverloadedError")
+    assert not engine.core.has_work and not engine.core.is_ready
+    assert engine.registry.remove("a") == (adapter_id,)  # nobody uses it
+    assert caplog.records == []  # under load they are many
+
+
 def test_a_prediction_of_the_client_is_kept_within_the_limit() -> None:
     engine = Engine()
     for request_id, predicted in ((1, 3), (2, 1000), (3, None)):

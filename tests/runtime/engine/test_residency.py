@@ -7,9 +7,10 @@ from contextlib import contextmanager, suppress
 from mmap import PAGESIZE
 
 import pytest
-from corun.runtime.adapter import AdapterFacts, AdapterLayers
+from corun.runtime.adapter import AdapterFacts, AdapterLayers, AdapterOutline
 from corun.runtime.adapters.info import AdapterInfo
-from corun.runtime.engine.adapter_manager import AdapterManager, MakeRoom
+from corun.runtime.engine.adapter_manager import AdapterManager
+from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import (
     AdaptersChanged,
@@ -54,7 +55,7 @@ class World:
         self.scheduler = make_scheduler(memory=memory, max_num_seqs=3)
         self.executor = make_executor(self.scheduler, is_automatic=False)
         self.contents: dict[str, str] = {}
-        self.manager = AdapterManager(self._read, (), NoHost())
+        self.manager = AdapterManager(self, (), NoHost())
         config = CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth)
         self.now_s = 0.0
         self.core = EngineCore(
@@ -66,7 +67,10 @@ class World:
         self.num_requests = 0
         self.levels = Counter[str]()  # that have been told
 
-    def _read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def outline(self, path: str) -> AdapterOutline:
+        raise NotImplementedError
+
+    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         layers = AdapterLayers(((8,), (8,)), GROUP_BYTES, (0, 1))
         facts = AdapterFacts(
             self.contents[path], 8, sum(GROUP_BYTES), layers=layers,

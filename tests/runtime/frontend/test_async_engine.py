@@ -102,6 +102,21 @@ def test_outputs_grow_and_deltas_add_up(harness: Harness) -> None:
     harness.run(test)
 
 
+def test_a_prompt_is_cut_from_the_left(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        cut = params(truncate_prompt_tokens=4)
+        for prompt in ("some text", list(b"some text")):
+            last = (await collect(engine, prompt, cut))[-1]
+            assert last.prompt_token_ids == list(b"text")
+            assert last.prompt == (prompt if isinstance(prompt, str) else None)
+            assert last.outputs[0].text == "text"
+        cut = params(truncate_prompt_tokens=-1, max_tokens=10)
+        last = (await collect(engine, "x" * 2 * MAX_MODEL_LEN, cut))[-1]
+        assert len(last.prompt_token_ids) == MAX_MODEL_LEN - 10
+
+    harness.run(test)
+
+
 def test_earlier_outputs_do_not_change(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         seen = []
@@ -122,6 +137,16 @@ def test_token_prompts_and_prompts_without_special_tokens(harness: Harness) -> N
         assert last.prompt_token_ids == [BOS_ID, *b"chat"]
 
     harness.run(test)
+
+
+def test_more_stop_strings_than_the_limit(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        with pytest.raises(RequestError, match=r"2 stop strings .* at most 1 .*--max-stop-strings"):
+            await collect(engine, "abcdef", params(stop=("x", "y")))
+        (*_, last) = await collect(engine, "abcdef", params(stop=("x",)))
+        assert last.outputs[0].text == "abcdef"
+
+    harness.run(test, max_stop_strings=1)
 
 
 def test_a_stop_string_ends_and_aborts(harness: Harness) -> None:
@@ -195,7 +220,7 @@ def test_every_choice_takes_the_prediction_along(
 @pytest.mark.parametrize(
     ("prompt", "sampling", "text"),
     [
-        ([97] * MAX_MODEL_LEN, params(), r"4096 tokens.* 4095, .*4096 \(--max-model-len\)"),
+        ([97] * MAX_MODEL_LEN, params(), r"4096 tokens: .* at most 4095 .*\(--max-model-len\)"),
         ([], params(), "empty"),
         ([5, 260], params(), "id 260"),
         ("a\ud800", params(), "Unicode"),

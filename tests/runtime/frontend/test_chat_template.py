@@ -12,7 +12,7 @@ from support.tokenizers import save_sample_tokenizer
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & 'exact'."},
     {"role": "user", "content": "Grüße, 世界 😀\n"},
-    {"role": "assistant", "content": "Hello."},
+    {"role": "assistant", "content": "Hello.", "reasoning": "Polite."},
     {"role": "user", "content": "  again  ", "name": "Ann"},
 ]
 TOOLS = [
@@ -48,6 +48,8 @@ RENDERED = {
     "variables": "{{ thinking | default('off') }} {{ unk_token }} {{ pad_token is defined }}",
     "macros": "{% macro say(m) %}[{{ m.role }}]{% endmacro %}"
     "{% for m in messages if m.role != 'system' %}{{ say(m) }}{% endfor %}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}"
+    "{{ m.reasoning }}{% endfor %}",
     "strings": "{{ messages[0].content.split(' ')[0].upper() }}{{ '%s' | format('x') }}"
     "{{ messages[-1].get('name', 'no') }}{{ messages[0].get('name', 'no') }}",
 }  # fmt: skip
@@ -123,6 +125,39 @@ def test_one_of_several_is_chosen(
     hf: Any, templates: dict[str, str], tools: list[dict[str, Any]] | None
 ) -> None:
     assert render(hf, templates, tools=tools) == expected(hf, templates, tools=tools)
+
+
+@pytest.mark.parametrize("content", ["Hello", " Hello, ", "Hello\n", "Hel. Hel"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        RENDERED["roles"],  # which trims
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}",
+        "{% for m in messages %}{{ m.content | tojson }}{% endfor %}",
+        "{% for m in messages %}{{ m.role }}{% endfor %}{# content #}",
+        "{{ messages[0].content }}",
+    ],
+)
+def test_a_continued_message_is_left_open(hf: Any, source: str, content: str) -> None:
+    def of(render: Any) -> str:
+        try:
+            return str(render())
+        except ValueError:
+            return "refused"
+
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    hf.chat_template = source
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    template = ChatTemplate(source, hf.special_tokens_map)
+    own = of(lambda: template.render(messages, **options))
+    assert own == of(lambda: hf.apply_chat_template(messages, tokenize=False, **options))
+
+
+def test_what_has_no_text_is_not_continued(hf: Any) -> None:
+    template = ChatTemplate(RENDERED["roles"], hf.special_tokens_map)
+    for messages in ([], [{"role": "assistant"}], [{"role": "assistant", "content": None}]):
+        with pytest.raises(ValueError, match="no content"):
+            template.render(messages, add_generation_prompt=False, continue_final_message=True)
 
 
 def test_several_without_a_default_are_refused(hf: Any) -> None:

@@ -52,10 +52,11 @@ def test_choices_differ_and_the_first_keeps_the_seed(seed: int) -> None:
 
 
 def test_one_engine_request_per_choice() -> None:
-    requests = engine_requests(first_id=7, n=3, seed=9, stop="x")
+    requests = engine_requests(first_id=7, n=3, seed=9, stop="x", truncate_prompt_tokens=3)
     assert [request.request_id for request in requests] == [7, 8, 9]
     for request in requests:
         assert (request.sampling.n, request.sampling.stop) == (1, ())
+        assert request.sampling.truncate_prompt_tokens is None
         assert (request.adapter_name, request.cache_salt) == ("name", "salt")
         assert request.predicted_output_tokens == 5
         assert request.prompt_token_ids == (1, 2, 3)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import OnDeath, OnMessage
-from corun.runtime.engine.messages import EngineStats, Ready, ReportStats, ToEngine
+from corun.runtime.engine.messages import EngineLoad, EngineStats, Ready, ReportStats, ToEngine
 from corun.runtime.errors import EngineDeadError
 from corun.runtime.frontend.stats_client import StatsClient
 
@@ -62,6 +62,19 @@ def test_two_ask_once_and_both_are_answered() -> None:
     run(test)
 
 
+def test_who_asks_for_the_next_time_waits_for_nothing() -> None:
+    async def test(stats: StatsClient, engine: Asked) -> None:
+        stats.ask()
+        stats.ask()
+        assert engine.sent == [ReportStats()]
+        stats.take(NEW)
+        assert stats.latest == NEW
+        engine.is_dead = True
+        stats.ask()
+
+    run(test)
+
+
 def test_a_busy_engine_is_not_asked_again() -> None:
     async def test(stats: StatsClient, engine: Asked) -> None:
         stats.take(NEW)
@@ -72,6 +85,21 @@ def test_a_busy_engine_is_not_asked_again() -> None:
         assert stats.latest == EngineStats()
         assert await stats.refresh(0.001) == EngineStats()
         assert engine.sent == [ReportStats()] * 2
+
+    run(test)
+
+
+def test_the_load_comes_with_each_turn_and_the_rest_stays() -> None:
+    async def test(stats: StatsClient, engine: Asked) -> None:
+        stats.take(NEW)
+        age_s = stats.age_s
+        stats.take_load(EngineLoad(num_waiting=3, num_running=2, kv_blocks_used=5))
+        assert stats.latest == EngineStats(
+            num_steps=7, num_waiting=3, num_running=2, kv_blocks_used=5
+        )
+        assert stats.age_s >= age_s  # it is that of the oldest
+        stats.take(NEW)
+        assert stats.latest == NEW
 
     run(test)
 

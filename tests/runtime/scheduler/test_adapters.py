@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.host_cache import HostCache
-from corun.runtime.plan import AdapterId, StepPlan
+from corun.runtime.plan import AdapterId, StepPlan, TransferResult
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.fcfs import FcfsPolicy
@@ -246,6 +246,20 @@ def test_a_failed_load_fails_its_requests_with_the_reason_and_the_next_one_tries
     executor.transfer_errors.clear()
     scheduler.add_request(adapter_request(4, 1), 0.0)
     assert outputs_of(run_to_end(scheduler, executor))[4][1] == "length"
+
+
+def test_a_failed_load_says_whether_it_may_succeed_the_next_time() -> None:
+    scheduler = make_scheduler()
+    executor = make_executor(scheduler, is_automatic=False)
+    scheduler.add_request(adapter_request(1, 1), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    (transfer,) = plan.transfers
+    executor.submit(plan)
+    result = TransferResult(transfer.transfer_id, "its files have changed", "AdapterFailedError")
+    (event,) = scheduler.update(result, 0.0)
+    assert event.error_kind == "AdapterFailedError"
+    assert "its files have changed" in (event.error or "")
 
 
 def test_a_dropped_adapter_is_evicted_after_its_last_step() -> None:

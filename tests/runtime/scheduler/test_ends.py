@@ -89,7 +89,10 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"prompt": ()}, "the prompt is empty"),
-            ({"prompt": 64}, "prompt has 64 tokens.* at most 64 .*--max-model-len"),
+            (
+                {"prompt": 64},
+                "64 tokens: the prompt has 64 tokens, at most 63 .*--max-model-len",
+            ),
             ({"prompt": 9, "max_tokens": 40}, "12 KV blocks.* 8 blocks in all .*--memory-gib"),
             ({"prompt": 1, "max_tokens": None}, "64 tokens .*16 KV blocks"),
             ({"prompt": 9, "adapter_id": 1, "adapter_bytes": 700}, r"0\.00 MiB"),

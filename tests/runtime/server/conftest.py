@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from corun.runtime.limits import HttpLimits
 from corun.runtime.server.app import build_app
+from corun.runtime.server.connection import connection_class
 from corun.runtime.server.listening import StopSignals, bind
 from corun.runtime.server.settings import AppSettings
 from corun.runtime.server.state import ServerState, make_state
@@ -27,7 +29,7 @@ class RunningServer:
         self.state: ServerState = make_state(engine, settings, now_s=1_700_000_000)
         config = uvicorn.Config(
             build_app(self.state), host="127.0.0.1", port=0, log_config=None, lifespan="off",
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=2, http=connection_class(settings.limits, self.state.metrics),
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
@@ -99,7 +101,7 @@ def running_server(engine: FakeEngine, settings: AppSettings) -> Iterator[Runnin
 
 
 DEFAULT_SETTINGS = AppSettings(
-    served_names=(BASE_NAME, "alias"), version="1.2.3", max_body_bytes=100_000
+    served_names=(BASE_NAME, "alias"), version="1.2.3", limits=HttpLimits(max_body_bytes=100_000)
 )
 
 

@@ -257,11 +257,20 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: Any) -> No
         "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "seed": 42, "n": 2,
         "max_tokens": 9, "min_tokens": 2, "stop": ["x", "y"], "stop_token_ids": [3],
         "ignore_eos": True, "logprobs": 1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-        "repetition_penalty": 1.25,
+        "repetition_penalty": 1.25, "bad_words": ["no"], "allowed_token_ids": [1, 2],
+        "prompt_logprobs": 2,
     }  # fmt: skip
-    complete(http, **given, user="me", cache_salt="tenant", predicted_output_tokens=7)
+    complete(
+        http,
+        **given,
+        logit_bias={"7": -100, "12": 2.5},
+        user="me",
+        cache_salt="tenant",
+        predicted_output_tokens=7,
+    )
     _, params, _, salt = engine.seen[-1]
     assert salt == "tenant"
+    assert params.logit_bias == {7: -100.0, 12: 2.5}
     assert engine.seen_predictions[-1] == 7
     for name, value in given.items():
         wanted = tuple(value) if isinstance(value, list) else value

@@ -4,11 +4,14 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
+CALLER = {"role": "assistant", "content": None}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def check_error(
@@ -84,6 +87,18 @@ BAD_BODIES = [
     (COMPLETIONS, completion(stop=["a"] * 17), 400, "invalid_request_error", "stop", "17", "16"),
     (COMPLETIONS, completion(stop=""), 400, "invalid_request_error", "stop", "empty"),
     (COMPLETIONS, completion(stop_token_ids=[1, "2"]), 400, "invalid_type", "stop_token_ids[1]"),
+    (COMPLETIONS, completion(logit_bias={"a": 1}), 400, "invalid_type", "logit_bias", '"a"',
+     "token ids"),
+    (COMPLETIONS, completion(logit_bias={"-1": 1}), 400, "invalid_type", "logit_bias", '"-1"'),
+    (COMPLETIONS, completion(logit_bias={"1": "x"}), 400, "invalid_type", "logit_bias.1", '"x"'),
+    (COMPLETIONS, completion(logit_bias=[1]), 400, "invalid_type", "logit_bias", "an array"),
+    (COMPLETIONS, completion(bad_words="no"), 400, "invalid_type", "bad_words", '"no"'),
+    (COMPLETIONS, completion(allowed_token_ids=["1"]), 400, "invalid_type",
+     "allowed_token_ids[0]"),
+    (COMPLETIONS, completion(prompt_logprobs=21), 400, "invalid_request_error",
+     "prompt_logprobs", "21", "20"),
+    (CHAT, chat(prompt_logprobs=1, stream=True), 400, "invalid_value", "stream",
+     "stream"),
     (COMPLETIONS, completion(model=7), 400, "invalid_type", "model", "7", "string"),
     (COMPLETIONS, completion(cache_salt=[]), 400, "invalid_type", "cache_salt", "an array"),
     (COMPLETIONS, completion(predicted_output_tokens=0), 400, "invalid_request_error",
@@ -96,8 +111,8 @@ BAD_BODIES = [
      "predicted_output_tokens", '"9"'),
     (COMPLETIONS, completion(stream_options={"include_usage": True}), 400, "invalid_value",
      "stream_options", "stream is not true"),
-    (COMPLETIONS, completion(stream=True, stream_options={"usage": True}), 400, "unknown_field",
-     "stream_options.usage"),
+    (COMPLETIONS, completion(stream=True, stream_options={"include_usages": True}), 400,
+     "unknown_field", "stream_options.include_usages", "'include_usage'"),
     # Prompts.
     (COMPLETIONS, b"{}", 400, "missing_field", "prompt", "prompt"),
     (COMPLETIONS, completion(prompt=None), 400, "invalid_type", "prompt", "null"),
@@ -111,12 +126,18 @@ BAD_BODIES = [
     (COMPLETIONS, completion(prompt=[1, 2.0]), 400, "invalid_type", "prompt[1]", "2.0"),
     (COMPLETIONS, completion(prompt=["a", [1]]), 400, "invalid_type", "prompt[1]"),
     (COMPLETIONS, completion(prompt=[[1], "a"]), 400, "invalid_type", "prompt[1]"),
-    (COMPLETIONS, completion(prompt="x" * 5000), 400, "invalid_request_error", "prompt", "5000",
-     "4095"),
+    (COMPLETIONS, completion(prompt="x" * 5000), 400, "context_length_exceeded", "prompt",
+     "5000", "4095", "this model's maximum context length is 4096 tokens", "--max-model-len"),
     (COMPLETIONS, completion(prompt=["x"] * 133, n=2), 400, "too_many_sequences", "prompt", "266",
      "264", "--max-num-waiting"),
-    (CHAT, chat(USER | {"content": "x" * 5000}), 400, "invalid_request_error", "messages", "5017",
-     "4095"),
+    (CHAT, chat(USER | {"content": "x" * 5000}), 400, "context_length_exceeded", "messages",
+     "5017", "this model's maximum context length is 4096 tokens"),
+    (COMPLETIONS, completion(truncate_prompt_tokens=0), 400, "invalid_request_error",
+     "truncate_prompt_tokens", "is 0", "1 or more"),
+    (COMPLETIONS, completion(truncate_prompt_tokens=True), 400, "invalid_type",
+     "truncate_prompt_tokens", "true"),
+    (CHAT, chat(continue_final_message=True, add_generation_prompt=True), 400, "invalid_value",
+     "continue_final_message", "add_generation_prompt"),
     (COMPLETIONS, completion(prompt=[-1], echo=True), 400, "invalid_request_error", "prompt", "-1"),
     # Messages.
     (CHAT, b"{}", 400, "missing_field", "messages", "messages"),
@@ -126,7 +147,27 @@ BAD_BODIES = [
     (CHAT, chat(USER, {"content": "hi"}), 400, "invalid_type", "messages[1].role", "null", "user"),
     (CHAT, chat(USER | {"role": "boss"}), 400, "invalid_type", "messages[0].role", "boss"),
     (CHAT, chat({"role": "user"}), 400, "invalid_type", "messages[0].content", "null"),
-    (CHAT, chat(USER | {"weight": 1}), 400, "unknown_field", "messages[0].weight"),
+    (CHAT, chat({"role": "tool", "content": None}), 400, "invalid_type", "messages[0].content",
+     "null"),
+    (CHAT, chat(USER | {"role": "function"}), 400, "invalid_type", "messages[0].role", "tool"),
+    (CHAT, chat(USER | {"contents": 1}), 400, "unknown_field", "messages[0].contents",
+     "'content'"),
+    (CHAT, chat(USER | {"reasoning_content": 5}), 400, "invalid_type",
+     "messages[0].reasoning_content"),
+    (CHAT, chat(USER | {"tool_calls": [CALL]}), 400, "invalid_value", "messages[0].tool_calls",
+     "'user'"),
+    (CHAT, chat(CALLER | {"tool_calls": ""}), 400, "invalid_type", "messages[0].tool_calls",
+     "a list"),
+    (CHAT, chat(CALLER | {"tool_calls": CALL}), 400, "invalid_type", "messages[0].tool_calls",
+     "a list"),
+    (CHAT, chat(CALLER | {"tool_calls": ["f"]}), 400, "invalid_type", "messages[0].tool_calls[0]",
+     '"f"'),
+    (CHAT, chat(CALLER | {"tool_calls": [CALL | {"id": 5}]}), 400, "invalid_type",
+     "messages[0].tool_calls[0].id"),
+    (CHAT, chat(CALLER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}), 400,
+     "invalid_type", "messages[0].tool_calls[0].function.arguments", "JSON"),
+    (CHAT, chat(CALLER | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}), 400,
+     "invalid_type", "messages[0].tool_calls[0].function.arguments", "an array"),
     (CHAT, chat(USER | {"content": [5]}), 400, "invalid_type", "messages[0].content[0]", "5"),
     (CHAT, chat(USER | {"content": [{"type": "text"}]}), 400, "invalid_type",
      "messages[0].content[0].text", "null"),
@@ -143,12 +184,16 @@ BAD_BODIES = [
     (COMPLETIONS, completion(model="gpt-4o"), 404, "model_not_found", "model", "'tiny'", "'upper'"),
     (COMPLETIONS, completion(model=""), 404, "model_not_found", "model"),
     (COMPLETIONS, completion(model="m" * 9999), 404, "model_not_found", "model", "…"),
-    (CHAT, chat(model="broken"), 503, "adapter_unavailable", "model", "failed", "rank 512"),
+    (CHAT, chat(model="broken"), 400, "adapter_failed", "model", "failed", "rank 512"),
     # Fields.
     (COMPLETIONS, completion(max_token=5), 400, "unknown_field", "max_token", "'max_tokens'"),
-    (COMPLETIONS, completion(messages=[]), 400, "unknown_field", "messages"),
-    (CHAT, chat(prompt="hi"), 400, "unknown_field", "prompt"),
-    (CHAT, chat(**{"x" * 500: 1}), 400, "unknown_field", "x" * 60),
+    (COMPLETIONS, completion(temprature=1), 400, "unknown_field", "temprature", "'temperature'"),
+    (COMPLETIONS, completion(maxTokens=5), 400, "unknown_field", "maxTokens", "'max_tokens'"),
+    (COMPLETIONS, completion(**{"top-p": 1}), 400, "unknown_field", "top-p", "'top_p'"),
+    (COMPLETIONS, completion(messages=[]), 400, "not_served", "messages", CHAT),
+    (CHAT, chat(prompt="hi"), 400, "not_served", "prompt", COMPLETIONS),
+    (CHAT, chat(**{f"{i}" * 9: 1 for i in range(65)}), 400, "unknown_field", "646464646464646464",
+     "64"),
 ]  # fmt: skip
 
 
@@ -169,7 +214,7 @@ def test_bad_body(
     assert http.get("/health").status_code == 200  # the server goes on
 
 
-NOT_SERVED = {
+NOT_SERVED: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "auto",
     "functions": [{"name": "f"}],
@@ -181,8 +226,14 @@ NOT_SERVED = {
     "best_of": 2,
     "use_beam_search": True,
     "suffix": "after",
-    "logit_bias": {"50256": -100},
-    "prompt_logprobs": 1,
+    "regex": "a*",
+    "json_schema": "{}",
+    "ebnf": "root ::= 'a'",
+    "lora_path": "sql",
+    "adapter_id": "sql",
+    "lora": [{"id": 0, "scale": 1.0}],
+    "max_new_tokens": 5,
+    "extra_body": {"top_k": 5},
     "audio": {"voice": "alloy", "format": "wav"},
     "modalities": ["text", "audio"],
     "prediction": {"type": "content", "content": "x"},
@@ -190,10 +241,7 @@ NOT_SERVED = {
     "verbosity": "low",
     "web_search_options": {},
     "store": True,
-    "metadata": {"a": "b"},
-    "service_tier": "flex",
     "chat_template": "{{ 1 }}",
-    "priority": 1,
 }
 
 
@@ -208,21 +256,21 @@ def test_not_served(http: httpx.Client, path: str, field: str) -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "5", "tool_call_id": "1"}, "messages[0].role"),
-        (USER | {"tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        (CALLER | {"function_call": {"name": "f"}}, "messages[0].function_call"),
+        (CALLER | {"content": "a", "prefix": True}, "messages[0].prefix"),
+        (
+            CALLER | {"tool_calls": [CALL | {"type": "custom"}]},
+            "messages[0].tool_calls[0].type",
+        ),
         (
             USER | {"content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url",
         ),
         (USER | {"content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
     ],
 )
 def test_message_not_served(http: httpx.Client, message: dict[str, Any], param: str) -> None:
-    body = chat(message)
-    fields = json.loads(body)
-    fields["messages"][0].pop("tool_call_id", None)
-    response = http.post(CHAT, json=fields)
-    check_error(response, 400, "not_served", param)
+    check_error(http.post(CHAT, content=chat(message)), 400, "not_served", param)
 
 
 def test_values_that_ask_for_nothing_pass(http: httpx.Client) -> None:
@@ -241,9 +289,10 @@ def test_best_of_true_is_not_one(http: httpx.Client) -> None:
                 "best_of", "only 1 is accepted")  # fmt: skip
 
 
-def test_echo_with_logprobs(http: httpx.Client) -> None:
-    response = http.post(COMPLETIONS, content=completion(echo=True, logprobs=1))
-    check_error(response, 400, "not_served", "echo", "logprobs")
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 0}])
+def test_streams_show_no_scores_of_prompts(http: httpx.Client, fields: dict[str, Any]) -> None:
+    response = http.post(COMPLETIONS, content=completion(stream=True, **fields))
+    check_error(response, 400, "invalid_value", "stream", "streams do not show")
 
 
 @pytest.mark.parametrize("name", ["chat_template", "self"])
@@ -263,13 +312,16 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     check_error(http.get("/v1/models/uper"), 404, "model_not_found", "model", "'upper'")
 
 
-def test_errors_have_openai_types(http: httpx.Client) -> None:
+def test_errors_have_openai_types(http: httpx.Client, engine: Any) -> None:
+    upper = engine.adapters["upper"]
+    engine.adapters["leaving"] = msgspec.structs.replace(upper, name="leaving", state="draining")
+
     def type_of(response: httpx.Response) -> str:
         return str(response.json()["error"]["type"])
 
     assert type_of(http.post(COMPLETIONS, content=b"")) == "invalid_request_error"
     assert type_of(http.post(COMPLETIONS, content=completion(model="x"))) == "invalid_request_error"
-    unavailable = http.post(COMPLETIONS, content=completion(model="broken"))
+    unavailable = http.post(COMPLETIONS, content=completion(model="leaving"))
     assert type_of(unavailable) == "service_unavailable_error"
     assert unavailable.headers["retry-after"] == "1"
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 from corun.runtime.adapters.info import Residency
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LoadStats
 from prometheus_client.parser import text_string_to_metric_families
@@ -123,10 +124,15 @@ def test_requests_are_counted_by_adapter(start_server: Callable[..., Any], engin
         assert told["other"] == (len(names) - 256) * per_request
 
 
-def test_every_scrape_asks_the_engine(http: httpx.Client, engine: Any) -> None:
-    for engine.num_steps in (5, 6):
+def test_no_scrape_waits_for_the_engine(http: httpx.Client, engine: Any) -> None:
+    async def wait(timeout_s: float) -> EngineStats:
+        raise AssertionError("a scrape shows what was told last")
+
+    engine.refresh_stats = wait
+    for num_steps in (5, 6):
+        engine.stats = EngineStats(num_steps=num_steps)
         samples = read_metrics(http)
-        assert samples["corun:engine_steps_total", (("model_name", "tiny"),)] == engine.num_steps
+        assert samples["corun:engine_steps_total", (("model_name", "tiny"),)] == num_steps
 
 
 def test_adapter_series_are_capped(http: httpx.Client, engine: Any) -> None:
@@ -213,7 +219,36 @@ def test_evictions_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
     assert (samples[f"{name}_count", labels], samples[f"{name}_sum", labels]) == (4, 0.5)
 
 
-def test_openmetrics_when_asked(http: httpx.Client) -> None:
-    response = http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert response.text.endswith("# EOF\n")
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0", "*/*"])
+def test_one_format_whose_names_have_their_colon(http: httpx.Client, accept: str) -> None:
+    response = http.get("/metrics", headers={"Accept": accept})
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    names = {line.split("{")[0] for line in response.text.splitlines() if line[0] != "#"}
+    assert all(name.startswith("corun:") for name in names)
+
+
+def test_what_boards_of_vllm_read(start_server: Callable[..., Any], engine: Any) -> None:
+    server = start_server(type(engine)(), metrics_prefix="vllm")
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        body = {"prompt": ["hello", "you"], "max_tokens": 10, "n": 2}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        samples = read_metrics(http)
+    model = (("model_name", "tiny"),)
+    for name, number, total in (
+        ("request_prompt_tokens", 2, 8),
+        ("request_generation_tokens", 4, 40),
+        ("request_max_num_generation_tokens", 2, 20),
+    ):
+        assert samples[f"vllm:{name}_count", model] == number
+        assert samples[f"vllm:{name}_sum", model] == total
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert samples[f"vllm:request_{name}_time_seconds_count", model] == 2
+    parts = [
+        samples[f"vllm:request_{name}_time_seconds_sum", model] for name in ("queue", "inference")
+    ]
+    assert sum(parts) == pytest.approx(samples["vllm:e2e_request_latency_seconds_sum", model])
+    assert samples["vllm:request_time_per_output_token_seconds_count", model] == 2
+    assert samples["vllm:time_per_output_token_seconds_count", model] == 2 * 7
+    assert samples["vllm:gpu_cache_usage_perc", model] == 0.25
+    assert samples["vllm:max_gpu_lora_adapters", model] == 0  # no room was told
+    assert not any(name.startswith("corun") for name, _ in samples)

@@ -1,6 +1,7 @@
 """``serve``: what is checked before the model is loaded, and signals before it is ready."""
 
 import asyncio
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.errors import ConfigError, ModelError
-from corun.runtime.server.listening import bind, listen, url_of
+from corun.runtime.server.listening import allow_descriptors, bind, listen, url_of
 from corun.runtime.server.run import serve
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -67,6 +68,23 @@ def test_no_such_host() -> None:
 def test_urls() -> None:
     with bind("127.0.0.1", 0) as sock:
         assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed"),
+    [(1024, 4096, 2256), (1024, -1, 2256), (-1, -1, None), (4096, 4096, None), (1024, 2000, 2000)],
+)
+def test_open_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    soft: int, hard: int, allowed: int | None,
+) -> None:  # fmt: skip
+    set_limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_limits.append(limits))
+    allow_descriptors(2000)
+    assert set_limits == ([] if allowed is None else [(allowed, hard)])
+    warned = [record.message for record in caplog.records]
+    assert warned == [] if allowed != 2000 else "--max-connections" in warned[0]
 
 
 def test_missing_chat_template(tmp_path: Path) -> None:

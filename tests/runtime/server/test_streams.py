@@ -38,6 +38,8 @@ HIGH_WATER_BYTES = 64 << 10  # of asyncio's and uvloop's transports
 class CharacterTokenizer(FakeTokenizer):
     """A token is a character, also in a stream."""
 
+    codec = None  # adapters bring nothing of their own
+
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> WindowStream:
         return WindowStream(Decoder(self.decode), prompt)
 

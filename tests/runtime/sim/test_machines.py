@@ -1,8 +1,9 @@
-"""Machines to simulate: their figures are those of the recipe."""
+"""Machines to simulate: their figures are those of the recipe, and those of the papers."""
 
 import pytest
 from corun.profiles.step_time import forward_s
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.coldstart.cold import NOBODY, AdapterShape, ColdRequest, layer_times
+from corun.runtime.sim.machines import MACHINES, Factors, slowed
 
 
 def test_the_hand_set_machines_take_what_they_are_set_to() -> None:
@@ -26,5 +27,84 @@ def test_layer_groups_hold_all_of_an_adapter(name: str, rank: int) -> None:
     facts = MACHINES[name].adapter_facts("one", rank)
     assert facts.layers is not None
     assert sum(facts.layers.group_bytes) == facts.num_bytes
-    assert len(facts.layers.group_of_layer) == 32 == len(facts.host_bytes)
+    num_layers = MACHINES[name].model.num_layers
+    assert len(facts.layers.group_of_layer) == num_layers == len(facts.host_bytes)
     assert all(size % 4096 == 0 for size in facts.host_bytes)
+
+
+def step_s(name: str, *rows: tuple[int, int, int]) -> float:
+    """Of rows of so many tokens, behind so many, with adapters of such ranks."""
+    machine = MACHINES[name]
+    tokens, starts, ranks = zip(*rows, strict=True)
+    sizes = [rank * machine.adapter_bytes_per_rank for rank in ranks]
+    return forward_s(machine.model, tokens, starts, sizes)
+
+
+def test_an_a100_takes_what_toppings_measured() -> None:
+    prefill_s = [step_s("a100-llama2-7b", (tokens, 0, 0)) for tokens in (256, 1024)]
+    assert prefill_s == pytest.approx([44e-3, 90e-3], rel=1e-3)
+    for name, expected in (
+        ("a100-llama2-7b", [34.8e-3, 35.8e-3]), ("a100-llama2-7b-exact", [35.3e-3, 35.9e-3]),
+    ):  # fmt: skip
+        rows = [[(1, 50, rank)] * number for number, rank in ((24, 32), (16, 64))]
+        assert [step_s(name, *each) for each in rows] == pytest.approx(expected, rel=1e-3)
+    # One row of a larger rank makes the others as slow as itself, or only itself.
+    small, large = (1, 9, 32), (1, 9, 64)
+    padded_s = step_s("a100-llama2-7b", *[small] * 24, large)
+    assert padded_s == pytest.approx(31.8e-3 + 25 * 64 * 3.9e-6)
+    exact_s = step_s("a100-llama2-7b-exact", *[small] * 24, large)
+    assert exact_s == pytest.approx(33.5e-3 + (24 * 32 + 64) * 2.34e-6)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected_s"), [(64, 61e-3), (256, 126e-3)])
+def test_workers_beside_an_a100_take_what_toppings_measured(
+    num_tokens: int, expected_s: float
+) -> None:
+    machine = MACHINES["a100-llama2-7b"]
+    facts = machine.adapter_facts("one", 64)
+    assert facts.layers is not None and facts.num_bytes == 96 * 2**20
+    request = ColdRequest(
+        num_tokens=num_tokens,
+        adapter=AdapterShape(facts.num_bytes, facts.layers.rank_sums),
+        ready_s=(9.0,) * 32,
+        max_chunk_tokens=num_tokens,
+        num_workers=machine.model.num_workers,
+    )
+    times = layer_times(machine.model, request, num_tokens, NOBODY)
+    assert sum(times.assisted_s) == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_four_a100s_take_what_is_set_after_loraserve() -> None:
+    large, small = (step_s("tp4-llama7b-exact", (2000, 0, rank)) for rank in (128, 8))
+    assert large / small == pytest.approx(2.6, abs=0.02)
+    assert large == pytest.approx(10e-3 + 2000 * 90e-6 * 3)
+    light = [step_s("tp4-llama7b-light", (2000, 0, rank)) for rank in (128, 8)]
+    assert light[0] / light[1] == pytest.approx(1.18, abs=0.01)
+    rows = [(1000, 0, 8), (1, 99, 128), (1, 399, 8)]
+    keys_s = 0.35e-6 * (100 + 400)
+    padded_s = step_s("tp4-llama7b-padded", *rows)
+    assert padded_s == pytest.approx(10e-3 + 1002 * 90e-6 * 3 + keys_s)
+    exact_s = step_s("tp4-llama7b-exact", *rows)
+    ranks_of_tokens = 1001 * 8 + 128
+    assert exact_s == pytest.approx(10e-3 + 90e-6 * (1002 + 2 * ranks_of_tokens / 128) + keys_s)
+    assert MACHINES["tp4-llama7b-padded"].num_blocks * 16 == 100_000
+
+
+def test_machines_that_nobody_measured_say_so_and_are_larger_or_smaller() -> None:
+    assert MACHINES["a100-80gb-llama13b-scaled"].kv_bytes_per_token == 40 * 5120 * 4
+    for name, of_7b in (
+        ("a100-80gb-llama30b-scaled", "a100-llama2-7b-exact"),
+        ("tp4-llama70b-padded-scaled", "tp4-llama7b-padded"),
+    ):
+        assert step_s(name, (256, 0, 8)) > 3.0 * step_s(of_7b, (256, 0, 8))
+        assert step_s(name, (1, 9, 8)) > 2.0 * step_s(of_7b, (1, 9, 8))
+    blocks = [MACHINES[f"a100-{gb}llama7b-scaled"].num_blocks for gb in ("24gb-", "48gb-")]
+    assert 0 < blocks[0] < blocks[1] < MACHINES["a100-llama2-7b"].num_blocks
+
+
+def test_a_slower_machine_pads_as_before() -> None:
+    model = MACHINES["a100-llama2-7b"].model
+    twice = slowed(model, Factors(step=2.0))
+    rows = ((1, 1), (5, 9), (8 * 2**20, 2**20))
+    assert twice.lora.is_padded
+    assert forward_s(twice, *rows) == pytest.approx(2.0 * forward_s(model, *rows))

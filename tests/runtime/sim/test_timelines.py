@@ -34,9 +34,9 @@ def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
     told: dict[int, dict[str, float]] = {}
     add_request, step = core.add_request, core.step
 
-    def noted_add(message: AddRequest) -> None:
+    def noted_add(message: AddRequest, arrival_s: float | None = None) -> None:
         added_s[message.request_id] = clock()
-        add_request(message)
+        add_request(message, arrival_s)
 
     def noted_step(timeout_s: float = 0.0) -> list[RequestUpdate]:
         updates = step(timeout_s)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,22 @@ from corun.runtime.errors import ConfigError
 from corun.runtime.sim.engine import requests_of
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN
 from corun.runtime.sim.machines import MACHINES
-from corun.runtime.sim.recipes import RANKS, RECIPES
+from corun.runtime.sim.recipes import RECIPES
 from corun.runtime.sim.traces import TraceError, trace_directory
-from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
+from corun.runtime.sim.workload_spec import (
+    RANKS,
+    AdapterSpec,
+    ArrivalSpec,
+    LengthSpec,
+    WorkloadSpec,
+)
+from corun.runtime.sim.workloads import (
+    Workload,
+    WorkloadRequest,
+    draw_workload,
+    make_workload,
+)
+from numpy.typing import NDArray
 
 _TRACES = trace_directory()
 needs_traces = pytest.mark.skipif(
@@ -69,7 +83,8 @@ def test_every_recipe_keeps_to_rate_order_and_seed(name: str) -> None:
     assert len(arrival_s) == 2000 and (np.diff(arrival_s) >= 0).all() and arrival_s[0] >= 0
     rate_rps = 2000 / arrival_s[-1]
     # Calls and clients are thinned, so that their own ups and downs stay.
-    assert rate_rps == pytest.approx(2.0, rel=0.6 if name in {"maf", "servegen"} else 0.1)
+    own = {"maf": 0.6, "servegen": 0.6, "bursts": 0.2}
+    assert rate_rps == pytest.approx(2.0, rel=own.get(name, 0.1))
     assert {one.adapter for one in workload.requests} <= set(range(len(workload.ranks)))
     assert all(one.prompt_tokens > 0 < one.output_tokens for one in workload.requests)
     assert set(workload.ranks) <= set(RANKS)
@@ -145,9 +160,13 @@ def test_prompts_have_equal_tokens_where_their_contents_are_equal() -> None:
     assert len(set(prompts[2][8:])) == 1 and prompts[2][8:] != prompts[3][8:]  # its own
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in RECIPES if name not in {"S1", "S1-16", "S2", "zipf"}]
-)
+_WITHOUT_TRACE = {
+    "S1", "S1-16", "S2", "zipf", "prod50", "prod100", "prod200", "uniform", "exp", "shifting",
+    "bursts",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in _WITHOUT_TRACE])
 def test_other_recipes_say_which_trace_they_need(name: str) -> None:
     with pytest.raises(TraceError, match=r"this workload needs .* by --traces or CORUN_TRACES"):
         draw(name, has_traces=False)
@@ -158,3 +177,89 @@ def test_a_workload_must_exist_and_hold_something() -> None:
         draw("S9")
     with pytest.raises(ConfigError, match="holds no request"):
         draw("S1", num_requests=0)
+
+
+def _shares(workload: Workload, part: slice = slice(None)) -> list[float]:
+    """Of requests, by rank."""
+    requests = workload.requests[part]
+    counts = Counter(workload.ranks[one.adapter] for one in requests)
+    return [counts[rank] / len(requests) for rank in RANKS]
+
+
+@pytest.mark.parametrize(("name", "number"), [("prod50", 50), ("prod100", 100), ("prod200", 200)])
+def test_production_is_skewed_by_rank_and_within_it_and_follows_up(name: str, number: int) -> None:
+    workload = draw(name, num_requests=20_000, has_traces=False)
+    assert len(workload.ranks) == number
+    assert _shares(workload) == pytest.approx([60 / 137 / k for k in range(1, 6)], abs=0.02)
+    of_smallest = Counter(one.adapter for one in workload.requests if one.adapter < number // 5)
+    assert of_smallest[0] / of_smallest[1] == pytest.approx(2.0, rel=0.2)
+    starts = {one.session for one in workload.requests}
+    assert 1.0 - len(starts) / 20_000 == pytest.approx(0.4, abs=0.02)
+    adapter_of: dict[int | None, int] = {}
+    for one in workload.requests:
+        assert adapter_of.setdefault(one.session, one.adapter) == one.adapter
+        assert len(one.content_ids) == one.prompt_tokens // workload.content_tokens
+
+
+def test_ranks_are_as_popular_as_loraserve_has_them() -> None:
+    assert _shares(draw("uniform", num_requests=20_000, has_traces=False)) == pytest.approx(
+        [0.2] * 5, abs=0.02
+    )
+    assert _shares(draw("exp", num_requests=20_000, has_traces=False)) == pytest.approx(
+        [16 / 31, 8 / 31, 4 / 31, 2 / 31, 1 / 31], abs=0.02
+    )
+    shifting = draw("shifting", num_requests=20_000, has_traces=False)
+    assert {len(draw(name, has_traces=False).ranks) for name in ("uniform", "exp")} == {25}
+    assert _shares(shifting, slice(2000))[::4] == pytest.approx([0.14, 0.48], abs=0.03)
+    assert _shares(shifting, slice(9000, 11_000)) == pytest.approx(
+        [0.3125, 0.125, 0.125, 0.125, 0.3125], abs=0.04
+    )
+    assert _shares(shifting, slice(-2000, None))[::4] == pytest.approx([0.48, 0.14], abs=0.03)
+
+
+def _gaps_s(process: ArrivalSpec) -> NDArray[np.float64]:
+    spec = WorkloadSpec(rps=4.0, requests=20_000, arrivals=process)
+    arrivals = [one.arrival_s for one in draw_workload(spec, None).requests]
+    return np.diff(arrivals)
+
+
+def test_arrivals_are_as_bursty_as_they_are_asked_for() -> None:
+    for process, cv in (
+        (ArrivalSpec(), 1.0),
+        (ArrivalSpec(process="gamma", cv=3.0), 3.0),
+        (RECIPES["bursts"].spec.arrivals, 3.0),
+        (ArrivalSpec(process="gamma", cv=0.25), 0.25),
+    ):
+        gaps_s = _gaps_s(process)
+        assert gaps_s.mean() == pytest.approx(0.25, rel=0.06)
+        assert gaps_s.std() / gaps_s.mean() == pytest.approx(cv, rel=0.06)
+    gaps_s = _gaps_s(ArrivalSpec(process="on-off", on_s=5.0, off_s=15.0))
+    assert gaps_s.mean() == pytest.approx(0.25, rel=0.03)
+    long_s = gaps_s[gaps_s > 10.0]
+    assert len(long_s) == pytest.approx(20_000 / 4.0 / 20.0, rel=0.03)
+    assert long_s.min() >= 15.0 and np.median(gaps_s) < 0.1
+
+
+def test_lengths_may_be_the_same_for_all() -> None:
+    spec = WorkloadSpec(
+        rps=3.0, duration_s=20.0, lengths=LengthSpec(source="fixed", prompt_tokens=70)
+    )
+    workload = draw_workload(spec, None)
+    assert len(workload.requests) == 60 and workload.has_trace
+    assert {(one.prompt_tokens, one.output_tokens) for one in workload.requests} == {(70, 128)}
+    assert workload.max_tokens == 4 * 128
+
+
+def test_functions_are_popular_by_all_their_calls_where_arrivals_are_others(
+    tmp_path: Path,
+) -> None:
+    rows = ["HashOwner,HashApp,HashFunction,Trigger,1,2", "o,a,f,http,0,10", "o,a,g,queue,20,10"]
+    path = tmp_path / "invocations_per_function_md.anon.d01.csv"
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    spec = WorkloadSpec(
+        requests=4000, adapters=AdapterSpec(popularity="maf", ranks=(8, 64)),
+        lengths=LengthSpec(source="fixed"),
+    )  # fmt: skip
+    workload = draw_workload(spec, tmp_path)
+    assert sorted(workload.ranks) == [8, 64]
+    assert np.mean([one.adapter for one in workload.requests]) == pytest.approx(0.25, abs=0.03)

@@ -2,7 +2,7 @@
 
 import pytest
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.loop import EngineHost
+from corun.runtime.engine.host import EngineHost
 from corun.runtime.engine.messages import (
     AbortRequests,
     AdaptersChanged,
@@ -23,8 +23,13 @@ from support.fake_core import FakeAssembly
 
 
 @pytest.fixture
-def host() -> EngineHost:
-    return EngineHost(FakeAssembly(EngineConfig(model="fake", max_num_waiting=2)))
+def assembly() -> FakeAssembly:
+    return FakeAssembly(EngineConfig(model="fake", max_num_waiting=2))
+
+
+@pytest.fixture
+def host(assembly: FakeAssembly) -> EngineHost:
+    return EngineHost(assembly)
 
 
 def add(request_id: int, text: str, adapter_name: str | None = None) -> AddRequests:
@@ -73,6 +78,60 @@ def test_a_silent_request_lets_the_host_rest_until_it_is_aborted(host: EngineHos
     assert final_ids(turn_until_idle(host)) == []
     host.handle(AbortRequests((1, 1, 99)))
     assert final_ids(turn_until_idle(host)) == [1]
+
+
+def test_who_asks_for_files_that_are_being_read_is_held(
+    host: EngineHost, assembly: FakeAssembly
+) -> None:
+    assembly.adapters.paths["a"] = "/"
+    assembly.adapters.unread.add("a")
+    for request_id in (1, 2):
+        host.handle(add(request_id, "fine", "a"))
+    host.handle(add(3, "fine"))
+    told = turn_until_idle(host)
+    assert final_ids(told) == [3]
+    (last,) = [one for one in told if isinstance(one, StepOutputs)][-1:]
+    assert last.load.num_waiting == 2
+    host.handle(AbortRequests((2, 99)))
+    assert final_ids(turn_until_idle(host)) == [2]
+    assembly.adapters.unread.clear()
+    host.handle(ReportStats())  # as the manager's descriptor would
+    assert final_ids(turn_until_idle(host)) == [1]
+
+
+def test_an_adapter_that_is_gone_when_its_turn_comes_refuses_who_was_held(
+    host: EngineHost, assembly: FakeAssembly
+) -> None:
+    assembly.adapters.unread.add("a")
+    host.handle(add(1, "fine", "a"))
+    turn_until_idle(host)
+    assembly.adapters.unread.clear()
+    host.handle(ReportStats())
+    (update,) = updates(turn_until_idle(host))
+    assert update.error_kind == "UnknownModelError"
+
+
+def test_nobody_is_held_for_longer_than_requests_may_wait() -> None:
+    now_s = 0.0
+    assembly = FakeAssembly(EngineConfig(model="fake", max_queue_s=5.0))
+    host = EngineHost(assembly, clock=lambda: now_s)
+    assembly.adapters.unread.add("a")
+    for request_id, now_s in ((1, 10.0), (2, 11.0)):  # noqa: B007
+        host.handle(add(request_id, "fine", "a"))
+    assert final_ids(turn_until_idle(host)) == []
+    assert host.wake_at_s() == 15.0
+    now_s = 15.5
+    host.handle(ReportStats())  # or the loop wakes
+    (refused,) = updates(turn_until_idle(host))
+    assert (refused.request_id, refused.error_kind) == (1, "OverloadedError")
+    assert host.wake_at_s() == 16.0
+
+
+def test_the_end_of_the_engine_ends_who_is_held(host: EngineHost, assembly: FakeAssembly) -> None:
+    assembly.adapters.unread.add("a")
+    host.handle(add(1, "fine", "a"))
+    turn_until_idle(host)
+    assert final_ids([host.end_all(EngineDeadError("over"))]) == [1]
 
 
 def test_the_end_of_the_engine_ends_what_is_open(host: EngineHost) -> None:

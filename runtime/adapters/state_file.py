@@ -1,0 +1,93 @@
+"""A file that remembers which adapters were loaded while the engine ran, for its next start."""
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedAdapter:
+    """One of them."""
+
+    name: str
+    path: str
+    pinned: bool = False
+
+
+class AdapterStateFile:
+    """The adapters in the file, which is written anew with each change."""
+
+    def __init__(self, path: Path) -> None:
+        """Read it, if it is there.
+
+        Raises ``ConfigError`` if it holds something else, or its directory is not there.
+        """
+        self._path = path
+        if not path.parent.is_dir():
+            raise ConfigError(f"--lora-state-file {path}: there is no directory {path.parent}")
+        self._adapters = {one.name: one for one in _read(path)}
+
+    @property
+    def adapters(self) -> tuple[RememberedAdapter, ...]:
+        """In the order in which they were loaded first."""
+        return tuple(self._adapters.values())
+
+    def put(self, adapter: RememberedAdapter) -> None:
+        """It was loaded, or pinned, or is found elsewhere."""
+        if self._adapters.get(adapter.name) != adapter:
+            self._adapters[adapter.name] = adapter
+            self._write()
+
+    def pin(self, name: str, *, is_pinned: bool) -> None:
+        """Note it of one that is in the file."""
+        known = self._adapters.get(name)
+        if known is not None:
+            self.put(RememberedAdapter(name, known.path, is_pinned))
+
+    def remove(self, name: str) -> None:
+        """It is not served any more."""
+        if self._adapters.pop(name, None) is not None:
+            self._write()
+
+    def _write(self) -> None:
+        """A reader never sees half of it. A full disk costs the memory, not the adapter."""
+        adapters = [asdict(one) for one in self._adapters.values()]
+        text = json.dumps({"version": _VERSION, "adapters": adapters}, indent=1)
+        part = self._path.with_name(self._path.name + ".new")
+        try:
+            part.write_text(text + "\n", encoding="utf-8")
+            os.replace(part, self._path)
+        except OSError as error:
+            _LOG.error(
+                "--lora-state-file %s cannot be written, so the next start will not know of the "
+                "last change: %s", self._path, error.strerror or error,
+            )  # fmt: skip
+
+
+def _read(path: Path) -> list[RememberedAdapter]:
+    try:
+        found = json.loads(path.read_bytes())
+        if found["version"] != _VERSION:
+            raise ValueError(f"it is of version {found['version']}, this corun reads {_VERSION}")
+        return [_adapter(one) for one in found["adapters"]]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"--lora-state-file {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--lora-state-file {path} holds something else: {error}") from error
+
+
+def _adapter(fields: dict[str, object]) -> RememberedAdapter:
+    match fields:
+        case {"name": str(name), "path": str(path), "pinned": bool(pinned), **rest} if not rest:
+            return RememberedAdapter(name, path, pinned)
+    raise ValueError(f"{fields!r} is no adapter")

@@ -1,0 +1,143 @@
+"""``corun plan``: how large a load a server bears within an SLO, and what would change that."""
+
+import argparse
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..config.engine import EngineConfig
+from ..config.flags import build_configs
+from ..config.simulate import SimulateConfig
+from ..errors import ConfigError, CorunError
+from ..sim.capacity import NoLimitError
+from ..sim.configure import machine_of
+from ..sim.planning import (
+    FIRST_SHARE,
+    Capacity,
+    Slo,
+    adapters_that_fit,
+    capacities,
+    saturated,
+    what_binds,
+    what_ifs,
+)
+from ..sim.study import SimulatedRun, Study
+from ..sim.traces import trace_directory
+from ..sim.variants import specs_of
+from ..sim.workload_file import read_workload
+from ..sim.workload_spec import WorkloadSpec
+from ..sim.workloads import draw_workload
+from .profile import ProgressLine
+
+_SAME = 0.03  # below this a what-if changes nothing that can be told from seeds
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, and print what was found."""
+    engine, config = build_configs(
+        vars(arguments), (EngineConfig, SimulateConfig), environment=os.environ, command="plan"
+    )
+    if engine.slo_ttft_s is None:
+        raise ConfigError("within how many seconds must first tokens come? Give --slo-ttft-s X")
+    slo = Slo(engine.slo_ttft_s, config.percentile)
+    setups = _setups(engine, config, frozenset(vars(arguments)))
+    try:
+        with Study(None, config.jobs or os.cpu_count() or 1, ProgressLine().say) as study:
+            start_rps = FIRST_SHARE * saturated(study, setups[0])
+            base = capacities(study, {"as it is": setups}, slo, start_rps)["as it is"]
+            changed = {} if config.quick else _changed(study, setups, slo, base)
+    except NoLimitError as error:
+        raise CorunError(
+            f"P{slo.percentile:g} of first tokens is not within {slo.ttft_s:g} s at any load, or "
+            f"at every one ({error}): look at it with corun simulate"
+        ) from error
+    for line in report(setups[0], config, slo, base, changed):
+        print(line)
+    return 0
+
+
+def _setups(
+    engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
+) -> list[SimulatedRun]:
+    """One for each seed. Raises ``ConfigError``."""
+    workload = read_workload(config.workload)
+    if workload.json_lines is not None:
+        raise ConfigError(
+            f"--workload is {config.workload}, a log, whose load is its own; corun simulate runs it"
+        )
+    machine = machine_of(engine.profile, engine, given)
+    return [
+        SimulatedRun(
+            name="as it is",
+            machine=machine,
+            config=engine,
+            workload=spec,
+            traces=trace_directory(config.traces),
+            horizon_s=config.horizon_s,
+        )
+        for spec in specs_of(config, workload, None)
+    ]
+
+
+def _changed(
+    study: Study, setups: Sequence[SimulatedRun], slo: Slo, base: Capacity
+) -> Mapping[str, Capacity]:
+    by_name: dict[str, list[SimulatedRun]] = {}
+    for setup in setups:
+        for name, other in what_ifs(setup).items():
+            by_name.setdefault(name, []).append(other)
+    return capacities(study, by_name, slo, base.median_rps)
+
+
+def report(
+    setup: SimulatedRun, config: SimulateConfig, slo: Slo, base: Capacity,
+    changed: Mapping[str, Capacity],
+) -> Iterator[str]:  # fmt: skip
+    """Yield the lines of the answer."""
+    low, high = min(base.rates_rps), max(base.rates_rps)
+    yield f"Simulated, not measured. Machine: {setup.machine.name}. Workload: {config.workload}."
+    yield (
+        f"load      {base.median_rps:.3g} requests/s within P{slo.percentile:g} <= "
+        f"{slo.ttft_s:g} s of first tokens ({low:.3g} to {high:.3g} over {len(base.rates_rps)} "
+        f"seed{'s' if len(base.rates_rps) > 1 else ''})"
+    )
+    yield from _adapters(setup, base)
+    binding = ", ".join(
+        f"{share:.0%} {name.value}" for name, share in what_binds(base.outcomes).items() if share
+    )
+    busy = statistics.median(one.figures.busy_share for one in base.outcomes)
+    link = statistics.median(one.figures.link_busy_share for one in base.outcomes)
+    yield (
+        f"binds     the slowest tenth waits for: {binding}; the device computes {busy:.0%} of the "
+        f"time, the link copies {link:.0%}"
+    )
+    for name, capacity in changed.items():
+        ratio = capacity.median_rps / base.median_rps
+        word = f"{ratio - 1:+.0%}" if abs(ratio - 1) >= _SAME else "the same"
+        yield f"what if   {name}: {capacity.median_rps:.3g} requests/s ({word})"
+    if config.rps is not None:
+        number = math.ceil(config.rps / base.median_rps)
+        yield (
+            f"servers   {number} for {config.rps:g} requests/s, if each gets its share of them and "
+            "all adapters"
+        )
+
+
+def _adapters(setup: SimulatedRun, base: Capacity) -> Iterator[str]:
+    workload = draw_workload(_any_load(setup.workload), setup.traces)
+    sizes = [setup.machine.adapter_facts("", rank).num_bytes for rank in workload.ranks]
+    fit = statistics.median(
+        adapters_that_fit(one, statistics.fmean(sizes)) for one in base.outcomes
+    )
+    hits = 1.0 - statistics.median(one.figures.cold_share for one in base.outcomes)
+    yield (
+        f"adapters  {len(sizes)}, {sum(sizes) / 2**30:.3g} GiB; at that load "
+        f"{min(fit, len(sizes)):.0f} are on the device on average, and {hits:.0%} of requests find "
+        "theirs there"
+    )
+
+
+def _any_load(spec: WorkloadSpec) -> WorkloadSpec:
+    return replace(spec, rps=1.0)

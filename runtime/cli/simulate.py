@@ -1,0 +1,95 @@
+"""``corun simulate``: what engines would do with a workload, on virtual time."""
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...profiles.picture import check_matplotlib
+from ...profiles.profile import ProfileError
+from ..config.engine import EngineConfig
+from ..config.flags import build_configs
+from ..config.simulate import SimulateConfig
+from ..errors import ConfigError
+from ..sim.configure import machine_of
+from ..sim.results import RUNS_NAME, Cell, Results, foot, prepared_folder, table, write_results
+from ..sim.study import SimulatedRun, Study
+from ..sim.traces import trace_directory
+from ..sim.variants import Variant, check_number, rates_of, specs_of, variants_of
+from ..sim.workload_file import read_workload
+from ..sim.workload_spec import WorkloadSpec
+from .profile import ProgressLine
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate everything, print a table, write figures and pictures."""
+    engine, config = build_configs(
+        vars(arguments), (EngineConfig, SimulateConfig), environment=os.environ, command="simulate"
+    )
+    cells = list(cells_of(engine, config, frozenset(vars(arguments))))
+    setups = [setup for cell in cells for setup in cell.setups]
+    folder = None
+    if config.out is not None:
+        digest = hashlib.sha256("".join(one.digest for one in setups).encode()).hexdigest()
+        folder = prepared_folder(Path(config.out), digest, is_forced=config.force)
+    kept = None if folder is None else folder / RUNS_NAME
+    with Study(kept, config.jobs or os.cpu_count() or 1, ProgressLine().say) as study:
+        outcomes = study.run(setups)
+    results = Results(cells, outcomes, config.workload, config.percentile, engine.slo_ttft_s)
+    for line in table(results):
+        print(line)
+    print(foot(results))
+    if folder is not None:
+        for path in write_results(folder, results, may_draw=_may_draw()):
+            print(path)
+    return 0
+
+
+def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]) -> Iterator[Cell]:
+    """Yield all variants at all loads; ``given``: names of options. Raises ``ConfigError``."""
+    variants = variants_of(engine, config)
+    workloads = [read_workload(variant.config.workload) for variant in variants]
+    rates_rps = rates_of(config, workloads[0])
+    check_number(len(variants), len(rates_rps), config.seeds)
+    for variant, workload in zip(variants, workloads, strict=True):
+        machine = machine_of(variant.engine.profile, variant.engine, given | variant.compared)
+        for rate_rps in rates_rps:
+            setups = (
+                SimulatedRun(
+                    name=_name(variant, spec),
+                    machine=machine,
+                    config=variant.engine,
+                    workload=spec,
+                    traces=trace_directory(config.traces),
+                    log_digest=_log_digest(spec),
+                    horizon_s=config.horizon_s,
+                )
+                for spec in specs_of(config, workload, rate_rps)
+            )
+            yield Cell(variant.name, tuple(setups))
+
+
+def _name(variant: Variant, spec: WorkloadSpec) -> str:
+    load = f"{spec.rps:g} requests/s" if spec.rps else ""
+    return ", ".join(filter(None, (variant.name, load, f"seed {spec.seed}")))
+
+
+def _log_digest(spec: WorkloadSpec) -> str:
+    """Raises ``ConfigError`` if the log cannot be read."""
+    if spec.json_lines is None:
+        return ""
+    try:
+        return hashlib.sha256(Path(spec.json_lines).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"--workload {spec.json_lines}: {error.strerror or error}") from error
+
+
+def _may_draw() -> bool:
+    try:
+        check_matplotlib()
+    except ProfileError as error:
+        print(f"corun: no pictures: {error}", file=sys.stderr)
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""Reads option values from the environment: ``CORUN_`` and the option's name in capitals.
+
+Several values are separated as on a command line, with the same quotes. Knows which options exist
+only through their specs.
+"""
+
+import logging
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from ..near_names import near_names
+from .option import OptionSpec, check_value, parse_text
+
+PREFIX = "CORUN_"
+_SWITCH = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+# Other variables with the prefix are somebody else's: Kubernetes sets some for a service "corun".
+_NEAR = 0.8
+
+_logger = logging.getLogger(__name__)
+
+
+def read_variables(
+    environment: Mapping[str, str], specs: Iterable[OptionSpec]
+) -> dict[str, Any]:  # fmt: skip
+    """Return {field name: checked value} of the options that ``environment`` gives.
+
+    Raises ``ConfigError`` for a value of the wrong type or out of range, or an empty one. A
+    variable that is nearly that of an option is named in the log.
+    """
+    by_variable = {PREFIX + spec.name.upper(): spec for spec in specs}
+    values = {}
+    for variable, text in environment.items():
+        spec = by_variable.get(variable)
+        if spec is not None:
+            values[spec.name] = check_value(spec, _parsed(spec, text, variable), label=variable)
+        elif variable.startswith(PREFIX):
+            hint = near_names(variable, by_variable, "{}", show=str, most=1, cutoff=_NEAR)
+            if hint:
+                _logger.warning("%s is no option and does nothing; %s is one", variable, hint)
+    return values
+
+
+def _parsed(spec: OptionSpec, text: str, variable: str) -> Any:
+    if not text.strip():
+        raise ConfigError(f"{variable} is empty; unset it, or give it a value")
+    if spec.repeated:
+        try:
+            items = shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(f"{variable} is {text!r}: {error}") from None
+        return tuple(parse_text(spec, item, label=variable) for item in items)
+    if spec.kind is not bool:
+        return parse_text(spec, text, label=variable)
+    switch = _SWITCH.get(text.strip().lower())
+    if switch is None:
+        raise ConfigError(f"{variable} is {text!r}, must be one of {', '.join(_SWITCH)}")
+    return switch

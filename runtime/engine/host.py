@@ -1,0 +1,307 @@
+"""One engine, driven by messages: applies them, takes its turns, and collects what it has to say.
+
+It knows the engine only through the protocols below: nothing of models, devices or of who sends the
+messages.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ..adapters.info import AdapterInfo
+from ..errors import CorunError, RequestError
+from ..limits import overdue_error
+from .messages import (
+    AbortRequests,
+    AdapterOperation,
+    AdaptersChanged,
+    AddAdapter,
+    AddRequest,
+    AddRequests,
+    EngineLoad,
+    EngineStats,
+    FromEngine,
+    ModelInfo,
+    OperationDone,
+    PinAdapter,
+    RemoveAdapter,
+    ReportStats,
+    RequestUpdate,
+    StepOutputs,
+    ToEngine,
+    TokenizerSpec,
+)
+
+_STATS_INTERVAL_S = 0.1  # not each turn: they look at all adapters
+
+
+class Core(Protocol):
+    """Requests in, tokens out; ``EngineCore`` is the one."""
+
+    @property
+    def load(self) -> EngineLoad:
+        """What waits and runs."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is open, under way, or to be told."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``step`` might get on now; if not, something of what follows must come first."""
+        ...
+
+    def wake_at_s(self) -> float | None:
+        """When ``step`` may get on although nothing has happened, on the monotonic clock."""
+        ...
+
+    def add_request(self, message: AddRequest, arrival_s: float | None = None) -> None:
+        """Take a request that came at ``arrival_s``, or now. Raises ``RequestError``."""
+        ...
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End these; their final updates come with the next step."""
+        ...
+
+    def step(self) -> Sequence[RequestUpdate]:
+        """Submit what can be scheduled, take in what has ended, return what is new."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Gauges and totals."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while the executor has something to tell."""
+        ...
+
+
+class AdapterOperations(Protocol):
+    """Registers and unregisters adapters."""
+
+    def handle(self, message: AdapterOperation) -> None:
+        """Begin an operation; ``poll`` tells how it ended."""
+        ...
+
+    def must_wait(self, name: str) -> bool:
+        """Whether requests for ``name`` wait until its files have been read, which then begins."""
+        ...
+
+    def poll(self, *, is_due: bool) -> Sequence[OperationDone | AdaptersChanged]:
+        """Return what has happened since the last call; of adapters' states if that ``is_due``."""
+        ...
+
+    def infos(self) -> Sequence[AdapterInfo]:
+        """Return the adapters registered now."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``poll`` would return something."""
+        ...
+
+
+class BuiltEngine(Protocol):
+    """An engine, put together."""
+
+    @property
+    def core(self) -> Core:
+        """Computes requests."""
+        ...
+
+    @property
+    def info(self) -> ModelInfo:
+        """What a front end must know."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterOperations:
+        """Registers adapters."""
+        ...
+
+    @property
+    def tokenizer(self) -> TokenizerSpec | None:
+        """What a front end in another process makes the tokenizer from, if it can."""
+        ...
+
+    def close(self) -> None:
+        """Stop and free everything. Idempotent."""
+        ...
+
+
+class EngineHost:
+    """One engine, driven by messages: ``handle`` them, then ``turn`` and send what it returns.
+
+    Keeps the protocol's promise that every request and every operation ends exactly once.
+    """
+
+    def __init__(
+        self, assembly: BuiltEngine, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._core = assembly.core
+        self._adapters = assembly.adapters
+        self._open_ids: set[int] = set()
+        # Requests, and when they came, for adapters whose files must be read first, by name.
+        self._held: dict[str, dict[int, tuple[AddRequest, float]]] = {}
+        self._max_queue_s = assembly.info.max_queue_s
+        self._refusals: list[RequestUpdate] = []
+        self._failed_operations: list[OperationDone] = []
+        self._has_messages = True  # something was handled since the last turn
+        self._num_requests = 0
+        self._told = (0, EngineLoad())  # requests taken in, and what waited and ran
+        self._clock = clock
+        self._stats = EngineStats()  # what was told last
+        self._stats_due_s = -math.inf  # when they may be told again
+        self._may_differ = False  # from what was told
+        self._must_tell = False
+
+    @property
+    def can_turn(self) -> bool:
+        """Whether a turn would get on now; if not, a descriptor, a message or a time must."""
+        return self._has_messages or self._core.is_ready
+
+    def wake_at_s(self) -> float | None:
+        """When a turn may get on although nothing has happened, on the monotonic clock."""
+        stats_due_s = self._stats_due_s if self._may_differ else None
+        times_s = (self._core.wake_at_s(), stats_due_s, self._overdue_at_s())
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def filenos(self) -> list[int]:
+        """Descriptors of which one is readable when a turn would get on."""
+        return [self._core.fileno(), self._adapters.fileno()]
+
+    def handle(self, message: ToEngine) -> None:
+        """Apply one message (``Shutdown`` is the driver's business)."""
+        self._has_messages = True
+        match message:
+            case AddRequests(requests):
+                for request in requests:
+                    self._add_request(request)
+            case AbortRequests(request_ids):
+                self._abort_held(request_ids)
+                self._core.abort(request_ids)
+            case AddAdapter() | PinAdapter() | RemoveAdapter():
+                self._begin_operation(message)
+            case ReportStats():
+                self._must_tell = True
+
+    def turn(self) -> list[FromEngine]:
+        """Take a step; return what is to be told, possibly nothing."""
+        self._has_messages = False
+        updates, self._refusals = self._refusals, []
+        updates += self._core.step()
+        is_due = self._is_due()
+        told: list[FromEngine] = [*self._failed_operations, *self._adapters.poll(is_due=is_due)]
+        self._failed_operations = []
+        self._refuse_overdue()
+        self._let_go()
+        stats = self._new_stats() if is_due else None
+        if updates or stats is not None or self._told != self._counts():
+            told.append(self._outputs(updates, stats))
+        self._open_ids.difference_update(
+            update.request_id for update in updates if update.finish_reason is not None
+        )
+        return told
+
+    def end_all(self, error: CorunError) -> StepOutputs:
+        """Return final updates that end every open request with ``error``."""
+        updates = [_failed(request_id, error) for request_id in sorted(self._open_ids)]
+        self._open_ids.clear()
+        return self._outputs(updates)
+
+    def _counts(self) -> tuple[int, EngineLoad]:
+        load, num_held = self._core.load, sum(len(held) for held in self._held.values())
+        if num_held:
+            load = msgspec.structs.replace(load, num_waiting=load.num_waiting + num_held)
+        return self._num_requests, load
+
+    def _outputs(
+        self, updates: Sequence[RequestUpdate], stats: EngineStats | None = None
+    ) -> StepOutputs:
+        self._told = self._counts()
+        return StepOutputs(tuple(updates), *self._told, stats)
+
+    def _is_due(self) -> bool:
+        """Whether to tell of the engine: when asked, when it comes to rest, and now and then."""
+        now_s = self._clock()
+        self._may_differ = not self._must_tell and self._core.has_work and now_s < self._stats_due_s
+        if not self._may_differ:
+            self._stats_due_s = now_s + _STATS_INTERVAL_S
+        return not self._may_differ
+
+    def _new_stats(self) -> EngineStats | None:
+        last, self._stats = self._stats, self._core.stats()
+        if self._stats == last and not self._must_tell:
+            return None
+        self._must_tell = False
+        return self._stats
+
+    def _add_request(self, request: AddRequest) -> None:
+        self._open_ids.add(request.request_id)
+        self._num_requests += 1
+        name = request.adapter_name
+        if name is not None and self._adapters.must_wait(name):
+            held = self._held.setdefault(name, {})
+            held[request.request_id] = request, self._clock()
+        else:
+            self._take(request, None)
+
+    def _take(self, request: AddRequest, arrival_s: float | None) -> None:
+        try:
+            self._core.add_request(request, arrival_s)
+        except RequestError as error:
+            self._refusals.append(_failed(request.request_id, error))
+
+    def _let_go(self) -> None:
+        """Hand over the requests whose adapters have been read, or cannot be."""
+        for name in [name for name in self._held if not self._adapters.must_wait(name)]:
+            for request, arrival_s in self._held.pop(name).values():
+                self._take(request, arrival_s)
+            self._has_messages = True
+
+    def _overdue_at_s(self) -> float | None:
+        """When the first of those that are held has waited too long; None = none ever does."""
+        if self._max_queue_s is None or not self._held:
+            return None
+        arrivals_s = (at_s for held in self._held.values() for _, at_s in held.values())
+        return min(arrivals_s, default=math.inf) + self._max_queue_s
+
+    def _refuse_overdue(self) -> None:
+        """End the requests that have waited too long for their adapters to be read."""
+        overdue_at_s, now_s = self._overdue_at_s(), self._clock()
+        if overdue_at_s is None or now_s < overdue_at_s:
+            return
+        assert self._max_queue_s is not None
+        error = overdue_error(self._max_queue_s)
+        for held in self._held.values():
+            for request_id, (_, arrival_s) in list(held.items()):
+                if now_s >= arrival_s + self._max_queue_s:
+                    del held[request_id]
+                    self._refusals.append(_failed(request_id, error))
+                    self._has_messages = True  # to be told in the next turn
+
+    def _abort_held(self, request_ids: Sequence[int]) -> None:
+        for held in self._held.values():
+            self._refusals += [
+                RequestUpdate(request_id, finish_reason="abort")
+                for request_id in request_ids
+                if held.pop(request_id, None) is not None
+            ]
+
+    def _begin_operation(self, message: AdapterOperation) -> None:
+        try:
+            self._adapters.handle(message)
+        except CorunError as error:
+            self._failed_operations.append(
+                OperationDone(message.operation_id, str(error), type(error).__name__)
+            )
+
+
+def _failed(request_id: int, error: CorunError) -> RequestUpdate:
+    return RequestUpdate(
+        request_id, finish_reason="error", error_kind=type(error).__name__, error=str(error)
+    )

@@ -1,0 +1,150 @@
+"""Finds adapters that requests name and nobody has registered: ``--lora-resolver``.
+
+The interface is vLLM's, so that a resolver written for it needs a few lines here.
+"""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from ..adapters.allowed_dirs import resolve_allowed
+from ..adapters.checkpoint import WEIGHTS_NAME
+from ..adapters.peft_config import CONFIG_NAME
+from ..config.notations import parse_lora_resolver
+from ..errors import AdapterError, ConfigError, RequestError, UnknownModelError
+from .outputs import LoRARequest
+
+# Of a repository, which may hold a whole model: the adapter and its small files alone.
+_HUB_FILES = (WEIGHTS_NAME, "*.json")
+_MAX_FETCHES = 4  # at a time
+_ASK_TIMEOUT_S = 5.0  # for each wait while the hub is asked whether it has a repository
+
+
+class LoraResolver(Protocol):
+    """Knows where adapters are."""
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        """Return the adapter of this name, in a directory of this machine; None = there is none.
+
+        Raises ``UnknownModelError`` with the reason if that cannot be told, ``AdapterError`` if it
+        is there and cannot be had.
+        """
+        ...
+
+
+class DirectoryResolver:
+    """Adapters are directories of one directory, by name; links must not lead out of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        return await asyncio.to_thread(self._find, lora_name)
+
+    def _find(self, name: str) -> LoRARequest | None:
+        path = self._directory / name
+        if not (path / CONFIG_NAME).is_file():
+            return None
+        try:
+            found = resolve_allowed(str(path), [str(self._directory)])
+        except RequestError:  # whoever asks is not told what lies elsewhere
+            return None
+        return LoRARequest(name, 0, found)
+
+
+class HubResolver:
+    """Adapters are repositories of Hugging Face's hub: ``owner/name``, or ``owner/name@revision``.
+
+    Only safetensors and JSON files are fetched, into the hub's cache.
+    """
+
+    def __init__(self, allowed: str | None = None) -> None:
+        """``allowed``: the one owner, or the one repository, to take; None = all."""
+        self._allowed = allowed
+        # Of its own: a hub that hangs must not take the threads that others need.
+        self._threads = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="corun-hub")
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        repository, at, revision = lora_name.partition("@")
+        is_name = repository.count("/") == 1 and bool(at) == bool(revision)
+        if not is_name or not self._is_allowed(repository):
+            return None
+        fetch = partial(self._fetch, lora_name, repository, revision or "main")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
+
+    def _fetch(self, name: str, repository: str, revision: str) -> LoRARequest | None:
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HFValidationError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        try:
+            path = _download(repository, revision)
+        except GatedRepoError as error:
+            raise AdapterError(
+                f"adapter {name!r} is in a gated repository of the hub; HF_TOKEN must be of "
+                "somebody who was let in"
+            ) from error
+        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
+            return None
+        # Unreachable, overloaded, offline, a full disk: each has errors of its own.
+        except Exception as error:
+            path = _cached(repository, revision)
+            if path is None:
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                raise UnknownModelError(
+                    f"no model or adapter is named {name!r} here, and it cannot be fetched from "
+                    f"the hub now: {reason}",
+                    param="lora_request",
+                ) from error
+        return None if path is None else LoRARequest(name, 0, str(path))
+
+    def _is_allowed(self, repository: str) -> bool:
+        owner = repository.partition("/")[0]
+        return self._allowed in (None, owner, repository)
+
+
+def _download(repository: str, revision: str) -> Path | None:
+    """Return where the adapter's files are in the hub's cache; None = it is no adapter.
+
+    Not ``snapshot_download``, which waits for a hub that does not answer without end.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    info = HfApi().model_info(repository, revision=revision, timeout=_ASK_TIMEOUT_S)
+    files = [file.rfilename for file in info.siblings or () if "/" not in file.rfilename]
+    if CONFIG_NAME not in files:
+        return None
+    wanted = [name for name in files if any(fnmatch(name, kind) for kind in _HUB_FILES)]
+    paths = {name: hf_hub_download(repository, name, revision=revision) for name in wanted}
+    return Path(paths[CONFIG_NAME]).parent
+
+
+def _cached(repository: str, revision: str) -> Path | None:
+    """Return where the adapter's files are if they were fetched before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = [
+        try_to_load_from_cache(repository, name, revision=revision)
+        for name in (CONFIG_NAME, WEIGHTS_NAME)
+    ]
+    return Path(str(found[0])).parent if all(isinstance(one, str) for one in found) else None
+
+
+def make_resolver(text: str) -> LoraResolver:
+    """Make the one that ``--lora-resolver`` names.
+
+    Raises ``ConfigError`` if its directory is not there.
+    """
+    kind, argument = parse_lora_resolver(text)
+    if kind == "hub":
+        return HubResolver(argument)
+    directory = Path(str(argument))
+    if not directory.is_dir():
+        raise ConfigError(f"--lora-resolver directory:{directory}: there is no such directory")
+    return DirectoryResolver(directory)

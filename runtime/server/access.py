@@ -1,0 +1,100 @@
+"""Who may ask for what: keys of requests, compared in constant time."""
+
+import hmac
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from ..config.serve import ServeConfig
+from ..errors import AdminKeyNeededError, ConfigError, InvalidKeyError
+
+_HEALTH_PATHS = frozenset({"/health", "/ready", "/version"})
+_METRICS_PATHS = frozenset({"/metrics"})
+PROBE_PATHS = _HEALTH_PATHS | _METRICS_PATHS
+_READING = frozenset({"GET", "HEAD"})
+_ADAPTER_PATHS = tuple(
+    f"{prefix}/{name}"
+    for prefix in ("/v1", "")
+    for name in ("load_lora_adapter", "unload_lora_adapter", "lora_adapters")
+)
+
+
+class Keys:
+    """Secrets of which a request holds one, kept as digests: comparing tells not even a length."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = tuple({sha256(key.encode()).digest(): None for key in keys})
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def have(self, key: bytes) -> bool:
+        """Whether ``key`` is one of them. It is compared with each, whatever comes out."""
+        digest = sha256(key).digest()
+        return any([hmac.compare_digest(digest, one) for one in self._digests])
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Which requests need which key. Without keys all are let in; an admin's key fits everywhere.
+
+    ``admin`` keys, if there are any, are for what changes adapters, and ``api`` keys do not fit
+    there.
+    """
+
+    api: Keys = field(default_factory=Keys)
+    admin: Keys = field(default_factory=Keys)
+    open_paths: frozenset[str] = frozenset()  # no key is asked for there
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> "Access":
+        """Take them from the options. Raises ``ConfigError`` for a file of keys that is none."""
+        open_paths: frozenset[str] = frozenset()
+        if not config.metrics_need_key:
+            open_paths |= _METRICS_PATHS
+        if not config.health_needs_key:
+            open_paths |= _HEALTH_PATHS
+        return cls(
+            Keys((*config.api_key, *_read_keys(config.api_key_file, "--api-key-file"))),
+            Keys((*config.admin_key, *_read_keys(config.admin_key_file, "--admin-key-file"))),
+            open_paths,
+        )
+
+    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
+        """Raise ``InvalidKeyError`` or ``AdminKeyNeededError`` unless a request is let in."""
+        if path in self.open_paths:
+            return
+        is_change = bool(self.admin) and method not in _READING and path.startswith(_ADAPTER_PATHS)
+        if not self.api and not is_change:
+            return
+        key = _bearer(headers)
+        is_admin = key is not None and self.admin.have(key)
+        is_user = key is not None and self.api.have(key)
+        if not is_admin and not is_user:
+            raise InvalidKeyError(
+                "the header Authorization: Bearer KEY is missing or wrong (--api-key, --admin-key)"
+            )
+        if is_change and not is_admin:
+            raise AdminKeyNeededError(
+                "changing adapters needs a key of an administrator (--admin-key)"
+            )
+
+
+def _bearer(headers: Mapping[bytes, bytes]) -> bytes | None:
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else None
+
+
+def _read_keys(path: str | None, flag: str) -> list[str]:
+    """Return the lines of a file, of which at least one holds a key."""
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise ConfigError(f"{flag} {path} holds no key; it must have one on each line")
+    return keys

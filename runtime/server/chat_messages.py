@@ -1,0 +1,224 @@
+"""Conversations: from the messages of a body to the text that the model's chat template makes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pydantic_core
+
+from ..errors import NotServedError, RequestError
+from .body import RequestModel, given
+from .engine_port import RendererPort
+from .errors import HttpError
+from .json_values import show, wrong_type
+from .message_schema import MESSAGE_STRINGS, ROLES
+
+# What no conversation holds: written or not, it shows what a template leaves out.
+_OTHER_RESULT = "\x02other\x03"
+_OTHER_CALLS = [
+    {"type": "function", "id": "other", "function": {"name": _OTHER_RESULT, "arguments": {}}}
+]
+
+# Arguments of the renderer itself; a request may only set the template's own variables.
+_RESERVED_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+class ConversationFields(RequestModel):
+    """What a body says of its conversation beside the messages."""
+
+    add_generation_prompt: bool | None = given(
+        "Let the model begin a message; default: unless one is continued."
+    )
+    continue_final_message: bool | None = given(
+        "Leave the last message open, so that the model goes on with it."
+    )
+    chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template's own.")
+
+    def render(self, tokenizer: RendererPort, values: list[Any]) -> str:
+        """Return the prompt that the chat template makes of ``values``, the body's messages.
+
+        Raises ``RequestError``: for a message that is none, for variables that are not a request's
+        to set, and if the template would leave out calls of tools or their results.
+        """
+        variables = self._variables()
+        messages = template_messages(values)
+        text = tokenizer.apply_chat_template(messages, **variables)
+        for what, changed in _with_other_tools(messages):
+            if _renders_as(text, tokenizer, changed, variables):
+                raise NotServedError(
+                    f"messages has {what}, which the model's chat template leaves out",
+                    param="messages",
+                )
+        return text
+
+    def _variables(self) -> dict[str, Any]:
+        variables = dict(self.chat_template_kwargs or {})
+        for name in variables:
+            if name in _RESERVED_ARGUMENTS:
+                param = f"chat_template_kwargs.{name}"
+                raise NotServedError(f"{param} cannot be set by a request", param=param)
+        is_continued = bool(self.continue_final_message)
+        if is_continued and self.add_generation_prompt:
+            raise HttpError(
+                400,
+                "continue_final_message and add_generation_prompt are both true: the prompt ends "
+                "with one of them",
+                code="invalid_value",
+                param="continue_final_message",
+            )
+        variables["continue_final_message"] = is_continued
+        variables["add_generation_prompt"] = (
+            not is_continued and self.add_generation_prompt is not False
+        )
+        return variables
+
+
+def _with_other_tools(
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yield the messages with something else in what not every template writes."""
+    if any("tool_calls" in message for message in messages):
+        changed = [
+            message if "tool_calls" not in message else {**message, "tool_calls": _OTHER_CALLS}
+            for message in messages
+        ]
+        yield "tool_calls", changed
+    if any(message["role"] == "tool" for message in messages):
+        changed = [
+            message if message["role"] != "tool" else {**message, "content": _OTHER_RESULT}
+            for message in messages
+        ]
+        yield 'messages of the role "tool"', changed
+
+
+def _renders_as(
+    text: str,
+    tokenizer: RendererPort,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> bool:
+    try:
+        return tokenizer.apply_chat_template(messages, **variables) == text
+    except RequestError:  # what the template refuses, it has read
+        return False
+
+
+def template_messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages as a chat template takes them, every content one string.
+
+    Fields that are not served have been left out before. Raises ``HttpError`` naming the message
+    and the field that is wrong, and ``NotServedError`` for contents that are not text.
+    """
+    if not messages:
+        raise HttpError(400, "messages is empty", code="empty_messages", param="messages")
+    return [_message(item, f"messages[{i}]") for i, item in enumerate(messages)]
+
+
+def _message(value: object, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(path, value, "an object with role and content")
+    role = value.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong_type(f"{path}.role", role, "one of " + ", ".join(ROLES))
+    # OpenAI's "developer" took the place of "system"; the templates of models know the latter.
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    content = value.get("content")
+    is_silent = content is None and role == "assistant"  # templates want a string all the same
+    message["content"] = "" if is_silent else _text(content, f"{path}.content")
+    for name in MESSAGE_STRINGS:
+        if value.get(name) is not None:
+            message[name] = _string(value[name], f"{path}.{name}")
+    calls = value.get("tool_calls")
+    if calls is not None and calls != []:  # other clients send none as an empty list
+        message["tool_calls"] = _tool_calls(calls, role, f"{path}.tool_calls")
+    return message
+
+
+def _tool_calls(value: object, role: str, path: str) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise HttpError(
+            400,
+            f"{path} is given, but only assistants call tools, not {role!r}",
+            code="invalid_value",
+            param=path,
+        )
+    if not isinstance(value, list):
+        raise wrong_type(path, value, "a list of calls")
+    return [_tool_call(item, f"{path}[{i}]") for i, item in enumerate(value)]
+
+
+def _tool_call(value: object, path: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict):
+        raise wrong_type(path, value, "an object with id, type and function")
+    call: dict[str, Any] = {"type": "function"}
+    if value.get("type", "function") != "function":
+        raise NotServedError(
+            f'{path}.type is {show(value["type"])}, only "function" is served', param=f"{path}.type"
+        )
+    if value.get("id") is not None:
+        call["id"] = _string(value["id"], f"{path}.id")
+    call["function"] = {
+        "name": _string(function.get("name"), f"{path}.function.name"),
+        "arguments": _arguments(function.get("arguments"), f"{path}.function.arguments"),
+    }
+    return call
+
+
+def _arguments(value: object, path: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object: clients send its JSON, templates write it."""
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        try:
+            value = pydantic_core.from_json(value)
+        except ValueError:
+            raise wrong_type(path, value, "the JSON of an object") from None
+    if not isinstance(value, dict):
+        raise wrong_type(path, value, "an object, or its JSON")
+    return value
+
+
+def _text(content: object, path: str) -> str:
+    """Join the text parts of ``content``."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong_type(path, content, "a string or a list of text parts")
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: object, path: str) -> str:
+    if not isinstance(part, dict):
+        raise wrong_type(path, part, 'an object like {"type": "text", "text": "…"}')
+    kind = part.get("type")
+    if kind != "text":
+        raise NotServedError(
+            f'{path}.type is {show(kind)}, only "text" is served', param=f"{path}.type"
+        )
+    return _string(part.get("text"), f"{path}.text")
+
+
+def _string(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(path, value, "a string")
+    return value

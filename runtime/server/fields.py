@@ -1,0 +1,282 @@
+"""Which fields of a body mean something: served, accepted without effect, or refused.
+
+What would change the answer is refused, what cannot is accepted. The tables here are the only place
+that says so; what is served, the models of the bodies say. Whatever is in neither is unknown:
+``--unknown-fields`` decides, but a near miss of a served name is always an error.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import NotServedError
+from ..limits import HttpLimits, check_body
+from ..near_names import near_names
+from .errors import HttpError
+from .json_values import MAX_SHOWN_CHARS, field_path, show
+from .message_schema import MESSAGE_STRINGS
+
+MAX_UNKNOWN_NAMES = 64  # unknown ones: in one body, and in the log
+_MISS_CUTOFF = 0.85  # how alike an unknown name is to a served one that is meant
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedField:
+    """A field that would change the answer if it were served."""
+
+    instead: str  # why it is not, or what to write
+    neutral: tuple[object, ...] = ()  # values, besides null, that ask for nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldTable:
+    """The fields of one kind of object."""
+
+    served: Collection[str]
+    accepted: Mapping[str, str]  # why each changes no answer
+    refused: Mapping[str, RefusedField]
+    nested: Mapping[str, "FieldTable"] = field(default_factory=dict)  # of objects, by served name
+
+
+_NO_TOOLS = "calling tools and functions is not served yet"
+_NO_SOUND = "only text is served"
+_NO_CONSTRAINTS = "constrained decoding is not served yet"
+_NO_REASONING = "what the model's template knows of it goes into chat_template_kwargs"
+_NO_SAMPLER = "there is no such sampler"
+_ADAPTER_IN_MODEL = "write the adapter's name as model"
+_CHAT = "conversations go to /v1/chat/completions"
+_PROMPT = "prompts go to /v1/completions"
+_ONE_LEVEL = "write its fields at the top level of the body"
+
+# Each cannot change the answer: it is about accounts, storage, routing or scheduling.
+ACCEPTED_FIELDS: Mapping[str, str] = {
+    "user": "names the end user",
+    "safety_identifier": "names the end user",
+    "metadata": "labels what is stored; nothing is",
+    "service_tier": "there is one tier of service",
+    "prompt_cache_key": "KV is found by its tokens",
+    "prompt_cache_retention": "KV is kept as --memory-policy says",
+    "prompt_cache_options": "KV is kept as --memory-policy says",
+    "cache_prompt": "KV is always kept for others",
+    "request_id": "the header x-request-id names a request",
+    "rid": "the header x-request-id names a request",
+    "priority": "--scheduling-policy says who is next",
+    "guided_decoding_backend": "constrained decoding is not served yet",
+    "separate_reasoning": "text is not parsed",
+    "stream_reasoning": "text is not parsed",
+    "include_reasoning": "text is not parsed",
+}
+
+REFUSED_FIELDS: Mapping[str, RefusedField] = {
+    # OpenAI's.
+    "tools": RefusedField(_NO_TOOLS, ([],)),
+    "tool_choice": RefusedField(_NO_TOOLS, ("none",)),
+    "parallel_tool_calls": RefusedField(_NO_TOOLS, (True, False)),
+    "functions": RefusedField(_NO_TOOLS, ([],)),
+    "function_call": RefusedField(_NO_TOOLS, ("none",)),
+    "response_format": RefusedField(_NO_CONSTRAINTS, ({"type": "text"},)),
+    "best_of": RefusedField("all choices are returned, none are ranked; write n", (1,)),
+    "suffix": RefusedField("filling in the middle is not served", ("",)),
+    "audio": RefusedField(_NO_SOUND),
+    "modalities": RefusedField(_NO_SOUND, (["text"],)),
+    "prediction": RefusedField(
+        "predicted outputs are not served; predicted_output_tokens takes their number"
+    ),
+    "reasoning_effort": RefusedField(_NO_REASONING),
+    "reasoning": RefusedField(_NO_REASONING),
+    "verbosity": RefusedField(_NO_REASONING),
+    "web_search_options": RefusedField("searching the web is not served"),
+    "store": RefusedField("completions are not stored", (False,)),
+    "input": RefusedField(_CHAT),
+    "instructions": RefusedField("write a message of the role system"),
+    "max_output_tokens": RefusedField("write max_tokens"),
+    # vLLM's.
+    "structured_outputs": RefusedField(_NO_CONSTRAINTS),
+    "guided_json": RefusedField(_NO_CONSTRAINTS),
+    "guided_regex": RefusedField(_NO_CONSTRAINTS),
+    "guided_choice": RefusedField(_NO_CONSTRAINTS),
+    "guided_grammar": RefusedField(_NO_CONSTRAINTS),
+    "structural_tag": RefusedField(_NO_CONSTRAINTS),
+    "use_beam_search": RefusedField("beam search is not served", (False,)),
+    "length_penalty": RefusedField("beam search is not served", (1.0, 1)),
+    "chat_template": RefusedField("templates come with the model or with --chat-template"),
+    "documents": RefusedField("write them into the messages", ([],)),
+    "mm_processor_kwargs": RefusedField(_NO_SOUND, ({},)),
+    "prompt_embeds": RefusedField("write the prompt as text or token ids"),
+    "logits_processors": RefusedField("requests bring no code", ([],)),
+    "return_tokens_as_token_ids": RefusedField("write return_token_ids", (False,)),
+    # SGLang's.
+    "regex": RefusedField(_NO_CONSTRAINTS),
+    "json_schema": RefusedField(_NO_CONSTRAINTS),
+    "ebnf": RefusedField(_NO_CONSTRAINTS),
+    "lora_path": RefusedField(_ADAPTER_IN_MODEL),
+    "session_params": RefusedField("sessions are not served; send the whole prompt", ({},)),
+    "return_hidden_states": RefusedField("hidden states are not returned", (False,)),
+    "no_stop_trim": RefusedField("write include_stop_str_in_output", (False,)),
+    "max_new_tokens": RefusedField("write max_tokens"),
+    "min_new_tokens": RefusedField("write min_tokens"),
+    # LoRAX's and TGI's.
+    "adapter_id": RefusedField(_ADAPTER_IN_MODEL),
+    "adapter_source": RefusedField(_ADAPTER_IN_MODEL),
+    "inputs": RefusedField("write prompt, or messages"),
+    "parameters": RefusedField(_ONE_LEVEL, ({},)),
+    "do_sample": RefusedField("write temperature: 0 is greedy"),
+    "num_return_sequences": RefusedField("write n"),
+    "num_beams": RefusedField("beam search is not served", (1,)),
+    "stop_sequences": RefusedField("write stop", ([],)),
+    "truncate": RefusedField("write truncate_prompt_tokens"),
+    "typical_p": RefusedField(_NO_SAMPLER, (1.0, 1)),
+    "no_repeat_ngram_size": RefusedField(_NO_SAMPLER, (0,)),
+    "max_length": RefusedField("write max_tokens"),
+    # llama.cpp's and Ollama's.
+    "lora": RefusedField(_ADAPTER_IN_MODEL, ([],)),
+    "lora_name": RefusedField(_ADAPTER_IN_MODEL),
+    "adapter": RefusedField(_ADAPTER_IN_MODEL),
+    "grammar": RefusedField(_NO_CONSTRAINTS, ("",)),
+    "format": RefusedField(_NO_CONSTRAINTS, ("",)),
+    "n_predict": RefusedField("write max_tokens"),
+    "num_predict": RefusedField("write max_tokens"),
+    "n_probs": RefusedField("write logprobs", (0,)),
+    "repeat_penalty": RefusedField("write repetition_penalty", (1.0, 1)),
+    "mirostat": RefusedField(_NO_SAMPLER, (0,)),
+    "dry_multiplier": RefusedField(_NO_SAMPLER, (0.0, 0)),
+    "xtc_probability": RefusedField(_NO_SAMPLER, (0.0, 0)),
+    "top_a": RefusedField(_NO_SAMPLER, (0.0, 0)),
+    "tfs_z": RefusedField(_NO_SAMPLER, (1.0, 1)),
+    "options": RefusedField(_ONE_LEVEL, ({},)),
+    "images": RefusedField(_NO_SOUND, ([],)),
+    "system": RefusedField("write a message of the role system"),
+    # Anthropic's, and what clients mean for themselves.
+    "max_tokens_to_sample": RefusedField("write max_tokens"),
+    "thinking": RefusedField(_NO_REASONING),
+    "enable_thinking": RefusedField(_NO_REASONING),
+    "extra_body": RefusedField(_ONE_LEVEL, ({},)),
+    # Served elsewhere.
+    "messages": RefusedField(_CHAT),
+    "prompt": RefusedField(_PROMPT),
+    "echo": RefusedField(_PROMPT, (False,)),
+    "top_logprobs": RefusedField("write their number as logprobs", (0,)),
+    "add_generation_prompt": RefusedField(_CHAT, (False,)),
+    "continue_final_message": RefusedField(_CHAT, (False,)),
+    "chat_template_kwargs": RefusedField(_CHAT, ({},)),
+}
+
+_TEXT_PART = FieldTable(
+    served=("type", "text"),
+    accepted={
+        "cache_control": "KV is always kept for others",
+        "annotations": "says where the text came from",
+        "id": "names the part",
+    },
+    refused={
+        name: RefusedField(_NO_SOUND)
+        for name in ("image_url", "image", "input_audio", "audio_url", "video_url", "file")
+    },
+)
+MESSAGE_FIELDS = FieldTable(
+    served=("role", "content", "tool_calls", *MESSAGE_STRINGS),
+    accepted={
+        "id": "names the message",
+        "type": "says that it is one",
+        "status": "says that it is complete",
+        "refusal": "no template writes it",
+        "annotations": "says where the text came from",
+        "cache_control": "KV is always kept for others",
+        "provider_specific_fields": "no template writes it",
+    },
+    refused={
+        "audio": RefusedField(_NO_SOUND, ({},)),
+        "images": RefusedField(_NO_SOUND, ([],)),
+        "function_call": RefusedField("write tool_calls", ({},)),
+        "prefix": RefusedField("write continue_final_message beside the messages", (False,)),
+        "partial": RefusedField("write continue_final_message beside the messages", (False,)),
+    },
+    nested={"content": _TEXT_PART},
+)  # fmt: skip
+ACCEPTED_STREAM_OPTIONS: Mapping[str, str] = {"include_obfuscation": "events are not padded"}
+
+
+class UnknownFields:
+    """What a server lets through of bodies, and how many unknown fields it has seen."""
+
+    def __init__(self, policy: str, limits: HttpLimits) -> None:
+        """``policy``: as ``--unknown-fields``."""
+        self._policy = policy
+        self._limits = limits
+        self._logged: set[str] = set()
+        self.num_seen = 0
+
+    def sift(self, body: dict[str, Any], table: FieldTable) -> None:
+        """Leave in ``body`` what is served.
+
+        Raises ``NotServedError`` for a refused field that asks for something: a client that asked
+        for a tool call must not get prose that looks like an answer. Raises ``HttpError`` for an
+        unknown field that is refused or nearly a served one, and for very many of them; and
+        ``RequestError`` for a body beyond the limits.
+        """
+        check_body(body, self._limits)
+        self._sift(body, table, (), set())
+
+    def _sift(
+        self, data: dict[str, Any], table: FieldTable, at: tuple[int | str, ...], unknown: set[str]
+    ) -> None:
+        for name in [name for name in data if name not in table.served]:
+            value = data.pop(name)
+            if name in table.accepted:
+                continue
+            refused = table.refused.get(name)
+            if refused is None:
+                self._note(name, table, (*at, name), unknown)
+            elif value is not None and not _is_neutral(value, refused.neutral):
+                path = field_path((*at, name))
+                raise NotServedError(
+                    f"{path} is not served: {refused.instead}{_allowed(refused.neutral)}",
+                    param=path,
+                )
+        for name, nested in table.nested.items():
+            value = data.get(name)
+            if isinstance(value, dict):
+                self._sift(value, nested, (*at, name), unknown)
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, dict):
+                        self._sift(item, nested, (*at, name, index), unknown)
+
+    def _note(
+        self, name: str, table: FieldTable, location: tuple[int | str, ...], unknown: set[str]
+    ) -> None:
+        """Count one unknown field, or raise."""
+        path = field_path(location)
+        if name not in unknown:  # comparing takes long
+            unknown.add(name)
+            if len(unknown) > MAX_UNKNOWN_NAMES:
+                raise _unknown(path, f"it is one of more than {MAX_UNKNOWN_NAMES} unknown ones")
+            near = near_names(name.lower().replace("-", "_"), table.served, cutoff=_MISS_CUTOFF)
+            if near:
+                raise _unknown(path, f"it is not a field that is served here{near}")
+        if self._policy == "refuse":
+            raise _unknown(path, "it is not a field that is served here (--unknown-fields)")
+        self.num_seen += 1
+        shown = name[:MAX_SHOWN_CHARS]
+        is_new = shown not in self._logged and len(self._logged) < MAX_UNKNOWN_NAMES
+        if self._policy == "warn" and is_new:
+            self._logged.add(shown)
+            _logger.warning("the unknown field %r was ignored (--unknown-fields)", path)
+
+
+def _unknown(path: str, what: str) -> HttpError:
+    message = f"{show(path)}: {what}"
+    return HttpError(400, message, code="unknown_field", param=path)
+
+
+def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
+    """Compare with the type, so that true does not pass for 1."""
+    return any(type(value) is type(other) and value == other for other in neutral)
+
+
+def _allowed(neutral: tuple[object, ...]) -> str:
+    shown = [repr(value).replace("'", '"') for value in neutral if not isinstance(value, bool)]
+    return f" (only {' or '.join(shown)} is accepted)" if shown else ""

@@ -1,0 +1,80 @@
+"""What a conversation and a prompt look like in a body, as the documents show it."""
+
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Of a message: text that its template may write.
+MESSAGE_STRINGS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {
+                    "description": "An object, or its JSON.",
+                    "type": ["string", "object", "null"],
+                },
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+MessagesField = Annotated[
+    list[Any],
+    WithJsonSchema({
+        "description": "The conversation, as the model's chat template writes it.",
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"enum": list(ROLES)},
+                "content": {
+                    "description": "Text; null only of an assistant.",
+                    "anyOf": [*_CONTENT["anyOf"], {"type": "null"}],
+                },
+                "tool_calls": {
+                    "description": "Of an assistant.",
+                    "anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}],
+                },
+                **{name: {"type": ["string", "null"]} for name in MESSAGE_STRINGS},
+            },
+            "required": ["role"],
+        },
+    }),
+]  # fmt: skip
+
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+PromptField = Annotated[
+    Any,
+    WithJsonSchema({
+        "description": "Text or token ids, or several of one kind.",
+        "anyOf": [
+            _TEXT, _TOKENS,
+            {"type": "array", "items": _TEXT, "minItems": 1},
+            {"type": "array", "items": _TOKENS, "minItems": 1},
+        ],
+    }),
+]  # fmt: skip

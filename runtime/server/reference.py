@@ -1,0 +1,177 @@
+"""The page of routes, fields, errors and limits: tables of what the code itself goes by."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..config.engine import EngineConfig
+from ..config.option import option_specs
+from ..config.serve import ServeConfig
+from ..sampling import MAX_CHOICES, MAX_LOGPROBS
+from .adapter_listing import MAX_PAGE
+from .body import RequestModel
+from .chat import ChatRequest
+from .errors import error_codes
+from .fields import (
+    ACCEPTED_FIELDS,
+    ACCEPTED_STREAM_OPTIONS,
+    MAX_UNKNOWN_NAMES,
+    MESSAGE_FIELDS,
+    REFUSED_FIELDS,
+    FieldTable,
+    RefusedField,
+)
+from .generation_request import GenerationFields, StreamOptions
+from .json_values import show
+from .openapi import body_schemas
+from .route_docs import ROUTE_DOCS
+
+# Options that bound what is asked.
+_LIMIT_OPTIONS = (
+    *("max_model_len", "max_num_seqs", "max_num_waiting", "max_queue_s", "max_stop_strings"),
+    *("max_body_mib", "max_json_depth", "max_messages", "max_request_tokens"),
+    *("template_timeout_s", "max_template_chars"),
+    *(
+        "max_connections",
+        "header_timeout_s",
+        "body_timeout_s",
+        "max_unsent_kib",
+        "unsent_timeout_s",
+    ),
+)
+
+
+def routes_markdown() -> str:
+    """Return a table with a line for each route."""
+    rows = [
+        (
+            f"`{method} {path}`",
+            doc.summary,
+            ", ".join(map(str, sorted({200, *doc.errors, *([503] if doc.unhealthy else [])}))),
+        )
+        for (method, path), doc in ROUTE_DOCS.items()
+    ]
+    return _table(("route", "does", "statuses"), rows)
+
+
+def fields_markdown() -> str:
+    """Return a table of the fields of each body, and one of those that several have."""
+    bodies: dict[type[RequestModel], list[str]] = {}
+    for (method, path), doc in ROUTE_DOCS.items():
+        if doc.body is not None:
+            bodies.setdefault(doc.body, []).append(f"`{method} {path}`")
+    schemas = body_schemas((*bodies, GenerationFields), is_closed=False)
+    messages = schemas[ChatRequest.__name__]["properties"]["messages"]["items"]
+    parts = [("Both that generate", _field_table(schemas[GenerationFields.__name__]))]
+    for model, routes in bodies.items():
+        shared = GenerationFields.model_fields if issubclass(model, GenerationFields) else ()
+        parts.append((", ".join(routes), _field_table(schemas[model.__name__], without=shared)))
+    parts.append(("`stream_options`", _field_table(schemas[StreamOptions.__name__])))
+    parts.append(("Each of `messages`", _field_table(messages)))
+    return "\n".join(f"{title}:\n\n{table}" for title, table in parts)
+
+
+def accepted_markdown() -> str:
+    """Return a table of the fields that are accepted without effect, and why they can be."""
+    rows = [(f"`{name}`", why) for name, why in ACCEPTED_FIELDS.items()]
+    rows += [(f"`stream_options.{name}`", why) for name, why in ACCEPTED_STREAM_OPTIONS.items()]
+    rows += [(f"`{path}.{name}`", why) for path, table in _nested("messages[]", MESSAGE_FIELDS)
+             for name, why in table.accepted.items()]  # fmt: skip
+    return _table(("field", "without effect, because"), rows)
+
+
+def refused_markdown() -> str:
+    """Return a table of the fields that are refused, with what to write instead."""
+    rows = [_refused_row(f"`{name}`", one) for name, one in REFUSED_FIELDS.items()]
+    rows += [_refused_row(f"`{path}.{name}`", one)
+             for path, table in _nested("messages[]", MESSAGE_FIELDS)
+             for name, one in table.refused.items()]  # fmt: skip
+    return _table(("field", "refused, because or instead", "but for"), rows)
+
+
+def errors_markdown() -> str:
+    """Return a table of the codes of errors."""
+    rows = [
+        (f"`{code}`", str(status), meaning) for code, (status, meaning) in error_codes().items()
+    ]
+    return _table(("code", "status", "meaning"), rows)
+
+
+def limits_markdown() -> str:
+    """Return a table of what bounds a request, and the option that says so, if one does."""
+    rows = [
+        ("choices of a prompt (`n`)", str(MAX_CHOICES), ""),
+        ("log-probabilities of other tokens", str(MAX_LOGPROBS), ""),
+        ("unknown fields of a body, by name", str(MAX_UNKNOWN_NAMES), ""),
+        ("adapters on a page", str(MAX_PAGE), ""),
+    ]
+    for spec in (*option_specs(EngineConfig), *option_specs(ServeConfig)):
+        if spec.name in _LIMIT_OPTIONS:
+            default = "the model's" if spec.default is None else f"{spec.default}"
+            rows.append((spec.help.rstrip("."), default, f"`{spec.flag}`"))
+    return _table(("limit of", "is", "option"), rows)
+
+
+TABLES = {
+    "routes": routes_markdown,
+    "fields": fields_markdown,
+    "accepted": accepted_markdown,
+    "refused": refused_markdown,
+    "errors": errors_markdown,
+    "limits": limits_markdown,
+}
+
+
+def _nested(path: str, table: FieldTable) -> Iterator[tuple[str, FieldTable]]:
+    yield path, table
+    for name, below in table.nested.items():
+        yield from _nested(f"{path}.{name}[]", below)
+
+
+def _refused_row(name: str, refused: RefusedField) -> tuple[str, str, str]:
+    return name, refused.instead, ", ".join(_code(show(one)) for one in refused.neutral)
+
+
+def _field_table(schema: Mapping[str, Any], *, without: Collection[str] = ()) -> str:
+    required = schema.get("required", ())
+    rows = [
+        (
+            f"`{name}`" + (" (required)" if name in required else ""),
+            _kind(field),
+            field.get("description", ""),
+        )
+        for name, field in schema["properties"].items()
+        if name not in without
+    ]
+    return _table(("field", "type", "meaning"), rows)
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """Name what a schema takes, null apart, which always means "not given"."""
+    if "anyOf" in schema:
+        kinds = (_kind(one) for one in schema["anyOf"] if one.get("type") != "null")
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema:
+        return " or ".join(_code(one) for one in schema["enum"])
+    if "$ref" in schema:
+        return "object"
+    kind = schema["type"]
+    if isinstance(kind, list):
+        return " or ".join(one for one in kind if one != "null")
+    if kind == "array":
+        inner = _kind(schema["items"])
+        is_array = inner.startswith("array")
+        return f"array of {inner.replace('array', 'arrays', 1) if is_array else f'{inner}s'}"
+    if "maximum" in schema:
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        bracket = "[" if "minimum" in schema else "("
+        return f"{kind} in {bracket}{low}, {schema['maximum']}]"
+    return str(kind)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,37 @@
+"""What drawing a workload starts from, and what it comes to. Plain data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Adapters = tuple[Ints, tuple[int, ...]]  # of the requests; ranks by adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How many requests are to be drawn, and from what."""
+
+    rate_rps: float
+    num_requests: int
+    traces: Path | None  # where trace files lie
+    rng: np.random.Generator
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Columns of a workload, before lengths are divided."""
+
+    arrival_s: NDArray[np.float64]
+    prompt_tokens: Ints
+    output_tokens: Ints
+    adapters: Ints
+    ranks: tuple[int, ...]  # by adapter
+    p99_output_tokens: float  # of the whole trace
+    has_trace: bool = True
+    hash_ids: Sequence[tuple[int, ...]] = ()  # see ``RequestTrace``; empty = nobody shares any
+    session: Ints | None = None  # of each request; None = nobody has any
+    names: tuple[str, ...] = ()  # by adapter; () = nobody has named them

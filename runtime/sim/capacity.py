@@ -1,0 +1,46 @@
+"""The largest load that an engine bears, looked for by bisection. Pure."""
+
+from collections.abc import Generator
+
+_FIRST_FACTOR = 1.1  # its square is the next, and so on
+_MAX_FACTOR = 1000.0  # from where the search starts
+
+
+class NoLimitError(RuntimeError):
+    """Whatever the load, it is borne, or it is not."""
+
+
+def largest_rate(start_rps: float, precision: float = 1.02) -> Generator[float, bool, float]:
+    """Yield rates, be told whether each is borne, and return the largest that is.
+
+    One that is ``precision`` times as large was tried and is not borne.
+
+    Args:
+        start_rps: Where to begin: a rate that may be near.
+        precision: Above 1.
+
+    Raises:
+        NoLimitError: There is none within a factor of 1,000 of ``start_rps``.
+    """
+    low_rps, high_rps = 0.0, 0.0  # 0 = not found yet
+    rate_rps, factor = start_rps, _FIRST_FACTOR
+    while not (low_rps and high_rps and high_rps <= low_rps * precision):
+        if not start_rps / _MAX_FACTOR <= rate_rps <= start_rps * _MAX_FACTOR:
+            raise NoLimitError(f"{rate_rps:g} requests/s is no limit")
+        if (yield rate_rps):
+            low_rps = rate_rps
+        else:
+            high_rps = rate_rps
+        if not (low_rps and high_rps):
+            rate_rps = _rounded(low_rps * factor if low_rps else high_rps / factor)
+            factor *= factor
+        else:
+            rate_rps = _rounded((low_rps * high_rps) ** 0.5)
+            if rate_rps in (low_rps, high_rps):
+                break
+    return low_rps
+
+
+def _rounded(rate_rps: float) -> float:
+    """So that rates have short names."""
+    return float(f"{rate_rps:.4g}")

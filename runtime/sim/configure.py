@@ -1,0 +1,121 @@
+"""From options of ``corun serve`` and a profile to what is simulated."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...profiles.find import state_directory
+from ...profiles.models import LinkModel
+from ...profiles.profile import Profile, ProfileError, load_profile
+from ..coldstart.strategy import LoadStrategy
+from ..config.engine import EngineConfig
+from ..config.notations import parse_num_bytes, parse_queues
+from ..errors import ConfigError
+from ..near_names import near_names
+from ..scheduler.predictor import make_predictor
+from .engine import SimulationOptions
+from .machines import MACHINES, SimulatedMachine
+
+_GIB = 2**30
+_FILE_BYTES_PER_S = 1e9  # by hand: of reading adapters' files, which no profile measures
+
+
+def machine_of(name: str | None, config: EngineConfig, given: frozenset[str]) -> SimulatedMachine:
+    """The machine of this name, of this profile's file, or this one as it was measured last.
+
+    Args:
+        name: Of ``MACHINES``, or a file's; None = the newest profile of this machine.
+        config: Its sizes count as far as they are ``given``; else the machine's own do.
+        given: Names of options.
+
+    Raises:
+        ConfigError: There is no such machine, and no profile.
+    """
+    if name is not None and name in MACHINES:
+        machine = MACHINES[name]
+    elif name is not None and not Path(name).is_file():
+        near = near_names(name, MACHINES, " (do you mean {}?)")
+        raise ConfigError(
+            f"--profile is {name!r}, which is no file and no machine{near}; machines: "
+            f"{', '.join(MACHINES)}"
+        )
+    else:
+        machine = _measured(_newest() if name is None else Path(name), config)
+    sizes: dict[str, Any] = {
+        option: getattr(config, option)
+        for option in ("block_size", "max_num_batched_tokens", "max_num_seqs")
+        if option in given
+    }
+    if config.memory_gib is not None:
+        sizes["memory_bytes"] = int(config.memory_gib * _GIB)
+    if config.link_gib_per_s is not None:
+        latency_s = config.link_latency_us / 1e6
+        link = LinkModel(config.link_gib_per_s * _GIB, latency_s)
+        sizes["model"] = replace(machine.model, link=link)
+    return replace(machine, **sizes)
+
+
+def options_of(config: EngineConfig) -> SimulationOptions:
+    """What an engine with these options is, simulated."""
+    strategy = config.load_strategy
+    host_bytes, host_kv_bytes = config.host_adapter_bytes, config.host_kv_bytes
+    return SimulationOptions(
+        scheduling_policy=config.scheduling_policy,
+        make_predictor=lambda _: make_predictor(config.output_predictor),
+        slo_ttft_s=config.slo_ttft_s,
+        refresh_s=config.refresh_s,
+        num_queues=parse_queues(config.queues, "--queues"),
+        growth_headroom=config.growth_headroom,
+        memory_policy=config.memory_policy,
+        prefix_cache=config.prefix_cache == "on",
+        adapter_memory_fraction=config.adapter_memory_fraction,
+        host_adapter_bytes=_num_bytes(host_bytes, "--host-adapter-bytes"),
+        host_kv_bytes=_num_bytes(host_kv_bytes, "--host-kv-bytes") or 0,
+        load_strategy=None if strategy == "auto" else LoadStrategy(strategy),
+    )
+
+
+def _num_bytes(text: str | None, flag: str) -> int | None:
+    return None if text is None else parse_num_bytes(text, flag)
+
+
+def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
+    """The machine of a profile."""
+    try:
+        profile = load_profile(path)
+    except ProfileError as error:
+        raise ConfigError(str(error)) from error
+    shape = profile.subject.shape
+    return SimulatedMachine(
+        name=_title(profile),
+        model=profile.model,
+        memory_bytes=int(profile.free_bytes * config.memory_fraction),
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        adapter_bytes_per_rank=profile.budgets[0].adapter_bytes // profile.budgets[0].rank,
+        group_targets=tuple(
+            round(group.delta_s.keys[0] / profile.budgets[0].rank) for group in profile.model.groups
+        ),
+        file_bytes_per_s=_FILE_BYTES_PER_S,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        mix_decode_with_prefill=profile.subject.machine.device == "cpu",  # as the engine does
+    )
+
+
+def _title(profile: Profile) -> str:
+    machine = profile.subject.machine
+    return f"{machine.device} ({machine.cpu_model}), measured {profile.created_at[:10]}"
+
+
+def _newest() -> Path:
+    """The newest of this user's profiles. Raises ``ConfigError`` if there is none."""
+    directory = state_directory(dict(os.environ), Path.home())
+    found = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError(
+            f"there is no profile of this machine in {directory}; run corun profile, or name a "
+            f"machine by --profile: {', '.join(MACHINES)}"
+        )
+    return found[-1]

@@ -1,0 +1,250 @@
+"""Draws the requests of a workload: lengths and arrivals, from traces of real traffic or from laws.
+
+Traces that know sessions, functions or clients keep to their clock, and say which adapter each
+request names.
+"""
+
+from math import gamma
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .ask import Ask, Drawn, Ints
+from .popularity import draw_adapters, with_drawn_ranks
+from .tenants import Client, read_maf, read_servegen
+from .traces import RequestTrace, TraceError, read_azure, read_mooncake
+from .workload_spec import ArrivalSpec, LengthSpec, WorkloadSpec
+
+_LUMP_S = 3.0  # Mooncake's time stamps
+_WINDOW_S = 600.0  # ServeGen's
+
+# Lengths of Azure's conversations, for machines without the trace, at these quantiles. Source:
+# Azure LLM inference trace 2023 (conversation), first half by time, CC-BY-4.0. Drawn one by one, so
+# that the weak correlation of the two (-0.17) is lost.
+_QUANTILES = (*(step / 20 for step in range(20)), 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
+_CONV_PROMPT_TOKENS = (
+    2, 181, 298, 379, 390, 398, 407, 431, 968, 1011, 1035, 1056, 1081, 1105, 1140, 1200, 1317, 2177,
+    4075, 4086, 4088, 4091, 4098, 4122, 4145, 5280, 14050,
+)  # fmt: skip
+_CONV_OUTPUT_TOKENS = (
+    7, 38, 50, 60, 72, 81, 88, 94, 102, 114, 140, 167, 211, 377, 393, 397, 404, 414, 428, 463, 496,
+    522, 565, 612, 658, 939, 1000,
+)  # fmt: skip
+
+
+def draw_columns(spec: WorkloadSpec, ask: Ask) -> Drawn:
+    """Draw all but what sessions share that no trace knows. Raises ``TraceError``."""
+    if spec.arrivals.process == "trace":
+        if spec.has_trace_sessions:
+            return _sessions(spec, ask)
+        if spec.adapters.popularity == "maf":
+            return _functions(spec, ask)
+        if spec.adapters.popularity == "clients":
+            return _clients(spec, ask)
+    return _independent(spec, ask)
+
+
+def _independent(spec: WorkloadSpec, ask: Ask) -> Drawn:
+    """Adapters drawn without regard to lengths; so are arrivals, but with the trace's own clock."""
+    source, is_own_clock = spec.lengths.source, spec.arrivals.process == "trace"
+    is_table = source == "azure-conv" and ask.traces is None and not is_own_clock
+    if is_table or source == "fixed":
+        prompt, output, p99_tokens = _conv_lengths(ask) if is_table else _fixed(spec.lengths, ask)
+        arrival_s = _arrivals(spec.arrivals, ask)
+    else:
+        trace = _read_requests(source, ask)
+        own_s, picked = _window(trace, ask)
+        if not is_own_clock:
+            picked = ask.rng.permutation(picked)
+        prompt, output = trace.prompt_tokens[picked], trace.output_tokens[picked]
+        p99_tokens = _p99(trace)
+        arrival_s = scaled(own_s, ask) if is_own_clock else _arrivals(spec.arrivals, ask)
+    adapters, ranks = draw_adapters(ask, spec.adapters)
+    return Drawn(arrival_s, prompt, output, adapters, ranks, p99_tokens, has_trace=not is_table)
+
+
+def _read_requests(source: str, ask: Ask) -> RequestTrace:
+    if source == "mooncake":
+        return read_mooncake(ask.traces)
+    return read_azure(ask.traces, source.removeprefix("azure-"))
+
+
+def _arrivals(spec: ArrivalSpec, ask: Ask) -> NDArray[np.float64]:
+    """Gaps one after the other, at the rate on average."""
+    mean_s = 1.0 / ask.rate_rps
+    if spec.process == "gamma":
+        shape = spec.cv**-2
+        return np.cumsum(ask.rng.gamma(shape, mean_s / shape, ask.num_requests))
+    if spec.process == "poisson":
+        return np.cumsum(ask.rng.exponential(mean_s, ask.num_requests))
+    assert spec.process == "on-off", spec.process
+    on_share = spec.on_s / (spec.on_s + spec.off_s)
+    busy_s = np.cumsum(ask.rng.exponential(mean_s * on_share, ask.num_requests))
+    off_s: NDArray[np.float64] = busy_s // spec.on_s * spec.off_s
+    return busy_s + off_s
+
+
+def _sessions(spec: WorkloadSpec, ask: Ask) -> Drawn:
+    """Mooncake's conversations on their own clock, thinned to the rate by whole sessions.
+
+    All turns of a session name one adapter. Where the trace ends it begins again, with sessions
+    drawn anew that share nothing with those before.
+    """
+    trace = read_mooncake(ask.traces)
+    period_s = trace.arrival_s[-1] + trace.arrival_s[-1] / max(1, len(trace) - 1)
+    share = ask.rate_rps * period_s / len(trace)
+    if share > 1.0:
+        most = len(trace) / period_s
+        raise TraceError(f"the trace has {most:.3g} requests/s, not the {ask.rate_rps:g} asked for")
+    names, session = np.unique(trace.session, return_inverse=True)
+    # Time stamps come in lumps; who is in one came at any time of it.
+    picks: list[Ints] = []
+    arrivals: list[NDArray[np.float64]] = []
+    while sum(map(len, picks)) < ask.num_requests:
+        picked = np.flatnonzero((ask.rng.random(len(names)) < share)[session])
+        lumps_s = ask.rng.uniform(0.0, _LUMP_S, len(picked))
+        arrivals.append(trace.arrival_s[picked] + lumps_s + len(picks) * period_s)
+        picks.append(picked)
+    again = np.repeat(np.arange(len(picks)), [len(picked) for picked in picks])
+    arrival_s, picked = np.concatenate(arrivals), np.concatenate(picks)
+    order = np.argsort(arrival_s, kind="stable")[: ask.num_requests]
+    arrival_s, picked, again = arrival_s[order] - arrival_s[order[0]], picked[order], again[order]
+    _, who = np.unique(session[picked] + len(names) * again, return_inverse=True)
+    adapters, ranks = draw_adapters(ask, spec.adapters, who)
+    num_hashes = 1 + max(max(one) for one in trace.hash_ids)
+    return Drawn(
+        arrival_s,
+        trace.prompt_tokens[picked],
+        trace.output_tokens[picked],
+        adapters,
+        ranks,
+        _p99(trace),
+        hash_ids=[
+            tuple(number * num_hashes + one for one in trace.hash_ids[index])
+            for index, number in zip(picked.tolist(), again.tolist(), strict=True)
+        ],
+        session=who,
+    )
+
+
+def _functions(spec: WorkloadSpec, ask: Ask) -> Drawn:
+    """An adapter per function of Azure's, called as often by the minute, Poisson within it.
+
+    Calls are thinned to the rate, so that the clock stays the trace's own.
+    """
+    calls = read_maf(ask.traces)
+    trace = _read_requests(spec.lengths.source, ask)
+    num_minutes = int(calls.minute.max()) + 1
+    thinning = ask.rate_rps * 60.0 * num_minutes / calls.count.sum()
+    minute = first = int(ask.rng.integers(num_minutes))
+    arrivals: list[NDArray[np.float64]] = []
+    functions: list[Ints] = []
+    while sum(map(len, arrivals)) < ask.num_requests:
+        here = calls.minute == minute % num_minutes
+        counts = ask.rng.poisson(calls.count[here] * thinning)
+        arrival_s = (minute - first + np.sort(ask.rng.random(counts.sum()))) * 60.0
+        arrivals.append(arrival_s)
+        functions.append(ask.rng.permutation(np.repeat(calls.function[here], counts)))
+        minute += 1
+    arrival_s = np.concatenate(arrivals)[: ask.num_requests]
+    adapters, ranks = with_drawn_ranks(
+        np.concatenate(functions)[: ask.num_requests], ask, spec.adapters.ranks
+    )
+    _, picked = _window(trace, ask)
+    picked = ask.rng.permutation(picked)
+    prompt, output = trace.prompt_tokens[picked], trace.output_tokens[picked]
+    return Drawn(arrival_s, prompt, output, adapters, ranks, _p99(trace))
+
+
+def _clients(spec: WorkloadSpec, ask: Ask) -> Drawn:
+    """An adapter per client of ServeGen's: gaps of the client's own law, slowed to the rate."""
+    clients = read_servegen(ask.traces, spec.lengths.source.removeprefix("servegen-"))
+    starts_s = np.unique(np.concatenate([client.window_s for client in clients]))
+    total = sum(float(client.rate_rps.sum()) for client in clients)
+    slower = ask.rate_rps * len(starts_s) / total
+    first = int(ask.rng.integers(len(starts_s)))
+    rows: list[tuple[float, int]] = []
+    number = 0
+    while len(rows) < ask.num_requests:
+        start_s = starts_s[(first + number) % len(starts_s)]
+        for index, client in enumerate(clients):
+            arrival_s = number * _WINDOW_S + _client_arrivals(client, start_s, slower, ask.rng)
+            rows += [(time_s, index) for time_s in arrival_s.tolist()]
+        number += 1
+    rows = sorted(rows)[: ask.num_requests]
+    who = np.array([index for _, index in rows])
+    prompt, output = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+    for index, client in enumerate(clients):
+        for into, law in ((prompt, client.prompt_tokens), (output, client.output_tokens)):
+            shares = ask.rng.random(int((who == index).sum()))
+            into[who == index] = np.interp(shares, law.shares, law.values)
+    adapters, ranks = with_drawn_ranks(who, ask, spec.adapters.ranks)
+    arrival = np.array([time_s - rows[0][0] for time_s, _ in rows])
+    return Drawn(arrival, prompt, output, adapters, ranks, float(np.quantile(output, 0.99)))
+
+
+def _client_arrivals(
+    client: Client, start_s: float, slower: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Arrivals of one window, from its start."""
+    found = np.flatnonzero(client.window_s == start_s)
+    if not len(found) or client.rate_rps[found[0]] * client.shape[found[0]] <= 0.0:
+        return np.empty(0)
+    rate_rps, shape = slower * client.rate_rps[found[0]], client.shape[found[0]]
+    is_gamma = client.is_gamma[found[0]]
+    mean = shape if is_gamma else gamma(1.0 + 1.0 / shape)  # of the law with scale 1
+    # The window begins somewhere within a gap.
+    now_s = -float(rng.random()) / rate_rps
+    times_s: list[float] = []
+    while True:
+        gap = rng.gamma(shape) if is_gamma else rng.weibull(shape)
+        now_s += gap / mean / rate_rps
+        if now_s >= _WINDOW_S:
+            return np.array(times_s)
+        if now_s >= 0.0:
+            times_s.append(now_s)
+
+
+def _window(trace: RequestTrace, ask: Ask) -> tuple[NDArray[np.float64], Ints]:
+    """Requests that follow each other, from a drawn one on, and around the trace's end if need be.
+
+    When they arrive, from the first of them on, and which they are. The gap between the trace's
+    last request and its first is the mean of all gaps.
+    """
+    start = int(ask.rng.integers(len(trace)))
+    index = start + np.arange(ask.num_requests)
+    period_s = trace.arrival_s[-1] + trace.arrival_s[-1] / max(1, len(trace) - 1)
+    picked = index % len(trace)
+    arrival_s = trace.arrival_s[picked] + (index // len(trace)) * period_s
+    return arrival_s - arrival_s[0], picked
+
+
+def scaled(arrival_s: NDArray[np.float64], ask: Ask) -> NDArray[np.float64]:
+    """The same arrivals at the rate that is asked for. Raises ``TraceError`` if they have none."""
+    if len(arrival_s) == 1:
+        return arrival_s
+    if arrival_s[-1] <= 0.0:
+        raise TraceError("all requests of the trace's part arrive at once: no rate to scale by")
+    rate_rps = (len(arrival_s) - 1) / float(arrival_s[-1])
+    return arrival_s * (rate_rps / ask.rate_rps)
+
+
+def _p99(trace: RequestTrace) -> float:
+    return float(np.quantile(trace.output_tokens, 0.99))
+
+
+def _fixed(spec: LengthSpec, ask: Ask) -> tuple[Ints, Ints, float]:
+    prompt, output = (
+        np.full(ask.num_requests, tokens, np.int64)
+        for tokens in (spec.prompt_tokens, spec.output_tokens)
+    )
+    return prompt, output, float(spec.output_tokens)
+
+
+def _conv_lengths(ask: Ask) -> tuple[Ints, Ints, float]:
+    def draw(values: tuple[int, ...]) -> Ints:
+        shares = ask.rng.random(ask.num_requests)
+        return np.interp(shares, _QUANTILES, values).astype(np.int64)
+
+    prompt, output = draw(_CONV_PROMPT_TOKENS), draw(_CONV_OUTPUT_TOKENS)
+    return prompt, output, _CONV_OUTPUT_TOKENS[_QUANTILES.index(0.99)]

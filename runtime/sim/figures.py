@@ -1,0 +1,130 @@
+"""What came of a simulated run, in figures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .engine import SimulationOptions, simulate
+from .machines import SimulatedMachine
+from .replay import Replayed, RequestRecord
+from .workloads import Workload, WorkloadRequest
+
+DROPPED_SHARE = 0.05  # of the requests: while the engine fills
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one run; times in seconds, of first tokens from arrivals.
+
+    Requests that had no first token, or no end, when the run was cut count with the time until
+    then, which is less than it would have been.
+    """
+
+    ttft_mean_s: float
+    ttft_cold_mean_s: float  # of requests whose adapter was not on the device; 0 = there were none
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_p99_s: float
+    slowdown_p99: float  # first tokens, in times of the same request's alone on an idle engine
+    unloaded_p99_s: float  # first tokens of the same requests, each alone
+    e2e_mean_s: float
+    tpot_mean_s: float  # of requests with two tokens or more: (last - first) / (n - 1)
+    cold_share: float  # of requests: their adapter was not on the device
+    num_preempted: int  # requests, squashed ones among them
+    num_squashes: int
+    num_lanes: int  # at the end; 1 for policies without lanes
+    quota_tokens: tuple[int, ...]  # of the lanes at the end
+    num_requests: int  # that these figures are of
+    num_unfinished: int  # of them
+    num_refused: int
+    served_rps: float
+    num_evictions: int  # of adapters from the device, each of which was loaded before
+    link_bytes: int  # to the device
+    hit_share: float  # of prompt tokens, found in the KV of others
+    host_hit_share: float  # of prompt tokens: those that only the host had
+    step_mean_s: float  # of steps with rows, the executor's part of them
+    tokens_per_s: float  # generated, from the first arrival to the last token
+    busy_share: float  # of the time in which the device computed
+    link_busy_share: float  # in which there was something to copy to the device
+
+
+def figures_of(replayed: Replayed, workload: Workload, machine: SimulatedMachine) -> Figures:
+    """What came of ``workload``; ``machine`` says how long its requests take alone."""
+    num_dropped = math.ceil(DROPPED_SHARE * len(workload.requests))
+    records = [record for record in replayed.records if record.request_id > num_dropped]
+    ttft_s = first_tokens_s(records, replayed.duration_s)
+    is_cold = np.array([record.is_cold for record in records])
+    requests = [workload.requests[record.request_id - 1] for record in records]
+    unloaded_s = np.array(
+        [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
+    )
+    stats, counts = replayed.stats, replayed.stats.policy_counts
+    num_prompt_tokens = sum(one.prompt_tokens for one in requests)
+    p50_s, p95_s, p99_s = np.percentile(ttft_s, (50, 95, 99)).tolist()
+    e2e_s = [_end_s(one, replayed.duration_s) - one.arrival_s for one in records]
+    return Figures(
+        ttft_mean_s=float(ttft_s.mean()),
+        ttft_cold_mean_s=float(ttft_s[is_cold].mean()) if is_cold.any() else 0.0,
+        ttft_p50_s=p50_s,
+        ttft_p95_s=p95_s,
+        ttft_p99_s=p99_s,
+        slowdown_p99=float(np.percentile(ttft_s / unloaded_s, 99)),
+        unloaded_p99_s=float(np.percentile(unloaded_s, 99)),
+        e2e_mean_s=float(np.mean(e2e_s)),
+        tpot_mean_s=_tpot_mean_s(records, replayed.duration_s),
+        cold_share=float(is_cold.mean()),
+        num_preempted=sum(record.num_preemptions > 0 for record in records),
+        num_squashes=int(counts.get("num_squashed", 0)),
+        num_lanes=int(counts.get("num_lanes", 1)),
+        quota_tokens=tuple(int(lane["quota_tokens"]) for lane in stats.lane_counts),
+        num_requests=len(records),
+        num_unfinished=sum(record.end_s is None for record in records),
+        num_refused=sum(replayed.refused.values()),
+        served_rps=len(replayed.records) / replayed.duration_s,
+        num_evictions=stats.num_device_evictions,
+        link_bytes=replayed.link["to_device"].num_bytes,
+        hit_share=sum(record.num_cached_tokens for record in records) / num_prompt_tokens,
+        host_hit_share=sum(record.num_host_cached_tokens for record in records) / num_prompt_tokens,
+        step_mean_s=replayed.steps.busy_s / replayed.steps.num_steps,
+        tokens_per_s=sum(one.num_output_tokens for one in replayed.records) / replayed.duration_s,
+        busy_share=replayed.steps.busy_s / replayed.duration_s,
+        link_busy_share=replayed.link["to_device"].busy_s / replayed.duration_s,
+    )
+
+
+def first_tokens_s(records: Sequence[RequestRecord], cut_s: float) -> NDArray[np.float64]:
+    """Seconds from arrivals to first tokens; to ``cut_s`` of requests that had none until then."""
+    return np.array(
+        [
+            (cut_s if one.first_token_s is None else one.first_token_s) - one.arrival_s
+            for one in records
+        ]
+    )
+
+
+def _end_s(record: RequestRecord, cut_s: float) -> float:
+    return cut_s if record.end_s is None else record.end_s
+
+
+def _tpot_mean_s(records: Sequence[RequestRecord], cut_s: float) -> float:
+    gaps_s = [
+        (_end_s(one, cut_s) - one.first_token_s) / (one.num_output_tokens - 1)
+        for one in records
+        if one.first_token_s is not None and one.num_output_tokens > 1
+    ]
+    return float(np.mean(gaps_s)) if gaps_s else 0.0
+
+
+@cache
+def alone_s(machine: SimulatedMachine, prompt_tokens: int, rank: int) -> float:
+    """First token of a request alone on an idle engine, its adapter not on the device.
+
+    This is what any rate comes to that is low enough, under ``slora``.
+    """
+    workload = Workload((WorkloadRequest(0.0, 0, prompt_tokens, 1),), (rank,), 1)
+    replayed = simulate(machine, workload, SimulationOptions())
+    return float(first_tokens_s(replayed.records, replayed.duration_s)[0])

@@ -1,0 +1,217 @@
+"""Pictures of simulated runs, which can be read without help. Loads matplotlib when it draws.
+
+Each has what was found as its title, axes with units, lines that are named where they end, and in
+its foot what was simulated. No text lies over another one.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Eight that most people can tell apart. Source: Okabe and Ito, Color Universal Design (2008).
+_COLORS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a6a00", "#000000",
+)  # fmt: skip
+_GREY = "0.35"
+_POINTS = 9  # of all text but titles
+_LINE_GAP = 1.25  # between names, in heights of text
+_TITLE_CHARACTERS, _FOOT_CHARACTERS = 84, 130
+_WIDTH, _HEIGHT = 9.6, 5.6  # in inches, at least
+_LEFT, _AXES_WIDTH, _GAP = 0.85, 6.3, 0.1
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """What several seeds came to at one load."""
+
+    rate_rps: float
+    median_s: float
+    low_s: float
+    high_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOverTime:
+    """Bytes by kind; one element per moment in each."""
+
+    time_s: Sequence[float]
+    num_bytes: Mapping[str, Sequence[float]]
+
+
+def draw_first_tokens(
+    ttft_s: Mapping[str, Seconds], slo_s: float | None, title: str, foot: str, path: Path
+) -> None:
+    """Shares of requests by their first tokens' times; one line for each name."""
+    page = _Page(title, foot, "seconds to the first token", "share of requests, %")
+    page.axes.set_xscale("log")
+    for name, color in zip(ttft_s, _cycle(), strict=False):
+        times_s = np.sort(np.maximum(ttft_s[name], 1e-4))
+        shares = 100.0 * np.arange(1, len(times_s) + 1) / len(times_s)
+        page.axes.step(times_s, shares, where="post", color=color, linewidth=1.8)
+        p95_s = float(np.percentile(times_s, 95))
+        page.name_line(95.0, f"{name}: 95 % in {p95_s:.3g} s", color)
+    page.axes.axhline(95.0, color=_GREY, linewidth=0.8, linestyle=":")
+    if slo_s is not None:
+        page.mark_x(slo_s, f"SLO {slo_s:g} s")
+    page.axes.set_ylim(0.0, 101.0)
+    page.save(path)
+
+
+def draw_load_curve(
+    points: Mapping[str, Sequence[LoadPoint]], percentile: float, slo_s: float | None,
+    title: str, foot: str, path: Path,
+) -> None:  # fmt: skip
+    """A percentile of first tokens over the load; bars span the seeds."""
+    page = _Page(title, foot, "requests per second", f"P{percentile:g} of first tokens, seconds")
+    page.axes.set_yscale("log")
+    for name, color in zip(points, _cycle(), strict=False):
+        curve = points[name]
+        median = [one.median_s for one in curve]
+        spread = [
+            [one.median_s - one.low_s for one in curve],
+            [one.high_s - one.median_s for one in curve],
+        ]
+        page.axes.errorbar(
+            [one.rate_rps for one in curve], median, yerr=spread, color=color, marker="o",
+            markersize=4, linewidth=1.8, elinewidth=1.0, capsize=2,
+        )  # fmt: skip
+        page.name_line(median[-1], name, color)
+    if slo_s is not None:
+        page.axes.axhline(slo_s, color=_GREY, linewidth=1.0, linestyle="--")
+        page.name_line(slo_s, f"SLO {slo_s:g} s", _GREY)
+    page.save(path)
+
+
+def draw_memory(memory: MemoryOverTime, title: str, foot: str, path: Path) -> None:
+    """What holds the device's memory, one kind over the other."""
+    page = _Page(title, foot, "seconds from the first arrival", "GiB on the device")
+    kinds = list(memory.num_bytes)
+    stack = np.array([memory.num_bytes[kind] for kind in kinds], dtype=np.float64) / 2**30
+    colors = [color for _, color in zip(kinds, _cycle(), strict=False)]
+    page.axes.stackplot(memory.time_s, stack, colors=colors, alpha=0.85, linewidth=0)
+    ends = np.cumsum(stack[:, -1])
+    for kind, end, height, color in zip(kinds, ends, stack[:, -1], colors, strict=True):
+        page.name_line(float(end - height / 2), in_words(kind), color)
+    page.axes.set_ylim(0.0, float(stack.sum(axis=0).max()) * 1.02)
+    page.axes.margins(x=0.0)
+    page.save(path)
+
+
+def draw_parts(
+    parts_s: Mapping[str, Mapping[str, float]], title: str, foot: str, path: Path
+) -> None:
+    """What first tokens waited for on average: a bar per row of names, a colour per part."""
+    page = _Page(title, foot, "rank of the adapter", "mean seconds to the first token")
+    names = sorted({part for of_one in parts_s.values() for part in of_one})
+    base = np.zeros(len(parts_s))
+    last = 0.0
+    for part, color in zip(names, _cycle(), strict=False):
+        heights = np.array([of_one.get(part, 0.0) for of_one in parts_s.values()])
+        page.axes.bar(range(len(parts_s)), heights, bottom=base, color=color, width=0.7)
+        base += heights
+        last = float(base[-1] - heights[-1] / 2)
+        page.name_line(last, in_words(part), color)
+    page.axes.set_xticks(range(len(parts_s)), list(parts_s))
+    page.save(path)
+
+
+def in_words(name: str) -> str:
+    """``running_kv`` as people write it."""
+    return name.replace("_", " ").replace("kv", "KV")
+
+
+def _cycle() -> Sequence[str]:
+    return _COLORS
+
+
+class _Page:
+    """A picture with one pair of axes, room for names at its right, and a foot."""
+
+    def __init__(self, title: str, foot: str, x_name: str, y_name: str) -> None:
+        from matplotlib.figure import Figure
+
+        self.figure: Any = Figure(figsize=(_WIDTH, _HEIGHT), dpi=110)
+        self.axes: Any = self.figure.add_axes((0.085, 0.19, 0.655, 0.66))
+        self._names: list[tuple[float, str, str]] = []
+        lines = textwrap.wrap(title, _TITLE_CHARACTERS)
+        self.figure.text(0.02, 0.975, "\n".join(lines), fontsize=12, va="top", weight="bold")
+        self.figure.text(
+            0.02, 0.02, "\n".join(textwrap.wrap(foot, _FOOT_CHARACTERS)), fontsize=8, va="bottom",
+            color=_GREY,
+        )  # fmt: skip
+        self.axes.set_xlabel(x_name, fontsize=_POINTS + 1)
+        self.axes.set_ylabel(y_name, fontsize=_POINTS + 1)
+        self.axes.tick_params(labelsize=_POINTS)
+        self.axes.grid(visible=True, alpha=0.25)
+        self.axes.spines[["top", "right"]].set_visible(False)
+
+    def name_line(self, y: float, text: str, color: str) -> None:
+        """Write ``text`` at the right of the axes, as near to ``y`` as others let it be."""
+        self._names.append((y, text, color))
+
+    def mark_x(self, x: float, text: str) -> None:
+        """A vertical line with its name above the axes."""
+        self.axes.axvline(x, color=_GREY, linewidth=1.0, linestyle="--")
+        self.axes.annotate(
+            text, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            textcoords="offset points", ha="center", fontsize=_POINTS, color=_GREY,
+        )  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        """Place the names and write a PNG. Raises ``OSError``."""
+        from matplotlib.ticker import LogLocator
+
+        for axis in (self.axes.xaxis, self.axes.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter("")
+        self._make_room()
+        self._place_names()
+        self.figure.savefig(path, format="png")
+
+    def _make_room(self) -> None:
+        """Widen the page until the longest name has room at its right."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        canvas: Any = FigureCanvasAgg(self.figure)
+        renderer = canvas.get_renderer()
+        longest = 0.0
+        for _, text, _ in self._names:
+            written = self.figure.text(0, 0, text, fontsize=_POINTS)
+            longest = max(longest, written.get_window_extent(renderer).width / self.figure.dpi)
+            written.remove()
+        width = max(_WIDTH, _LEFT + _AXES_WIDTH + 2 * _GAP + longest)
+        self.figure.set_figwidth(width)
+        right = width - longest - 2 * _GAP
+        self.axes.set_position((_LEFT / width, 0.19, (right - _LEFT) / width, 0.66))
+
+    def _place_names(self) -> None:
+        """Push names apart from below to above, and all of them down if they leave the axes."""
+        box = self.axes.get_window_extent()
+        gap = _POINTS * _LINE_GAP * self.figure.dpi / 72 / box.height  # in shares of the axes
+        wanted = []
+        for y, text, color in self._names:
+            pixel = self.axes.transData.transform((self.axes.get_xlim()[0], y))[1]
+            wanted.append(((pixel - box.y0) / box.height, text, color))
+        wanted.sort(key=lambda one: one[0])
+        places: list[float] = []
+        for at, _, _ in wanted:
+            places.append(max([at, *(place + gap for place in places[-1:])]))
+        over = max(0.0, places[-1] - 1.0) if places else 0.0
+        for index in range(len(places) - 1, -1, -1):
+            top = places[index + 1] - gap if index + 1 < len(places) else places[index] - over
+            places[index] = min(places[index], top)
+        for (_, text, color), place in zip(wanted, places, strict=True):
+            self.axes.annotate(
+                text, (1.0, place), xycoords="axes fraction", xytext=(72 * _GAP, 0),
+                textcoords="offset points", va="center", fontsize=_POINTS, color=color,
+                annotation_clip=False,
+            )  # fmt: skip

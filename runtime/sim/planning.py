@@ -1,0 +1,180 @@
+"""How large a load servers bear within an SLO, what binds, and what would change it."""
+
+import enum
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...profiles.models import LinkModel, MachineModel
+from ..scheduler.events import TimePart
+from .capacity import largest_rate
+from .results import percentile_s
+from .study import RunOutcome, SimulatedRun, Study
+
+PRECISION = 1.05  # of the largest load
+_SATURATING_RPS = 1e6  # everything arrives at once
+FIRST_SHARE = 0.7  # of what is served then: where the search begins
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest load within the SLO, by seed, and what happens at it."""
+
+    rates_rps: tuple[float, ...]
+    outcomes: tuple[RunOutcome, ...]
+
+    @property
+    def median_rps(self) -> float:
+        """Over seeds."""
+        return sorted(self.rates_rps)[len(self.rates_rps) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """First tokens."""
+
+    ttft_s: float
+    percentile: float
+
+    def is_held(self, outcome: RunOutcome) -> bool:
+        """Whether that percentile of the run is within it."""
+        return percentile_s(outcome, self.percentile) <= self.ttft_s
+
+
+def saturated(study: Study, setup: SimulatedRun) -> float:
+    """Requests/s that are served when all arrive at once."""
+    at_once = replace(setup.workload, rps=_SATURATING_RPS)
+    flood = replace(setup, name="all at once", workload=at_once)
+    return study.run([flood])[flood].figures.served_rps
+
+
+def capacities(
+    study: Study, setups: Mapping[str, Sequence[SimulatedRun]], slo: Slo, start_rps: float
+) -> dict[str, Capacity]:
+    """Find the largest loads of all setups, by name, side by side.
+
+    Args:
+        study: Runs them.
+        setups: By name, one for each seed; their rates do not matter.
+        slo: What must hold.
+        start_rps: Where to begin.
+
+    Raises:
+        NoLimitError: One holds the SLO, or misses it, at whatever load.
+    """
+    searches = {
+        (name, setup.workload.seed): _Search(setup, slo, start_rps)
+        for name, of_name in setups.items()
+        for setup in of_name
+    }
+    while wanted := [search.wanted for search in searches.values() if search.wanted is not None]:
+        outcomes = study.run(wanted)
+        for search in searches.values():
+            if search.wanted is not None:
+                search.take(outcomes[search.wanted])
+    found = defaultdict[str, list[_Search]](list)
+    for (name, _), search in searches.items():
+        found[name].append(search)
+    return {
+        name: Capacity(
+            tuple(one.largest_rps for one in of_name), tuple(one.best for one in of_name)
+        )
+        for name, of_name in found.items()
+    }
+
+
+class _Search:
+    """For one setup with one seed."""
+
+    def __init__(self, setup: SimulatedRun, slo: Slo, start_rps: float) -> None:
+        self._setup = setup
+        self._slo = slo
+        self._search: Generator[float, bool, float] = largest_rate(start_rps, PRECISION)
+        self._held: dict[float, RunOutcome] = {}
+        self.largest_rps = 0.0
+        self.wanted: SimulatedRun | None = self._at(next(self._search))
+
+    @property
+    def best(self) -> RunOutcome:
+        """What happened at the largest load."""
+        return self._held[self.largest_rps]
+
+    def take(self, outcome: RunOutcome) -> None:
+        """Go on with what ``wanted`` came to."""
+        assert self.wanted is not None
+        is_held = self._slo.is_held(outcome)
+        if is_held:
+            self._held[self.wanted.workload.rate_rps] = outcome
+        try:
+            self.wanted = self._at(self._search.send(is_held))
+        except StopIteration as end:
+            self.largest_rps, self.wanted = end.value, None
+
+    def _at(self, rate_rps: float) -> SimulatedRun:
+        workload = replace(self._setup.workload, rps=rate_rps)
+        name = f"{self._setup.name}, {rate_rps:g} requests/s, seed {workload.seed}"
+        return replace(self._setup, name=name, workload=workload)
+
+
+def what_ifs(setup: SimulatedRun) -> dict[str, SimulatedRun]:
+    """The same with more of something, by what it has more of."""
+    machine = setup.machine
+    model = machine.model
+    found = {
+        "1.5 x the memory": replace(machine, memory_bytes=int(1.5 * machine.memory_bytes)),
+        "2 x the memory": replace(machine, memory_bytes=2 * machine.memory_bytes),
+        "2 x the link": replace(machine, model=_with_link(model, 2.0)),
+    }
+    if model.num_workers:
+        for more in (2, 4):
+            wider = replace(model, num_workers=model.num_workers + more)
+            found[f"{more} more worker cores"] = replace(machine, model=wider)
+    setups = {name: replace(setup, name=name, machine=one) for name, one in found.items()}
+    halved = "half the ranks"
+    return setups | {halved: replace(setup, name=halved, rank_divisor=2 * setup.rank_divisor)}
+
+
+def _with_link(model: MachineModel, factor: float) -> MachineModel:
+    link = LinkModel(factor * model.link.bytes_per_s, model.link.latency_s)
+    return replace(model, link=link)
+
+
+class Binding(enum.StrEnum):
+    """What keeps first tokens of the slowest requests waiting."""
+
+    DEVICE = "the device's time"
+    MEMORY = "memory"
+    LINK = "the way of adapters and KV to the device"
+
+
+_BINDINGS = {
+    TimePart.KV_MEMORY: Binding.MEMORY,
+    TimePart.ADAPTER_MEMORY: Binding.MEMORY,
+    TimePart.DISK_READ: Binding.LINK,
+    TimePart.ADAPTER_LOAD: Binding.LINK,
+    TimePart.KV_SWAP_IN: Binding.LINK,
+    TimePart.COLD_WAIT: Binding.LINK,
+}  # the others: the device
+
+
+def what_binds(outcomes: Iterable[RunOutcome]) -> dict[Binding, float]:
+    """Shares of what the slowest tenth of the requests waited for, the largest first."""
+    waited_s = dict.fromkeys(Binding, 0.0)
+    for outcome in outcomes:
+        slowest = sorted(outcome.requests, key=lambda one: one.ttft_s)[-_tenth(outcome) :]
+        for request in slowest:
+            for part, seconds in request.parts_s.items():
+                waited_s[_BINDINGS.get(TimePart(part), Binding.DEVICE)] += seconds
+    total_s = sum(waited_s.values()) or 1.0
+    shares = {binding: seconds / total_s for binding, seconds in waited_s.items()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _tenth(outcome: RunOutcome) -> int:
+    return max(1, len(outcome.requests) // 10)
+
+
+def adapters_that_fit(outcome: RunOutcome, mean_adapter_bytes: float) -> float:
+    """How many were on the device on average."""
+    held = outcome.memory.num_bytes["adapters"]
+    return sum(held) / len(held) / mean_adapter_bytes

@@ -1,0 +1,81 @@
+"""Which adapters requests name, and the ranks of these. Pure, but for reading traces."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .ask import Adapters, Ask, Ints
+from .tenants import read_maf
+from .traces import read_gentd26_ids
+from .workload_spec import AdapterSpec
+
+_SHIFTING_SHARE = 0.5  # LoRAServe, section V-E: of the largest rank at first
+
+
+def draw_adapters(ask: Ask, spec: AdapterSpec, who: Ints | None = None) -> Adapters:
+    """Draw for each request, or for each session; ``who``: the session of each request."""
+    if spec.popularity == "by-rank":
+        adapters, ranks = _by_rank(ask, spec)
+        return (adapters if who is None else adapters[who]), ranks
+    if spec.popularity == "zipf":
+        names = _power_law(ask, spec.number, spec.exponent, ask.num_requests)
+    elif spec.popularity == "gentd26":
+        ids = read_gentd26_ids(ask.traces)
+        start = int(ask.rng.integers(len(ids)))
+        names = ids[(start + np.arange(ask.num_requests)) % len(ids)]
+    else:
+        assert spec.popularity == "maf", spec.popularity
+        calls = read_maf(ask.traces)
+        counts = np.bincount(calls.function, weights=calls.count)
+        names = ask.rng.choice(len(counts), ask.num_requests, p=counts / counts.sum())
+    return with_drawn_ranks(names if who is None else names[who], ask, spec.ranks)
+
+
+def with_drawn_ranks(names: Ints, ask: Ask, choice: Sequence[int]) -> Adapters:
+    """Adapters for what is named; ranks in equal numbers, shuffled."""
+    found, adapters = np.unique(names, return_inverse=True)
+    ranks = [choice[index % len(choice)] for index in range(len(found))]
+    ask.rng.shuffle(ranks)
+    return adapters.astype(np.int64), tuple(ranks)
+
+
+def _by_rank(ask: Ask, spec: AdapterSpec) -> Adapters:
+    """Ranks in equal numbers, those of one rank behind each other."""
+    per_rank = spec.number // len(spec.ranks)
+    rank_index = _rank_indices(ask, spec)
+    if spec.within_exponent:
+        within = _power_law(ask, per_rank, spec.within_exponent, ask.num_requests)
+    else:
+        within = ask.rng.integers(per_rank, size=ask.num_requests)
+    return rank_index * per_rank + within, tuple(
+        rank for rank in spec.ranks for _ in range(per_rank)
+    )
+
+
+def _rank_indices(ask: Ask, spec: AdapterSpec) -> Ints:
+    number = np.arange(1, len(spec.ranks) + 1)
+    if spec.rank_popularity == "shifting":
+        return _shifting(ask, len(spec.ranks))
+    if spec.rank_popularity == "halving":
+        weights = 0.5**number
+    else:
+        weights = 1.0 / number**spec.rank_exponent
+    return ask.rng.choice(len(spec.ranks), ask.num_requests, p=weights / weights.sum())
+
+
+def _shifting(ask: Ask, num_ranks: int) -> Ints:
+    """The shares of ranks go linearly from those of the first request to those of the last."""
+    others = (1.0 - _SHIFTING_SHARE) / (num_ranks - 1)
+    first, last = np.full(num_ranks, others), np.full(num_ranks, others)
+    first[-1] = last[0] = _SHIFTING_SHARE
+    progress = np.linspace(0.0, 1.0, ask.num_requests)[:, None]
+    upper: NDArray[np.float64] = np.cumsum(first + (last - first) * progress, axis=1)
+    found: Ints = (ask.rng.random(ask.num_requests)[:, None] >= upper[:, :-1]).sum(axis=1)
+    return found
+
+
+def _power_law(ask: Ask, num_ids: int, exponent: float, num_drawn: int) -> Ints:
+    """The k-th with weight k ** -exponent."""
+    weights = np.arange(1, num_ids + 1) ** -exponent
+    return ask.rng.choice(num_ids, num_drawn, p=weights / weights.sum())

@@ -1,0 +1,279 @@
+"""What a study came to: a table, a file of figures, pictures."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import ConfigError, ResourceError
+from . import pictures
+from .figures import Figures
+from .study import RunOutcome, SimulatedRun
+from .variants import spread_of
+
+RESULT_NAME = "result.json"
+RUNS_NAME = "runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A variant at a load; ``setups`` differ in their seeds."""
+
+    variant: str  # "" = nothing is compared
+    setups: tuple[SimulatedRun, ...]
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests/s; 0 = as the log of requests has them."""
+        return self.setups[0].workload.rps or 0.0
+
+    @property
+    def load(self) -> str:
+        """For people."""
+        return f"{self.rate_rps:g} requests/s" if self.rate_rps else "its own load"
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All cells with what their runs came to."""
+
+    cells: Sequence[Cell]
+    outcomes: Mapping[SimulatedRun, RunOutcome]
+    workload: str  # its name
+    percentile: float  # of first tokens
+    slo_s: float | None
+
+    def of(self, cell: Cell) -> list[RunOutcome]:
+        """By seed."""
+        return [self.outcomes[setup] for setup in cell.setups]
+
+    def ttft_percentiles_s(self, cell: Cell) -> list[float]:
+        """By seed."""
+        return [percentile_s(one, self.percentile) for one in self.of(cell)]
+
+    def slo_share(self, cell: Cell) -> float:
+        """Of the requests of all seeds: their first tokens came within the SLO."""
+        assert self.slo_s is not None
+        times_s = np.concatenate([ttft_s(one) for one in self.of(cell)])
+        return float((times_s <= self.slo_s).mean())
+
+
+def percentile_s(outcome: RunOutcome, percentile: float) -> float:
+    """Of first tokens."""
+    return float(np.percentile(ttft_s(outcome), percentile))
+
+
+def ttft_s(outcome: RunOutcome) -> pictures.Seconds:
+    """Of all its requests; those without a first token until the run was cut count until then."""
+    return np.array([one.ttft_s for one in outcome.requests])
+
+
+# Of each cell the median over seeds.
+_COLUMNS: Mapping[str, Callable[[Figures], str]] = {
+    "mean": lambda one: f"{one.ttft_mean_s:.3g}",
+    "P50": lambda one: f"{one.ttft_p50_s:.3g}",
+    "P99": lambda one: f"{one.ttft_p99_s:.3g}",
+    "TPOT ms": lambda one: f"{1e3 * one.tpot_mean_s:.1f}",
+    "tokens/s": lambda one: f"{one.tokens_per_s:.0f}",
+    "prefix hits": lambda one: f"{one.hit_share:.0%}",
+    "evicted": lambda one: str(one.num_evictions),
+    "GB in": lambda one: f"{one.link_bytes / 1e9:.1f}",
+    "preempted": lambda one: str(one.num_preempted),
+    "refused": lambda one: str(one.num_refused),
+    "unfinished": lambda one: str(one.num_unfinished),
+}
+
+
+def table(results: Results) -> Iterator[str]:
+    """Yield aligned lines; seconds to first tokens where nothing else is said."""
+    head = ["" if not any(cell.variant for cell in results.cells) else "variant", "req/s"]
+    head.append(f"P{results.percentile:g}")
+    head += [f"within {results.slo_s:g} s"] if results.slo_s is not None else []
+    rows = [[*head, *_COLUMNS]]
+    for cell in results.cells:
+        row = [cell.variant, f"{cell.rate_rps:g}" if cell.rate_rps else "own"]
+        row.append(f"{spread_of(results.ttft_percentiles_s(cell))[0]:.3g}")
+        row += [f"{results.slo_share(cell):.1%}"] if results.slo_s is not None else []
+        middle = _middle([one.figures for one in results.of(cell)])
+        rows.append([*row, *(show(middle) for show in _COLUMNS.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *others = (
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join([first, *others] if first.strip() else others).rstrip()
+
+
+def _middle(figures: Sequence[Figures]) -> Figures:
+    """The seed with the median of mean first tokens."""
+    ordered = sorted(figures, key=lambda one: one.ttft_mean_s)
+    return ordered[len(ordered) // 2]
+
+
+def foot(results: Results) -> str:
+    """What all of it is of: for the end of a table and every picture."""
+    setups = results.cells[0].setups
+    first, last = setups[0].workload.seed, setups[-1].workload.seed
+    seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
+    trace = "" if results.outcomes[setups[0]].has_trace else ", lengths of a table for its trace"
+    num_requests = results.outcomes[setups[0]].num_requests
+    return (
+        f"Simulated, not measured. Machine: {setups[0].machine.name}. Workload: "
+        f"{results.workload}{trace}, {num_requests} requests a run, {seeds}."
+    )
+
+
+def write_results(folder: Path, results: Results, *, may_draw: bool) -> list[Path]:
+    """Write figures and pictures; return their paths. Raises ``ResourceError``."""
+    path = folder / RESULT_NAME
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(to_json(results)), indent=1))
+        return [path, *(draw(folder, results) if may_draw else ())]
+    except OSError as error:
+        raise ResourceError(f"{folder} cannot be written: {error}") from error
+
+
+def to_json(results: Results) -> dict[str, Any]:
+    """All figures, run by run."""
+    return {
+        "simulated": True,
+        "of": foot(results),
+        "percentile": results.percentile,
+        "slo_ttft_s": results.slo_s,
+        "cells": [
+            {
+                "variant": cell.variant,
+                "rate_rps": cell.rate_rps,
+                "runs": [
+                    {
+                        "seed": setup.workload.seed,
+                        "ttft_percentile_s": percentile_s(outcome, results.percentile),
+                        "figures": asdict(outcome.figures),
+                    }
+                    for setup, outcome in zip(cell.setups, results.of(cell), strict=True)
+                ],
+            }
+            for cell in results.cells
+        ],
+    }  # fmt: skip
+
+
+def prepared_folder(path: Path, digest: str, *, is_forced: bool) -> Path:
+    """Make the folder; what it holds of the same study is gone on with.
+
+    Raises ``ConfigError`` if it holds another study's results, or cannot be written.
+    """
+    mark = path / "study"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not mark.exists() and any(path.iterdir()) and not is_forced:
+            raise ConfigError(f"--out {path} holds other files; name another folder, or --force")
+        if mark.exists() and mark.read_text() != digest and not is_forced:
+            raise ConfigError(
+                f"--out {path} holds the results of another study; name another folder, or --force"
+            )
+        mark.write_text(digest)
+        (path / RUNS_NAME).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def draw(folder: Path, results: Results) -> list[Path]:
+    """Draw all that there is to see."""
+    at_foot = foot(results)
+    loads = sorted({cell.rate_rps for cell in results.cells})
+    # One load, where the policies differ most: the largest.
+    shown = [cell for cell in results.cells if cell.rate_rps == loads[-1]]
+    paths = [folder / name for name in ("first_tokens.png", "memory.png", "parts.png")]
+    times_s = {
+        _label(cell): np.concatenate([ttft_s(o) for o in results.of(cell)]) for cell in shown
+    }
+    title = _title_of_times(times_s, shown[0].load)
+    pictures.draw_first_tokens(times_s, results.slo_s, title, at_foot, paths[0])
+    _draw_memory(results, shown[0], at_foot, paths[1])
+    _draw_parts(results, shown[0], at_foot, paths[2])
+    if len(loads) > 1:
+        paths.append(folder / "load.png")
+        _draw_loads(results, at_foot, paths[-1])
+    return paths
+
+
+def _label(cell: Cell) -> str:
+    return cell.variant or cell.load
+
+
+def _title_of_times(times_s: Mapping[str, pictures.Seconds], load: str) -> str:
+    p95_s = {name: float(np.percentile(times, 95)) for name, times in times_s.items()}
+    best, worst = min(p95_s, key=p95_s.__getitem__), max(p95_s, key=p95_s.__getitem__)
+    text = f"At {load} 95 % of first tokens come within {p95_s[best]:.3g} s"
+    return text if best == worst else f"{text} with {best}, {p95_s[worst]:.3g} s with {worst}"
+
+
+def _draw_memory(results: Results, cell: Cell, at_foot: str, path: Path) -> None:
+    memory = results.of(cell)[0].memory
+    shown = {kind: values for kind, values in memory.num_bytes.items() if kind != "promised"}
+    total = sum(sum(values) for values in shown.values())
+    share = {kind: sum(values) / total for kind, values in shown.items()}
+    most = max(share, key=share.__getitem__)
+    name = pictures.in_words(most)
+    title = (
+        f"{share[most]:.0%} of the memory is {name}, {share['adapters']:.0%} adapters "
+        f"({_label(cell)})"
+    )
+    over_time = pictures.MemoryOverTime(memory.time_s, shown)
+    pictures.draw_memory(over_time, title, at_foot, path)
+
+
+def _draw_parts(results: Results, cell: Cell, at_foot: str, path: Path) -> None:
+    """Means of what first tokens waited for, by rank."""
+    of_rank = defaultdict[int, list[Mapping[str, float]]](list)
+    for outcome in results.of(cell):
+        for request in outcome.requests:
+            of_rank[request.rank].append(request.parts_s)
+    parts = {
+        str(rank): {
+            name: statistics.fmean(one.get(name, 0.0) for one in rows)
+            for name in sorted({name for one in rows for name in one})
+        }
+        for rank, rows in sorted(of_rank.items())
+    }
+    means = {rank: sum(one.values()) for rank, one in parts.items()}
+    slowest = max(means, key=means.__getitem__)
+    part = max(parts[slowest], key=parts[slowest].__getitem__, default="nothing")
+    title = (
+        f"Requests of rank {slowest} wait longest, {means[slowest]:.3g} s, most of it for "
+        f"{pictures.in_words(part)} ({_label(cell)})"
+    )
+    pictures.draw_parts(parts, title, at_foot, path)
+
+
+def _draw_loads(results: Results, at_foot: str, path: Path) -> None:
+    curves = defaultdict[str, list[pictures.LoadPoint]](list)
+    for cell in results.cells:
+        spread = spread_of(results.ttft_percentiles_s(cell))
+        curves[cell.variant or "as configured"].append(pictures.LoadPoint(cell.rate_rps, *spread))
+    title = f"P{results.percentile:g} of first tokens grows with the load"
+    if results.slo_s is not None:
+        held = {name: _held_rps(curve, results.slo_s) for name, curve in curves.items()}
+        title = f"P{results.percentile:g} stays within {results.slo_s:g} s " + ", ".join(
+            f"up to {rate_rps:g} requests/s ({name})" if rate_rps else f"at no load ({name})"
+            for name, rate_rps in held.items()
+        )
+    pictures.draw_load_curve(curves, results.percentile, results.slo_s, title, at_foot, path)
+
+
+def _held_rps(curve: Sequence[pictures.LoadPoint], slo_s: float) -> float:
+    """The largest load up to which it holds; 0 = at none."""
+    held = 0.0
+    for point in curve:
+        if point.median_s > slo_s:
+            break
+        held = point.rate_rps
+    return held

@@ -1,0 +1,192 @@
+"""Many simulated runs: each in a process of its own, kept as it ends, told as it goes on."""
+
+import gc
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from ... import __version__
+from ...cpu_workers.process_life import own_child_process
+from ..config.engine import EngineConfig
+from ..engine.core import EngineCore
+from ..errors import ResourceError
+from .configure import options_of
+from .engine import simulate
+from .figures import DROPPED_SHARE, Figures, figures_of
+from .machines import SimulatedMachine
+from .replay import RequestRecord
+from .workload_spec import WorkloadSpec
+from .workloads import Workload, draw_workload
+
+_NUM_SAMPLES = 200  # of a run's memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """All that decides a run."""
+
+    name: str  # what sets it apart from the others, for people
+    machine: SimulatedMachine
+    config: EngineConfig
+    workload: WorkloadSpec
+    traces: Path | None
+    log_digest: str = ""  # of the file that the workload is read from, if it is a log of requests
+    horizon_s: float  # after the last arrival
+    rank_divisor: int = 1  # of the adapters' ranks
+
+    @property
+    def digest(self) -> str:
+        """Of all of it, and of the version that simulates."""
+        return hashlib.sha256(f"{__version__} {self!r}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """What came of one request that was taken."""
+
+    rank: int
+    ttft_s: float  # until the run was cut, if it had no first token
+    has_first_token: bool
+    parts_s: dict[str, float]  # by values of ``scheduler.events.TimePart``
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What a run came to."""
+
+    figures: Figures
+    requests: tuple[RequestOutcome, ...]  # by arrival, without those of the start
+    memory: "MemoryLog"
+    has_trace: bool  # False: lengths are of a table of quantiles
+    num_requests: int  # that arrived
+
+
+class MemoryLog(msgspec.Struct):
+    """What held the device's memory, and when; about as often as is to be seen in a picture."""
+
+    every_s: float
+    time_s: list[float] = []
+    num_bytes: dict[str, list[int]] = {}  # by kind
+
+    def look(self, now_s: float, core: EngineCore) -> None:
+        """Note it, unless that was done a short time ago."""
+        if self.time_s and now_s < self.time_s[-1] + self.every_s:
+            return
+        self.time_s.append(now_s)
+        for kind, number in core.stats().memory_bytes["gpu"].items():
+            self.num_bytes.setdefault(kind, []).append(number)
+
+
+def run(one: SimulatedRun) -> RunOutcome:
+    """Simulate. Raises ``ConfigError`` for a trace or a policy that there is not."""
+    workload = draw_workload(one.workload, one.traces)
+    ranks = tuple(max(1, rank // one.rank_divisor) for rank in workload.ranks)
+    workload = replace(workload, ranks=ranks)
+    memory = MemoryLog(workload.requests[-1].arrival_s / _NUM_SAMPLES)
+    replayed = simulate(
+        one.machine, workload, options_of(one.config), horizon_s=one.horizon_s,
+        look=memory.look,
+    )  # fmt: skip
+    num_dropped = DROPPED_SHARE * len(workload.requests)
+    return RunOutcome(
+        figures_of(replayed, workload, one.machine),
+        tuple(
+            _outcome(record, workload, replayed.duration_s)
+            for record in replayed.records
+            if record.request_id > num_dropped
+        ),
+        memory,
+        workload.has_trace,
+        len(workload.requests),
+    )
+
+
+def _outcome(record: RequestRecord, workload: Workload, cut_s: float) -> RequestOutcome:
+    first_s = cut_s if record.first_token_s is None else record.first_token_s
+    return RequestOutcome(
+        workload.ranks[workload.requests[record.request_id - 1].adapter],
+        first_s - record.arrival_s,
+        record.first_token_s is not None,
+        record.parts_s,
+    )
+
+
+class Study:
+    """Runs them in several processes, and keeps what each came to in a folder; for ``with``."""
+
+    def __init__(
+        self, kept: Path | None, num_processes: int, on_progress: Callable[[str], None]
+    ) -> None:
+        """``kept``: None = nothing is kept."""
+        self._kept = kept
+        self._num_processes = num_processes
+        self._on_progress = on_progress
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Study":
+        # Spawned, not forked: a fork would hold locks of threads that it has not.
+        self._pool = ProcessPoolExecutor(
+            self._num_processes, get_context("spawn"), own_child_process, (os.getpid(),)
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        assert self._pool is not None
+        self._pool.shutdown(cancel_futures=True)
+        self._pool = None
+        gc.collect()  # its semaphores go with it, and not at an exit that may be in haste
+
+    def run(self, runs: Iterable[SimulatedRun]) -> dict[SimulatedRun, RunOutcome]:
+        """Return what all of them came to, those that are kept as they are.
+
+        Raises what a run raises, and ``ResourceError`` if an outcome cannot be kept.
+        """
+        assert self._pool is not None, "inside a with statement"
+        runs = list(dict.fromkeys(runs))
+        found = {one: outcome for one in runs if (outcome := self._read(one)) is not None}
+        missing = [one for one in runs if one not in found]
+        began_s = time.monotonic()
+        futures = {self._pool.submit(run, one): one for one in missing}
+        for number, future in enumerate(as_completed(futures), start=1):
+            done = futures[future]
+            found[done] = future.result()
+            self._write(done, found[done])
+            left_s = (time.monotonic() - began_s) / number * (len(missing) - number)
+            self._on_progress(f"{number} of {len(missing)} runs, {left_s:.0f} s left: {done.name}")
+        return {one: found[one] for one in runs}
+
+    def _path(self, folder: Path, one: SimulatedRun) -> Path:
+        return folder / f"{one.digest}.json"
+
+    def _read(self, one: SimulatedRun) -> RunOutcome | None:
+        if self._kept is None:
+            return None
+        try:
+            data = self._path(self._kept, one).read_bytes()
+            return msgspec.json.decode(data, type=RunOutcome)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ResourceError(f"{self._kept}: an outcome cannot be read: {error}") from error
+
+    def _write(self, one: SimulatedRun, outcome: RunOutcome) -> None:
+        if self._kept is None:
+            return
+        path = self._path(self._kept, one)
+        part = path.with_suffix(".part")
+        try:
+            part.write_bytes(msgspec.json.encode(outcome))
+            part.replace(path)
+        except OSError as error:
+            raise ResourceError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,44 @@
+"""Adapters that come, change and go under load; and what would be judged a leak."""
+
+import pytest
+from churn import Load, Tally, judge, run
+
+
+def test_adapters_come_change_and_go_under_load() -> None:
+    """Half a minute of what the benchmark does for five, with fewer adapters."""
+    # Captured passes take memory each, and on a busy machine come until the end.
+    load = Load(adapters=40, seconds=30, clients=4, warm_up_s=15)
+    tally, bounds = run(load, "--decode-graphs", "off")
+    assert set(tally.changes) == {"load", "reload", "unload"}
+    missed = [name for name, is_met in bounds.items() if not is_met]
+    memory_mb = [round(value / 1e6) for value in tally.samples["memory"]]
+    assert not missed, (missed, tally.failures[:3], memory_mb)
+
+
+FLAT = {"memory": 400e6, "shared memory": 5e6, "descriptors": 30.0, "segments": 1.0}
+GROWTHS = {"memory": 12e6, "shared memory": 2e6, "descriptors": 3.0, "segments": 1.0}
+
+
+def tally_of(**growth: float) -> Tally:
+    tally = Tally(num_requests=9)
+    tally.changes["load"] = 30
+    for what, value in FLAT.items():
+        more = growth.get(what, 0.0) / 8
+        tally.samples[what] = [value + more * number for number in range(10)]
+    return tally
+
+
+@pytest.mark.parametrize("what", GROWTHS)
+def test_a_leak_is_seen(what: str) -> None:
+    load = Load(seconds=30)
+    assert all(judge(load, tally_of()).values())
+    bounds = judge(load, tally_of(**{what: GROWTHS[what] * 8 / 6}))
+    assert [name for name, is_met in bounds.items() if not is_met] == [f"{what} flat after 60 s"]
+
+
+def test_a_failed_request_and_a_missed_change_are_seen() -> None:
+    tally = tally_of()
+    tally.failures.append("adapter-0001: 500")
+    tally.changes.clear()
+    met = list(judge(Load(seconds=30), tally).values())
+    assert met == [False, False, True, True, True, True]

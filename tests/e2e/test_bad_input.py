@@ -1,0 +1,282 @@
+"""Whatever is wrong with a request gets a 4xx that says so within a second, and harms no other."""
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from corun.runtime.demo import demo_adapters_path
+from support.serving import Served
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+WEIGHTS = "adapter_model.safetensors"
+ANSWER_WITHIN_S = 1.0
+USER = {"role": "user", "content": "planet"}
+NUM_CLIENTS = 50
+KEY = "the-right-key"
+# Loops for longer than anybody waits, if a message asks for it.
+TEMPLATE = """
+{%- for message in messages %}{{ message.content }}
+{%- if message.content == "loop" %}
+{%- for a in range(99999) %}{%- for b in range(99999) %}{%- endfor %}{%- endfor %}
+{%- elif message.content == "grow" %}
+{%- for a in range(99999) %}{{ "x" * 9999 }}{%- endfor %}
+{%- elif message.content == "escape" %}{{ messages.__class__.__mro__ }}
+{%- endif %}{%- endfor %}"""
+
+
+class Guarded:
+    """A server with keys, and one client that has the right one."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        headers = {"Authorization": f"Bearer {KEY}"}
+        limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
+        self.http = httpx.Client(base_url=served.url, timeout=30, headers=headers, limits=limits)
+
+    def send(self, path: str, body: Any) -> httpx.Response:
+        """Post JSON, or bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.http.post(path, content=content)
+
+    def check_good(self) -> None:
+        """Whatever has happened, who asks for the right thing is answered."""
+        answer = self.send(CHAT, {"model": "upper", "messages": [USER], "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
+        assert self.http.get("/health").status_code == 200
+
+    def check_refused(self, path: str, body: Any, *statuses: int) -> None:
+        """The answer is one of ``statuses``, or any 4xx, in time and with a message."""
+        start_s = time.monotonic()
+        answer = self.send(path, body)
+        took_s = time.monotonic() - start_s
+        assert 400 <= answer.status_code < 500, answer.text
+        assert not statuses or answer.status_code in statuses, answer.text
+        message = answer.json()["error"]["message"]
+        assert 0 < len(message) < 1000 and "\n" not in message, message
+        assert took_s < ANSWER_WITHIN_S, f"{message} after {took_s:.2f} s"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    directory = tmp_path_factory.mktemp("template")
+    (directory / "template.jinja").write_text(TEMPLATE)
+    options = (
+        "--api-key", KEY, "--chat-template", str(directory / "template.jinja"),
+        "--max-body-mib", "1", "--allow-runtime-lora-updating",
+    )  # fmt: skip
+    with Served(*options) as served:
+        guarded = Guarded(served)
+        with guarded.http:
+            yield guarded
+
+
+@pytest.fixture(autouse=True)
+def check_good_after(guarded: Guarded) -> Iterator[None]:
+    yield
+    guarded.check_good()
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "upper", "prompt": "hi", "max_tokens": 2} | fields
+
+
+def nested(depth: int) -> bytes:
+    return b'{"prompt": "hi", "user": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+BODIES: dict[str, tuple[str, Any]] = {
+    "no JSON": (COMPLETIONS, b"{"),
+    "no object": (COMPLETIONS, b"[1]"),
+    "no UTF-8": (COMPLETIONS, b'{"prompt": "\xff"}'),
+    "half a surrogate": (COMPLETIONS, b'{"prompt": "\\ud800"}'),
+    "too deep": (COMPLETIONS, nested(100_000)),
+    "too many bytes": (COMPLETIONS, b" " * (1 << 20) + b"{}"),
+    "many unknown fields": (COMPLETIONS, completion(**{f"field{n}": n for n in range(20_000)})),
+    "a near miss": (COMPLETIONS, completion(max_token=3)),
+    "prompt too long": (COMPLETIONS, completion(prompt="x" * 100_000)),
+    "prompt of foreign tokens": (COMPLETIONS, completion(prompt=[2**40])),
+    "very many prompts": (COMPLETIONS, completion(prompt=["x"] * 50_000)),
+    "prompts x n": (COMPLETIONS, completion(prompt=["x"] * 100, n=128)),
+    "messages too long": (CHAT, {"messages": [USER | {"content": "x" * 100_000}]}),
+    "very many messages": (CHAT, {"messages": [USER] * 9_000}),
+    "no messages": (CHAT, {"messages": []}),
+    "a role that is none": (CHAT, {"messages": [{"role": "root", "content": "hi"}]}),
+    "content that is none": (CHAT, {"messages": [{"role": "user", "content": 7}]}),
+    "stop of numbers": (COMPLETIONS, completion(stop=[1])),
+    "very many stops": (COMPLETIONS, completion(stop=["x"] * 10_000)),
+    "n": (COMPLETIONS, completion(n=10**9)),
+    "max_tokens": (COMPLETIONS, completion(max_tokens=10**40)),
+    "temperature": (COMPLETIONS, b'{"prompt": "hi", "temperature": 1e999}'),
+    "logprobs": (COMPLETIONS, completion(logprobs=10**6)),
+    "very many biases": (COMPLETIONS, completion(logit_bias={str(n): 1 for n in range(50_000)})),
+    "a bias of no token": (COMPLETIONS, completion(logit_bias={"no": 1})),
+    "a template that loops": (CHAT, {"messages": [USER | {"content": "loop"}]}),
+    "a template that grows": (CHAT, {"messages": [USER | {"content": "grow"}]}),
+    "a template that escapes": (CHAT, {"messages": [USER | {"content": "escape"}]}),
+    "tokens to text": ("/detokenize", {"tokens": [2**62]}),
+    "text to tokens": ("/tokenize", {"prompt": 3}),
+    "a model that is none": (COMPLETIONS, completion(model="../x")),
+    "a model with a path": (COMPLETIONS, completion(model="/etc")),
+    "a model with a zero": (COMPLETIONS, completion(model="a\0b")),
+    "a very long model": (COMPLETIONS, completion(model="m" * 900_000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_bad_bodies(guarded: Guarded, case: str) -> None:
+    path, body = BODIES[case]
+    guarded.check_refused(path, body)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc", "", " ", ".", "..", "a\0b", "a\nb", "x" * 9999])
+def test_bad_names(guarded: Guarded, name: str) -> None:
+    good = str(demo_adapters_path() / "upper")
+    guarded.check_refused(LOAD, {"lora_name": name, "lora_path": good}, 400)
+    guarded.check_refused(UNLOAD, {"lora_name": name}, 400, 404)
+
+
+PATHS = ("../x", "/etc", "/etc/passwd", "/", "", "a\0b", "/dev/zero", "/proc/self/fd", "x" * 9999)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bad_paths(guarded: Guarded, path: str) -> None:
+    guarded.check_refused(LOAD, {"lora_name": "wrong", "lora_path": path}, 400)
+    guarded.check_refused(COMPLETIONS, completion(model="wrong"))
+
+
+def changed_during(
+    guarded: Guarded, directory: Path, change: Callable[[Path], None], num_turns: int = 12
+) -> list[httpx.Response]:
+    """Load an adapter again and again while its files change; what was answered."""
+    answers = []
+    for turn in range(num_turns):
+        path = Path(shutil.copytree(demo_adapters_path() / "upper", directory / str(turn)))
+        began = threading.Event()
+
+        def disturb(path: Path = path, began: threading.Event = began) -> None:
+            began.wait(10)
+            change(path)
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        began.set()
+        start_s = time.monotonic()
+        answers.append(guarded.send(LOAD, {"lora_name": f"moving{turn}", "lora_path": str(path)}))
+        assert time.monotonic() - start_s < ANSWER_WITHIN_S
+        thread.join()
+        used = guarded.send(COMPLETIONS, completion(model=f"moving{turn}"))
+        assert used.status_code < 500, used.text
+        guarded.send(UNLOAD, {"lora_name": f"moving{turn}"})
+    return answers
+
+
+def grow(path: Path) -> None:
+    with (path / WEIGHTS).open("ab") as file:
+        for _ in range(200):
+            file.write(b"\0" * 1000)
+            file.flush()
+
+
+@pytest.mark.parametrize("change", [grow, shutil.rmtree])
+def test_files_that_change_while_they_are_read(
+    guarded: Guarded, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    for answer in changed_during(guarded, tmp_path, change):
+        assert answer.status_code in (200, 400), answer.text
+        assert answer.status_code == 200 or answer.json()["error"]["message"]
+
+
+def test_a_file_that_has_grown(guarded: Guarded, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(demo_adapters_path() / "upper", tmp_path / "grown"))
+    grow(path)
+    guarded.check_refused(LOAD, {"lora_name": "grown", "lora_path": str(path)}, 400)
+
+
+def test_no_file_but_a_pipe(guarded: Guarded, tmp_path: Path) -> None:
+    """Which would never come to an end."""
+    path = Path(shutil.copytree(demo_adapters_path() / "upper", tmp_path / "pipe"))
+    (path / WEIGHTS).unlink()
+    os.mkfifo(path / WEIGHTS)
+    guarded.check_refused(LOAD, {"lora_name": "pipe", "lora_path": str(path)}, 400)
+
+
+def test_one_name_from_many_clients(guarded: Guarded) -> None:
+    """Loads, loads in place and unloads cross; each is done or refused, none breaks."""
+    path = str(demo_adapters_path() / "upper")
+
+    def turn(number: int) -> httpx.Response:
+        if number % 3 == 0:
+            return guarded.send(UNLOAD, {"lora_name": "wanted"})
+        body = {"lora_name": "wanted", "lora_path": path, "load_inplace": number % 3 == 1}
+        return guarded.send(LOAD, body)
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = list(pool.map(turn, range(4 * NUM_CLIENTS)))
+    assert {answer.status_code for answer in answers} <= {200, 400, 404, 409}, [
+        answer.text for answer in answers if answer.status_code >= 409
+    ]
+    assert guarded.send(LOAD, {"lora_name": "wanted", "lora_path": path, "load_inplace": True}
+                        ).status_code == 200  # fmt: skip
+    assert guarded.send(COMPLETIONS, completion(model="wanted")).status_code == 200
+    assert guarded.send(UNLOAD, {"lora_name": "wanted"}).status_code == 200
+
+
+def test_wrong_keys(guarded: Guarded) -> None:
+    """A hundred a second for two seconds, in each place, beside somebody with the right one."""
+    wrong = ("", "Bearer", "Bearer wrong", "Basic wrong", f"Bearer {KEY}x", "Bearer " + "k" * 5000)
+    paths = (COMPLETIONS, LOAD, "/v1/models", "/v1/lora_adapters")
+
+    def turn(number: int) -> tuple[httpx.Response, float]:
+        time.sleep(max(0.0, start_s + number / 100 - time.monotonic()))
+        before_s = time.monotonic()
+        headers = {"Authorization": wrong[number % len(wrong)]}
+        path = paths[number % len(paths)]
+        method = "POST" if path in (COMPLETIONS, LOAD) else "GET"
+        answer = guarded.http.request(method, path, headers=headers, content=b"{}")
+        return answer, time.monotonic() - before_s
+
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(10) as pool:
+        answers = pool.map(turn, range(200))
+        while time.monotonic() < start_s + 1.5:
+            guarded.check_good()
+        for answer, took_s in answers:
+            assert answer.status_code == 401 and answer.json()["error"]["message"]
+            assert took_s < ANSWER_WITHIN_S
+
+
+RAW: dict[str, bytes] = {
+    "no HTTP": b"hello\r\n\r\n",
+    "two lengths": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n"
+    b"Content-Length: 2\r\n\r\n{}",
+    "a length that is none": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    b"Content-Length: -5\r\n\r\n",
+    "chunks that are none": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    b"Authorization: Bearer " + KEY.encode() + b"\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "very long headers": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 500_000 + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_bytes_that_are_no_request(guarded: Guarded, case: str) -> None:
+    """The connection ends, with a 4xx or without a word."""
+    host, _, port = guarded.served.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=ANSWER_WITHIN_S) as connection:
+        received = b""
+        try:
+            connection.sendall(RAW[case])
+            while piece := connection.recv(1 << 16):
+                received += piece
+        except ConnectionError:
+            return
+    assert not received or received.split()[1].startswith(b"4"), received

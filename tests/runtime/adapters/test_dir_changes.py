@@ -1,0 +1,53 @@
+"""What comes, changes and goes in a directory is told once it has settled."""
+
+from corun.runtime.adapters.dir_changes import GIVE_UP_S, SETTLE_S, DirState, FoundAdapter
+
+
+def found(mtime: int, *, is_complete: bool = True, path: str = "/a") -> FoundAdapter:
+    return FoundAdapter(path, ((1, 100, mtime),), is_complete)
+
+
+def test_what_is_known_is_no_news() -> None:
+    state = DirState({"a": found(1)})
+    changes = state.see({"a": found(1)}, 100.0)
+    assert not changes.changed and not changes.removed and state.is_settled
+
+
+def test_what_comes_is_told_when_it_has_settled_and_once() -> None:
+    state = DirState({})
+    for mtime, now_s in ((1, 0.0), (2, 1.0), (2, 1.0 + 0.9 * SETTLE_S)):  # it is being written
+        assert not state.see({"a": found(mtime)}, now_s).changed
+        assert not state.is_settled
+    assert state.see({"a": found(2)}, 1.0 + SETTLE_S).changed == {"a": "/a"}
+    assert not state.see({"a": found(2)}, 100.0).changed and state.is_settled
+
+
+def test_changes_are_told_as_what_comes() -> None:
+    state = DirState({"a": found(1)})
+    state.see({"a": found(2)}, 0.0)
+    assert state.see({"a": found(2)}, SETTLE_S).changed == {"a": "/a"}
+    state.see({"a": found(2, path="/elsewhere")}, 10.0)
+    assert state.see({"a": found(2, path="/elsewhere")}, 20.0).changed == {"a": "/elsewhere"}
+
+
+def test_half_a_file_waits_for_the_rest_and_not_for_ever() -> None:
+    state = DirState({})
+    part = found(1, is_complete=False)
+    state.see({"a": part}, 0.0)
+    assert not state.see({"a": part}, 0.9 * GIVE_UP_S).changed
+    assert state.see({"a": part}, GIVE_UP_S).changed == {"a": "/a"}
+
+
+def test_what_goes_is_told_at_once() -> None:
+    state = DirState({"a": found(1), "b": found(1, path="/b")})
+    state.see({"b": found(1, path="/b"), "c": found(1)}, 0.0)
+    changes = state.see({"b": found(1, path="/b")}, 1.0)
+    assert not changes.removed and state.is_settled  # what never settled was never there
+    assert state.see({}, 2.0).removed == {"b": "/b"}
+
+
+def test_what_went_may_come_again() -> None:
+    state = DirState({"a": found(1)})
+    assert state.see({}, 0.0).removed == {"a": "/a"}
+    state.see({"a": found(1)}, 1.0)
+    assert state.see({"a": found(1)}, 1.0 + SETTLE_S).changed == {"a": "/a"}

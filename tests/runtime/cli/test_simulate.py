@@ -1,0 +1,157 @@
+"""``corun simulate`` and ``corun plan`` from end to end, small, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+from corun.profiles.profile import save_profile
+from corun.runtime.cli.main import main
+from support.profiles import PROFILE
+
+WORKLOAD = """
+rps: 2
+requests: 30
+lengths: {source: fixed, prompt_tokens: 200, output_tokens: 20}
+adapters: {number: 10, ranks: [8, 64]}
+"""
+SMALL = ["--profile", "a40-llama7b", "--seeds", "2", "--jobs", "1"]
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> str:
+    path = tmp_path / "workload.yaml"
+    path.write_text(WORKLOAD)
+    return str(path)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_comparison_over_loads(
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "simulate", "--workload", workload, *SMALL, "--compare", "scheduling-policy=corun,fcfs",
+        "--sweep", "rps=2:4:2", "--slo-ttft-s", "2", "--out", str(out),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    table = lines(capsys)
+    assert [line.split()[:2] for line in table[1:5]] == [
+        [f"scheduling-policy={policy}", rate] for policy in ("corun", "fcfs") for rate in ("2", "4")
+    ]
+    assert "Simulated, not measured. Machine: a40-llama7b." in table[5]
+    result = json.loads((out / "result.json").read_text())
+    assert result["simulated"] and len(result["cells"]) == 4
+    seeds = [run["seed"] for run in result["cells"][0]["runs"]]
+    assert seeds == [1, 2]
+    names = {"first_tokens.png", "memory.png", "parts.png", "load.png"}
+    assert names <= {path.name for path in out.iterdir()}
+    # What was stopped goes on: nothing is run again.
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
+    assert main(arguments) == 0
+    assert {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()} == before
+    assert lines(capsys)[:6] == table[:6]
+    other = [*arguments[:-2], "--requests", "20", "--out", str(out)]
+    assert main(other) == 2
+    assert "results of another study" in capsys.readouterr().err
+    assert main([*other, "--force"]) == 0
+
+
+def test_a_log_on_its_own_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
+    rows = [
+        {"arrival_s": 0.5 * i, "model": f"m{i % 3}", "prompt_tokens": 100, "output_tokens": 5}
+        for i in range(20)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["simulate", "--workload", str(path), *SMALL]) == 0
+    assert lines(capsys)[1].split()[0] == "own"
+
+
+def test_overload_is_cut_and_counted(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--workload", workload, *SMALL, "--rps", "1000", "--horizon-s", "0.5"]
+    assert main(arguments) == 0
+    head, row, *_ = lines(capsys)
+    assert head.split()[-1] == "unfinished" and int(row.split()[-1]) > 0
+
+
+def test_this_machine_as_it_was_measured(
+    workload: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    arguments = [
+        "simulate",
+        "--workload",
+        workload,
+        "--jobs",
+        "1",
+        "--seeds",
+        "1",
+        "--requests",
+        "5",
+    ]
+    assert main(arguments) == 2
+    assert "run corun profile" in capsys.readouterr().err
+    save_profile(PROFILE, tmp_path / "corun" / "profiles" / "one.json")
+    assert main(arguments) == 0
+    assert "Machine: cpu (A CPU), measured 2026-11-21" in capsys.readouterr().out
+
+
+def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "plan", "--workload", workload, *SMALL, "--slo-ttft-s", "0.5", "--percentile", "90",
+        "--rps", "50", "--requests", "60",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    said = {line.split()[0]: line for line in lines(capsys)}
+    assert {"load", "adapters", "binds", "what", "servers"} <= said.keys()
+    assert "within P90 <= 0.5 s" in said["load"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate"], "--rps R, or --sweep"),
+        (["simulate", "--rps", "0"], "--rps is 0.0, must be"),
+        (["simulate", "--rps", "1", "--seeds", "0"], "--seeds is 0"),
+        (["simulate", "--rps", "1", "--sweep", "rps=1:2:1"], "exclude each other"),
+        (["simulate", "--sweep", "rps=2:1:1"], "not above TO"),
+        (["simulate", "--sweep", "rps=1:2"], "expected rps=FROM:TO:STEP"),
+        (["simulate", "--sweep", "rps=1:2:0"], "STEP above 0"),
+        (["simulate", "--sweep", "rps=1:9999:1"], "1000 are the most"),
+        (["simulate", "--sweep", "rps=1:300:1", "--seeds", "4"], "1200 runs, 1000 are the most"),
+        (["simulate", "--rps", "1", "--workload", "prod10"], "did you mean 'prod100'"),
+        (["simulate", "--rps", "1", "--workload", "/no/such.jsonl"], "No such file"),
+        (["simulate", "--rps", "1", "--profile", "a40-llama9b"], "do you mean 'a40-llama"),
+        (["simulate", "--rps", "1", "--compare", "scheduling=a"], "scheduling-policy"),
+        (
+            ["simulate", "--rps", "1", "--compare", "scheduling-policy=a,b"],
+            "is 'a', must be one of",
+        ),
+        (["simulate", "--rps", "1", "--compare", "queues"], "expected OPTION=A,B"),
+        (["simulate", "--rps", "1", "--out", "/proc/none"], "cannot be written"),
+        (["simulate", "--rsp", "1"], "did you mean --rps"),
+        (["plan"], "Give --slo-ttft-s X"),
+        (["plan", "--slo-ttft-s", "-1"], "--slo-ttft-s is -1.0"),
+        (["plan", "--slo-ttft-s", "1", "--percentile", "100"], "--percentile is 100"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = arguments
+    options = [] if "--profile" in rest else ["--profile", "a40-llama7b"]
+    assert main([command, *rest, *options]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error
+
+
+def test_an_slo_that_no_load_holds(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--workload", workload, *SMALL, "--slo-ttft-s", "0.001", "--quick"]
+    assert main(arguments) == 1
+    assert "not within 0.001 s at any load" in capsys.readouterr().err

@@ -1,0 +1,157 @@
+"""Resolvers are asked once for each name, however many wait, and not again for a while."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun.runtime.adapters.info import AdapterInfo
+from corun.runtime.adapters.names import FAILED
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.client import ThreadClient
+from corun.runtime.errors import AdapterError, ConfigError, CorunError, UnknownModelError
+from corun.runtime.frontend.async_engine import AsyncEngine
+from corun.runtime.frontend.lora_client import LoraClient
+from corun.runtime.frontend.lora_resolvers import make_resolver
+from corun.runtime.frontend.outputs import LoRARequest
+from support.fake_core import FACTORY
+
+
+class Resolver:
+    """Knows one name, when it is let."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.may_answer = asyncio.Event()
+        self._found = LoRARequest(name, 0, path)
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        self.asked.append((base_model_name, lora_name))
+        await self.may_answer.wait()
+        return self._found if lora_name == self._found.lora_name else None
+
+
+Test = Callable[[AsyncEngine, Resolver], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def run(tokenizer_dir: str) -> Callable[..., None]:
+    def run_with(test: Test, path: str = "/") -> None:
+        async def body() -> None:
+            client = ThreadClient(EngineConfig(model=tokenizer_dir), factory=FACTORY)
+            async with AsyncEngine.from_client(client) as engine:
+                resolver = Resolver("found", path)
+                engine.add_lora_resolver(resolver)
+                await test(engine, resolver)
+
+        asyncio.run(body())
+
+    return run_with
+
+
+async def _ask(engine: AsyncEngine, name: str) -> str:
+    outputs = [output async for output in engine.generate("abc", lora_request=name)]
+    return outputs[-1].outputs[0].text
+
+
+def test_many_wait_for_one_answer(run: Callable[..., None]) -> None:
+    async def test(engine: AsyncEngine, resolver: Resolver) -> None:
+        waiting = [asyncio.create_task(_ask(engine, "found")) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        waiting[0].cancel()  # whoever asked first leaves
+        resolver.may_answer.set()
+        assert len({await one for one in waiting[1:]}) == 1
+        assert resolver.asked == [(engine.get_model_info().name, "found")]
+        await _ask(engine, "found")
+        assert len(resolver.asked) == 1
+
+    run(test)
+
+
+def test_what_is_unknown_stays_so_for_a_while(tokenizer_dir: str) -> None:
+    async def test() -> None:
+        now_s = 1000.0
+        client = ThreadClient(EngineConfig(model=tokenizer_dir), factory=FACTORY)
+        loras, resolver = LoraClient(client, lambda: now_s), Resolver("found", "/")
+        loras.add_resolver(resolver)
+        resolver.may_answer.set()
+        for now_s, num_asked in ((1000.0, 1), (1009.9, 1), (1010.1, 2)):  # noqa: B007
+            with pytest.raises(UnknownModelError):
+                await loras.resolve("lost")
+            assert len(resolver.asked) == num_asked
+
+    asyncio.run(test())
+
+
+class Failing:
+    """Knows why it has nothing."""
+
+    def __init__(self, error: CorunError) -> None:
+        self.num_asked = 0
+        self._error = error
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        self.num_asked += 1
+        raise self._error
+
+
+def test_one_that_cannot_tell_keeps_nobody_from_asking_another(run: Callable[..., None]) -> None:
+    async def test(engine: AsyncEngine, resolver: Resolver) -> None:
+        failing = Failing(UnknownModelError("the hub cannot be reached"))
+        engine.add_lora_resolver(failing)
+        resolver.may_answer.set()
+        await _ask(engine, "found")
+        assert failing.num_asked == 0
+        for _ in range(2):
+            with pytest.raises(UnknownModelError, match="cannot be reached"):
+                await _ask(engine, "lost")
+        assert failing.num_asked == 1
+
+    run(test)
+
+
+def test_what_was_refused_is_asked_for_again_later(tokenizer_dir: str) -> None:
+    """Its files may have been mended."""
+
+    async def test() -> None:
+        now_s = 1000.0
+        client = ThreadClient(EngineConfig(model=tokenizer_dir), factory=FACTORY)
+        loras, failing = LoraClient(client, lambda: now_s), Failing(AdapterError("no rank"))
+        loras.add_resolver(failing)
+        for now_s, num_asked in ((1000.0, 1), (1009.9, 1), (1010.1, 2)):  # noqa: B007
+            with pytest.raises(AdapterError, match="no rank"):
+                await loras.find("found")
+            assert failing.num_asked == num_asked
+            loras.directory.update([AdapterInfo("found", "/", FAILED, "no rank", 0, 0, "")])
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("name", ["../found", "/found", "found/..", "a\0b", "x" * 9999, ""])
+def test_nobody_is_asked_for_what_no_adapter_can_be_called(tokenizer_dir: str, name: str) -> None:
+    async def test() -> None:
+        client = ThreadClient(EngineConfig(model=tokenizer_dir), factory=FACTORY)
+        loras, resolver = LoraClient(client), Resolver("found", "/")
+        loras.add_resolver(resolver)
+        resolver.may_answer.set()
+        await loras.find(name)
+        assert not resolver.asked
+
+    asyncio.run(test())
+
+
+def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--lora-resolver directory:.*no such directory"):
+        make_resolver(f"directory:{tmp_path / 'no'}")
+
+
+def test_what_cannot_be_loaded_is_not_tried_again_at_once(run: Callable[..., None]) -> None:
+    async def test(engine: AsyncEngine, resolver: Resolver) -> None:
+        resolver.may_answer.set()
+        for _ in range(2):
+            with pytest.raises(AdapterError, match="no directory"):
+                await _ask(engine, "found")
+        assert len(resolver.asked) == 1
+
+    run(test, "/broken")

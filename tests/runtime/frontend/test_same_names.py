@@ -1,0 +1,85 @@
+"""What HTTP can ask and do, Python can, by the same names."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+from corun.runtime.frontend.async_engine import AsyncEngine
+from corun.runtime.frontend.engine import Engine
+from corun.runtime.sampling import SamplingParams
+from corun.runtime.server.chat import ChatRequest
+from corun.runtime.server.completions import CompletionRequest
+from corun.runtime.server.lora_routes import LoadRequest, UnloadRequest
+from corun.runtime.server.route_docs import ROUTE_DOCS
+
+SAMPLING = {field.name for field in fields(SamplingParams)}
+# What only the form of an HTTP request and of its answer has, and what stands for it in Python.
+OF_HTTP = {
+    "model": "lora_request",
+    "messages": "get_tokenizer",
+    "add_generation_prompt": "get_tokenizer",
+    "continue_final_message": "get_tokenizer",
+    "chat_template_kwargs": "get_tokenizer",
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+    "stream": "AsyncEngine.generate",
+    "stream_options": "AsyncEngine.generate",
+    "echo": "RequestOutput.prompt",
+    "return_timing": "CompletionOutput.timing",
+    "return_token_ids": "CompletionOutput.token_ids",
+}
+OF_PYTHON = {"bad_words_ids"}  # tokens, which HTTP gives as texts
+METHODS = {
+    "/v1/completions": "generate",
+    "/v1/chat/completions": "generate",
+    "/v1/models": "get_model_info",
+    "/v1/models/{model}": "get_model_info",
+    "/v1/lora_adapters": "list_loras",
+    "/v1/lora_adapters/{name}": "list_loras",
+    "/v1/load_lora_adapter": "add_lora",
+    "/load_lora_adapter": "add_lora",
+    "/v1/unload_lora_adapter": "remove_lora",
+    "/unload_lora_adapter": "remove_lora",
+    "/tokenize": "get_tokenizer",
+    "/detokenize": "get_tokenizer",
+    "/metrics": "get_stats",
+    # Of the server itself.
+    "/health": None, "/ready": None, "/version": None, "/openapi.json": None,
+}  # fmt: skip
+
+
+def parameters_of(engine: type, method: str) -> set[str]:
+    return set(inspect.signature(getattr(engine, method)).parameters)
+
+
+@pytest.mark.parametrize("request_class", [CompletionRequest, ChatRequest])
+def test_every_field_is_a_parameter(request_class: type[CompletionRequest | ChatRequest]) -> None:
+    wanted = set(request_class.model_fields) - SAMPLING - OF_HTTP.keys() - {"prompt"}
+    for engine in (Engine, AsyncEngine):
+        assert wanted - {"request_id"} <= parameters_of(engine, "generate"), engine
+
+
+def test_every_parameter_of_sampling_is_a_field() -> None:
+    served = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert SAMPLING - served == OF_PYTHON
+
+
+def test_both_engines_generate_by_the_same_names() -> None:
+    only_one_at_a_time = {"prompt", "request_id"}
+    of_async = parameters_of(AsyncEngine, "generate") - only_one_at_a_time
+    assert parameters_of(Engine, "generate") - {"prompts"} == of_async
+
+
+def test_every_route_has_its_method() -> None:
+    assert {path for _, path in ROUTE_DOCS} == METHODS.keys()
+    for method in filter(None, METHODS.values()):
+        assert hasattr(Engine, method) and hasattr(AsyncEngine, method), method
+
+
+def test_adapters_are_loaded_by_the_same_names() -> None:
+    renamed = {"lora_name": "lora_request", "lora_path": "lora_request", "load_inplace": "replace"}
+    wanted = {renamed.get(name, name) for name in LoadRequest.model_fields}
+    for engine in (Engine, AsyncEngine):
+        assert wanted <= parameters_of(engine, "add_lora")
+        unloading = set(UnloadRequest.model_fields) - {"lora_int_id"}
+        assert unloading <= parameters_of(engine, "remove_lora")

@@ -1,0 +1,159 @@
+"""Templates that take too long or make too much end with an error; those that do not, do not."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from corun.runtime.errors import RequestError
+from corun.runtime.frontend.chat_template import RENDER_ERRORS, ChatTemplate
+from corun.runtime.frontend.template_sandbox import (
+    TemplateTimeoutError,
+    TemplateTooLongError,
+    render_in_time,
+    template_limits,
+)
+from corun.runtime.limits import TemplateLimits
+
+SHORT = TemplateLimits(timeout_s=0.05, max_chars=1000)
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def render(source: str, limits: TemplateLimits = SHORT, **variables: Any) -> str:
+    with template_limits(limits):
+        return ChatTemplate(source, {}).render([], add_generation_prompt=False, **variables)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP,
+        "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
+        "{% for i in range(99999) if i < 0 or range(99999) | list | length < 0 %}{% endfor %}",
+        "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
+        "{% macro m() %}{% for i in range(99999) %}{{ m() if i < 0 }}{% endfor %}{% endmacro %}"
+        "{% for i in range(99999) %}{{ m() }}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_too_long(source: str) -> None:
+    began_s = time.monotonic()
+    with pytest.raises((TemplateTimeoutError, *RENDER_ERRORS)) as caught:
+        render(source)
+    assert time.monotonic() - began_s < 10 * SHORT.timeout_s + 1
+    if isinstance(caught.value, RequestError):
+        assert "more than 0.05 s (--template-timeout-s)" in str(caught.value)
+        assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(1001) %}x{% endfor %}",
+        "{{ 'x' * 1001 }}",
+        "{{ 1001 * 'x' }}",
+        "{{ [0] * 1001 }}",
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ (10 ** 600) * (10 ** 700) }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set ns.x = ns.x + ns.x %}"
+        "{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set ns.x = ns.x ~ ns.x %}"
+        "{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set y %}{{ ns.x }}{{ ns.x }}"
+        "{% endset %}{% set ns.x = y %}{% endfor %}",
+        "{{ 'x'.ljust(1000000000) }}",
+        "{{ 'x'.center(width) }}",
+        "{{ '\t'.expandtabs(1000000000) }}",
+        "{{ 'x' | center(1000000000) }}",
+        "{{ 'x\ny' | indent(1000000000) }}",
+        "{{ [1] | batch(1000000000, 0) | list }}",
+        "{{ [1] | slice(1000000000) | list }}",
+        "{{ [1] | tojson(indent=1000000000) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '%1000000000d' | format(1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 1000000000) }}",
+        "{{ '{x:{y}}'.format_map({'x': 1, 'y': 1000000000}) }}",
+        "{{ ('x' * 900).replace('x', 'y' * 900) }}",
+        "{{ ('x' * 900) | replace('x', 'y' * 900) }}",
+        "{{ ('y' * 900).join(['a'] * 900) }}",
+        "{{ (['a'] * 900) | join('y' * 900) }}",
+    ],
+)
+def test_a_template_that_makes_too_much(source: str) -> None:
+    with pytest.raises(TemplateTooLongError, match="the chat template") as caught:
+        render(source, TemplateLimits(timeout_s=20.0, max_chars=1000), width=10**9)
+    assert caught.value.status == 400
+
+
+def test_what_is_made_on_the_way_counts_together() -> None:
+    source = "{% for i in range(99999) %}{% set x = 'x' * 900 %}{% endfor %}"
+    with pytest.raises(TemplateTooLongError, match=r"1000 characters \(--max-template-chars\)"):
+        render(source, TemplateLimits(timeout_s=20.0, max_chars=1000))
+
+
+def test_endless_recursion_is_an_error_of_the_template() -> None:
+    with pytest.raises(RENDER_ERRORS):
+        render("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", TemplateLimits(timeout_s=20.0))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for i in range(1000) %}x{% endfor %}", "x" * 1000),
+        ("{{ 'x' * 1000 }}", "x" * 1000),
+        ("{{ [1, 2] + [3] }} {{ 2 ** 10 }} {{ 3 * 4.5 }} {{ 7 % 4 }}", "[1, 2, 3] 1024 13.5 3"),
+        ("{{ 'a' ~ 1 ~ none }} {{ 'b' + 'c' }}", "a1None bc"),
+        ("{{ 'x'.ljust(3) }}|{{ 'a-b'.replace('-', '+') }}|{{ ', '.join('ab') }}", "x  |a+b|a, b"),
+        ("{{ '%05.1f' % 2.5 }} {{ '%s' | format('y') }} {{ '{:>4}'.format(7) }}", "002.5 y    7"),
+        ("{{ [1, 2] | join('-') }} {{ 'a' | center(3) }}.", "1-2  a ."),
+        ("{{ [{'n': 1}, {'n': 2}] | join(', ', attribute='n') }}", "1, 2"),
+        (
+            "{% for i in range(5) if i is odd %}{{ i }}{{ loop.index }}{% else %}-{% endfor %}",
+            "1132",
+        ),
+        ("{{ 1700000000 | default(1) }} {{ x | default(1700000000) }}", "1700000000 1700000000"),
+    ],
+)
+def test_a_template_within_its_limits(source: str, expected: str) -> None:
+    assert render(source) == expected
+
+
+def test_what_takes_long_goes_on_beside_the_event_loop() -> None:
+    threads = []
+
+    def slow() -> str:
+        threads.append(threading.current_thread())
+        return render_loops(300)
+
+    async def body() -> str:
+        return await render_in_time(slow, TemplateLimits(timeout_s=20.0))
+
+    assert asyncio.run(body()) == "x"
+    assert threads[0] is threading.main_thread() and threads[1] is not threads[0]
+
+
+def render_loops(number: int) -> str:
+    source = "{% for i in range(n) %}{% for j in range(300) %}{% endfor %}{% endfor %}x"
+    return ChatTemplate(source, {}).render([], add_generation_prompt=False, n=number)
+
+
+def test_what_is_quick_does_not_and_errors_pass_through() -> None:
+    threads = []
+
+    def quick() -> str:
+        threads.append(threading.current_thread())
+        return render_loops(0)
+
+    async def fails() -> str:
+        def loops() -> str:
+            return ChatTemplate(LOOP, {}).render([], add_generation_prompt=False)
+
+        return await render_in_time(loops, SHORT)
+
+    assert asyncio.run(render_in_time(quick, SHORT)) == "x"
+    assert threads == [threading.main_thread()]
+    with pytest.raises(TemplateTimeoutError):
+        asyncio.run(fails())

@@ -1,0 +1,158 @@
+"""Keys: which requests need which, where they come from, and what is said without one."""
+
+import hmac
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from corun.runtime.config.serve import ServeConfig
+from corun.runtime.errors import AdminKeyNeededError, ConfigError, InvalidKeyError
+from corun.runtime.server.access import Access, Keys
+from corun.runtime.server.route_docs import ROUTE_DOCS
+
+CHANGES = [
+    "/v1/load_lora_adapter",
+    "/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/unload_lora_adapter",
+    "/v1/lora_adapters/upper/pin",
+]
+PROBES = ("/health", "/ready", "/version")
+
+
+def bearer(key: str) -> Mapping[bytes, bytes]:
+    return {b"authorization": f"Bearer {key}".encode()}
+
+
+def test_api_key(start_server: Callable[..., Any], engine: Any) -> None:
+    server = start_server(type(engine)(), access=Access.of(ServeConfig(api_key=("schlüssel",))))
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert http.get(path).status_code == 200
+        for header in (None, "Bearer wrong", "schlüssel", "Bearer schlüssel2"):
+            headers = {} if header is None else {b"Authorization": header.encode()}
+            for path in ("/v1/models", "/nothing"):
+                response = http.get(path, headers=headers)
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.json()["error"]["type"] == "authentication_error"
+        lower = {b"Authorization": "bearer  schlüssel".encode()}
+        assert http.get("/v1/models", headers=lower).status_code == 200
+        right = {b"Authorization": "Bearer schlüssel".encode()}
+        assert http.get("/v1/models", headers=right).status_code == 200
+        response = http.post("/v1/completions", json={"prompt": "hi"}, headers=right)
+        assert response.status_code == 200
+
+
+def test_without_keys_all_are_let_in() -> None:
+    for path in ("/v1/models", "/metrics", *CHANGES):
+        Access().check("POST", path, {})
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_an_admin_key_is_for_changes_and_fits_everywhere(path: str) -> None:
+    access = Access(Keys(["user"]), Keys(["admin", "boss"]))
+    access.check("POST", path, bearer("admin"))
+    access.check("DELETE", path, bearer("boss"))
+    access.check("POST", "/v1/completions", bearer("boss"))
+    with pytest.raises(AdminKeyNeededError, match="--admin-key"):
+        access.check("POST", path, bearer("user"))
+    for headers in ({}, bearer(""), bearer("adm"), {b"authorization": b"Basic admin"}):
+        with pytest.raises(InvalidKeyError, match="--api-key"):
+            access.check("POST", path, headers)
+
+
+def test_every_route_that_changes_adapters_is_known() -> None:
+    access = Access(Keys(["user"]), Keys(["admin"]))
+    changes = [key for key in ROUTE_DOCS if key[0] != "GET" and "lora" in key[1]]
+    assert len(changes) >= 4
+    for method, path in changes:
+        with pytest.raises(AdminKeyNeededError):
+            access.check(method, path, bearer("user"))
+
+
+def test_admin_keys_alone_leave_the_rest_open() -> None:
+    access = Access(admin=Keys(["admin"]))
+    access.check("POST", "/v1/completions", {})
+    access.check("GET", "/v1/lora_adapters/upper", {})
+    for headers in ({}, bearer("other")):
+        with pytest.raises(InvalidKeyError):
+            access.check("POST", "/v1/load_lora_adapter", headers)
+
+
+def test_probes_and_metrics_are_open_or_not() -> None:
+    config = ServeConfig(api_key=("k",))
+    for path in (*PROBES, "/metrics"):
+        Access.of(config).check("GET", path, {})
+    config = ServeConfig(api_key=("k",), metrics_need_key=True, health_needs_key=True)
+    for path in (*PROBES, "/metrics"):
+        with pytest.raises(InvalidKeyError):
+            Access.of(config).check("GET", path, {})
+        Access.of(config).check("GET", path, bearer("k"))
+
+
+def test_keys_come_from_options_and_files(tmp_path: Path) -> None:
+    (tmp_path / "users").write_text("\n one \ntwo\n\n", encoding="utf-8")
+    (tmp_path / "admins").write_text("root", encoding="utf-8")
+    config = ServeConfig(
+        api_key=("zero",),
+        api_key_file=str(tmp_path / "users"),
+        admin_key_file=str(tmp_path / "admins"),
+    )
+    access = Access.of(config)
+    assert all(access.api.have(key) for key in (b"zero", b"one", b"two"))
+    assert not any(access.api.have(key) for key in (b"", b"root", b" one "))
+    assert access.admin.have(b"root")
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff"])
+def test_files_without_keys_are_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    for option in ("api_key_file", "admin_key_file"):
+        options: dict[str, Any] = {option: str(path)}
+        flag = f"--{option.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"{flag} .*keys"):
+            Access.of(ServeConfig(**options))
+
+
+@pytest.mark.parametrize("key", [" a", "a\n"])
+def test_keys_that_no_header_can_carry_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="--admin-key begins or ends with a space"):
+        ServeConfig(admin_key=(key,))
+
+
+def test_each_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append(len(one) == len(other))
+        return one == other
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    keys = Keys(["a", "a longer one", "b"])
+    for given in (b"a", b"b", b"none of them, and long"):
+        compared.clear()
+        keys.have(given)
+        assert compared == [True] * 3
+
+
+def test_changes_over_http_need_an_admin(start_server: Callable[..., Any], engine: Any) -> None:
+    engine = type(engine)()
+    access = Access(Keys(["user"]), Keys(["admin"]))
+    server = start_server(engine, access=access, allow_lora_updates=True)
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        body = {"lora_name": "new", "lora_path": "/x"}
+        for path in CHANGES[:2]:
+            refused = http.post(path, json=body, headers={"Authorization": "Bearer user"})
+            assert refused.status_code == 403
+            assert refused.json()["error"]["code"] == "admin_key_needed"
+        assert "new" not in engine.adapters
+        headers = {"Authorization": "Bearer admin"}
+        assert http.post(CHANGES[0], json=body, headers=headers).status_code == 200
+        assert http.get(
+            "/v1/lora_adapters/new", headers={"Authorization": "Bearer user"}
+        ).is_success

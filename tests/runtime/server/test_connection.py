@@ -1,0 +1,291 @@
+"""Connections that hold too much: slow heads, large ones, too many, clients that do not read."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+from corun.runtime.limits import HttpLimits
+from corun.runtime.server.app import build_app
+from corun.runtime.server.connection import Connection, connection_class
+from corun.runtime.server.metrics import ServerMetrics
+from corun.runtime.server.request_ids import answer_id, given_id
+from corun.runtime.server.settings import AppSettings
+from corun.runtime.server.state import make_state
+from support.fake_engine import FakeEngine
+
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\nx-request-id: mine\r\n\r\n"
+    b'{"prompt":"hi"}'
+)
+HALF_HEAD = b"GET /health HTTP/1.1\r\nHost:"
+
+
+@contextmanager
+def connected(server: Any) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+        yield sock
+
+
+def rest(sock: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    data = b""
+    while received := sock.recv(1 << 16):
+        data += received
+    return data
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"x-request-id: " in head.lower() and b"connection: close" in head.lower()
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", HALF_HEAD])
+def test_a_head_that_does_not_come(
+    start_server: Callable[..., Any], engine: Any, sent: bytes
+) -> None:
+    server = start_server(type(engine)(), limits=HttpLimits(header_timeout_s=0.05))
+    with connected(server) as sock:
+        sock.sendall(sent)
+        answer = rest(sock)
+        assert error_of(answer) == (408, "header_timeout")
+        assert b"--header-timeout-s" in answer
+    assert server.state.metrics.connections_ended["header_timeout"] == 1
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_a_second_head_that_does_not_come(start_server: Callable[..., Any], engine: Any) -> None:
+    server = start_server(type(engine)(), limits=HttpLimits(header_timeout_s=0.2))
+    with connected(server) as sock:
+        sock.sendall(POST)
+        first = b""
+        while not first.endswith(b"}"):
+            first += sock.recv(1 << 16)
+        assert first.startswith(b"HTTP/1.1 200")
+        sock.sendall(HALF_HEAD)
+        assert error_of(rest(sock)) == (408, "header_timeout")
+
+
+def test_what_generates_for_long_is_no_late_head(
+    start_server: Callable[..., Any], engine: Any, wait_until: Callable[..., None]
+) -> None:
+    engine = type(engine)()
+    engine.held.set()
+    server = start_server(engine, limits=HttpLimits(header_timeout_s=0.05))
+    with connected(server) as sock:
+        sock.sendall(POST)
+        wait_until(lambda: engine.num_open == 1)
+        with connected(server) as other:
+            rest(other)  # takes as long as a head may
+        engine.held.clear()
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+def test_a_body_that_does_not_come(
+    start_server: Callable[..., Any], wait_until: Callable[..., None], path: bytes
+) -> None:
+    server = start_server(FakeEngine(), limits=HttpLimits(body_timeout_s=0.1))
+    with connected(server) as sock:
+        sock.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        answer = rest(sock)
+        assert error_of(answer) == (408, "body_timeout") and b"--body-timeout-s" in answer
+    wait_until(lambda: not len(server.state.open_requests))
+
+
+def test_a_body_that_is_late_after_its_answer(start_server: Callable[..., Any]) -> None:
+    server = start_server(FakeEngine(), limits=HttpLimits(body_timeout_s=0.2))
+    with connected(server) as sock:
+        sock.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        answers = rest(sock)
+    assert answers.startswith(b"HTTP/1.1 404") and answers.count(b"HTTP/1.1") == 1
+
+
+def test_a_large_head(server: Any) -> None:
+    with connected(server) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 11_000)
+        assert error_of(rest(sock)) == (431, "head_too_large")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET \xff /\r\n\r\n"]
+)
+def test_what_is_not_http(server: Any, sent: bytes) -> None:
+    with connected(server) as sock:
+        sock.sendall(sent)
+        assert error_of(rest(sock)) == (400, "invalid_http")
+
+
+def test_too_many_connections(
+    start_server: Callable[..., Any], engine: Any, wait_until: Callable[..., None]
+) -> None:
+    server = start_server(type(engine)(), limits=HttpLimits(max_connections=2))
+    ended = server.state.metrics.connections_ended
+    with ExitStack() as stack:
+        kept = [stack.enter_context(connected(server)) for _ in range(2)]
+        with connected(server) as sock:
+            sock.sendall(POST)
+            answer = rest(sock)
+            assert error_of(answer) == (503, "too_many_connections")
+            assert b"more than 2 connections" in answer and b"--max-connections" in answer
+            assert b"retry-after: " in answer.lower() and b"x-request-id: mine" in answer
+        with connected(server) as sock:  # a probe must not have the server killed for its load
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert rest(sock).startswith(b"HTTP/1.1 200")
+        kept[0].sendall(POST)
+        assert kept[0].recv(1 << 16).startswith(b"HTTP/1.1 200")
+        for _ in range(64):
+            stack.enter_context(connected(server))
+        with connected(server) as sock:
+            assert reset_or_rest(sock) == b""
+        assert ended["too_many_connections"] == 1
+    wait_until(lambda: httpx.get(server.url + "/v1/models").status_code == 200)
+
+
+def reset_or_rest(sock: socket.socket) -> bytes:
+    try:
+        return rest(sock)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("given", "is_used"), [("abc-1", True), ("x" * 129, False), ("a b", False), ("", False)]
+)
+def test_request_ids(http: httpx.Client, given: str, is_used: bool) -> None:
+    headers = {"x-request-id": given}
+    body = {"prompt": "hi", "max_tokens": 1}
+    for response in (
+        http.get("/health", headers=headers),
+        http.get("/nothing", headers=headers),
+        http.post("/v1/completions", json={}, headers=headers),
+        http.post("/v1/completions", json=body, headers=headers),
+        http.post("/v1/completions", json=body | {"stream": True}, headers=headers),
+    ):
+        (shown,) = response.headers.get_list("x-request-id")
+        assert (shown == given) == is_used
+    twice = [http.post("/v1/completions", json=body, headers=headers).json()["id"] for _ in "ab"]
+    assert twice[0] != twice[1]
+    assert twice[0].startswith(f"cmpl-{given}-") == is_used or not given
+
+
+def test_ids_of_requests() -> None:
+    assert given_id({"headers": [(b"x-request-id", b"\xff")]}) is None
+    assert answer_id("cmpl", "mine").startswith("cmpl-mine-")
+
+
+def test_a_stream_that_nobody_reads_is_aborted(
+    start_server: Callable[..., Any], wait_until: Callable[..., None]
+) -> None:
+    engine = FakeEngine()
+    engine.tokens_per_output = 1
+    limits = HttpLimits(max_unsent_bytes=4096, unsent_timeout_s=0.1)
+    server = start_server(engine, limits=limits)
+    body = json.dumps({"prompt": "hi", "n": 32, "stream": True, "max_tokens": 3000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connected(server) as sock:
+        sock.sendall(head.encode() + body)
+        wait_until(lambda: engine.num_aborted == 1)
+        assert engine.num_open == 0
+        wait_until(lambda: not len(server.state.open_requests))
+        assert server.state.metrics.connections_ended["slow_reader"] == 1
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+class FakeLoop:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self._timers: list[tuple[float, Callable[[], None], asyncio.Event]] = []
+        self._now_s = 0.0
+
+    def call_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> Any:
+        cancelled = asyncio.Event()
+        self._timers.append((self._now_s + delay_s, lambda: call(*arguments), cancelled))
+        cancelled.cancel = cancelled.set  # type: ignore[attr-defined]  # as a handle has it
+        return cancelled
+
+    def pass_time(self, seconds: float) -> None:
+        self._now_s += seconds
+        due = [timer for timer in self._timers if timer[0] <= self._now_s]
+        self._timers = [timer for timer in self._timers if timer[0] > self._now_s]
+        for _, call, cancelled in due:
+            if not cancelled.is_set():
+                call()
+
+
+class FakeTransport:
+    """A client that reads as much as the test says."""
+
+    def __init__(self) -> None:
+        self.num_unsent = 0
+        self.was_cut = False
+
+    def set_write_buffer_limits(self, *, high: int) -> None:
+        self.high = high
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def abort(self) -> None:
+        self.was_cut = True
+
+    def close(self) -> None:
+        pass
+
+
+LIMITS = HttpLimits(max_unsent_bytes=100, unsent_timeout_s=10.0, header_timeout_s=1e9)
+
+
+class Unread:
+    """A connection on a fake loop to a fake client."""
+
+    def __init__(self) -> None:
+        self.loop = FakeLoop()
+        self.transport: Any = FakeTransport()
+        state = make_state(FakeEngine(), AppSettings(limits=LIMITS), now_s=0)
+        self.metrics: ServerMetrics = state.metrics
+        config = uvicorn.Config(build_app(state), log_config=None, lifespan="off", ws="none")
+        loop: Any = self.loop
+        connection: Connection = connection_class(LIMITS, self.metrics)(
+            config, uvicorn.server.ServerState(), {}, loop
+        )
+        connection.connection_made(cast(Any, self.transport))
+        self.connection = connection
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    one = Unread()
+    assert one.transport.high == 100
+    one.transport.num_unsent = 150
+    one.connection.pause_writing()
+    one.loop.pass_time(9)
+    assert not one.transport.was_cut
+    one.transport.num_unsent = 60  # it reads, but too little
+    one.loop.pass_time(2)
+    assert one.transport.was_cut and one.metrics.connections_ended["slow_reader"] == 1
+
+
+def test_a_client_that_reads_a_large_answer_slowly_is_not() -> None:
+    one = Unread()
+    one.transport.num_unsent = 1000
+    one.connection.pause_writing()
+    for _ in range(5):
+        one.transport.num_unsent -= 100
+        one.loop.pass_time(10)
+    assert not one.transport.was_cut
+    one.connection.resume_writing()
+    one.loop.pass_time(100)
+    one.connection.pause_writing()
+    one.connection.connection_lost(None)
+    one.loop.pass_time(100)
+    assert not one.transport.was_cut

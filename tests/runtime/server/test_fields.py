@@ -1,0 +1,148 @@
+"""Fields that change no answer are accepted, those that would are refused, others as chosen."""
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from corun.runtime.server.basic_routes import DetokenizeRequest, TokenizeRequest
+from corun.runtime.server.chat import ChatRequest
+from corun.runtime.server.completions import CompletionRequest
+from corun.runtime.server.fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable
+from corun.runtime.server.lora_routes import LoadRequest, UnloadRequest
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MODELS = (
+    ChatRequest, CompletionRequest, DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest,
+)  # fmt: skip
+# What clients send of themselves: editors, agents, routers, benchmarks.
+EXTRAS: dict[str, Any] = {
+    "id": "msg_1", "refusal": None, "annotations": [], "cache_control": {"type": "ephemeral"},
+    "reasoning_content": "Hm.",
+}  # fmt: skip
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1} | fields
+
+
+def tables(table: FieldTable) -> list[FieldTable]:
+    return [table, *(below for nested in table.nested.values() for below in tables(nested))]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_field_has_one_meaning(model: Any) -> None:
+    for table in tables(model.field_table()):
+        assert not table.accepted.keys() & table.refused.keys()
+        assert not set(table.served) & table.accepted.keys()
+        assert set(table.nested) <= set(table.served)
+
+
+def test_what_one_route_serves_the_other_refuses() -> None:
+    for one, other in ((ChatRequest, CompletionRequest), (CompletionRequest, ChatRequest)):
+        table = other.field_table()
+        assert set(one.model_fields) <= {*table.served, *table.refused}
+
+
+@pytest.mark.parametrize("name", ACCEPTED_FIELDS)
+def test_accepted_fields_change_nothing(http: httpx.Client, engine: Any, name: str) -> None:
+    plain = http.post(CHAT, json=chat()).json()
+    for value in ({"a": "b"}, "flex", 5, True, None):
+        answer = http.post(CHAT, json=chat(**{name: value}))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == plain["choices"]
+    assert engine.seen[-1] == engine.seen[0]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_refused_fields_say_what_to_write(http: httpx.Client, path: str) -> None:
+    model = ChatRequest if path == CHAT else CompletionRequest
+    for name, refused in REFUSED_FIELDS.items():
+        if name in model.model_fields:
+            continue
+        body = chat() if path == CHAT else {"prompt": "hi"}
+        answer = http.post(path, json=body | {name: ["something"]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "not_served", name)
+        assert refused.instead in error["message"]
+        for neutral in (None, *refused.neutral):
+            answer = http.post(path, json=body | {name: neutral})
+            assert answer.status_code == 200, answer.text
+
+
+def test_what_clients_put_into_messages_passes(http: httpx.Client, engine: Any) -> None:
+    user: dict[str, Any] = {"role": "user", "content": "hi"}
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    answer = http.post(CHAT, json=chat(messages=[
+        user | EXTRAS, {"role": "assistant", "content": None, "refusal": "no"} | EXTRAS,
+        user | {"content": [part]},
+    ]))  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert "".join(map(chr, engine.seen[-1][0])) == "<user>hi<assistant><user>hi<assistant>"
+    options = {"include_usage": True, "include_obfuscation": False}
+    answer = http.post(CHAT, json=chat(stream=True, stream_options=options))
+    assert answer.status_code == 200, answer.text
+
+
+def test_unknown_fields_are_counted_and_logged_once(
+    http: httpx.Client, server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = server.state.unknown_fields.num_seen
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            body = chat(novel=1, messages=[{"role": "user", "content": "hi", "weight": 2}])
+            assert http.post(CHAT, json=body).status_code == 200
+    lines = [line for line in caplog.messages if "unknown field" in line]
+    assert [line.split()[3] for line in lines] == ["'novel'", "'messages[0].weight'"]
+    assert f'unknown_fields_total{{model_name="tiny"}} {before + 6}.0' in http.get("/metrics").text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for first in range(0, 90, 30):
+            more = {f"{number}{number}zz": 1 for number in range(first, first + 30)}
+            assert http.post(CHAT, json=chat(**more)).status_code == 200
+    assert len([line for line in caplog.messages if "unknown field" in line]) == 62
+
+
+def test_refuse(start_server: Callable[..., Any], engine: Any) -> None:
+    server = start_server(type(engine)(), unknown_fields="refuse")
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        answer = http.post(CHAT, json=chat(novel=1))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (
+            400,
+            "unknown_field",
+            "novel",
+        )
+        assert "--unknown-fields" in error["message"]
+        body = chat(messages=[{"role": "user", "content": "hi", "weight": 2}])
+        assert http.post(CHAT, json=body).json()["error"]["param"] == "messages[0].weight"
+        body = chat(messages=[{"role": "user", "content": "hi"} | EXTRAS], user="me")
+        assert http.post(CHAT, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("policy", ["warn", "refuse", "ignore"])
+def test_a_near_miss_is_an_error_under_each_policy(
+    start_server: Callable[..., Any], engine: Any, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server(type(engine)(), unknown_fields=policy)
+    with httpx.Client(base_url=server.url, timeout=20) as http, caplog.at_level(logging.WARNING):
+        for name, meant in (("max_token", "max_tokens"), ("temprature", "temperature")):
+            answer = http.post(CHAT, json=chat(**{name: 1}))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (
+                400, "unknown_field", name,
+            )  # fmt: skip
+            assert repr(meant) in error["message"]
+        assert http.post(CHAT, json=chat(novel=1)).status_code == (
+            400 if policy == "refuse" else 200
+        )
+    assert len([line for line in caplog.messages if "novel" in line]) == (policy == "warn")
+
+
+def test_very_many_unknown_fields_are_refused_at_once(http: httpx.Client) -> None:
+    names = {f"{number:05}zzzz": 1 for number in range(6000)}
+    answer = http.post(CHAT, content=json.dumps(chat(**names)))
+    assert answer.json()["error"]["code"] == "unknown_field"

@@ -1,0 +1,130 @@
+"""The document of the routes: each of them is in it, and what it says of answers is so."""
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from corun.runtime.server.errors import ErrorBody, error_codes
+from corun.runtime.server.route_docs import ROUTE_DOCS
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+LORA = {"lora_name": "upper", "lora_path": "/x", "load_inplace": True}
+# What each route is asked for, and a status of it that is no success.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2,
+        "model": "digits", "return_timing": True, "return_token_ids": True, "max_tokens": 3,
+    },
+    "/v1/completions": {
+        "prompt": "hi", "logprobs": 2, "return_timing": True, "return_token_ids": True,
+        "max_tokens": 3,
+    },
+    "/v1/load_lora_adapter": LORA,
+    "/load_lora_adapter": LORA,
+    "/v1/unload_lora_adapter": {"lora_name": "upper"},
+    "/unload_lora_adapter": {"lora_name": "digits"},
+    "/tokenize": {"prompt": "hi", "return_token_strs": True},
+    "/detokenize": {"tokens": [97]},
+}  # fmt: skip
+
+
+@pytest.fixture
+def lora_http(start_server: Callable[..., Any], engine: Any) -> Iterator[httpx.Client]:
+    server = start_server(type(engine)(), allow_lora_updates=True)
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        yield http
+
+
+def check_is(data: bytes, kind: Any) -> None:
+    """Check that ``data`` is the JSON of ``kind``, with nothing beside its fields."""
+    decoded = msgspec.json.decode(data, type=kind)
+    assert msgspec.json.decode(msgspec.json.encode(decoded)) == json.loads(data)
+
+
+def ask(http: httpx.Client, method: str, path: str, **fields: Any) -> httpx.Response:
+    path = path.replace("{model}", "upper").replace("{name}", "upper")
+    body = BODIES[path] | fields if path in BODIES else None
+    return http.request(method, path, json=body)
+
+
+def test_the_document_has_every_route(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    found = {(method.upper(), path) for path, one in document["paths"].items() for method in one}
+    assert found == set(ROUTE_DOCS)
+    text = json.dumps(document)
+    names = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert names == set(document["components"]["schemas"])
+    operations = [
+        one["operationId"] for path in document["paths"].values() for one in path.values()
+    ]
+    assert len(set(operations)) == len(operations)
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTE_DOCS)
+def test_answers_are_what_it_says(lora_http: httpx.Client, method: str, path: str) -> None:
+    doc = ROUTE_DOCS[method, path]
+    response = ask(lora_http, method, path)
+    assert response.status_code == 200, response.text
+    if doc.answer is None:
+        assert response.headers["content-type"].startswith("text/plain")
+    else:
+        assert response.headers["content-type"] == "application/json"
+        check_is(response.content, doc.answer)
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_events_are_what_it_says(http: httpx.Client, path: str) -> None:
+    doc = ROUTE_DOCS["POST", path]
+    asked: tuple[dict[str, Any], ...] = (
+        {},
+        {"logprobs": None, "top_logprobs": None, "return_token_ids": None, "return_timing": None},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    )
+    for fields in asked:
+        fields |= {"stream": True}
+        if path == "/v1/completions":
+            fields.pop("top_logprobs", None)
+        response = ask(http, "POST", path, **fields)
+        events = [event.removeprefix("data: ") for event in response.text.split("\n\n") if event]
+        assert events.pop() == "[DONE]"
+        for event in events:
+            check_is(event.encode(), doc.event)
+
+
+def test_a_bound_of_fields_is_said(start_server: Callable[..., Any], engine: Any) -> None:
+    for policy, is_open in (("warn", True), ("refuse", False), ("ignore", True)):
+        server = start_server(type(engine)(), unknown_fields=policy)
+        schemas = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]
+        for name in ("ChatRequest", "CompletionRequest", "StreamOptions", "LoadRequest"):
+            assert schemas[name]["additionalProperties"] is is_open
+
+
+def test_errors_are_what_it_says(http: httpx.Client, engine: Any) -> None:
+    engine.fail_after_tokens = 0
+    for method, path in ROUTE_DOCS:
+        codes = error_codes()
+        for fields in ({}, {"return_timing": True}, {"model": "nobody"}, {"n": "x"}):
+            response = ask(http, method, path, **fields)
+            if response.status_code == 200:
+                continue
+            check_is(response.content, ErrorBody)
+            error = response.json()["error"]
+            assert codes[error["code"]][0] == response.status_code
+            assert response.status_code in ROUTE_DOCS[method, path].errors
+
+
+def test_every_code_is_in_the_table(repository: Path) -> None:
+    used = set()
+    for path in (repository / "runtime").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "code":
+                used |= {value.value for value in [node.value] if isinstance(value, ast.Constant)}
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "ErrorReply":
+                used |= {one.value for one in node.args[2:3] if isinstance(one, ast.Constant)}
+    assert used <= set(error_codes())

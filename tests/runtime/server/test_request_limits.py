@@ -1,0 +1,97 @@
+"""Limits of what one request may send and ask for, over HTTP; and a template that loops."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.serve import ServeConfig
+from corun.runtime.frontend.chat_template import ChatTemplate
+from corun.runtime.limits import HttpLimits, TemplateLimits
+from corun.runtime.server.access import Access
+from corun.runtime.server.settings import AppSettings
+from support.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeTokenizer
+
+LIMITS = HttpLimits(
+    max_body_bytes=10_000, max_json_depth=4, max_messages=3, max_request_tokens=MAX_MODEL_LEN,
+    template=TemplateLimits(timeout_s=0.05, max_chars=100),
+)  # fmt: skip
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"prompt": "hi", "max_tokens": 4}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class TemplateTokenizer(FakeTokenizer):
+    """Renders a template of the test's own."""
+
+    def __init__(self, source: str) -> None:
+        self._template = ChatTemplate(source, {})
+
+    def apply_chat_template(self, messages: Any, **variables: Any) -> str:
+        return self._template.render(messages, **{"add_generation_prompt": True} | variables)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (COMPLETIONS, GOOD | {"x": [[[[]]]]}, None, "--max-json-depth"),
+        (CHAT, {"messages": MESSAGES * 4}, "messages", "4 messages, at most 3"),
+        (COMPLETIONS, GOOD | {"n": 2, "max_tokens": 3000}, "max_tokens", "--max-request-tokens"),
+        (CHAT, {"messages": MESSAGES, "n": 2}, "max_tokens", f"{2 * MAX_MODEL_LEN} tokens"),
+        (COMPLETIONS, {"prompt": ["a"] * 5, "max_tokens": 1000}, "max_tokens", "5 prompts"),
+        (COMPLETIONS, GOOD | {"stop": ["a"] * 17}, "stop", "--max-stop-strings"),
+    ],
+)
+def test_what_is_too_much(
+    start_server: Callable[..., Any], path: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    server = start_server(FakeEngine(), limits=LIMITS)
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        response = http.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert words in error["message"]
+        assert http.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "flag"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+         "template_timeout", "--template-timeout-s"),
+        ("{{ 'x' * 101 }}", "template_too_long", "--max-template-chars"),
+    ],
+)  # fmt: skip
+def test_templates_that_loop_or_make_too_much(
+    start_server: Callable[..., Any], source: str, code: str, flag: str
+) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = TemplateTokenizer(source)
+    server = start_server(engine, limits=LIMITS)
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        for path in (CHAT, "/tokenize"):
+            began_s = time.monotonic()
+            response = http.post(path, json={"messages": MESSAGES})
+            assert time.monotonic() - began_s < 10
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, code)
+            assert (error["param"], flag in error["message"]) == ("messages", True)
+        assert http.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+def test_the_defaults_are_those_of_the_options() -> None:
+    settings = AppSettings.of(EngineConfig(), ServeConfig(), Access())
+    assert settings.limits == HttpLimits()
+    config = ServeConfig(
+        max_body_mib=1, max_json_depth=2, max_messages=3, max_request_tokens=4,
+        template_timeout_s=5, max_template_chars=6, max_connections=7, header_timeout_s=8,
+        max_unsent_kib=9, unsent_timeout_s=10, body_timeout_s=11,
+    )  # fmt: skip
+    assert AppSettings.of(EngineConfig(), config, Access()).limits == HttpLimits(
+        max_body_bytes=1 << 20, max_json_depth=2, max_messages=3, max_request_tokens=4,
+        template=TemplateLimits(timeout_s=5.0, max_chars=6), max_connections=7,
+        header_timeout_s=8.0, max_unsent_bytes=9 << 10, unsent_timeout_s=10.0,
+        body_timeout_s=11.0,
+    )  # fmt: skip
