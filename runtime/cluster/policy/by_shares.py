@@ -1,0 +1,49 @@
+"""LoRAServe's routing by its placement's table (section IV-A, figure 11). Pure."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+from .hashing import hashed_order, units_of, weighted_order
+from .reports import RouteRequest, ServerId, Shares
+from .router import Router
+from .simple import fewest_tokens_first
+from .views import ServerView
+
+
+class LoraServeRouter(Router):
+    """A server of the adapter's row in the table, by its share.
+
+    As printed every request draws its server, so the prefix of a session is on another one most
+    of the time; else the session says which, by its hash within the shares. A request whose
+    adapter is not in the table yet, or only at servers that are not ready, goes by its adapter's
+    hash, one of the base model to the server with the fewest tokens: the paper has neither.
+    """
+
+    def __init__(self, *, is_as_printed: bool = False) -> None:
+        self._is_as_printed = is_as_printed
+        self._shares: Shares = {}
+
+    def on_placed(self, shares: Shares) -> None:
+        self._shares = shares
+
+    def rank(
+        self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
+    ) -> Sequence[ServerId]:
+        """Those with a share first."""
+        views = [view for view in servers if view.report.is_ready]
+        name = request.adapter_name
+        if name is None:
+            return fewest_tokens_first(views, rng)
+        row = self._shares.get(name, {})
+        with_share = {view.server_id for view in views if row.get(view.server_id, 0.0) > 0.0}
+        others = [view.server_id for view in views if view.server_id not in with_share]
+        first = weighted_order(self._units(request, sorted(with_share), rng), row)
+        return [*first, *hashed_order(name, others)]
+
+    def _units(
+        self, request: RouteRequest, servers: Sequence[ServerId], rng: random.Random
+    ) -> Mapping[ServerId, float]:
+        if self._is_as_printed or request.session is None:
+            return {server_id: 1.0 - rng.random() for server_id in servers}
+        key = f"{request.adapter_name} {request.session}"
+        return units_of(key, servers)

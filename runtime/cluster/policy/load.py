@@ -1,0 +1,133 @@
+"""What a server has to do, by its last report and what was sent since: for the scores of routers.
+
+Servers are taken to compute in steps, each with all rows that decode and, while prompts wait, a
+chunk of them. All times are seconds.
+"""
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from ....profiles.step_time import RowCosts, pass_s
+from .reports import RouteRequest, ServerCosts, ServerReport
+
+# A report may say anything of a server that has just begun, or is stuck: scores stay finite.
+_MIN_CORRECTION, _MAX_CORRECTION = 0.05, 1000.0
+
+
+Value = TypeVar("Value")  # a number, or an array with one cell per server
+
+
+class ServerLoad(NamedTuple, Generic[Value]):
+    """Of one server, or of many; all times as measured there, not as modelled."""
+
+    num_requests: Value
+    num_rows: Value  # that decode at once, in the end
+    largest_bytes: Value  # of these rows' adapters
+    step_s: Value  # in which all rows decode
+    row_s: Value  # by which one more row of the base model makes it longer
+    chunk_step_s: Value  # what a step takes with a chunk in it, beside the chunk
+    busy_until_s: Value  # all is computed that waits
+    queued_tokens: Value
+    free_kv_tokens: Value  # when those that wait have theirs; negative: so many lack
+    context_tokens: Value
+    correction: Value  # measured / modelled
+    # How long to wait for a row of the batch, and for each token of KV that lacks, per token of
+    # the mean output: of n rows n / mean output end in a step, each with its share of the context.
+    row_wait_s: Value
+    kv_wait_s: Value
+
+
+class _Rows(NamedTuple):
+    """Requests that decode in one step."""
+
+    number: int
+    adapter_bytes: float
+    largest_bytes: int
+    context_tokens: float
+
+
+def load_of(
+    costs: ServerCosts, report: ServerReport, sent: Sequence[tuple[float, RouteRequest]]
+) -> ServerLoad[float]:
+    """Return what ``report`` and the requests ``sent`` since, each when, come to.
+
+    O(ranks + sent).
+    """
+    requests = [request for _, request in sent]
+    sent_tokens = sum(request.num_prompt_tokens for request in requests)
+    queued_tokens = report.queued_prefill_tokens + sent_tokens
+    context_tokens = report.running_context_tokens + queued_tokens
+    num_requests = len(sent) + sum(report.num_running_by_rank.values())
+    num_requests += sum(report.num_waiting_by_rank.values())
+    rows = _rows(costs, report, requests, num_requests, context_tokens)
+    step_s = _decode_step_s(costs, rows, rows.number)
+    row_s = _decode_step_s(costs, rows, rows.number + 1) - step_s
+    chunk_step_s = step_s
+    if not costs.mix_decode_with_prefill:
+        model = costs.model
+        chunk_step_s = model.host_step_s + model.turn_s + max(model.read_s, model.step_s.at(0))
+    correction = min(max(_MIN_CORRECTION, report.measured_over_predicted), _MAX_CORRECTION)
+    mean_bytes = rows.adapter_bytes / rows.number if rows.number else 0.0
+    chunk_s = chunk_step_s + prefill_s(costs, costs.max_num_batched_tokens, mean_bytes)
+    token_s = correction * chunk_s / costs.max_num_batched_tokens
+    num_too_many = max(num_requests + 1 - costs.max_num_seqs, 0)
+    busy_until_s = report.told_s + report.queued_prefill_tokens * token_s
+    for sent_s, request in sent:
+        busy_until_s = max(busy_until_s, sent_s) + request.num_prompt_tokens * token_s
+    return ServerLoad(
+        num_requests=num_requests,
+        num_rows=rows.number,
+        largest_bytes=rows.largest_bytes,
+        step_s=correction * step_s,
+        row_s=correction * row_s,
+        chunk_step_s=correction * chunk_step_s,
+        busy_until_s=busy_until_s,
+        queued_tokens=queued_tokens,
+        free_kv_tokens=report.free_kv_tokens - queued_tokens,
+        context_tokens=context_tokens,
+        correction=correction,
+        row_wait_s=correction * step_s * num_too_many / max(rows.number, 1),
+        kv_wait_s=correction * step_s / max(context_tokens, 1),
+    )
+
+
+def _rows(
+    costs: ServerCosts, report: ServerReport, sent: Sequence[RouteRequest], num_requests: int,
+    context_tokens: int,
+) -> _Rows:  # fmt: skip
+    """All that are there, or as many as a step takes; with padded kernels all as the largest."""
+    by_rank = (*report.num_running_by_rank.items(), *report.num_waiting_by_rank.items())
+    num_bytes = sum(request.num_bytes for request in sent)
+    num_bytes += costs.adapter_bytes_per_rank * sum(rank * number for rank, number in by_rank)
+    largest_rank = max((rank for rank, number in by_rank if number), default=0)
+    largest_bytes = max((request.num_bytes for request in sent), default=0)
+    largest_bytes = max(largest_bytes, largest_rank * costs.adapter_bytes_per_rank)
+    if costs.model.lora.is_padded:
+        num_bytes = largest_bytes * num_requests
+    number = min(num_requests, costs.max_num_seqs)
+    share = number / num_requests if num_requests else 0.0
+    return _Rows(number, share * num_bytes, largest_bytes, share * context_tokens)
+
+
+def prefill_s(costs: ServerCosts, num_tokens: int, adapter_bytes: float) -> float:
+    """What chunks of so many tokens add to steps that decode, without their attention."""
+    num_full, num_rest = divmod(num_tokens, costs.max_num_batched_tokens)
+    full_s = num_full * _chunk_s(costs, costs.max_num_batched_tokens, adapter_bytes)
+    return full_s + (_chunk_s(costs, num_rest, adapter_bytes) if num_rest else 0.0)
+
+
+def _chunk_s(costs: ServerCosts, num_tokens: int, adapter_bytes: float) -> float:
+    model = costs.model
+    lora_s = model.lora.prefill_s(num_tokens, int(adapter_bytes))
+    without_s = max(model.read_s, model.step_s.at(0))
+    return max(model.read_s, model.step_s.at(num_tokens) + lora_s) - without_s
+
+
+def _decode_step_s(costs: ServerCosts, rows: _Rows, number: int) -> float:
+    """A step of ``number`` rows with the adapters and the context of ``rows``."""
+    model = costs.model
+    keys_s = model.decode_s_per_key * (rows.context_tokens + number)
+    row_costs = RowCosts(0, number, 0, 0.0, keys_s + model.host_row_s * number)
+    lora_s = model.lora.decode_s((int(rows.adapter_bytes),))
+    pass_and_lora_s = pass_s(model, row_costs) + lora_s
+    return model.host_step_s + model.turn_s + model.turn_row_s * number + pass_and_lora_s

@@ -1,0 +1,109 @@
+"""Routing by predicted latency: to the server where a request costs the least, others included.
+
+corun's own; Toppings, section 5, has the idea of a step's predicted time. Pure.
+"""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from .fleet import Fleet, Floats
+from .reports import RouteRequest, ServerId
+from .router import Router
+from .sessions import Sessions
+from .views import ServerView
+
+# What a second of each counts against a second before the first token.
+_DECODE_WEIGHT = 0.1
+_COLD_WEIGHT = 0.2  # a load takes others' time on the link, and evicts, even if it is hidden
+_NUM_DRAWN = 3
+_MEAN_SHARE = 0.02  # of a new request in the running means
+
+
+class PredictedRouter(Router):
+    """Seconds to the first token, a tenth of those after it, and what the others lose.
+
+    Score = max(queued work + the steps of its own chunks + wait for KV or for a row, cold cost)
+    + own prefill after the prefix that is kept + 0.1 x output x step after + 0.2 x cold cost
+    + what padding costs the others; all but the cold cost as measured there. Routers that share
+    servers herd on what looks best to all of them, so each looks at 3 drawn at random first;
+    where kernels pad, to keep ranks apart is worth more.
+    """
+
+    def __init__(self, *, num_routers: int = 1) -> None:
+        self._num_routers = num_routers
+        self._fleet = Fleet()
+        self._sessions = Sessions()
+        self._mean_prompt_tokens = 0.0
+        self._mean_output_tokens = 0.0
+
+    def rank(
+        self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
+    ) -> Sequence[ServerId]:
+        """See ``Router``. O(servers)."""
+        fleet = self._fleet
+        fleet.update(servers)
+        if not len(fleet):
+            return ()
+        scores = self._scores(request, now_s)
+        keys = [fleet.ties(rng), scores]
+        if self._num_routers > 1 and not fleet.has_padded:
+            not_drawn = np.ones(len(fleet))
+            not_drawn[rng.sample(range(len(fleet)), min(_NUM_DRAWN, len(fleet)))] = 0.0
+            keys.append(not_drawn)
+        return fleet.ids(np.lexsort(keys))
+
+    def on_assigned(self, request: RouteRequest, server_id: ServerId) -> None:
+        self._sessions.note(request, server_id)
+        share = _MEAN_SHARE if self._mean_prompt_tokens else 1.0
+        self._mean_prompt_tokens += share * (request.num_prompt_tokens - self._mean_prompt_tokens)
+        change = request.predicted_output_tokens - self._mean_output_tokens
+        self._mean_output_tokens += share * change
+
+    def _scores(self, request: RouteRequest, now_s: float) -> Floats:
+        fleet, load = self._fleet, self._fleet.load
+        kept_at, num_kept = self._sessions.find(request)
+        index = fleet.index_of(kept_at)
+        num_cached = 0 if index is None else fleet.whole_blocks(num_kept, index)
+        cold_s = fleet.cold_s(request)
+        queue_s = np.maximum(load.busy_until_s - now_s, 0.0)
+        num_chunks = np.ceil(request.num_prompt_tokens / fleet.max_num_batched_tokens)
+        if index is not None:
+            num_tokens = request.num_prompt_tokens - num_cached
+            num_chunks[index] = np.ceil(num_tokens / fleet.max_num_batched_tokens[index])
+        wait_s = queue_s + num_chunks * load.chunk_step_s + self._room_wait_s(request)
+        first_token_s = np.maximum(wait_s, cold_s) + fleet.prefill_s(request, num_cached, index)
+        step_s = load.step_s + fleet.decode_delta_s(request.num_bytes)
+        scores: Floats = first_token_s + _COLD_WEIGHT * cold_s
+        scores += _DECODE_WEIGHT * request.predicted_output_tokens * step_s
+        if fleet.has_padded:
+            scores += self._padding_s(request)
+        return scores
+
+    def _room_wait_s(self, request: RouteRequest) -> Floats:
+        """Until there is KV for all of it, and a row in the batch."""
+        load = self._fleet.load
+        need_tokens = request.num_prompt_tokens + request.predicted_output_tokens
+        lack = np.maximum(need_tokens - load.free_kv_tokens, 0.0)
+        mean_tokens = self._mean_output_tokens or request.predicted_output_tokens
+        result: Floats = np.maximum(lack * load.kv_wait_s, load.row_wait_s) * mean_tokens
+        return result
+
+    def _padding_s(self, request: RouteRequest) -> Floats:
+        """What padded kernels cost the others while the request is there.
+
+        Their steps are longer by more than its own adapter, and the prompts that wait, and those
+        that come while it decodes (as many as there are rows now, as long as the mean), are
+        computed with a larger adapter.
+        """
+        fleet, load = self._fleet, self._fleet.load
+        larger_bytes = np.maximum(request.num_bytes - load.largest_bytes, 0.0)
+        outputs = request.predicted_output_tokens / max(self._mean_output_tokens, 1.0)
+        tokens = load.queued_tokens + load.num_rows * self._mean_prompt_tokens * min(outputs, 4.0)
+        prefill_s = fleet.prefill_s_per_token_byte * larger_bytes * tokens
+        own_bytes = np.maximum(load.largest_bytes - request.num_bytes, 0.0)
+        decode_s = fleet.decode_s_per_byte * (load.num_rows * larger_bytes + own_bytes)
+        decode_s *= _DECODE_WEIGHT * request.predicted_output_tokens * load.num_rows
+        result: Floats = fleet.is_padded * load.correction * (prefill_s + decode_s)
+        return result

@@ -1,0 +1,53 @@
+"""Routers by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+from ...near_names import near_names
+from .by_shares import LoraServeRouter
+from .dlora import DloraRouter
+from .predicted import PredictedRouter
+from .router import Router
+from .simple import (
+    AffinityRouter,
+    FirstFitRouter,
+    LeastTokensRouter,
+    RandomRouter,
+    TwoChoicesRouter,
+)
+from .toppings import ToppingsPaperRouter, ToppingsRouter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFacts:
+    """What routers are made with."""
+
+    num_routers: int = 1  # that send to the same servers, and know nothing of each other
+    slo_tpot_s: float  # time per output token that servers shall keep
+
+
+ROUTERS: Mapping[str, Callable[[RouterFacts], Router]] = {
+    "predicted": lambda facts: PredictedRouter(num_routers=facts.num_routers),
+    "toppings": lambda facts: ToppingsRouter(slo_tpot_s=facts.slo_tpot_s),
+    "toppings-paper": lambda facts: ToppingsPaperRouter(slo_tpot_s=facts.slo_tpot_s),
+    "loraserve": lambda _: LoraServeRouter(),
+    "loraserve-paper": lambda _: LoraServeRouter(is_as_printed=True),
+    "least-tokens": lambda _: LeastTokensRouter(),
+    "p2c": lambda _: TwoChoicesRouter(),
+    "random": lambda _: RandomRouter(),
+    "first-fit": lambda _: FirstFitRouter(),
+    "affinity": lambda _: AffinityRouter(),
+    "dlora": lambda _: DloraRouter(),
+}
+
+
+def make_router(name: str, facts: RouterFacts) -> Router:
+    """Return a new router. Raises ``ConfigError`` if there is none of this name."""
+    try:
+        make = ROUTERS[name]
+    except KeyError:
+        known = ", ".join(ROUTERS)
+        hint = near_names(name, ROUTERS)
+        raise ConfigError(f"--router is {name!r}, must be one of: {known}{hint}") from None
+    return make(facts)

@@ -1,0 +1,60 @@
+"""What routers and placements are told: of requests, and by servers of themselves. Plain data.
+
+All times are seconds of one clock.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NewType
+
+from ....profiles.models import MachineModel
+
+ServerId = NewType("ServerId", str)
+
+# Adapter: server: share of its requests. What a placement says to routers that go by it.
+Shares = Mapping[str, Mapping[ServerId, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request before it has a server."""
+
+    adapter_name: str | None  # None = the base model
+    num_prompt_tokens: int
+    predicted_output_tokens: float
+    session: str | None = None  # requests of one session share a prefix
+    rank: int = 0  # of the adapter
+    num_bytes: int = 0  # of the adapter on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerReport:
+    """What a server last told of itself."""
+
+    told_s: float
+    is_ready: bool = True
+    num_running_by_rank: Mapping[int, int]  # rank: requests; 0 = the base model
+    num_waiting_by_rank: Mapping[int, int]
+    queued_prefill_tokens: int = 0  # not computed yet, of waiting and running requests
+    running_context_tokens: int = 0
+    free_kv_tokens: int  # free, or kept only for prefixes that may come again
+    total_kv_tokens: int
+    gpu_adapters: frozenset[str] = frozenset()  # on the device
+    host_adapters: frozenset[str] = frozenset()  # in the host's memory
+    disk_adapters: frozenset[str] = frozenset()  # in the server's store of files
+    loading_adapters: frozenset[str] = frozenset()  # on their way to the device
+    measured_over_predicted: float = 1.0  # of the steps' times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCosts:
+    """What things cost on a server; servers of one kind share one object."""
+
+    model: MachineModel
+    max_num_batched_tokens: int  # of a step
+    block_size: int
+    max_num_seqs: int
+    adapter_bytes_per_rank: int
+    file_bytes_per_s: float
+    peer_bytes_per_s: float  # of another server's files
+    mix_decode_with_prefill: bool = True  # else each has a step of its own

@@ -1,0 +1,110 @@
+"""Toppings' rank-aware scheduler across servers (section 5, Algorithm 1), mended and as printed.
+
+Its models predict what one more request adds to the prefill of those that wait and to a step of
+all; ours are those of the server's profile. Pure.
+"""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from .fleet import Fleet, Floats
+from .reports import RouteRequest, ServerId
+from .router import Router
+from .views import ServerView
+
+
+class _Costs:
+    """What one more request costs on each server."""
+
+    def __init__(self, slo_tpot_s: float) -> None:
+        self.fleet = Fleet()
+        self._slo_tpot_s = slo_tpot_s
+
+    def added_prefill_s(self, request: RouteRequest) -> Floats:
+        """PrePerf(queue + req) - PrePerf(queue); with padded kernels the queue pays, too."""
+        fleet, load = self.fleet, self.fleet.load
+        larger_bytes = np.maximum(request.num_bytes - load.largest_bytes, 0.0)
+        per_token_s = fleet.is_padded * fleet.prefill_s_per_token_byte * load.correction
+        result: Floats = fleet.prefill_s(request, 0, None)
+        result += per_token_s * larger_bytes * load.queued_tokens
+        return result
+
+    def is_too_slow(self, decode_delta_s: Floats) -> Floats:
+        """1 where a step of all would be longer than the SLO allows."""
+        return (self.fleet.load.step_s + decode_delta_s > self._slo_tpot_s).astype(np.float64)
+
+    def has_no_room(self, request: RouteRequest) -> Floats:
+        """1 where the request is no candidate: its tokens do not fit the memory."""
+        num_tokens = request.num_prompt_tokens + request.predicted_output_tokens
+        return (self.fleet.load.free_kv_tokens < num_tokens).astype(np.float64)
+
+
+class ToppingsRouter(Router):
+    """By what the request adds to others' time per token, where that stays within the SLO.
+
+    Against the printed form: the request itself counts among those it delays, so idle servers
+    differ; a server beyond the SLO comes after all others, but such servers differ, too; the
+    request's own predicted length stands for the mean; the cost of a cold adapter is in the
+    score; ties are drawn. What was sent since a server reported counts in its load.
+    """
+
+    def __init__(self, *, slo_tpot_s: float) -> None:
+        self._costs = _Costs(slo_tpot_s)
+
+    def rank(
+        self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
+    ) -> Sequence[ServerId]:
+        """See ``Router``. O(servers)."""
+        costs, fleet = self._costs, self._costs.fleet
+        fleet.update(servers)
+        if not len(fleet):
+            return ()
+        decode_s = fleet.decode_delta_s(request.num_bytes)
+        first_token_s = costs.added_prefill_s(request) + fleet.cold_s(request)
+        cost_s = first_token_s / max(request.predicted_output_tokens, 1.0) + decode_s
+        cost_s *= fleet.load.num_requests + 1
+        penalty = costs.has_no_room(request) + costs.is_too_slow(decode_s)
+        return fleet.ids(np.lexsort((fleet.ties(rng), cost_s, penalty)))
+
+
+class ToppingsPaperRouter(Router):
+    """As printed: cost x requests, an infinite penalty, one mean length, the first of equals.
+
+    So an idle server scores 0 whatever the request brings, and nan if it is beyond the SLO; a
+    comparison with nan is never true, so what ``min`` returns depends on the servers' order.
+    """
+
+    def __init__(self, *, slo_tpot_s: float) -> None:
+        self._costs = _Costs(slo_tpot_s)
+        self._num_seen = 0
+        self._mean_output_tokens = 1.0
+
+    def rank(
+        self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
+    ) -> Sequence[ServerId]:
+        """Line 9's choice first; then, of which the paper says nothing, the others as they come."""
+        costs, fleet = self._costs, self._costs.fleet
+        fleet.update(servers)
+        if not len(fleet):
+            return ()
+        decode_s = fleet.decode_delta_s(request.num_bytes)
+        added_s = costs.added_prefill_s(request) / self._mean_output_tokens + decode_s
+        scores = [
+            (added + (float("inf") if is_too_slow else 0.0)) * num_requests
+            for added, is_too_slow, num_requests in zip(
+                added_s.tolist(), costs.is_too_slow(decode_s).tolist(),
+                fleet.load.num_requests.tolist(), strict=True,
+            )
+        ]  # fmt: skip
+        cells = range(len(fleet))
+        no_room = costs.has_no_room(request).tolist()
+        candidates = [cell for cell in cells if not no_room[cell]] or list(cells)
+        best = min(candidates, key=lambda cell: scores[cell])
+        return fleet.ids(np.array([best, *(cell for cell in cells if cell != best)]))
+
+    def on_assigned(self, request: RouteRequest, server_id: ServerId) -> None:
+        self._num_seen += 1
+        change = request.predicted_output_tokens - self._mean_output_tokens
+        self._mean_output_tokens = max(self._mean_output_tokens + change / self._num_seen, 1.0)
