@@ -11,7 +11,7 @@ def test_adapters_come_change_and_go_under_load() -> None:
     tally, bounds = run(load, "--decode-graphs", "off")
     assert set(tally.changes) == {"load", "reload", "unload"}
     missed = [name for name, is_met in bounds.items() if not is_met]
-    memory_mb = [round(value / 1e6) for value in tally.samples["memory"]]
+    memory_mb = " ".join(f"{value / 1e6:.0f}" for value in tally.samples["memory"])
     assert not missed, (missed, tally.failures[:3], memory_mb)
 
 
@@ -34,6 +34,14 @@ def test_a_leak_is_seen(what: str) -> None:
     assert all(judge(load, tally_of()).values())
     bounds = judge(load, tally_of(**{what: GROWTHS[what] * 8 / 6}))
     assert [name for name, is_met in bounds.items() if not is_met] == [f"{what} flat after 60 s"]
+
+
+@pytest.mark.parametrize("what", GROWTHS)
+@pytest.mark.parametrize("sample", [1, 5, 8])
+def test_what_is_taken_once_is_no_leak(what: str, sample: int) -> None:
+    tally = tally_of()
+    tally.samples[what][sample:] = [value + GROWTHS[what] for value in tally.samples[what][sample:]]
+    assert all(judge(Load(seconds=30), tally).values())
 
 
 def test_a_failed_request_and_a_missed_change_are_seen() -> None:
