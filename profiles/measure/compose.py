@@ -123,4 +123,8 @@ def _model(
         assisted_pass_s=0.0 if invocation is None else invocation.pass_s,
         contention=0.0 if invocation is None else invocation.contention,
     )
-    return with_steps(model, parts.steps.record.fit.plane, parts.base.step_s, parts.decode.step_s)
+    steps = parts.steps
+    return with_steps(
+        model, steps.record.fit.plane, parts.base.step_s, parts.decode.step_s,
+        steps.typical_over_fastest,
+    )  # fmt: skip

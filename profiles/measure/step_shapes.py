@@ -111,17 +111,27 @@ def step_point(shape: StepShape, prefill_s: Curve, decode_s: Curve) -> tuple[flo
 
 
 def with_steps(
-    model: MachineModel, plane: Plane, prefill_s: Curve, decode_s: Curve
+    model: MachineModel, plane: Plane, prefill_s: Curve, decode_s: Curve, typical: float
 ) -> MachineModel:
-    """``model`` with what whole steps say; ``plane``: through ``step_point`` of these curves."""
-    _, row_s, prefill_key_s, decode_key_s = plane.slopes
+    """``model`` with what whole steps say.
+
+    Args:
+        model: Of the machine.
+        plane: Through ``step_point`` of the curves.
+        prefill_s: See ``step_point``; the fastest, as the next.
+        decode_s: See ``step_point``.
+        typical: As how many times the fastest a step takes: what is predicted is no best case.
+    """
+    intercept_s, row_s, prefill_key_s, decode_key_s = (
+        typical * value for value in (plane.intercept, *plane.slopes[1:])
+    )
     prefill_keys = [num_keys(int(num_tokens), 0) for num_tokens in prefill_s.x]
     decode_keys = [_decode_curve_keys(int(num_rows)) for num_rows in decode_s.x]
     return replace(
         model,
-        step_s=_without_keys(prefill_s, prefill_keys, prefill_key_s),
-        decode_step_s=_without_keys(decode_s, decode_keys, decode_key_s),
-        host_step_s=plane.intercept,
+        step_s=_without_keys(prefill_s, typical, prefill_keys, prefill_key_s),
+        decode_step_s=_without_keys(decode_s, typical, decode_keys, decode_key_s),
+        host_step_s=intercept_s,
         host_row_s=row_s,
         prefill_s_per_token_key=prefill_key_s,
         decode_s_per_key=decode_key_s,
@@ -133,8 +143,10 @@ def _decode_curve_keys(num_rows: int) -> int:
     return num_rows * (DECODE_CONTEXT_TOKENS + 1)
 
 
-def _without_keys(curve: Curve, keys: Sequence[int], s_per_key: float) -> Curve:
-    rest = [max(0.0, y - s_per_key * number) for y, number in zip(curve.y, keys, strict=True)]
+def _without_keys(curve: Curve, typical: float, keys: Sequence[int], s_per_key: float) -> Curve:
+    rest = [
+        max(0.0, typical * y - s_per_key * number) for y, number in zip(curve.y, keys, strict=True)
+    ]
     return Curve.rising(dict(zip(curve.x, rest, strict=True)))
 
 

@@ -28,7 +28,7 @@ from ...runtime.plan import (
 )
 from ...runtime.sampling import SamplingParams
 from ..busy import relative_spread
-from ..curve import Curve
+from ..curve import Curve, median
 from ..fit import fit_with_held_out
 from ..profile import FitRecord, ProfileError
 from ..rounds import Case, Progress, Repeats, measure_rounds
@@ -42,6 +42,7 @@ class WholeStepTimes:
     """Points with the plane through them."""
 
     record: FitRecord
+    typical_over_fastest: float  # median over all repeats of all steps
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
 
@@ -79,7 +80,8 @@ class StepBench:
         """The fastest of each; ``curves``: of forwards likewise, as ``step_point`` takes them.
 
         Whoever computes beside a step makes it longer, never shorter, and the rows' shares are
-        small against that: medians of few repeats would show the others.
+        small against that: medians of few repeats would show the others. By how much a step is
+        typically longer than the fastest like it, all repeats together do say.
         """
         measured = measure_rounds(
             [Case(s.name, partial(self._step_s, self._announce(s))) for s in shapes],
@@ -91,8 +93,10 @@ class StepBench:
         kept = [shape for shape in shapes if shape.name in measured.values]
         points = tuple(step_point(shape, *curves) for shape in kept)
         y = tuple(min(measured.values[shape.name]) for shape in kept)
+        over_fastest = [value / min(them) for them in measured.values.values() for value in them]
         return WholeStepTimes(
             FitRecord(fit_with_held_out(points, y, num_known=1), points, y),
+            median(over_fastest),
             tuple(relative_spread(values) for values in measured.values.values()),
             measured.left_out,
         )

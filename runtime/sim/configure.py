@@ -101,6 +101,7 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         mix_decode_with_prefill=profile.subject.machine.device == "cpu",  # as the engine does
+        max_rank=max(budget.rank for budget in profile.budgets),
     )
 
 

@@ -9,6 +9,7 @@ from ...profiles.derive import min_group_bytes
 from ...profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from ..adapter import AdapterFacts, AdapterLayers
 from ..coldstart.link import group_of_layers
+from ..errors import ConfigError
 from .paper_models import TP4_KERNELS, loraserve_model, toppings_model
 from .shapes import LLAMA_7B, LLAMA_13B, LLAMA_30B, LLAMA_70B, LlamaShape
 
@@ -33,6 +34,7 @@ class SimulatedMachine:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 256
     mix_decode_with_prefill: bool = True  # else each has a pass of its own
+    max_rank: int | None = None  # that its times were measured with; None = they are set by hand
 
     @property
     def num_blocks(self) -> int:
@@ -43,6 +45,14 @@ class SimulatedMachine:
     def block_bytes(self) -> int:
         """Of one KV block over all layers."""
         return self.block_size * self.kv_bytes_per_token
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Raise ``ConfigError`` if adapters of these take nobody knows how long."""
+        if self.max_rank is not None and max(ranks) > self.max_rank:
+            raise ConfigError(
+                f"--workload has adapters of rank {max(ranks)}, the profile of {self.name} goes "
+                f"up to rank {self.max_rank}: corun profile measures more ranks than a start does"
+            )
 
     def adapter_facts(self, name: str, rank: int) -> AdapterFacts:
         """An adapter of this rank for all its targets."""

@@ -86,8 +86,9 @@ class MemoryLog(msgspec.Struct):
 
 
 def run(one: SimulatedRun) -> RunOutcome:
-    """Simulate. Raises ``ConfigError`` for a trace or a policy that there is not."""
+    """Simulate. Raises ``ConfigError`` for a trace, a policy or a rank that there is not."""
     workload = draw_workload(one.workload, one.traces)
+    one.machine.check_ranks(workload.ranks)
     ranks = tuple(max(1, rank // one.rank_divisor) for rank in workload.ranks)
     workload = replace(workload, ranks=ranks)
     memory = MemoryLog(workload.requests[-1].arrival_s / _NUM_SAMPLES)

@@ -85,13 +85,16 @@ def test_a_machine_is_found_again_and_no_attention_counts_twice() -> None:
     shapes = step_shapes(_SIZES)
     fit = _fit([_step_s(shape) for shape in shapes], shapes)
     assert fit.r_squared > 0.9999
-    found = with_steps(PROFILE.model, fit.plane, *_curves())
+    found = with_steps(PROFILE.model, fit.plane, *_curves(), 1.0)
     assert found.host_step_s == pytest.approx(_TRUTH.host_step_s, rel=0.05)
     assert found.host_row_s == pytest.approx(_TRUTH.host_row_s, rel=0.05)
     assert found.prefill_s_per_token_key == pytest.approx(3e-9, rel=0.05)
     assert found.decode_s_per_key == pytest.approx(4e-8, rel=0.05)
     for shape in (*shapes, StepShape((40, 1, 1, 9), (900, 30, 2000, 7)), StepShape((1,), (0,))):
         assert _step_s(shape, found) == pytest.approx(_step_s(shape), rel=0.02)
+    longer = with_steps(PROFILE.model, fit.plane, *_curves(), 1.25)
+    for shape in shapes:
+        assert _step_s(shape, longer) == pytest.approx(1.25 * _step_s(shape, found))
 
 
 def test_noise_of_a_few_percent_is_borne() -> None:
@@ -102,6 +105,6 @@ def test_noise_of_a_few_percent_is_borne() -> None:
 
 
 def test_attention_that_was_put_too_high_leaves_no_negative_times() -> None:
-    model = with_steps(PROFILE.model, Plane((1.0, 0.0, 1.0, 1.0), 0.0), *_curves())
+    model = with_steps(PROFILE.model, Plane((1.0, 0.0, 1.0, 1.0), 0.0), *_curves(), 1.0)
     assert model.decode_step_s is not None
     assert min(*model.step_s.y, *model.decode_step_s.y) >= 0.0

@@ -79,6 +79,7 @@ def test_of_repeats_the_least_disturbed_counts(
     monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: now_s))
     times = _measure(device.executor, _SHAPES, Repeats(1e9, 3, 3))
     assert times.record.y == tuple(2.0 * shape.total_tokens for shape in _SHAPES)
+    assert times.typical_over_fastest == 1.5
 
 
 def test_a_step_that_fails_is_no_measurement(

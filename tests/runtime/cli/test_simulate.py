@@ -84,22 +84,17 @@ def test_this_machine_as_it_was_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    arguments = [
-        "simulate",
-        "--workload",
-        workload,
-        "--jobs",
-        "1",
-        "--seeds",
-        "1",
-        "--requests",
-        "5",
-    ]
+    arguments = ["simulate", "--workload", workload, *SMALL[2:], "--requests", "5"]
     assert main(arguments) == 2
     assert "run corun profile" in capsys.readouterr().err
     save_profile(PROFILE, tmp_path / "corun" / "profiles" / "one.json")
     assert main(arguments) == 0
     assert "Machine: cpu (A CPU), measured 2026-11-21" in capsys.readouterr().out
+    other = tmp_path / "other.yaml"
+    other.write_text(WORKLOAD.replace("64", "96"))
+    assert main([*arguments[:2], str(other), *arguments[3:]]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "adapters of rank 96" in error and "up to rank 64" in error
 
 
 def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
