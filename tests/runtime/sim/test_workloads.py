@@ -136,10 +136,15 @@ def test_all_turns_of_a_session_name_one_adapter(tmp_path: Path) -> None:
     assert (np.diff([one.arrival_s for one in workload.requests]) > 0).all()
 
 
-def test_sessions_are_not_thinned_to_more_than_there_are(tmp_path: Path) -> None:
-    write_sessions(tmp_path, num_sessions=3, num_turns=2)
-    with pytest.raises(TraceError, match=r"has 1.67 requests/s, not the 2 asked for"):
-        make_workload("mooncake-8", rate_rps=2.0, num_requests=6, seed=1, traces=tmp_path)
+def test_beyond_the_rate_of_all_sessions_their_clock_runs_faster(tmp_path: Path) -> None:
+    write_sessions(tmp_path, num_sessions=3, num_turns=2)  # 1.67 requests/s
+    slow, fast = (
+        make_workload("mooncake-8", rate_rps=rate, num_requests=60, seed=1, traces=tmp_path)
+        for rate in (5.0, 50.0)
+    )
+    slow_s, fast_s = (np.array([one.arrival_s for one in each.requests]) for each in (slow, fast))
+    assert 60 / slow_s[-1] == pytest.approx(5.0, rel=0.1)
+    assert fast_s == pytest.approx(slow_s / 10)
 
 
 def test_prompts_have_equal_tokens_where_their_contents_are_equal() -> None:
