@@ -259,7 +259,7 @@ class RealEngines:
             prefix_cache="on" if options.prefix_cache else "off",
             host_kv_bytes=str(options.host_kv_bytes),
             adapter_memory_fraction=options.adapter_memory_fraction,
-            load_strategy=options.load_strategy or "auto",
+            load_strategy="auto" if options.load_strategy is None else options.load_strategy.value,
         )
 
     def _profile_of(self, column: Column) -> Path:
