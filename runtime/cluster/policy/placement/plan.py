@@ -1,0 +1,132 @@
+"""What a placement is: it says which servers have which adapters, and for which shares. Pure.
+
+Asked at every time step of a cluster. What it is told and what it says is plain data; whoever runs
+it copies adapters to where they are to be before it lets go of those that are to go.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ....errors import ConfigError
+from ..reports import ServerId, Shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterDemand:
+    """One adapter, and what is expected of it in the next step."""
+
+    name: str
+    rank: int
+    num_bytes: int  # in a server's store
+    tokens_per_s: float  # of prompts and outputs together
+
+
+@dataclass(frozen=True, slots=True)
+class StoreServer:
+    """A server that may have adapters."""
+
+    server_id: ServerId
+    store_bytes: int  # for adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An adapter that a server is to have, or to have no longer."""
+
+    adapter_name: str
+    server_id: ServerId
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """Where adapters are to be, and what has to happen for it. Copies come before drops."""
+
+    shares: Shares
+    copies: tuple[Copy, ...] = ()
+    drops: tuple[Copy, ...] = ()
+
+    @property
+    def copied_bytes(self) -> int:
+        """That have to move between servers."""
+        return sum(copy.num_bytes for copy in self.copies)
+
+
+class PlacementPolicy(Protocol):
+    """Plans where adapters are."""
+
+    def plan(
+        self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
+    ) -> PlacementPlan:
+        """Return the plan of the next time step.
+
+        Args:
+            demand: All adapters of the cluster, those that nobody asks for included.
+            servers: That are there, at least one.
+            previous: What was planned before; servers that are gone may be in it.
+
+        Raises:
+            ConfigError: The servers have no room for each adapter once.
+        """
+        ...
+
+
+def plan_of(
+    shares: Mapping[str, Mapping[ServerId, float]], demand: Iterable[AdapterDemand],
+    servers: Iterable[StoreServer], previous: Shares,
+) -> PlacementPlan:  # fmt: skip
+    """``shares`` with what changes against ``previous``, in the order of ``demand``."""
+    alive = {server.server_id for server in servers}
+    copies, drops = [], []
+    for adapter in demand:
+        name = adapter.name
+        old = {server_id for server_id in previous.get(name, ()) if server_id in alive}
+        new = set(shares.get(name, ()))
+        copies += [Copy(name, server_id, adapter.num_bytes) for server_id in sorted(new - old)]
+        drops += [Copy(name, server_id, adapter.num_bytes) for server_id in sorted(old - new)]
+    return PlacementPlan(shares, tuple(copies), tuple(drops))
+
+
+class Room:
+    """Which adapters are planned where, and what room servers have left."""
+
+    def __init__(self, servers: Sequence[StoreServer]) -> None:
+        self.server_ids = tuple(server.server_id for server in servers)
+        self.free_bytes = {server.server_id: server.store_bytes for server in servers}
+        self.num_adapters = dict.fromkeys(self.server_ids, 0)
+        self.load = dict.fromkeys(self.server_ids, 0.0)  # in servers
+        self.shares: dict[str, dict[ServerId, float]] = {}
+
+    def fits(self, adapter: AdapterDemand, server_id: ServerId) -> bool:
+        """Whether the server has it, or has room for it."""
+        has_it = server_id in self.shares.get(adapter.name, ())
+        return has_it or adapter.num_bytes <= self.free_bytes[server_id]
+
+    def put(
+        self, adapter: AdapterDemand, server_id: ServerId, share: float, load: float = 0.0
+    ) -> None:
+        """Plan a share of the adapter's requests, and the load that they are."""
+        row = self.shares.setdefault(adapter.name, {})
+        if server_id not in row:
+            self.free_bytes[server_id] -= adapter.num_bytes
+            self.num_adapters[server_id] += 1
+        row[server_id] = row.get(server_id, 0.0) + share
+        self.load[server_id] += load
+
+    def emptiest(self, adapter: AdapterDemand, among: Iterable[ServerId]) -> ServerId:
+        """The one of ``among`` with most room; raises ``ConfigError`` if it has none."""
+        best = min(
+            among, key=lambda server_id: (-self.free_bytes[server_id], server_id), default=None
+        )
+        if best is None or not self.fits(adapter, best):
+            raise ConfigError(
+                f"adapter {adapter.name!r} has {adapter.num_bytes} bytes, and no server's store "
+                "has so much room left beside the others"
+            )
+        return best
+
+
+def by_size(demand: Iterable[AdapterDemand]) -> list[AdapterDemand]:
+    """The largest first, so that what is left has room between them."""
+    return sorted(demand, key=lambda one: (-one.num_bytes, one.name))

@@ -1,0 +1,79 @@
+"""Placements that look at no demand, to compare with. Pure."""
+
+import random
+from collections.abc import Sequence
+
+from ..reports import Shares
+from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, by_size, plan_of
+
+
+class RandomPlacement(PlacementPolicy):
+    """Each adapter has one server, which was drawn, and stays there as long as it can."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)  # noqa: S311 -- nobody is to guess right
+
+    def plan(
+        self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
+    ) -> PlacementPlan:
+        """See ``PlacementPolicy``."""
+        room = Room(servers)
+        new = []
+        for adapter in by_size(demand):
+            homes = [
+                server_id for server_id in sorted(previous.get(adapter.name, ()))
+                if server_id in room.free_bytes and room.fits(adapter, server_id)
+            ]  # fmt: skip
+            if homes:
+                room.put(adapter, homes[0], 1.0)
+            else:
+                new.append(adapter)
+        for adapter in new:
+            fitting = [one for one in room.server_ids if room.fits(adapter, one)]
+            home = self._rng.choice(fitting or [room.emptiest(adapter, room.server_ids)])
+            room.put(adapter, home, 1.0)
+        return plan_of(room.shares, demand, servers, previous)
+
+
+class ContiguousPlacement(PlacementPolicy):
+    """Adapters in the order of their ranks, cut into as many parts of equal number as servers.
+
+    Source: LoRAServe, section IV-A, figure 12. Where a part does not fit, its rest is elsewhere.
+    """
+
+    def plan(
+        self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
+    ) -> PlacementPlan:
+        """See ``PlacementPolicy``."""
+        room = Room(servers)
+        ordered = sorted(demand, key=lambda one: (one.rank, one.name))
+        rest = []
+        for index, adapter in enumerate(ordered):
+            home = room.server_ids[index * len(servers) // len(ordered)]
+            if room.fits(adapter, home):
+                room.put(adapter, home, 1.0)
+            else:
+                rest.append(adapter)
+        for adapter in by_size(rest):
+            room.put(adapter, room.emptiest(adapter, room.server_ids), 1.0)
+        return plan_of(room.shares, demand, servers, previous)
+
+
+class EverywherePlacement(PlacementPolicy):
+    """Each adapter is at all servers, as long as there is room: those most asked for first.
+
+    The others are where most room is left.
+    """
+
+    def plan(
+        self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
+    ) -> PlacementPlan:
+        """See ``PlacementPolicy``."""
+        room = Room(servers)
+        for adapter in by_size(demand):  # once each, whatever else
+            room.put(adapter, room.emptiest(adapter, room.server_ids), 0.0)
+        for adapter in sorted(demand, key=lambda one: (-one.tokens_per_s, one.name)):
+            homes = [one for one in room.server_ids if room.fits(adapter, one)]
+            for server_id in homes:
+                room.put(adapter, server_id, 1.0 / len(homes))
+        return plan_of(room.shares, demand, servers, previous)

@@ -1,0 +1,103 @@
+"""corun's placement: as many copies as the demand needs, where they were. Pure.
+
+It plans memory alone: which servers keep an adapter at hand. Routers may send requests elsewhere,
+where the adapter is then fetched.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ..reports import ServerId, Shares
+from .operating_points import OperatingPoints
+from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, plan_of
+
+_MAX_LOAD = 0.6  # of a copy, in servers: the rest is for others, and for bursts
+_DWELL_STEPS = 2  # for so many steps in a row fewer copies must do before one goes
+_MAX_OVER_MEAN = 2.0  # adapters of a server, times the mean
+
+
+class StickyPlacement(PlacementPolicy):
+    """Copies come at once and go late; those that stay are where they were."""
+
+    def __init__(self, points: OperatingPoints) -> None:
+        self._points = points
+        self._fewer_steps: dict[str, int] = {}  # for how long fewer copies would have done
+
+    def plan(
+        self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
+    ) -> PlacementPlan:
+        """See ``PlacementPolicy``."""
+        room = Room(servers)
+        loads = {one.name: self._points.load_of(one) for one in demand}
+        ordered = sorted(demand, key=lambda one: (-loads[one.name], -one.num_bytes, one.name))
+        numbers = self._num_copies(ordered, loads, room, previous)
+        homes: dict[str, list[ServerId]] = {}
+        # All that stay before any that come, and each adapter's first copy before any second.
+        for adapter in ordered:
+            homes[adapter.name] = self._kept(adapter, loads, numbers, room, previous)
+        max_adapters = math.ceil(_MAX_OVER_MEAN * sum(numbers.values()) / len(servers))
+        for is_first in (True, False):
+            for adapter in ordered:
+                own = homes[adapter.name]
+                while len(own) < (1 if is_first else numbers[adapter.name]):
+                    home = _new_home(adapter, own, room, max_adapters, must_have_one=is_first)
+                    if home is None:
+                        break
+                    own.append(home)
+                    number = numbers[adapter.name]
+                    room.put(adapter, home, 0.0, loads[adapter.name] / number)
+        shares = {name: dict.fromkeys(own, 1.0 / len(own)) for name, own in homes.items()}
+        return plan_of(shares, demand, servers, previous)
+
+    def _num_copies(
+        self, demand: Sequence[AdapterDemand], loads: Mapping[str, float], room: Room,
+        previous: Shares,
+    ) -> dict[str, int]:  # fmt: skip
+        numbers = {}
+        for adapter in demand:
+            name = adapter.name
+            wanted = min(max(1, math.ceil(loads[name] / _MAX_LOAD)), len(room.server_ids))
+            num_now = sum(home in room.free_bytes for home in previous.get(name, ()))
+            if wanted >= num_now:
+                self._fewer_steps.pop(name, None)
+                numbers[name] = wanted
+                continue
+            steps = self._fewer_steps.get(name, 0) + 1
+            is_over = steps >= _DWELL_STEPS
+            self._fewer_steps[name] = 0 if is_over else steps
+            numbers[name] = wanted if is_over else num_now
+        self._fewer_steps = {
+            name: steps for name, steps in self._fewer_steps.items() if name in numbers
+        }
+        return numbers
+
+    def _kept(
+        self, adapter: AdapterDemand, loads: Mapping[str, float], numbers: Mapping[str, int],
+        room: Room, previous: Shares,
+    ) -> list[ServerId]:  # fmt: skip
+        """Those of its homes that it keeps."""
+        number = numbers[adapter.name]
+        homes = [home for home in previous.get(adapter.name, ()) if home in room.free_bytes]
+        kept = sorted(homes, key=lambda home: (room.load[home], home))[:number]
+        kept = [home for home in kept if room.fits(adapter, home)]
+        for home in kept:
+            room.put(adapter, home, 0.0, loads[adapter.name] / number)
+        return kept
+
+
+def _new_home(
+    adapter: AdapterDemand, own: Sequence[ServerId], room: Room, max_adapters: int,
+    *, must_have_one: bool,
+) -> ServerId | None:  # fmt: skip
+    """The least loaded with room, among those that do not have many adapters yet; None = none.
+
+    Raises ``ConfigError`` if it must have one and nobody has room.
+    """
+    others = [one for one in room.server_ids if one not in own]
+    fitting = [
+        one for one in others
+        if room.num_adapters[one] < max_adapters and room.fits(adapter, one)
+    ]  # fmt: skip
+    if fitting:
+        return min(fitting, key=lambda one: (room.load[one], -room.free_bytes[one], one))
+    return room.emptiest(adapter, others) if must_have_one else None
