@@ -104,7 +104,7 @@ def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
     assert main(arguments) == 0
     said = {line.split()[0]: line for line in lines(capsys)}
-    assert {"load", "adapters", "binds", "what", "servers"} <= said.keys()
+    assert {"load", "adapters", "binds", "what", "off", "servers"} <= said.keys()
     assert "within P90 <= 0.5 s" in said["load"]
 
 
