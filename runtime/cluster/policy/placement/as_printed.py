@@ -7,10 +7,10 @@ demand there is no target, and who was not assigned anywhere goes to the least l
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..reports import Shares
-from .loraserve import LoraServePlacement
+from .loraserve import LoraServePlacement, ServerPart
 from .operating_points import OperatingPoints
 from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, plan_of
 from .relabel import least_copied
@@ -31,34 +31,35 @@ class LoraServePaperPlacement(PlacementPolicy):
         target = sum(loads.values()) / len(servers)
         if not target:
             return self._without_demand.plan(demand, servers, previous)
-        parts: list[dict[str, float]] = [{} for _ in servers]
-        max_ranks, part_loads = [0] * len(parts), [0.0] * len(parts)
-        start = 0
-        for rank in sorted({one.rank for one in demand}):
-            of_rank = [one for one in demand if one.rank == rank]
-            budget = round(sum(loads[one.name] for one in of_rank) / target)
-            for index in range(start, min(start + budget, len(parts))):
-                max_ranks[index] = rank
-            for adapter in of_rank:
-                left = 1.0
-                for index in range(start, min(start + budget, len(parts))):
-                    load = loads[adapter.name]
-                    room = max(0.0, target - part_loads[index])
-                    taken = min(left, room / load) if load else left
-                    if taken > 0.0:
-                        parts[index][adapter.name] = taken
-                        part_loads[index] += taken * load
-                        left -= taken
-            start += budget
-        assigned = {name for part in parts for name in part}
+        parts = _pack(demand, loads, target, len(servers))
+        assigned = {name for part in parts for name in part.shares}
         for adapter in sorted(demand, key=lambda one: (-one.rank, one.name)):
             if adapter.name not in assigned:
-                order = [(-max_ranks[index], part_loads[index]) for index in range(len(parts))]
-                index = order.index(min(order))
-                parts[index][adapter.name] = 1.0
-                part_loads[index] += loads[adapter.name]
-                max_ranks[index] = max(max_ranks[index], adapter.rank)
-        return _relabelled(parts, demand, servers, previous)
+                home = min(parts, key=lambda part: (-part.max_rank, part.load))
+                home.put(adapter, 1.0, loads[adapter.name])
+        return _relabelled([part.shares for part in parts], demand, servers, previous)
+
+
+def _pack(
+    demand: Sequence[AdapterDemand], loads: Mapping[str, float], target: float, number: int
+) -> list[ServerPart]:
+    parts = [ServerPart(sys.maxsize) for _ in range(number)]
+    start = 0
+    for rank in sorted({one.rank for one in demand}):
+        of_rank = [one for one in demand if one.rank == rank]
+        budget = round(sum(loads[one.name] for one in of_rank) / target)
+        own = parts[start : start + budget]
+        start += budget
+        for part in own:
+            part.max_rank = rank
+        for adapter in of_rank:
+            load, left = loads[adapter.name], 1.0
+            for part in own:
+                taken = min(left, max(0.0, target - part.load) / load) if load else left
+                if taken > 0.0:
+                    part.put(adapter, taken, taken * load)
+                    left -= taken
+    return parts
 
 
 def _relabelled(

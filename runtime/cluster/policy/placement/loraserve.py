@@ -21,7 +21,7 @@ _NOTHING = 1e-9  # of a share: what rounding leaves
 
 
 @dataclass(slots=True)
-class _Part:
+class ServerPart:
     """What one server will have, whichever it is."""
 
     free_bytes: int
@@ -30,9 +30,11 @@ class _Part:
     shares: dict[str, float] = field(default_factory=dict)
 
     def fits(self, adapter: AdapterDemand) -> bool:
+        """Whether it is in it, or has room."""
         return adapter.name in self.shares or adapter.num_bytes <= self.free_bytes
 
     def put(self, adapter: AdapterDemand, share: float, load: float) -> None:
+        """Add a share of its requests, and the load that they are."""
         if adapter.name not in self.shares:
             self.free_bytes -= adapter.num_bytes
         self.shares[adapter.name] = self.shares.get(adapter.name, 0.0) + share
@@ -59,7 +61,9 @@ class LoraServePlacement(PlacementPolicy):
         asked = [one for one in demand if loads[one.name] > 0.0]
         target = sum(loads.values()) / len(servers)
         # As if each had a server already, so that there is one with room for each in the end.
-        parts = [_Part(each) for each in sorted((s.store_bytes for s in servers), reverse=True)]
+        parts = [
+            ServerPart(each) for each in sorted((s.store_bytes for s in servers), reverse=True)
+        ]
         left = self._pack(asked, loads, target, parts)
         for adapter, share in left:
             _put_leftover(adapter, share, share * loads[adapter.name], target, parts)
@@ -68,7 +72,7 @@ class LoraServePlacement(PlacementPolicy):
 
     def _pack(
         self, asked: Sequence[AdapterDemand], loads: Mapping[str, float], target: float,
-        parts: Sequence[_Part],
+        parts: Sequence[ServerPart],
     ) -> list[tuple[AdapterDemand, float]]:  # fmt: skip
         """Fill each rank's servers up to the target; return what is left over, by rank."""
         by_rank: dict[int, list[AdapterDemand]] = defaultdict(list)
@@ -109,7 +113,7 @@ def server_budgets(rank_loads: Mapping[int, float], num_servers: int) -> dict[in
 
 def _fill(
     adapters: Sequence[AdapterDemand], loads: Mapping[str, float], target: float,
-    parts: Sequence[_Part],
+    parts: Sequence[ServerPart],
 ) -> list[tuple[AdapterDemand, float]]:  # fmt: skip
     """Fractional packing; return whose shares were left over, and how much of them."""
     left = []
@@ -128,7 +132,7 @@ def _fill(
 
 
 def _put_leftover(
-    adapter: AdapterDemand, share: float, load: float, target: float, parts: Sequence[_Part]
+    adapter: AdapterDemand, share: float, load: float, target: float, parts: Sequence[ServerPart]
 ) -> None:
     """To an empty server; beside the largest rank with room; or where there is the least load."""
     fitting = [part for part in parts if part.fits(adapter)]
@@ -152,7 +156,7 @@ def _put_leftover(
 
 
 def _on_servers(
-    parts: Sequence[_Part], demand: Sequence[AdapterDemand], servers: Sequence[StoreServer],
+    parts: Sequence[ServerPart], demand: Sequence[AdapterDemand], servers: Sequence[StoreServer],
     previous: Shares,
 ) -> Shares:  # fmt: skip
     """Give each part a server, and each adapter that nobody asks for a place."""
