@@ -26,14 +26,9 @@ from corun.runtime.cluster.policy.placement.registry import (
     make_placement,
 )
 from corun.runtime.cluster.policy.registry import ROUTERS, RouterFacts, make_router
-from corun.runtime.cluster.policy.reports import (
-    RouteRequest,
-    ServerCosts,
-    ServerId,
-    ServerReport,
-    Shares,
-)
+from corun.runtime.cluster.policy.reports import RouteRequest, ServerId, ServerReport, Shares
 from corun.runtime.cluster.policy.views import ServerView
+from corun.runtime.sim.cluster_router import costs_of
 from corun.runtime.sim.machines import MACHINES, SimulatedMachine
 
 MAX_RANK_US = 100.0
@@ -44,20 +39,6 @@ _REQUESTS_PER_S, _REPORT_S = 200, 0.3
 _NUM_STEPS = 6
 # Tokens/s by rank, by hand: a server of tp4-llama7b-padded bears about as many.
 _POINTS = OperatingPoints({8: 6000.0, 16: 5500.0, 32: 4800.0, 64: 3800.0, 128: 2800.0})
-
-
-def costs_of(machine: SimulatedMachine) -> ServerCosts:
-    """Of a server that is such a machine, with peers at 1 GB/s."""
-    return ServerCosts(
-        model=machine.model,
-        max_num_batched_tokens=machine.max_num_batched_tokens,
-        block_size=machine.block_size,
-        max_num_seqs=machine.max_num_seqs,
-        adapter_bytes_per_rank=machine.adapter_bytes_per_rank,
-        file_bytes_per_s=machine.file_bytes_per_s,
-        peer_bytes_per_s=1e9,
-        mix_decode_with_prefill=machine.mix_decode_with_prefill,
-    )
 
 
 def report_at(told_s: float, rng: random.Random) -> ServerReport:
@@ -94,7 +75,7 @@ def measure(
     """Microseconds of ``rank``, and of telling the view and the router of the choice."""
     rng = random.Random(0)
     router = make_router(name, RouterFacts(slo_tpot_s=0.05))
-    costs = costs_of(machine)
+    costs = costs_of(machine, peer_bytes_per_s=1e9)
     ids = [ServerId(f"server-{index}") for index in range(num_servers)]
     views = {server_id: ServerView(server_id, costs, report_at(0.0, rng)) for server_id in ids}
     router.on_placed(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect nothing inside. For imports: what they make is not garbage."""
+    """Collect nothing inside. For imports and simulations: what they make is not garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -5,7 +5,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from ..errors import ConfigError
 from ..plan import AdapterId, RequestId
@@ -15,6 +15,9 @@ _MIN_ENDS = 20  # of an adapter's own requests, before they are believed
 _WINDOW = 500  # newest ends that count
 _UNKNOWN_TOKENS = 256  # while nothing has ended
 _NUM_BUCKETS = 5
+
+
+Key = TypeVar("Key")
 
 
 class OutputPredictor(Protocol):
@@ -50,22 +53,37 @@ class _Lengths:
         return round(self._total / len(self._lengths))
 
 
-class HistoryPredictor:
-    """The mean of what requests for the same adapter came to, of all while these are few."""
+class OutputHistory(Generic[Key]):
+    """The mean of what requests of a key came to, of all while these are few."""
 
     def __init__(self) -> None:
         self._all = _Lengths()
-        self._by_adapter: dict[AdapterId, _Lengths] = {}
+        self._by_key: dict[Key, _Lengths] = {}
 
-    def predict(self, request: Request) -> int:
-        own = self._by_adapter.get(request.adapter_id)
+    def predict(self, key: Key) -> int:
+        """Output tokens of a request that arrives now."""
+        own = self._by_key.get(key)
         if own is not None and len(own) >= _MIN_ENDS:
             return own.mean
         return self._all.mean if len(self._all) else _UNKNOWN_TOKENS
 
+    def ended(self, key: Key, num_tokens: int) -> None:
+        """A request has ended by itself."""
+        self._all.add(num_tokens)
+        self._by_key.setdefault(key, _Lengths()).add(num_tokens)
+
+
+class HistoryPredictor:
+    """What requests for the same adapter came to."""
+
+    def __init__(self) -> None:
+        self._history = OutputHistory[AdapterId]()
+
+    def predict(self, request: Request) -> int:
+        return self._history.predict(request.adapter_id)
+
     def ended(self, request: Request) -> None:
-        self._all.add(request.num_output_tokens)
-        self._by_adapter.setdefault(request.adapter_id, _Lengths()).add(request.num_output_tokens)
+        self._history.ended(request.adapter_id, request.num_output_tokens)
 
 
 class LimitPredictor:

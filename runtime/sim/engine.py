@@ -2,10 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
+from ..adapter import AdapterFacts
 from ..adapters.registry import AdapterRegistry
 from ..coldstart.cold_start import PlannedColdStarts
 from ..coldstart.planner import Planner, PlannerConfig
@@ -77,6 +78,16 @@ def simulate(
         executor.close()
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedParts:
+    """An engine's core, and what whoever looks into it asks."""
+
+    core: EngineCore
+    executor: LatencyExecutor
+    scheduler: Scheduler
+    registry: AdapterRegistry
+
+
 def build_simulated_engine(
     machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
     *, clock: Callable[[], float], sleep: Callable[[float], None],
@@ -85,16 +96,28 @@ def build_simulated_engine(
 
     Raises ``ConfigError`` if there is no such policy.
     """
-    registry = _registry(machine, workload.ranks)
+    parts = build_simulated_parts(machine, workload, options, clock=clock, sleep=sleep)
+    return parts.core, parts.executor
+
+
+def build_simulated_parts(
+    machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
+    *, clock: Callable[[], float], sleep: Callable[[float], None],
+) -> SimulatedParts:  # fmt: skip
+    """See ``build_simulated_engine``."""
+    adapters = _facts(machine, workload.ranks)
+    registry = _registry(adapters)
+    output_tokens = _OutputTokens(workload.requests)
+    scheduler = _make_scheduler(machine, options, output_tokens)
     executor = LatencyExecutor(
         replace(machine, model=slowed(machine.model, options.factors)),
-        _output_tokens(workload),
+        output_tokens,
         lambda adapter_id: registry.version(adapter_id).facts,
         clock=clock,
         sleep=sleep,
     )
     core = EngineCore(
-        _make_scheduler(machine, options, _output_tokens(workload)),
+        scheduler,
         executor,
         registry,
         CoreConfig(
@@ -105,25 +128,31 @@ def build_simulated_engine(
         clock=clock,
     )
     if options.host_adapter_bytes is not None:
-        _fill_host(core, machine, workload.ranks)
-    return core, executor
+        _fill_host(core, adapters)
+    return SimulatedParts(core, executor, scheduler, registry)
 
 
 def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:
     """The requests as a front end sends them, and when; ids count from 1."""
-    sampling = SamplingParams(max_tokens=workload.max_tokens)
     return [
-        (
-            one.arrival_s,
-            AddRequest(
-                request_id=index,
-                prompt_token_ids=_prompt(index, one, workload.content_tokens),
-                sampling=sampling,
-                adapter_name=adapter_name(one.adapter),
-            ),
-        )
+        (one.arrival_s, request_of(workload, index))
         for index, one in enumerate(workload.requests, start=1)
     ]
+
+
+def request_of(workload: Workload, request_id: int) -> AddRequest:
+    """A request as a front end sends it; ids beyond the last one begin anew at the first.
+
+    So who sends it again has another id for it.
+    """
+    index = 1 + (request_id - 1) % len(workload.requests)
+    request = workload.requests[index - 1]
+    return AddRequest(
+        request_id=request_id,
+        prompt_token_ids=_prompt(index, request, workload.content_tokens),
+        sampling=SamplingParams(max_tokens=workload.max_tokens),
+        adapter_name=adapter_name(request.adapter),
+    )
 
 
 def _prompt(index: int, request: WorkloadRequest, content_tokens: int) -> tuple[int, ...]:
@@ -137,10 +166,20 @@ def _prompt(index: int, request: WorkloadRequest, content_tokens: int) -> tuple[
     return tuple(itertools.islice(itertools.chain(named, own), request.prompt_tokens))
 
 
-def _output_tokens(workload: Workload) -> Mapping[RequestId, int]:
-    return {
-        RequestId(index): one.output_tokens for index, one in enumerate(workload.requests, start=1)
-    }
+class _OutputTokens(Mapping[RequestId, int]):
+    """What requests truly generate, by their ids as ``request_of`` counts them."""
+
+    def __init__(self, requests: Sequence[WorkloadRequest]) -> None:
+        self._requests = requests
+
+    def __getitem__(self, request_id: RequestId) -> int:
+        return self._requests[(request_id - 1) % len(self._requests)].output_tokens
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return map(RequestId, range(1, len(self._requests) + 1))
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
 
 def adapter_name(adapter: int) -> str:
@@ -148,21 +187,27 @@ def adapter_name(adapter: int) -> str:
     return f"adapter-{adapter:04d}"
 
 
-def _registry(machine: SimulatedMachine, ranks: Sequence[int]) -> AdapterRegistry:
-    """All adapters of a workload, ready."""
+def _facts(machine: SimulatedMachine, ranks: Sequence[int]) -> list[AdapterFacts]:
+    """Of all adapters of a workload, whose contents are named after them."""
+    of_rank = {rank: machine.adapter_facts("", rank) for rank in set(ranks)}
+    return [
+        replace(of_rank[rank], digest=adapter_name(adapter)) for adapter, rank in enumerate(ranks)
+    ]
+
+
+def _registry(adapters: Sequence[AdapterFacts]) -> AdapterRegistry:
+    """All of them, ready."""
     ids = itertools.count(1)
     registry = AdapterRegistry(lambda: AdapterId(next(ids)))
-    for adapter, rank in enumerate(ranks):
-        name = adapter_name(adapter)
-        load_id = registry.begin_loading(name, name)
-        registry.ready(name, name, load_id, machine.adapter_facts(name, rank))
+    for facts in adapters:
+        load_id = registry.begin_loading(facts.digest, facts.digest)
+        registry.ready(facts.digest, facts.digest, load_id, facts)
     return registry
 
 
-def _fill_host(core: EngineCore, machine: SimulatedMachine, ranks: Sequence[int]) -> None:
+def _fill_host(core: EngineCore, adapters: Sequence[AdapterFacts]) -> None:
     """Register the adapters as the manager does: they are kept as long as there is room."""
-    for adapter, rank in enumerate(ranks):
-        facts = machine.adapter_facts(adapter_name(adapter), rank)
+    for facts in adapters:
         place = core.place_registration(facts.host_bytes).place
         if place is not None:
             core.end_registration(place.place_id, facts.digest)

@@ -130,6 +130,11 @@ class LatencyExecutor:
         results, self._results = self._results, []
         return results
 
+    @property
+    def result_at_s(self) -> float:
+        """When ``poll`` has something to tell: now if it has, inf if nothing is under way."""
+        return self._clock() if self._results else self._next_s()
+
     def fileno(self) -> int:
         """A descriptor that is never readable: only ``poll`` knows the time."""
         assert self._event_fd is not None

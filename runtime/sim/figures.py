@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from .cluster_replayed import ClusterReplayed
 from .engine import SimulationOptions, simulate
 from .machines import SimulatedMachine
 from .replay import Replayed, RequestRecord
@@ -52,8 +53,14 @@ class Figures:
     link_busy_share: float  # in which there was something to copy to the device
 
 
-def figures_of(replayed: Replayed, workload: Workload, machine: SimulatedMachine) -> Figures:
-    """What came of ``workload``; ``machine`` says how long its requests take alone."""
+def figures_of(
+    replayed: Replayed | ClusterReplayed, workload: Workload, machine: SimulatedMachine
+) -> Figures:
+    """What came of ``workload``; ``machine`` says how long its requests take alone.
+
+    Of many servers sums and means, but for lanes, which are those of the first one.
+    """
+    servers = replayed.servers if isinstance(replayed, ClusterReplayed) else (replayed,)
     num_dropped = math.ceil(DROPPED_SHARE * len(workload.requests))
     records = [record for record in replayed.records if record.request_id > num_dropped]
     ttft_s = first_tokens_s(records, replayed.duration_s)
@@ -62,7 +69,10 @@ def figures_of(replayed: Replayed, workload: Workload, machine: SimulatedMachine
     unloaded_s = np.array(
         [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
     )
-    stats, counts = replayed.stats, replayed.stats.policy_counts
+    stats, counts = servers[0].stats, [one.stats.policy_counts for one in servers]
+    to_device = [one.link["to_device"] for one in servers]
+    busy_s = sum(one.steps.busy_s for one in servers)
+    all_s = replayed.duration_s * len(servers)
     num_prompt_tokens = sum(one.prompt_tokens for one in requests)
     p50_s, p95_s, p99_s = np.percentile(ttft_s, (50, 95, 99)).tolist()
     e2e_s = [_end_s(one, replayed.duration_s) - one.arrival_s for one in records]
@@ -78,21 +88,21 @@ def figures_of(replayed: Replayed, workload: Workload, machine: SimulatedMachine
         tpot_mean_s=_tpot_mean_s(records, replayed.duration_s),
         cold_share=float(is_cold.mean()),
         num_preempted=sum(record.num_preemptions > 0 for record in records),
-        num_squashes=int(counts.get("num_squashed", 0)),
-        num_lanes=int(counts.get("num_lanes", 1)),
+        num_squashes=int(sum(one.get("num_squashed", 0) for one in counts)),
+        num_lanes=int(counts[0].get("num_lanes", 1)),
         quota_tokens=tuple(int(lane["quota_tokens"]) for lane in stats.lane_counts),
         num_requests=len(records),
         num_unfinished=sum(record.end_s is None for record in records),
         num_refused=sum(replayed.refused.values()),
         served_rps=len(replayed.records) / replayed.duration_s,
-        num_evictions=stats.num_device_evictions,
-        link_bytes=replayed.link["to_device"].num_bytes,
+        num_evictions=sum(one.stats.num_device_evictions for one in servers),
+        link_bytes=sum(one.num_bytes for one in to_device),
         hit_share=sum(record.num_cached_tokens for record in records) / num_prompt_tokens,
         host_hit_share=sum(record.num_host_cached_tokens for record in records) / num_prompt_tokens,
-        step_mean_s=replayed.steps.busy_s / replayed.steps.num_steps,
+        step_mean_s=busy_s / sum(one.steps.num_steps for one in servers),
         tokens_per_s=sum(one.num_output_tokens for one in replayed.records) / replayed.duration_s,
-        busy_share=replayed.steps.busy_s / replayed.duration_s,
-        link_busy_share=replayed.link["to_device"].busy_s / replayed.duration_s,
+        busy_share=busy_s / all_s,
+        link_busy_share=sum(one.busy_s for one in to_device) / all_s,
     )
 
 

@@ -35,6 +35,21 @@ class RequestRecord:
     # Seconds until its first token, by values of ``scheduler.events.TimePart``.
     parts_s: dict[str, float] = field(default_factory=dict)
 
+    def note(self, update: RequestUpdate, at_s: float) -> None:
+        """Take in what the engine says of it at ``at_s``."""
+        if update.token_ids:
+            self.num_output_tokens += len(update.token_ids)
+            if self.first_token_s is None:
+                self.first_token_s = at_s
+                self.num_cached_tokens = update.num_cached_tokens
+                self.num_host_cached_tokens = update.num_host_cached_tokens
+                self.is_cold = update.cold_start is not None
+                self.parts_s = {} if update.timing is None else update.timing.parts
+        if update.finish_reason is not None:
+            self.end_s = at_s
+            self.finish_reason = update.finish_reason
+            self.num_preemptions = update.num_preemptions
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
@@ -134,7 +149,7 @@ class _Run:
         updates = self._core.step(max(0.0, self._deadline_s() - self._clock()))
         now_s = self._clock()
         for update in updates:
-            self._note(update, now_s - self._start_s)
+            self._records[update.request_id].note(update, now_s - self._start_s)
         if updates:
             self._heard_s = now_s
         elif now_s - self._heard_s >= _SILENCE_LIMIT_S:
@@ -171,18 +186,3 @@ class _Run:
                 self._refused[error.param or type(error).__name__] += 1
                 continue
             self._records[request.request_id] = RequestRecord(request.request_id, arrival_s)
-
-    def _note(self, update: RequestUpdate, at_s: float) -> None:
-        record = self._records[update.request_id]
-        if update.token_ids:
-            record.num_output_tokens += len(update.token_ids)
-            if record.first_token_s is None:
-                record.first_token_s = at_s
-                record.num_cached_tokens = update.num_cached_tokens
-                record.num_host_cached_tokens = update.num_host_cached_tokens
-                record.is_cold = update.cold_start is not None
-                record.parts_s = {} if update.timing is None else update.timing.parts
-        if update.finish_reason is not None:
-            record.end_s = at_s
-            record.finish_reason = update.finish_reason
-            record.num_preemptions = update.num_preemptions

@@ -33,7 +33,9 @@ class ServerView:
         self.report = report
         self._sent = [(sent_s, request) for sent_s, request in self._sent if sent_s > report.told_s]
         self.load = load_of(self.costs, report, self._sent)
-        self.tiers = dict.fromkeys(report.disk_adapters, ON_DISK)
+        self.tiers = {}
+        if report.disk_adapters is not report.host_adapters:  # often a thousand
+            self.tiers.update(dict.fromkeys(report.disk_adapters, ON_DISK))
         self.tiers.update(dict.fromkeys(report.host_adapters, IN_HOST))
         self.tiers.update(dict.fromkeys(report.loading_adapters, IN_HOST))
         self.tiers.update(dict.fromkeys(report.gpu_adapters, ON_GPU))

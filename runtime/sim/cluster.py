@@ -1,0 +1,389 @@
+"""Many servers behind routers, on one virtual clock.
+
+Every server is an ``EngineCore`` as it is. None sleeps: the cluster goes on to whatever is due
+first, of all servers, copies of files, arrivals and reports, and polls whom it concerns. All of it
+is deterministic: routers draw from seeded generators, and ties go by the servers' indices.
+"""
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ..cluster.policy.reports import RouteRequest, ServerReport
+from ..errors import RequestError
+from ..machine.gc_control import collection_paused
+from .agenda import Agenda
+from .clock import VirtualClock
+from .cluster_replayed import ClusterReplayed
+from .cluster_router import seats_of
+from .cluster_server import ClusterServer, Due, Sent
+from .cluster_spec import ClusterSpec
+from .engine import SimulationOptions, adapter_name
+from .file_stores import StoreUse, filled_stores
+from .machines import SimulatedMachine
+from .replay import RequestRecord
+from .workloads import Workload
+
+_MOVES_EVERY_S = 1.0  # by hand: so often routers may move what waits
+
+
+class _Order(enum.IntEnum):
+    """Of what happens at one time; servers' own: see ``Due``."""
+
+    COPY = 1
+    CHANGE = 2
+    ARRIVAL = 3
+    DELIVERY = 6
+    REPORT = 7
+    MOVES = 8
+    LOOK = 9
+
+
+# Called with the seconds from the start and all servers, open or not, now and then.
+LookAtServers = Callable[[float, Sequence[ClusterServer]], None]
+
+
+def replay_cluster(
+    machine: SimulatedMachine, workload: Workload, options: SimulationOptions, spec: ClusterSpec,
+    *, horizon_s: float = math.inf, look: LookAtServers | None = None, look_every_s: float = 1.0,
+) -> ClusterReplayed:  # fmt: skip
+    """Let routers send the requests of ``workload`` to servers that are such machines.
+
+    Args:
+        machine: What every server is, but for its factors.
+        workload: What arrives; router by router in turn.
+        options: Of every engine; their factors do not count.
+        spec: The servers and routers.
+        horizon_s: How long after the last arrival it is cut.
+        look: Watches.
+        look_every_s: How often.
+
+    Raises:
+        ConfigError: There is no such policy or router, or stores are too small.
+        EngineDeadError: No request gets on any more.
+    """
+    cluster = _Cluster(machine, workload, options, spec)
+    if look is not None:
+        cluster.watch(look, look_every_s)
+    end_s = workload.requests[-1].arrival_s if workload.requests else 0.0
+    with collection_paused():  # no garbage here is in circles, and there is much that lives
+        cluster.run(end_s + horizon_s)
+    return cluster.result()
+
+
+class _Cluster:
+    """A replay under way."""
+
+    def __init__(
+        self, machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
+        spec: ClusterSpec,
+    ) -> None:  # fmt: skip
+        self._machine = machine
+        self._workload = workload
+        self._spec = spec
+        self._clock = VirtualClock()
+        self._agenda = Agenda()
+        self._servers = [
+            ClusterServer(
+                index, machine, workload, replace(options, factors=life.factors), self._clock
+            )
+            for index, life in enumerate(spec.servers)
+        ]
+        self._by_id = {server.server_id: server for server in self._servers}
+        self._stores = filled_stores(
+            {
+                adapter_name(adapter): rank * machine.adapter_bytes_per_rank
+                for adapter, rank in enumerate(workload.ranks)
+            },
+            len(spec.servers),
+            [index for index, life in enumerate(spec.servers) if life.joins_s <= 0.0],
+            spec.store_bytes,
+            spec.peer_bytes_per_s,
+        )
+        self._seats = seats_of(machine, spec)
+        self._sent: dict[int, Sent] = {}  # all requests that have arrived, but for refused ones
+        self._num_arrived = 0
+        self._unrouted: list[Sent] = []  # no server could take them
+        self._refused = [Counter[str]() for _ in self._servers]
+        self._gone: dict[int, StoreUse] = {}  # by server
+        self._leaving: dict[int, ClusterServer] = {}
+        self._num_joins_to_come = 0
+        self._num_moved = self._num_lost = 0
+        self._begin()
+
+    def watch(self, look: LookAtServers, every_s: float) -> None:
+        """Call ``look`` so often."""
+        self._every(every_s, 0.0, _Order.LOOK, 0, lambda: look(self._clock(), self._servers))
+
+    def run(self, end_s: float) -> None:
+        """Go on until all is done, or to ``end_s``."""
+        while not self._is_over() and (due := self._agenda.take()) is not None:
+            at_s, order, action = due
+            if order > Due.TURN and at_s >= end_s:  # the cut is at a server's own time
+                continue
+            self._clock.sleep_until(at_s)
+            action()
+            if self._clock() >= end_s:
+                break
+
+    def result(self) -> ClusterReplayed:
+        """What came of it; all ends with it."""
+        for server in self._servers:
+            server.close()
+            if server.index not in self._gone:
+                self._gone[server.index] = self._stores.close(server.index)
+        records: list[list[RequestRecord]] = [[] for _ in self._servers]
+        for sent in self._sent.values():
+            if sent.server is not None:
+                records[sent.server.index].append(sent.record)
+        return ClusterReplayed(
+            records=tuple(sent.record for sent in self._sent.values()),
+            refused=dict(sorted(sum(self._refused, Counter[str]()).items())),
+            servers=tuple(
+                server.result(records[server.index], self._refused[server.index])
+                for server in self._servers
+            ),
+            num_routed=tuple(server.num_routed for server in self._servers),
+            stores=tuple(self._gone[server.index] for server in self._servers),
+            num_moved=self._num_moved,
+            num_lost=self._num_lost,
+            duration_s=self._clock(),
+        )
+
+    def _begin(self) -> None:
+        """Put everything on the agenda that is known before the first moment."""
+        spec, agenda = self._spec, self._agenda
+        for server, life in zip(self._servers, spec.servers, strict=True):
+            if life.joins_s <= 0.0:
+                self._join(server)
+            else:
+                self._num_joins_to_come += 1
+                agenda.add(
+                    life.joins_s, _Order.CHANGE, server.index, partial(self._join_late, server)
+                )
+            for at_s, change in ((life.leaves_s, self._leave), (life.dies_s, self._die)):
+                if at_s < math.inf:
+                    agenda.add(at_s, _Order.CHANGE, server.index, partial(change, server))
+            # Not all at once.
+            first_s = (1 + server.index / len(self._servers)) * spec.report_every_s
+            report = partial(self._report, server)
+            self._every(spec.report_every_s, first_s, _Order.REPORT, server.index, report)
+        for seat in self._seats:
+            seat.placed(spec.shares)
+        if any(seat.may_move for seat in self._seats):
+            self._every(_MOVES_EVERY_S, _MOVES_EVERY_S, _Order.MOVES, 0, self._move)
+        self._expect_arrival()
+
+    def _every(
+        self, every_s: float, at_s: float, order: _Order, index: int, action: Callable[[], None]
+    ) -> None:
+        def act(at_s: float) -> None:
+            action()
+            self._agenda.add(at_s + every_s, order, index, partial(act, at_s + every_s))
+
+        self._agenda.add(at_s, order, index, partial(act, at_s))
+
+    def _is_over(self) -> bool:
+        if self._num_arrived < len(self._workload.requests):
+            return False
+        if any(server.has_work for server in self._servers):
+            return False
+        return not (self._unrouted and self._num_joins_to_come)
+
+    # Requests.
+
+    def _expect_arrival(self) -> None:
+        if self._num_arrived < len(self._workload.requests):
+            at_s = self._workload.requests[self._num_arrived].arrival_s
+            self._agenda.add(at_s, _Order.ARRIVAL, 0, self._arrive)
+
+    def _arrive(self) -> None:
+        one = self._workload.requests[self._num_arrived]
+        router = self._num_arrived % len(self._seats)
+        self._num_arrived += 1
+        name, rank = adapter_name(one.adapter), self._workload.ranks[one.adapter]
+        route = RouteRequest(
+            name, one.prompt_tokens, self._seats[router].predicted_tokens(name),
+            None if one.session is None else str(one.session),
+            rank, rank * self._machine.adapter_bytes_per_rank,
+        )  # fmt: skip
+        sent = Sent(route, RequestRecord(self._num_arrived, one.arrival_s), router)
+        self._sent[self._num_arrived] = sent
+        self._expect_arrival()
+        self._route(sent, is_late=False)
+
+    def _route(self, sent: Sent, *, is_late: bool) -> None:
+        """Send it to the best server whose store can take its adapter, if there is one."""
+        for server_id in self._seats[sent.router].rank(sent.route, self._clock()):
+            server = self._by_id[server_id]
+            if self._can_take(server, sent):
+                self._send(sent, server, is_late=is_late)
+                return
+        self._unrouted.append(sent)
+
+    def _can_take(self, server: ClusterServer, sent: Sent) -> bool:
+        name = sent.route.adapter_name
+        return name is None or self._stores.can_take(server.index, name)
+
+    def _send(self, sent: Sent, server: ClusterServer, *, is_late: bool) -> None:
+        now_s, name = self._clock(), sent.route.adapter_name
+        self._seats[sent.router].sends(sent.route, server.server_id, now_s)
+        is_there = name is None or self._stores.use(server.index, name, now_s)
+        server.accept(sent, needs_file=not is_there)
+        if is_there:
+            self._add(sent, server, is_late=is_late)
+        else:
+            self._expect_copy(server)
+
+    def _add(self, sent: Sent, server: ClusterServer, *, is_late: bool) -> None:
+        try:
+            server.add(sent, is_late=is_late)
+        except RequestError as error:
+            self._refused[server.index][error.param or type(error).__name__] += 1
+            del self._sent[sent.record.request_id]
+            self._let_go(server, sent)
+        self._expect(server)
+
+    def _turn(self, server: ClusterServer) -> None:
+        now_s = self._clock()
+        ended = []
+        for sent, update in server.turn():
+            sent.record.note(update, now_s)
+            if update.finish_reason is not None:
+                ended.append(sent)
+        self._expect(server)
+        for sent in ended:
+            name = sent.route.adapter_name
+            self._seats[sent.router].ended(name, sent.record.num_output_tokens)
+            self._let_go(server, sent)
+        if ended and server.index in self._leaving:
+            self._drain(server)
+
+    def _let_go(self, server: ClusterServer, sent: Sent) -> None:
+        """A request uses its adapter's file no more: others may have room now."""
+        if sent.route.adapter_name is not None:
+            self._stores.release(server.index, sent.route.adapter_name)
+        if self._unrouted:
+            self._route_again()
+
+    def _route_again(self) -> None:
+        unrouted, self._unrouted = self._unrouted, []
+        for sent in unrouted:
+            self._route(sent, is_late=True)
+
+    def _expect(self, server: ClusterServer) -> None:
+        self._agenda.expect("turn", server.index, server.next_due(), partial(self._turn, server))
+
+    def _move(self) -> None:
+        """Carry out what routers want to have elsewhere."""
+        waiting = {server.server_id: server.waiting() for server in self._servers}
+        for number, seat in enumerate(self._seats):
+            own = {
+                server_id: [one for one in found if one.router == number]
+                for server_id, found in waiting.items()
+            }
+            by_route = {id(one.route): one for found in own.values() for one in found}
+            routes = {server_id: [one.route for one in found] for server_id, found in own.items()}
+            for move in seat.moves(routes):
+                sent, target = by_route[id(move.request)], self._by_id[move.target]
+                if self._can_take(target, sent):
+                    source = self._by_id[move.source]
+                    source.take_back(sent)
+                    self._send(sent, target, is_late=True)
+                    self._let_go(source, sent)
+                    self._expect(source)
+                    self._num_moved += 1
+
+    # Files.
+
+    def _expect_copy(self, server: ClusterServer) -> None:
+        """A copy to it may have begun, and others may have made way."""
+        for index, name in self._stores.take_dropped():
+            self._servers[index].evict(name)
+            self._expect(self._servers[index])
+        due = (self._stores.end_s(server.index), _Order.COPY)
+        self._agenda.expect("copy", server.index, due, partial(self._copied, server))
+
+    def _copied(self, server: ClusterServer) -> None:
+        name = self._stores.settle(server.index, self._clock())
+        server.has_changed = True
+        self._expect_copy(server)
+        for sent in [one for one in server.sent if one.needs_file]:
+            if sent.route.adapter_name == name:
+                self._add(sent, server, is_late=True)
+        for leaving in list(self._leaving.values()):
+            self._drain(leaving)
+
+    # Servers.
+
+    def _report(self, server: ClusterServer) -> None:
+        if not server.is_open or not (server.has_changed or server.has_work):
+            return
+        report = server.report(self._clock(), self._stores.names_on(server.index))
+        tell = partial(self._tell, server, report)
+        if self._spec.state_age_s:
+            at_s = self._clock() + self._spec.state_age_s
+            self._agenda.add(at_s, _Order.DELIVERY, server.index, tell)
+        else:
+            tell()
+
+    def _tell(self, server: ClusterServer, report: ServerReport) -> None:
+        for seat in self._seats:
+            seat.told(server.server_id, report)
+
+    def _join(self, server: ClusterServer) -> None:
+        server.is_open = True
+        report = server.report(self._clock(), self._stores.names_on(server.index))
+        for seat in self._seats:
+            seat.joined(server.server_id, report)
+
+    def _join_late(self, server: ClusterServer) -> None:
+        self._num_joins_to_come -= 1
+        if server.index in self._gone:
+            return
+        self._join(server)
+        self._route_again()
+
+    def _leave(self, server: ClusterServer) -> None:
+        """It gets nothing new, and ends when its requests have and others have its last copies."""
+        if server.index in self._gone:
+            return
+        self._close_to_new(server)
+        self._leaving[server.index] = server
+        self._drain(server)
+
+    def _close_to_new(self, server: ClusterServer) -> None:
+        server.is_open = False
+        for seat in self._seats:
+            seat.left(server.server_id)
+
+    def _drain(self, server: ClusterServer) -> None:
+        others = [one.index for one in self._servers if one.is_open]
+        self._stores.hand_over(server.index, others, self._clock())
+        for index in others:
+            self._expect_copy(self._servers[index])
+        if not server.has_work and not self._stores.last_copies(server.index):
+            self._end(server)
+
+    def _die(self, server: ClusterServer) -> None:
+        """What it has computed is lost; routers know at once, as connections break."""
+        if server.index in self._gone:
+            return
+        self._close_to_new(server)
+        for sent in self._end(server):
+            self._num_lost += 1
+            sent.server = None
+            sent.record = RequestRecord(sent.record.request_id, sent.record.arrival_s)
+            self._route(sent, is_late=True)
+
+    def _end(self, server: ClusterServer) -> list[Sent]:
+        """It is gone; return the requests that it had."""
+        open_requests = server.close()
+        self._leaving.pop(server.index, None)
+        self._gone[server.index] = self._stores.close(server.index)
+        self._expect(server)
+        self._expect_copy(server)
+        return open_requests

@@ -1,0 +1,240 @@
+"""One of many simulated servers: an unchanged engine that says when it goes on, and its reports."""
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...profiles.link import Direction
+from ..cluster.policy.reports import RouteRequest, ServerId, ServerReport
+from ..engine.messages import EngineStats, RequestUpdate
+from ..errors import RequestError
+from ..plan import AdapterId, AdapterTransfer
+from ..request import Request, RequestStatus
+from .clock import VirtualClock
+from .engine import SimulatedParts, SimulationOptions, build_simulated_parts, request_of
+from .machines import SimulatedMachine
+from .replay import Replayed, RequestRecord
+from .workloads import Workload
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A request on its way through the servers."""
+
+    route: RouteRequest
+    record: RequestRecord
+    router: int  # that it came to
+    num_sends: int = 0
+    engine_id: int = 0  # at the server that it was sent to last: another one for each time
+    server: "ClusterServer | None" = None
+    needs_file: bool = False  # its adapter's, which is not there yet
+
+
+class Due(enum.IntEnum):
+    """What happens first of what happens at one time; arrivals come between these."""
+
+    RESULT = 0  # of a step or a load
+    TURN = 5  # the engine may plan
+
+
+class ClusterServer:
+    """An engine of a cluster, which is polled when something is due and never sleeps."""
+
+    def __init__(
+        self, index: int, machine: SimulatedMachine, workload: Workload,
+        options: SimulationOptions, clock: VirtualClock,
+    ) -> None:  # fmt: skip
+        """Raises ``ConfigError`` if there is no such policy."""
+        self.index = index
+        self.server_id = ServerId(f"server-{index:03d}")
+        self.is_open = False  # for new requests
+        self.num_routed = 0  # requests that were ever sent here
+        self.has_changed = True  # since the last report
+        self._machine = machine
+        self._workload = workload
+        self._slowness = options.factors.step
+        self._clock = clock
+        self._parts: SimulatedParts = build_simulated_parts(
+            machine, workload, options, clock=clock, sleep=clock.sleep
+        )
+        self._keeps_all_in_host = options.host_adapter_bytes is None
+        self._sent: dict[int, Sent] = {}  # open requests, by their ids in the engine
+        self._on_host: set[str] = set()
+        self._done: Replayed | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether its engine has something to do, or waits for files."""
+        return self._done is None and bool(self._parts.core.has_work or self._sent)
+
+    @property
+    def num_requests(self) -> int:
+        """That have not ended, those that wait for files among them."""
+        return len(self._sent)
+
+    @property
+    def sent(self) -> Iterable[Sent]:
+        """Requests that have not ended, as they came."""
+        return self._sent.values()
+
+    def stats(self) -> EngineStats:
+        """Of its engine."""
+        return self._parts.core.stats()
+
+    def next_due(self) -> tuple[float, Due]:
+        """When it is to be polled, and for what; inf = when something comes from outside."""
+        core = self._parts.core
+        if self._done is not None or not core.has_work:
+            return math.inf, Due.TURN
+        if core.is_ready:
+            return self._clock(), Due.TURN
+        wake_at_s, result_at_s = core.wake_at_s(), self._parts.executor.result_at_s
+        if wake_at_s is not None and wake_at_s < result_at_s:
+            return wake_at_s, Due.TURN
+        return result_at_s, Due.RESULT
+
+    def accept(self, sent: Sent, *, needs_file: bool) -> None:
+        """A request is sent here; ``add`` it when it needs no file any more."""
+        sent.num_sends += 1
+        number = len(self._workload.requests)
+        sent.engine_id = sent.record.request_id + (sent.num_sends - 1) * number
+        sent.server, sent.needs_file = self, needs_file
+        self._sent[sent.engine_id] = sent
+        self.num_routed += 1
+        self.has_changed = True
+
+    def add(self, sent: Sent, *, is_late: bool) -> None:
+        """The engine gets a request that was accepted; ``is_late``: it arrived before now.
+
+        Raises ``RequestError`` if it can never be served, and knows it no more.
+        """
+        sent.needs_file = False
+        arrival_s = sent.record.arrival_s if is_late else None
+        try:
+            self._parts.core.add_request(request_of(self._workload, sent.engine_id), arrival_s)
+        except RequestError:
+            del self._sent[sent.engine_id]
+            raise
+
+    def take_back(self, sent: Sent) -> None:
+        """It goes elsewhere: what the engine says of it from now on does not count."""
+        del self._sent[sent.engine_id]
+        if not sent.needs_file:
+            self._parts.core.abort((sent.engine_id,))
+        self.has_changed = True
+
+    def evict(self, adapter: str) -> None:
+        """Its files are gone, and no request uses them: so is what was made of them."""
+        self._parts.core.evict_adapter(adapter)
+        self.has_changed = True
+
+    def turn(self) -> Iterator[tuple[Sent, RequestUpdate]]:
+        """Let the engine go on, and yield what it says of requests."""
+        self.has_changed = True
+        for update in self._parts.core.step(0.0):
+            sent = self._sent.get(update.request_id)
+            if sent is None:
+                continue
+            if update.finish_reason is not None:
+                del self._sent[update.request_id]
+            yield sent, update
+
+    def waiting(self) -> list[Sent]:
+        """Requests without a token that hold no memory, as they came."""
+        held = {
+            request.request_id
+            for request in self._parts.scheduler.requests
+            if request.status is not RequestStatus.WAITING or request.num_output_tokens
+        }
+        return [sent for engine_id, sent in self._sent.items() if engine_id not in held]
+
+    def report(self, told_s: float, files: frozenset[str]) -> ServerReport:
+        """What routers are told; ``files``: adapters in its store. O(open requests + adapters)."""
+        self.has_changed = False
+        memory, block_size = self._parts.scheduler.memory, self._machine.block_size
+        loads = _Loads(self._parts.scheduler.requests, self._sent.values())
+        free_blocks = min(
+            memory.pool.num_unused_blocks, memory.budget.backed_bytes // memory.pool.block_bytes
+        )
+        loading = (one.command for one in memory.transfers)
+        return ServerReport(
+            told_s=told_s,
+            is_ready=self.is_open,
+            num_running_by_rank=loads.num_running,
+            num_waiting_by_rank=loads.num_waiting,
+            queued_prefill_tokens=loads.queued_tokens,
+            running_context_tokens=loads.context_tokens,
+            free_kv_tokens=free_blocks * block_size,
+            total_kv_tokens=memory.pool.num_blocks * block_size,
+            gpu_adapters=frozenset(map(self._name_of, memory.cache.resident_ids())),
+            host_adapters=files if self._keeps_all_in_host else self._names_on_host(),
+            disk_adapters=files,
+            loading_adapters=frozenset(
+                self._name_of(one.adapter_id) for one in loading if isinstance(one, AdapterTransfer)
+            ),
+            # All of a step is slower by this, so it is what a server that has computed measures.
+            measured_over_predicted=self._slowness if self._num_steps else 1.0,
+        )
+
+    def close(self) -> list[Sent]:
+        """It is gone: return the requests that it had not ended."""
+        if self._done is None:
+            executor = self._parts.executor
+            link = {one.value: executor.link_stats(one) for one in Direction}
+            self._done = Replayed(
+                (), {}, self.stats(), link, executor.step_stats(), self._clock()
+            )  # fmt: skip
+            executor.close()
+        self.is_open = False
+        open_requests = list(self._sent.values())
+        self._sent.clear()
+        return open_requests
+
+    def result(
+        self, records: Sequence[RequestRecord], refused: Mapping[str, int]
+    ) -> Replayed:  # fmt: skip
+        """What came of it, closed, with the requests that were sent here last."""
+        assert self._done is not None, "it is still open"
+        return replace(self._done, records=tuple(records), refused=dict(sorted(refused.items())))
+
+    @property
+    def _num_steps(self) -> int:
+        return self._parts.executor.step_stats().num_steps
+
+    def _name_of(self, adapter_id: AdapterId) -> str:
+        return self._parts.registry.version(adapter_id).name
+
+    def _names_on_host(self) -> frozenset[str]:
+        """Contents are named after their adapters here."""
+        host = self._parts.scheduler.memory.host
+        assert host is not None
+        for digest in host.changed:
+            (self._on_host.add if host.contains(digest) else self._on_host.discard)(digest)
+        host.changed.clear()
+        return frozenset(self._on_host)
+
+
+class _Loads:
+    """Sums over an engine's open requests, and those that wait for files."""
+
+    def __init__(self, requests: Iterable[Request], sent: Iterable[Sent]) -> None:
+        running, waiting = self.num_running, self.num_waiting = Counter[int](), Counter[int]()
+        queued_tokens = context_tokens = 0
+        for request in requests:
+            rank = 0 if request.adapter is None else request.adapter.rank
+            num_computed = request.num_computed_tokens
+            if request.status is RequestStatus.RUNNING:
+                running[rank] += 1
+                context_tokens += num_computed
+                if num_computed < len(request.prompt_token_ids):
+                    queued_tokens += len(request.prompt_token_ids) - num_computed
+            else:
+                waiting[rank] += 1
+                queued_tokens += request.num_known_tokens - request.num_known_prefix_tokens
+        for one in sent:
+            if one.needs_file:
+                waiting[one.route.rank] += 1
+                queued_tokens += one.route.num_prompt_tokens
+        self.queued_tokens, self.context_tokens = queued_tokens, context_tokens
