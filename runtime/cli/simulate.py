@@ -13,7 +13,7 @@ from ..config.engine import EngineConfig
 from ..config.flags import build_configs
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
-from ..sim.configure import machine_of
+from ..sim.configure import cluster_of, machine_of
 from ..sim.results import RUNS_NAME, Cell, Results, foot, prepared_folder, table, write_results
 from ..sim.study import SimulatedRun, Study
 from ..sim.traces import trace_directory
@@ -55,6 +55,7 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
     check_number(len(variants), len(rates_rps), config.seeds)
     for variant, workload in zip(variants, workloads, strict=True):
         machine = machine_of(variant.engine.profile, variant.engine, given | variant.compared)
+        cluster = cluster_of(variant.config)
         for rate_rps in rates_rps:
             setups = (
                 SimulatedRun(
@@ -65,6 +66,7 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
                     traces=trace_directory(config.traces),
                     log_digest=_log_digest(spec),
                     horizon_s=config.horizon_s,
+                    cluster=cluster,
                 )
                 for spec in specs_of(config, workload, rate_rps)
             )

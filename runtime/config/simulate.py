@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .notations import parse_num_bytes
 from .option import OptionSpec, check_config, option
 
 # Those of the engine that a simulated one has, too.
@@ -60,6 +61,46 @@ class SimulateConfig:
         maximum=99.99,
         help="Of first tokens, which the SLO is about.",
         commands=_BOTH,
+    )
+    servers: int = option(
+        1, minimum=1, maximum=1000, help="Servers that share the load.", commands=_SIMULATE
+    )
+    router: str | None = option(
+        None,
+        metavar="NAME",
+        help="Says which server a request goes to (predicted, toppings, p2c, ...); default with "
+        "several servers: predicted.",
+        commands=_SIMULATE,
+    )
+    routers: int = option(
+        1,
+        minimum=1,
+        maximum=1000,
+        help="Routers, to which requests come in turn; none knows what the others send.",
+        commands=_SIMULATE,
+    )
+    state_age_s: float = option(
+        0.0,
+        minimum=0,
+        maximum=3600,
+        help="So old are servers' reports when routers get them; each reports 10 times a second.",
+        commands=_SIMULATE,
+    )
+    store_bytes: str | None = option(
+        None,
+        metavar="BYTES",
+        number_as_text=True,
+        help="Room for adapters' files on each server, e.g. 40GiB, which takes what it lacks from "
+        "the others; default: each has all files.",
+        check=parse_num_bytes,
+        commands=_SIMULATE,
+    )
+    peer_gib_per_s: float = option(
+        1.2,
+        above=0,
+        maximum=1000,
+        help="GiB per second of files from other servers, one after the other.",
+        commands=_SIMULATE,
     )
     compare: tuple[str, ...] = option(
         (),

@@ -8,12 +8,15 @@ from typing import Any
 from ...profiles.find import state_directory
 from ...profiles.models import LinkModel
 from ...profiles.profile import Profile, ProfileError, load_profile
+from ..cluster.policy.registry import RouterFacts, make_router
 from ..coldstart.strategy import LoadStrategy
 from ..config.engine import EngineConfig
 from ..config.notations import parse_num_bytes, parse_queues
+from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
 from ..near_names import near_names
 from ..scheduler.predictor import make_predictor
+from .cluster_spec import DEFAULT_ROUTER, ClusterSpec, ServerLife
 from .engine import SimulationOptions
 from .machines import MACHINES, SimulatedMachine
 
@@ -73,6 +76,25 @@ def options_of(config: EngineConfig) -> SimulationOptions:
         host_adapter_bytes=_num_bytes(host_bytes, "--host-adapter-bytes"),
         host_kv_bytes=_num_bytes(host_kv_bytes, "--host-kv-bytes") or 0,
         load_strategy=None if strategy == "auto" else LoadStrategy(strategy),
+    )
+
+
+def cluster_of(config: SimulateConfig) -> ClusterSpec | None:
+    """The servers and their routers; None = one server alone, which nobody routes to.
+
+    Raises ``ConfigError`` if there is no such router.
+    """
+    if config.servers == 1 and config.router is None:
+        return None
+    router = config.router or DEFAULT_ROUTER
+    make_router(router, RouterFacts(num_routers=config.routers, slo_tpot_s=1.0))
+    return ClusterSpec(
+        servers=(ServerLife(),) * config.servers,
+        router=router,
+        num_routers=config.routers,
+        state_age_s=config.state_age_s,
+        store_bytes=_num_bytes(config.store_bytes, "--store-bytes"),
+        peer_bytes_per_s=config.peer_gib_per_s * _GIB,
     )
 
 

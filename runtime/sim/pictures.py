@@ -45,6 +45,14 @@ class MemoryOverTime:
     num_bytes: Mapping[str, Sequence[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadsOverTime:
+    """Open requests by server; one element per moment in each."""
+
+    time_s: Sequence[float]
+    num_requests: Sequence[Sequence[int]]
+
+
 def draw_first_tokens(
     ttft_s: Mapping[str, Seconds], slo_s: float | None, title: str, foot: str, path: Path
 ) -> None:
@@ -119,6 +127,26 @@ def draw_parts(
         last = float(base[-1] - heights[-1] / 2)
         page.name_line(last, in_words(part), color)
     page.axes.set_xticks(range(len(parts_s)), list(parts_s))
+    page.save(path)
+
+
+def draw_server_loads(loads: LoadsOverTime, title: str, foot: str, path: Path) -> None:
+    """Open requests of all servers over time; the busiest, the idlest and the mean have names."""
+    page = _Page(title, foot, "seconds from the first arrival", "open requests on a server")
+    values = np.array(loads.num_requests, dtype=np.float64)
+    means = values.mean(axis=1)
+    for row in values:
+        page.axes.plot(loads.time_s, row, color="0.75", linewidth=0.7)
+    shown = {
+        f"server {int(means.argmax())}, the busiest": values[means.argmax()],
+        "mean of all servers": values.mean(axis=0),
+        f"server {int(means.argmin())}, the least busy": values[means.argmin()],
+    }
+    for (name, row), color in zip(shown.items(), _cycle(), strict=False):
+        page.axes.plot(loads.time_s, row, color=color, linewidth=1.8)
+        page.name_line(float(row[-1]), f"{name}: {row.mean():.3g}", color)
+    page.axes.set_ylim(0.0, max(1.0, float(values.max())) * 1.02)
+    page.axes.margins(x=0.0)
     page.save(path)
 
 

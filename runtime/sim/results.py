@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ConfigError, ResourceError
 from . import pictures
+from .cluster_log import ClusterFigures
 from .figures import Figures
 from .study import RunOutcome, SimulatedRun
 from .variants import spread_of
@@ -88,19 +89,31 @@ _COLUMNS: Mapping[str, Callable[[Figures], str]] = {
     "unfinished": lambda one: str(one.num_unfinished),
 }
 
+_CLUSTER_COLUMNS: Mapping[str, Callable[[ClusterFigures], str]] = {
+    "busiest/mean": lambda one: f"{one.largest_over_mean_load:.2f}",
+    "most files": lambda one: str(one.most_files),
+    "GB fetched": lambda one: f"{one.fetched_bytes / 1e9:.1f}",
+    "moved": lambda one: str(one.num_moved),
+}
+
 
 def table(results: Results) -> Iterator[str]:
     """Yield aligned lines; seconds to first tokens where nothing else is said."""
     head = ["" if not any(cell.variant for cell in results.cells) else "variant", "req/s"]
     head.append(f"P{results.percentile:g}")
     head += [f"within {results.slo_s:g} s"] if results.slo_s is not None else []
-    rows = [[*head, *_COLUMNS]]
+    has_servers = any(one.cluster is not None for one in results.outcomes.values())
+    rows = [[*head, *_COLUMNS, *(_CLUSTER_COLUMNS if has_servers else ())]]
     for cell in results.cells:
         row = [cell.variant, f"{cell.rate_rps:g}" if cell.rate_rps else "own"]
         row.append(f"{spread_of(results.ttft_percentiles_s(cell))[0]:.3g}")
         row += [f"{results.slo_share(cell):.1%}"] if results.slo_s is not None else []
-        middle = _middle([one.figures for one in results.of(cell)])
-        rows.append([*row, *(show(middle) for show in _COLUMNS.values())])
+        middle = _middle(results.of(cell))
+        row += [show(middle.figures) for show in _COLUMNS.values()]
+        if has_servers:
+            of_all = None if middle.cluster is None else middle.cluster.figures
+            row += ["" if of_all is None else show(of_all) for show in _CLUSTER_COLUMNS.values()]
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         first, *others = (
@@ -110,9 +123,9 @@ def table(results: Results) -> Iterator[str]:
         yield "  ".join([first, *others] if first.strip() else others).rstrip()
 
 
-def _middle(figures: Sequence[Figures]) -> Figures:
+def _middle(outcomes: Sequence[RunOutcome]) -> RunOutcome:
     """The seed with the median of mean first tokens."""
-    ordered = sorted(figures, key=lambda one: one.ttft_mean_s)
+    ordered = sorted(outcomes, key=lambda one: one.figures.ttft_mean_s)
     return ordered[len(ordered) // 2]
 
 
@@ -124,9 +137,21 @@ def foot(results: Results) -> str:
     trace = "" if results.outcomes[setups[0]].has_trace else ", lengths of a table for its trace"
     num_requests = results.outcomes[setups[0]].num_requests
     return (
-        f"Simulated, not measured. Machine: {setups[0].machine.name}. Workload: "
+        f"Simulated, not measured. Machine: {setups[0].machine.name}{_servers(results)}. Workload: "
         f"{results.workload}{trace}, {num_requests} requests a run, {seeds}."
     )
+
+
+def _servers(results: Results) -> str:
+    """How many there are and who routes, as far as that is the same for all cells."""
+    clusters = {cell.setups[0].cluster for cell in results.cells}
+    texts = {
+        "one server" if one is None else f"servers: {len(one.servers)}, router {one.router}"
+        for one in clusters
+    }
+    if clusters == {None}:
+        return ""
+    return f" ({texts.pop()})" if len(texts) == 1 else " (several servers)"
 
 
 def write_results(folder: Path, results: Results, *, may_draw: bool) -> list[Path]:
@@ -155,6 +180,7 @@ def to_json(results: Results) -> dict[str, Any]:
                         "seed": setup.workload.seed,
                         "ttft_percentile_s": percentile_s(outcome, results.percentile),
                         "figures": asdict(outcome.figures),
+                        **_of_servers(outcome),
                     }
                     for setup, outcome in zip(cell.setups, results.of(cell), strict=True)
                 ],
@@ -162,6 +188,12 @@ def to_json(results: Results) -> dict[str, Any]:
             for cell in results.cells
         ],
     }  # fmt: skip
+
+
+def _of_servers(outcome: RunOutcome) -> dict[str, Any]:
+    if outcome.cluster is None:
+        return {}
+    return {"servers": asdict(outcome.cluster.figures)}
 
 
 def prepared_folder(path: Path, digest: str, *, is_forced: bool) -> Path:
@@ -202,6 +234,9 @@ def draw(folder: Path, results: Results) -> list[Path]:
     if len(loads) > 1:
         paths.append(folder / "load.png")
         _draw_loads(results, at_foot, paths[-1])
+    if results.of(shown[0])[0].cluster is not None:
+        paths.append(folder / "servers.png")
+        _draw_servers(results, shown[0], at_foot, paths[-1])
     return paths
 
 
@@ -229,6 +264,18 @@ def _draw_memory(results: Results, cell: Cell, at_foot: str, path: Path) -> None
     )
     over_time = pictures.MemoryOverTime(memory.time_s, shown)
     pictures.draw_memory(over_time, title, at_foot, path)
+
+
+def _draw_servers(results: Results, cell: Cell, at_foot: str, path: Path) -> None:
+    """Loads over time, of the first seed."""
+    cluster = results.of(cell)[0].cluster
+    assert cluster is not None
+    title = (
+        f"The busiest of {len(cluster.loads.num_requests)} servers has "
+        f"{cluster.figures.largest_over_mean_load:.2f} times the mean load ({_label(cell)})"
+    )
+    loads = pictures.LoadsOverTime(cluster.loads.time_s, cluster.loads.num_requests)
+    pictures.draw_server_loads(loads, title, at_foot, path)
 
 
 def _draw_parts(results: Results, cell: Cell, at_foot: str, path: Path) -> None:

@@ -18,11 +18,15 @@ from ...cpu_workers.process_life import own_child_process
 from ..config.engine import EngineConfig
 from ..engine.core import EngineCore
 from ..errors import ResourceError
+from .cluster import replay_cluster
+from .cluster_log import ClusterFigures, ServerLoads
+from .cluster_replayed import ClusterReplayed
+from .cluster_spec import ClusterSpec
 from .configure import options_of
 from .engine import simulate
 from .figures import DROPPED_SHARE, Figures, figures_of
 from .machines import SimulatedMachine
-from .replay import RequestRecord
+from .replay import Replayed, RequestRecord
 from .workload_spec import WorkloadSpec
 from .workloads import Workload, draw_workload
 
@@ -41,6 +45,12 @@ class SimulatedRun:
     log_digest: str = ""  # of the file that the workload is read from, if it is a log of requests
     horizon_s: float  # after the last arrival
     rank_divisor: int = 1  # of the adapters' ranks
+    cluster: ClusterSpec | None = None  # None = one server
+
+    @property
+    def num_servers(self) -> int:
+        """At least one."""
+        return 1 if self.cluster is None else len(self.cluster.servers)
 
     @property
     def digest(self) -> str:
@@ -67,6 +77,14 @@ class RunOutcome:
     memory: "MemoryLog"
     has_trace: bool  # False: lengths are of a table of quantiles
     num_requests: int  # that arrived
+    cluster: "ClusterOutcome | None" = None  # None: there is one server
+
+
+class ClusterOutcome(msgspec.Struct, frozen=True):
+    """Of many servers."""
+
+    figures: ClusterFigures
+    loads: ServerLoads
 
 
 class MemoryLog(msgspec.Struct):
@@ -91,11 +109,23 @@ def run(one: SimulatedRun) -> RunOutcome:
     one.machine.check_ranks(workload.ranks)
     ranks = tuple(max(1, rank // one.rank_divisor) for rank in workload.ranks)
     workload = replace(workload, ranks=ranks)
-    memory = MemoryLog(workload.requests[-1].arrival_s / _NUM_SAMPLES)
-    replayed = simulate(
-        one.machine, workload, options_of(one.config), horizon_s=one.horizon_s,
-        look=memory.look,
-    )  # fmt: skip
+    last_s = workload.requests[-1].arrival_s
+    memory, cluster = MemoryLog(last_s / _NUM_SAMPLES), None
+    replayed: Replayed | ClusterReplayed
+    if one.cluster is None:
+        replayed = simulate(
+            one.machine, workload, options_of(one.config), horizon_s=one.horizon_s,
+            look=memory.look,
+        )  # fmt: skip
+    else:
+        loads = ServerLoads.over(last_s, _NUM_SAMPLES)
+        replayed = replay_cluster(
+            one.machine, workload, options_of(one.config),
+            replace(one.cluster, seed=one.workload.seed), horizon_s=one.horizon_s,
+            look=loads.look, look_every_s=loads.every_s,
+        )  # fmt: skip
+        memory = MemoryLog(loads.every_s, loads.time_s, loads.num_bytes)
+        cluster = ClusterOutcome(loads.figures(replayed), loads)
     num_dropped = DROPPED_SHARE * len(workload.requests)
     return RunOutcome(
         figures_of(replayed, workload, one.machine),
@@ -107,6 +137,7 @@ def run(one: SimulatedRun) -> RunOutcome:
         memory,
         workload.has_trace,
         len(workload.requests),
+        cluster,
     )
 
 

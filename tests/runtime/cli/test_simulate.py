@@ -59,6 +59,38 @@ def test_a_comparison_over_loads(
     assert main([*other, "--force"]) == 0
 
 
+def test_many_servers(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "simulate", "--workload", workload, *SMALL, "--rps", "20", "--servers", "3",
+        "--compare", "router=predicted,random", "--routers", "2", "--state-age-s", "0.2",
+        "--store-bytes", "1GiB", "--out", str(out),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    table = lines(capsys)
+    assert table[0].endswith("busiest/mean  most files  GB fetched  moved")
+    assert [line.split()[0] for line in table[1:3]] == ["router=predicted", "router=random"]
+    assert "(several servers)" in table[3]
+    result = json.loads((out / "result.json").read_text())
+    servers = result["cells"][0]["runs"][0]["servers"]
+    assert sum(servers["num_routed"]) == 30 and len(servers["num_routed"]) == 3
+    assert 1.0 <= servers["largest_over_mean_load"] < 3.0
+    assert 0 < servers["largest_store_bytes"] <= 2**30
+    assert (out / "servers.png").stat().st_size > 10_000
+
+
+def test_one_server_may_have_one(
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["simulate", "--workload", workload, *SMALL]
+    assert main(arguments) == 0
+    alone = lines(capsys)
+    assert "busiest/mean" not in alone[0] and "servers:" not in alone[2]
+    assert main([*arguments, "--router", "p2c"]) == 0
+    routed = lines(capsys)
+    assert routed[1].startswith(alone[1]) and "(servers: 1, router p2c)" in routed[2]
+
+
 def test_a_log_on_its_own_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.jsonl"
     rows = [
@@ -105,6 +137,7 @@ def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     said = {line.split()[0]: line for line in lines(capsys)}
     assert {"load", "adapters", "binds", "what", "off", "servers"} <= said.keys()
+    assert "one more server" in said["what"] and "simulated, router predicted" in said["servers"]
     assert "within P90 <= 0.5 s" in said["load"]
 
 
@@ -130,6 +163,11 @@ def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["simulate", "--rps", "1", "--compare", "queues"], "expected OPTION=A,B"),
         (["simulate", "--rps", "1", "--out", "/proc/none"], "cannot be written"),
+        (["simulate", "--rps", "1", "--servers", "0"], "--servers is 0, must be at least 1"),
+        (["simulate", "--rps", "1", "--servers", "1001"], "--servers is 1001, must be at most"),
+        (["simulate", "--rps", "1", "--router", "predict"], "did you mean 'predicted'"),
+        (["simulate", "--rps", "1", "--compare", "router=p2c,p3c"], "--router is 'p3c'"),
+        (["simulate", "--rps", "1", "--store-bytes", "x"], "must be a number of bytes"),
         (["simulate", "--rsp", "1"], "did you mean --rps"),
         (["plan"], "Give --slo-ttft-s X"),
         (["plan", "--slo-ttft-s", "-1"], "--slo-ttft-s is -1.0"),

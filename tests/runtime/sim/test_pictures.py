@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from corun.runtime.sim import pictures
-from corun.runtime.sim.pictures import LoadPoint, MemoryOverTime
+from corun.runtime.sim.pictures import LoadPoint, LoadsOverTime, MemoryOverTime
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -51,6 +51,18 @@ def parts(path: Path) -> None:
     pictures.draw_parts(of_rank, TITLE, FOOT, path)
 
 
+def servers(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    loads = rng.integers(0, 40, (60, 200)).tolist()
+    times_s = [0.5 * index for index in range(200)]
+    pictures.draw_server_loads(LoadsOverTime(times_s, loads), TITLE, FOOT, path)
+
+
+def idle_servers(path: Path) -> None:
+    loads = LoadsOverTime([0.0, 1.0], [[0, 0], [0, 0]])
+    pictures.draw_server_loads(loads, TITLE, FOOT, path)
+
+
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """What is saved."""
@@ -77,7 +89,7 @@ def drawn_texts(figure: Figure) -> list[Text]:
     return [one for one in texts if one.get_visible() and one.get_text().strip()]
 
 
-@pytest.mark.parametrize("draw", [first_tokens, loads, memory, parts])
+@pytest.mark.parametrize("draw", [first_tokens, loads, memory, parts, servers, idle_servers])
 def test_no_text_lies_over_another(
     draw: Callable[[Path], None], tmp_path: Path, saved: list[Figure]
 ) -> None:
