@@ -12,14 +12,17 @@ from ..config.flags import build_configs
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError, CorunError
 from ..sim.capacity import NoLimitError
+from ..sim.cluster_spec import DEFAULT_ROUTER
 from ..sim.configure import machine_of
 from ..sim.planning import (
     FIRST_SHARE,
+    ONE_MORE_SERVER,
     Capacity,
     Slo,
     adapters_that_fit,
     capacities,
     saturated,
+    servers_for,
     what_binds,
     what_ifs,
 )
@@ -36,6 +39,7 @@ _OFF = (
     "on a real engine steps took 1.0 to 1.2 times as long as simulated, first tokens at 0.7 of "
     "this load 1.2 to 1.7 times"
 )
+_MAX_SIMULATED = 8  # servers; more take minutes
 _SAME = 0.03  # below this a what-if changes nothing that can be told from seeds
 
 
@@ -53,12 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
             start_rps = FIRST_SHARE * saturated(study, setups[0])
             base = capacities(study, {"as it is": setups}, slo, start_rps)["as it is"]
             changed = {} if config.quick else _changed(study, setups, slo, base)
+            servers = _servers(study, setups, slo, config, base, changed)
     except NoLimitError as error:
         raise CorunError(
             f"P{slo.percentile:g} of first tokens is not within {slo.ttft_s:g} s at any load, or "
             f"at every one ({error}): look at it with corun simulate"
         ) from error
-    for line in report(setups[0], config, slo, base, changed):
+    for line in [*report(setups[0], config, slo, base, changed), *servers]:
         print(line)
     return 0
 
@@ -123,12 +128,24 @@ def report(
         word = f"{ratio - 1:+.0%}" if abs(ratio - 1) >= _SAME else "the same"
         yield f"what if   {name}: {capacity.median_rps:.3g} requests/s ({word})"
     yield f"off by    {_OFF}"
-    if config.rps is not None:
-        number = math.ceil(config.rps / base.median_rps)
-        yield (
-            f"servers   {number} for {config.rps:g} requests/s, if each gets its share of them and "
-            "all adapters"
-        )
+
+
+def _servers(
+    study: Study, setups: Sequence[SimulatedRun], slo: Slo, config: SimulateConfig, base: Capacity,
+    changed: Mapping[str, Capacity],
+) -> list[str]:  # fmt: skip
+    """How many hold ``--rps``: simulated, or by what one of two bears, or by what one bears."""
+    if config.rps is None:
+        return []
+    two = changed.get(ONE_MORE_SERVER)
+    of_one_rps = base.median_rps if two is None else two.median_rps / 2
+    number, how = math.ceil(config.rps / of_one_rps), f"if each bears {of_one_rps:.3g}"
+    if two is not None and number <= _MAX_SIMULATED:
+        number = servers_for(study, setups, slo, config.rps, number)
+        how = f"simulated, router {DEFAULT_ROUTER}"
+    return [
+        f"servers   {number} for {config.rps:g} requests/s, each with all adapters ({how})"
+    ]  # fmt: skip
 
 
 def _adapters(setup: SimulatedRun, base: Capacity) -> Iterator[str]:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from ...profiles.models import LinkModel, MachineModel
 from ..scheduler.events import TimePart
-from .capacity import largest_rate
+from .capacity import NoLimitError, largest_rate
+from .cluster_spec import ClusterSpec, ServerLife
 from .results import percentile_s
 from .study import RunOutcome, SimulatedRun, Study
 
 PRECISION = 1.05  # of the largest load
 _SATURATING_RPS = 1e6  # everything arrives at once
 FIRST_SHARE = 0.7  # of what is served then: where the search begins
+ONE_MORE_SERVER = "one more server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,13 @@ def capacities(
         study: Runs them.
         setups: By name, one for each seed; their rates do not matter.
         slo: What must hold.
-        start_rps: Where to begin.
+        start_rps: Where to begin, for each server.
 
     Raises:
         NoLimitError: One holds the SLO, or misses it, at whatever load.
     """
     searches = {
-        (name, setup.workload.seed): _Search(setup, slo, start_rps)
+        (name, setup.workload.seed): _Search(setup, slo, start_rps * setup.num_servers)
         for name, of_name in setups.items()
         for setup in of_name
     }
@@ -131,7 +133,45 @@ def what_ifs(setup: SimulatedRun) -> dict[str, SimulatedRun]:
             found[f"{more} more worker cores"] = replace(machine, model=wider)
     setups = {name: replace(setup, name=name, machine=one) for name, one in found.items()}
     halved = "half the ranks"
-    return setups | {halved: replace(setup, name=halved, rank_divisor=2 * setup.rank_divisor)}
+    setups[halved] = replace(setup, name=halved, rank_divisor=2 * setup.rank_divisor)
+    return setups | {ONE_MORE_SERVER: replace(_with_servers(setup, 2), name=ONE_MORE_SERVER)}
+
+
+def servers_for(
+    study: Study, setups: Sequence[SimulatedRun], slo: Slo, rate_rps: float, first: int
+) -> int:
+    """How few servers hold a load with every seed, looked for from ``first`` on.
+
+    Raises ``NoLimitError`` if twice as many do not.
+    """
+
+    def is_held(number: int) -> bool:
+        runs = [_at_load(_with_servers(setup, number), rate_rps) for setup in setups]
+        return all(map(slo.is_held, study.run(runs).values()))
+
+    number = first
+    if is_held(number):
+        while number > 1 and is_held(number - 1):
+            number -= 1
+        return number
+    while number < 2 * first + 1:
+        number += 1
+        if is_held(number):
+            return number
+    raise NoLimitError(f"{number} servers are too few")
+
+
+def _at_load(setup: SimulatedRun, rate_rps: float) -> SimulatedRun:
+    """With as many requests for each server as one server alone has."""
+    workload, number = setup.workload, setup.num_servers
+    requests = None if workload.duration_s is not None else number * workload.num_requests
+    workload = replace(workload, rps=rate_rps, requests=requests)
+    name = f"{number} servers at {rate_rps:g} requests/s, seed {workload.seed}"
+    return replace(setup, name=name, workload=workload)
+
+
+def _with_servers(setup: SimulatedRun, number: int) -> SimulatedRun:
+    return replace(setup, cluster=ClusterSpec(servers=(ServerLife(),) * number))
 
 
 def _with_link(model: MachineModel, factor: float) -> MachineModel:
