@@ -5,6 +5,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ...profiles.picture import check_matplotlib
@@ -14,6 +15,7 @@ from ..config.flags import build_configs
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
 from ..sim.configure import cluster_of, machine_of
+from ..sim.operating_points import with_points
 from ..sim.results import RUNS_NAME, Cell, Results, foot, prepared_folder, table, write_results
 from ..sim.study import SimulatedRun, Study
 from ..sim.traces import trace_directory
@@ -57,7 +59,7 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
         machine = machine_of(variant.engine.profile, variant.engine, given | variant.compared)
         cluster = cluster_of(variant.config)
         for rate_rps in rates_rps:
-            setups = (
+            setups = [
                 SimulatedRun(
                     name=_name(variant, spec),
                     machine=machine,
@@ -69,7 +71,12 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
                     cluster=cluster,
                 )
                 for spec in specs_of(config, workload, rate_rps)
-            )
+            ]
+            if cluster is not None:
+                placed = with_points(
+                    cluster, setups[0], engine.slo_ttft_s, config.percentile, ProgressLine().say
+                )
+                setups = [replace(setup, cluster=placed) for setup in setups]
             yield Cell(variant.name, tuple(setups))
 
 

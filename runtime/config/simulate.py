@@ -72,6 +72,20 @@ class SimulateConfig:
         "several servers: predicted.",
         commands=_SIMULATE,
     )
+    placement: str | None = option(
+        None,
+        metavar="NAME",
+        help="Plans which servers have which adapters' files (sticky, loraserve, random, "
+        "contiguous, everywhere); default: they are where requests have brought them.",
+        commands=_SIMULATE,
+    )
+    placement_every_s: float = option(
+        30.0,
+        above=0,
+        maximum=86_400,
+        help="So often a placement is planned anew.",
+        commands=_SIMULATE,
+    )
     routers: int = option(
         1,
         minimum=1,

@@ -5,7 +5,6 @@ first, of all servers, copies of files, arrivals and reports, and polls whom it 
 is deterministic: routers draw from seeded generators, and ties go by the servers' indices.
 """
 
-import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from ..errors import RequestError
 from ..machine.gc_control import collection_paused
 from .agenda import Agenda
 from .clock import VirtualClock
+from .cluster_placement import placement_of
 from .cluster_replayed import ClusterReplayed
 from .cluster_router import seats_of
 from .cluster_server import ClusterServer, Due, Sent
@@ -28,18 +28,6 @@ from .replay import RequestRecord
 from .workloads import Workload
 
 _MOVES_EVERY_S = 1.0  # by hand: so often routers may move what waits
-
-
-class _Order(enum.IntEnum):
-    """Of what happens at one time; servers' own: see ``Due``."""
-
-    COPY = 1
-    CHANGE = 2
-    ARRIVAL = 3
-    DELIVERY = 6
-    REPORT = 7
-    MOVES = 8
-    LOOK = 9
 
 
 # Called with the seconds from the start and all servers, open or not, now and then.
@@ -103,6 +91,7 @@ class _Cluster:
             spec.store_bytes,
             spec.peer_bytes_per_s,
         )
+        self._placement = placement_of(machine, workload, spec)
         self._seats = seats_of(machine, spec)
         self._sent: dict[int, Sent] = {}  # all requests that have arrived, but for refused ones
         self._num_arrived = 0
@@ -116,7 +105,7 @@ class _Cluster:
 
     def watch(self, look: LookAtServers, every_s: float) -> None:
         """Call ``look`` so often."""
-        self._every(every_s, 0.0, _Order.LOOK, 0, lambda: look(self._clock(), self._servers))
+        self._every(every_s, 0.0, Due.LOOK, 0, lambda: look(self._clock(), self._servers))
 
     def run(self, end_s: float) -> None:
         """Go on until all is done, or to ``end_s``."""
@@ -161,24 +150,22 @@ class _Cluster:
                 self._join(server)
             else:
                 self._num_joins_to_come += 1
-                agenda.add(
-                    life.joins_s, _Order.CHANGE, server.index, partial(self._join_late, server)
-                )
+                agenda.add(life.joins_s, Due.CHANGE, server.index, partial(self._join_late, server))
             for at_s, change in ((life.leaves_s, self._leave), (life.dies_s, self._die)):
                 if at_s < math.inf:
-                    agenda.add(at_s, _Order.CHANGE, server.index, partial(change, server))
+                    agenda.add(at_s, Due.CHANGE, server.index, partial(change, server))
             # Not all at once.
             first_s = (1 + server.index / len(self._servers)) * spec.report_every_s
             report = partial(self._report, server)
-            self._every(spec.report_every_s, first_s, _Order.REPORT, server.index, report)
-        for seat in self._seats:
-            seat.placed(spec.shares)
+            self._every(spec.report_every_s, first_s, Due.REPORT, server.index, report)
+        if self._placement is not None:
+            self._every(self._placement.every_s, 0.0, Due.PLACEMENT, 0, self._place)
         if any(seat.may_move for seat in self._seats):
-            self._every(_MOVES_EVERY_S, _MOVES_EVERY_S, _Order.MOVES, 0, self._move)
+            self._every(_MOVES_EVERY_S, _MOVES_EVERY_S, Due.MOVES, 0, self._move)
         self._expect_arrival()
 
     def _every(
-        self, every_s: float, at_s: float, order: _Order, index: int, action: Callable[[], None]
+        self, every_s: float, at_s: float, order: Due, index: int, action: Callable[[], None]
     ) -> None:
         def act(at_s: float) -> None:
             action()
@@ -198,7 +185,7 @@ class _Cluster:
     def _expect_arrival(self) -> None:
         if self._num_arrived < len(self._workload.requests):
             at_s = self._workload.requests[self._num_arrived].arrival_s
-            self._agenda.add(at_s, _Order.ARRIVAL, 0, self._arrive)
+            self._agenda.add(at_s, Due.ARRIVAL, 0, self._arrive)
 
     def _arrive(self) -> None:
         one = self._workload.requests[self._num_arrived]
@@ -210,6 +197,8 @@ class _Cluster:
             None if one.session is None else str(one.session),
             rank, rank * self._machine.adapter_bytes_per_rank,
         )  # fmt: skip
+        if self._placement is not None:
+            self._placement.note(name, one.prompt_tokens, 0)
         sent = Sent(route, RequestRecord(self._num_arrived, one.arrival_s), router)
         self._sent[self._num_arrived] = sent
         self._expect_arrival()
@@ -258,6 +247,8 @@ class _Cluster:
         for sent in ended:
             name = sent.route.adapter_name
             self._seats[sent.router].ended(name, sent.record.num_output_tokens)
+            if self._placement is not None and name is not None:
+                self._placement.note(name, 0, sent.record.num_output_tokens)
             self._let_go(server, sent)
         if ended and server.index in self._leaving:
             self._drain(server)
@@ -304,7 +295,7 @@ class _Cluster:
         for index, name in self._stores.take_dropped():
             self._servers[index].evict(name)
             self._expect(self._servers[index])
-        due = (self._stores.end_s(server.index), _Order.COPY)
+        due = (self._stores.end_s(server.index), Due.COPY)
         self._agenda.expect("copy", server.index, due, partial(self._copied, server))
 
     def _copied(self, server: ClusterServer) -> None:
@@ -317,6 +308,20 @@ class _Cluster:
         for leaving in list(self._leaving.values()):
             self._drain(leaving)
 
+    def _place(self) -> None:
+        """Plan anew where adapters are: routers are told, and files follow."""
+        assert self._placement is not None
+        there = [server for server in self._servers if server.is_open]
+        if not there:
+            return
+        shares = self._placement.step([server.server_id for server in there])
+        for seat in self._seats:
+            seat.placed(shares)
+        names = self._placement.names_at()
+        for server in there:
+            self._stores.follow(server.index, names[server.server_id], self._clock())
+            self._expect_copy(server)
+
     # Servers.
 
     def _report(self, server: ClusterServer) -> None:
@@ -326,7 +331,7 @@ class _Cluster:
         tell = partial(self._tell, server, report)
         if self._spec.state_age_s:
             at_s = self._clock() + self._spec.state_age_s
-            self._agenda.add(at_s, _Order.DELIVERY, server.index, tell)
+            self._agenda.add(at_s, Due.DELIVERY, server.index, tell)
         else:
             tell()
 

@@ -33,10 +33,18 @@ class Sent:
 
 
 class Due(enum.IntEnum):
-    """What happens first of what happens at one time; arrivals come between these."""
+    """What happens first of what happens at one time."""
 
-    RESULT = 0  # of a step or a load
-    TURN = 5  # the engine may plan
+    RESULT = 0  # of a server's step or load
+    COPY = 1
+    CHANGE = 2  # of which servers there are
+    ARRIVAL = 3
+    TURN = 4  # a server's engine may plan
+    DELIVERY = 5
+    REPORT = 6
+    MOVES = 7
+    PLACEMENT = 8
+    LOOK = 9
 
 
 class ClusterServer:

@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..cluster.policy.registry import RouterFacts
-from ..cluster.policy.reports import Shares
 from ..cluster.policy.router import Router
 from .machines import AS_MODELLED, Factors
 
@@ -34,6 +33,8 @@ class ClusterSpec:
     slo_tpot_s: float | None = None  # of routers that keep one; None: see ``default_slo_tpot_s``
     store_bytes: int | None = None  # for adapters' files, of each server; None = it has all of them
     peer_bytes_per_s: float = 1.25e9  # by hand: a link of 10 Gbit/s
-    # Of a placement, for routers that go by it.
-    shares: Shares = field(default_factory=dict, hash=False)
+    placement: str | None = None  # None = files are where requests have brought them
+    placement_every_s: float = 30.0  # by hand
+    # By rank, of placements that go by demand: see ``OperatingPoints``.
+    points: tuple[tuple[int, float], ...] = ()
     seed: int = 0

@@ -8,6 +8,7 @@ from typing import Any
 from ...profiles.find import state_directory
 from ...profiles.models import LinkModel
 from ...profiles.profile import Profile, ProfileError, load_profile
+from ..cluster.policy.placement.registry import check_placement
 from ..cluster.policy.registry import RouterFacts, make_router
 from ..coldstart.strategy import LoadStrategy
 from ..config.engine import EngineConfig
@@ -82,16 +83,20 @@ def options_of(config: EngineConfig) -> SimulationOptions:
 def cluster_of(config: SimulateConfig) -> ClusterSpec | None:
     """The servers and their routers; None = one server alone, which nobody routes to.
 
-    Raises ``ConfigError`` if there is no such router.
+    Raises ``ConfigError`` if there is no such router or placement.
     """
-    if config.servers == 1 and config.router is None:
+    if config.servers == 1 and config.router is None and config.placement is None:
         return None
+    if config.placement is not None:
+        check_placement(config.placement)
     router = config.router or DEFAULT_ROUTER
     make_router(router, RouterFacts(num_routers=config.routers, slo_tpot_s=1.0))
     return ClusterSpec(
         servers=(ServerLife(),) * config.servers,
         router=router,
         num_routers=config.routers,
+        placement=config.placement,
+        placement_every_s=config.placement_every_s,
         state_age_s=config.state_age_s,
         store_bytes=_num_bytes(config.store_bytes, "--store-bytes"),
         peer_bytes_per_s=config.peer_gib_per_s * _GIB,

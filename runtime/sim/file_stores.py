@@ -7,7 +7,7 @@ fast, from where adapters are kept for good.
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
@@ -130,6 +130,19 @@ class FileStores:
         store.coming[name] = None
         if len(store.coming) == 1:
             self._copy_next(store, now_s)
+
+    def follow(self, server: int, names: Set[str], now_s: float) -> None:
+        """Order what it is to have, as far as there is room, and let go of what it is not to.
+
+        What is in use and last copies stay, and may go another time.
+        """
+        store = self._stores[server]
+        for other in [name for name in store.files if name not in names]:
+            if store.num_users[other] == 0 and self._num_copies[other] > 1:
+                self._drop(server, other)
+        for name in sorted(names - store.files.keys()):
+            if self.can_take(server, name):
+                self.fetch(server, name, now_s)
 
     def end_s(self, server: int) -> float:
         """When the copy under way to it ends; inf = there is none."""

@@ -15,7 +15,10 @@ from .workload_spec import WorkloadSpec
 
 MAX_RUNS = 1000
 # Options of ``SimulateConfig`` that may differ between runs; of the engine's all may.
-_OWN = ("workload", "servers", "router", "routers", "state_age_s", "store_bytes", "peer_gib_per_s")
+_OWN = (
+    "workload", "servers", "router", "placement", "placement_every_s", "routers", "state_age_s",
+    "store_bytes", "peer_gib_per_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,10 +141,34 @@ def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "within P90 <= 0.5 s" in said["load"]
 
 
+def test_placements_side_by_side(
+    workload: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    arguments = [
+        "simulate", "--workload", workload, *SMALL, "--servers", "3", "--router", "loraserve",
+        "--compare", "placement=loraserve,random", "--placement-every-s", "5",
+    ]  # fmt: skip
+    assert main(arguments) == 2
+    assert "--placement loraserve goes by what" in capsys.readouterr().err
+    assert main([*arguments, "--slo-ttft-s", "2"]) == 0
+    table = lines(capsys)
+    assert [line.split()[0] for line in table[1:3]] == ["placement=loraserve", "placement=random"]
+    found = list((tmp_path / "corun" / "operating_points").iterdir())
+    assert found  # and is not searched for again
+    assert main([*arguments, "--slo-ttft-s", "2"]) == 0
+    assert lines(capsys)[:3] == table[:3]
+    assert list((tmp_path / "corun" / "operating_points").iterdir()) == found
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["simulate"], "--rps R, or --sweep"),
+        (["simulate", "--rps", "1", "--placement", "stick"], "did you mean 'sticky'"),
         (["simulate", "--rps", "0"], "--rps is 0.0, must be"),
         (["simulate", "--rps", "1", "--seeds", "0"], "--seeds is 0"),
         (["simulate", "--rps", "1", "--sweep", "rps=1:2:1"], "exclude each other"),

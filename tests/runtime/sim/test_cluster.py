@@ -157,13 +157,9 @@ def test_the_same_cluster_gives_the_same_bytes(router: str) -> None:
     requests = make_workload("prod50", rate_rps=20.0, num_requests=50, seed=2, traces=None)
 
     def run() -> bytes:
-        shares = {
-            f"adapter-{index:04d}": {ServerId(f"server-{index % 3:03d}"): 1.0}
-            for index in range(50)
-        }
         replayed = cluster(
             requests, 3, MACHINES["tp4-llama7b-padded"], router=router, num_routers=2,
-            state_age_s=0.3, shares=shares,
+            state_age_s=0.3, placement="loraserve", placement_every_s=1.0, points=((128, 5000.0),),
         )  # fmt: skip
         assert len(replayed.records) == 50
         return msgspec.json.encode(replayed)

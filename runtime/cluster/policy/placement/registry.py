@@ -17,26 +17,40 @@ from .sticky import StickyPlacement
 class PlacementFacts:
     """What placements are made with."""
 
-    points: OperatingPoints
+    points: OperatingPoints | None = None  # of those that go by demand, who must have them
     seed: int = 0  # of what is drawn
 
 
-PLACEMENTS: Mapping[str, Callable[[PlacementFacts], PlacementPolicy]] = {
-    "sticky": lambda facts: StickyPlacement(facts.points),
-    "loraserve": lambda facts: LoraServePlacement(facts.points),
-    "loraserve-paper": lambda facts: LoraServePaperPlacement(facts.points),
+_BY_DEMAND: Mapping[str, Callable[[OperatingPoints], PlacementPolicy]] = {
+    "sticky": StickyPlacement,
+    "loraserve": LoraServePlacement,
+    "loraserve-paper": LoraServePaperPlacement,
+}
+_OTHERS: Mapping[str, Callable[[PlacementFacts], PlacementPolicy]] = {
     "random": lambda facts: RandomPlacement(facts.seed),
     "contiguous": lambda _: ContiguousPlacement(),
     "everywhere": lambda _: EverywherePlacement(),
 }
+PLACEMENTS = (*_BY_DEMAND, *_OTHERS)
+
+
+def goes_by_demand(name: str) -> bool:
+    """Whether a placement needs operating points."""
+    return name in _BY_DEMAND
+
+
+def check_placement(name: str) -> None:
+    """Raise ``ConfigError`` if there is none of this name."""
+    if name not in PLACEMENTS:
+        known = ", ".join(PLACEMENTS)
+        hint = near_names(name, PLACEMENTS)
+        raise ConfigError(f"--placement is {name!r}, must be one of: {known}{hint}")
 
 
 def make_placement(name: str, facts: PlacementFacts) -> PlacementPolicy:
     """Return a new placement. Raises ``ConfigError`` if there is none of this name."""
-    try:
-        make = PLACEMENTS[name]
-    except KeyError:
-        known = ", ".join(PLACEMENTS)
-        hint = near_names(name, PLACEMENTS)
-        raise ConfigError(f"--placement is {name!r}, must be one of: {known}{hint}") from None
-    return make(facts)
+    check_placement(name)
+    if name in _OTHERS:
+        return _OTHERS[name](facts)
+    assert facts.points is not None, "it goes by demand"
+    return _BY_DEMAND[name](facts.points)

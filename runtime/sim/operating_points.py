@@ -1,0 +1,72 @@
+"""What one server bears if all adapters have one rank: found by simulating it, and kept."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from ...profiles.find import state_directory
+from ..cluster.policy.placement.registry import goes_by_demand
+from ..errors import ConfigError
+from .cluster_spec import ClusterSpec
+from .planning import FIRST_SHARE, Slo, capacities, saturated
+from .study import SimulatedRun, Study
+from .workload_spec import AdapterSpec
+from .workloads import draw_workload
+
+_NUM_ADAPTERS = 25  # of one rank
+_NUM_REQUESTS = 300
+
+
+def with_points(
+    cluster: ClusterSpec, setup: SimulatedRun, slo_ttft_s: float | None, percentile: float,
+    on_progress: Callable[[str], None],
+) -> ClusterSpec:  # fmt: skip
+    """``cluster`` with operating points of each rank of ``setup``'s workload, if it needs them.
+
+    Raises ``ConfigError`` without an SLO, and ``NoLimitError`` if some rank holds it, or misses it,
+    at whatever load.
+    """
+    if cluster.placement is None or not goes_by_demand(cluster.placement):
+        return cluster
+    if slo_ttft_s is None:
+        raise ConfigError(
+            f"--placement {cluster.placement} goes by what a server bears within an SLO: give "
+            "--slo-ttft-s X"
+        )
+    ranks = tuple(sorted(set(setup.workload.adapters.ranks)))
+    # What decides nothing here must not have it searched for again.
+    alone = replace(
+        setup, cluster=None, log_digest="",
+        workload=replace(
+            setup.workload, rps=1.0, seed=0, json_lines=None, requests=_NUM_REQUESTS,
+            duration_s=None,
+        ),
+    )  # fmt: skip
+    return replace(cluster, points=_points(alone, ranks, Slo(slo_ttft_s, percentile), on_progress))
+
+
+@cache
+def _points(
+    setup: SimulatedRun, ranks: Sequence[int], slo: Slo, on_progress: Callable[[str], None]
+) -> tuple[tuple[int, float], ...]:
+    """Tokens/s by rank, of prompts and outputs together."""
+    folder = state_directory(dict(os.environ), Path.home()).with_name("operating_points")
+    folder.mkdir(parents=True, exist_ok=True)
+    setups = {str(rank): [_of_rank(setup, rank)] for rank in ranks}
+    with Study(folder, os.cpu_count() or 1, on_progress) as study:
+        start_rps = FIRST_SHARE * saturated(study, setups[str(ranks[-1])][0])
+        found = capacities(study, setups, slo, start_rps)
+    return tuple((rank, found[str(rank)].median_rps * _mean_tokens(setup)) for rank in ranks)
+
+
+def _of_rank(setup: SimulatedRun, rank: int) -> SimulatedRun:
+    adapters = AdapterSpec(number=_NUM_ADAPTERS, ranks=(rank,))
+    workload = replace(setup.workload, adapters=adapters)
+    return replace(setup, name=f"adapters of rank {rank} alone", workload=workload)
+
+
+def _mean_tokens(setup: SimulatedRun) -> float:
+    requests = draw_workload(setup.workload, setup.traces).requests
+    return sum(one.prompt_tokens + one.output_tokens for one in requests) / len(requests)
