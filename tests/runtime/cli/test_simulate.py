@@ -142,15 +142,15 @@ def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_placements_side_by_side(
-    workload: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = tmp_path / "one_rank.yaml"
+    path.write_text(WORKLOAD.replace("[8, 64]", "[64]"))
     arguments = [
-        "simulate", "--workload", workload, *SMALL, "--servers", "3", "--router", "loraserve",
-        "--compare", "placement=loraserve,random", "--placement-every-s", "5",
+        "simulate", "--workload", str(path), *SMALL[:2], "--seeds", "1", "--requests", "10",
+        "--servers", "3", "--router", "loraserve", "--compare", "placement=loraserve,random",
+        "--placement-every-s", "2",
     ]  # fmt: skip
     assert main(arguments) == 2
     assert "--placement loraserve goes by what" in capsys.readouterr().err

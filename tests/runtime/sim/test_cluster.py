@@ -152,7 +152,13 @@ def test_a_store_stays_within_its_bytes() -> None:
     assert all(record.finish_reason in ("stop", "length") for record in replayed.records)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "router",
+    [
+        pytest.param(name, marks=() if name in ("predicted", "dlora") else pytest.mark.full)
+        for name in ROUTERS
+    ],
+)
 def test_the_same_cluster_gives_the_same_bytes(router: str) -> None:
     requests = make_workload("prod50", rate_rps=20.0, num_requests=50, seed=2, traces=None)
 
