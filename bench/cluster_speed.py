@@ -1,7 +1,8 @@
 """How long does it take to simulate many servers?
 
 60 servers, 1,000 adapters of LoRAServe's production workload, 300 s of arrivals at 340 requests/s,
-as much as 60 such servers bear, in one process. Judged: at most 10 minutes. The last line is JSON.
+which is a quarter more than 60 such servers bear, in one process. Judged: at most 10 minutes of a
+core's time. The last line is JSON.
 
     python bench/cluster_speed.py [--servers 60] [--adapters 1000] [--seconds 300] [--rps 340]
 """
@@ -11,7 +12,7 @@ import json
 import resource
 import sys
 from dataclasses import replace
-from time import perf_counter
+from time import process_time
 
 from corun.runtime.cluster.policy.registry import ROUTERS
 from corun.runtime.sim.cluster import replay_cluster
@@ -46,16 +47,16 @@ def main() -> None:
     workload = workload_of(args.adapters, args.seconds, args.rps)
     spec = ClusterSpec(servers=(ServerLife(),) * args.servers, router=args.router)
     options = SimulationOptions(scheduling_policy="corun", prefix_cache=True)
-    begin_s = perf_counter()
+    begin_s = process_time()
     replayed = replay_cluster(MACHINES[args.machine], workload, options, spec)
-    took_s = perf_counter() - begin_s
+    took_s = process_time() - begin_s
     first_s = sorted((one.first_token_s or 0.0) - one.arrival_s for one in replayed.records)
     figures = {
         "requests": len(replayed.records),
         "steps": sum(one.steps.num_steps for one in replayed.servers),
         "simulated_s": round(replayed.duration_s, 1),
         "ttft_p95_s": round(first_s[int(0.95 * len(first_s))], 3),
-        "took_s": round(took_s, 1),
+        "cpu_s": round(took_s, 1),
         "max_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "is_met": took_s <= MAX_S,
     }

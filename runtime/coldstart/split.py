@@ -7,7 +7,6 @@ Source: Toppings, section 4.1 (the switch from CPU to GPU in mid-prefill), with 
 planned instead of polled.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -43,23 +42,24 @@ def choose_split(times: LayerTimes, max_layer: int | None = None) -> Split:
     O(layers). A chunk that starts at 0 and splits at S computes layers below S one after the
     other, and each layer from S on no sooner than its group is there; no layer before its time.
     """
-    highest = times.num_layers if max_layer is None else max_layer
-    possible = [split for split in _ends(times) if split.layer <= highest]
-    return min(possible, key=lambda split: (split.end_s, split.layer))
+    ends_s = _ends_s(times)
+    highest = times.num_layers if max_layer is None else min(max_layer, times.num_layers)
+    layer = min(range(highest + 1), key=ends_s.__getitem__)
+    return Split(layer, ends_s[layer])
 
 
 def end_of(times: LayerTimes, split_layer: int) -> float:
     """When a chunk that splits at ``split_layer`` is done, in seconds from its start."""
-    return next(split.end_s for split in _ends(times) if split.layer == split_layer)
+    return _ends_s(times)[split_layer]
 
 
-def _ends(times: LayerTimes) -> Sequence[Split]:
-    """All splits, the last layer first."""
+def _ends_s(times: LayerTimes) -> list[float]:
+    """By the layer of the split."""
     num_layers = times.num_layers
     assisted_before = [0.0]
     for seconds, held_s in zip(times.assisted_s, times.held_s, strict=True):
         assisted_before.append(max(assisted_before[-1], held_s) + seconds)
-    splits = []
+    ends_s = [0.0] * (num_layers + 1)
     behind_s = 0.0  # device time of layers from S on
     held_until_s = 0.0  # what their groups' arrival leaves possible at best
     for layer in range(num_layers, -1, -1):
@@ -67,5 +67,5 @@ def _ends(times: LayerTimes) -> Sequence[Split]:
             behind_s += times.device_s[layer]
             ready_s = max(times.ready_s[layer], times.held_s[layer])
             held_until_s = max(held_until_s, ready_s + behind_s)
-        splits.append(Split(layer, max(assisted_before[layer] + behind_s, held_until_s)))
-    return splits
+        ends_s[layer] = max(assisted_before[layer] + behind_s, held_until_s)
+    return ends_s

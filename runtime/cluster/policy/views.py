@@ -16,7 +16,7 @@ class ServerView:
     What was sent is kept until a report has it: a server that reports no more is to be left out.
     """
 
-    __slots__ = ("_sent", "costs", "load", "report", "server_id", "tiers")
+    __slots__ = ("_sent", "_sets", "_tiers_below", "costs", "load", "report", "server_id", "tiers")
 
     report: ServerReport
     load: ServerLoad[float]  # another object after each change
@@ -26,6 +26,8 @@ class ServerView:
         self.server_id = server_id
         self.costs = costs
         self._sent: list[tuple[float, RouteRequest]] = []
+        self._sets: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        self._tiers_below: dict[str, int] = {}
         self.tell(report)
 
     def tell(self, report: ServerReport) -> None:
@@ -33,14 +35,19 @@ class ServerView:
         self.report = report
         self._sent = [(sent_s, request) for sent_s, request in self._sent if sent_s > report.told_s]
         self.load = load_of(self.costs, report, self._sent)
-        self.tiers = {}
-        if report.disk_adapters is not report.host_adapters:  # often a thousand
-            self.tiers.update(dict.fromkeys(report.disk_adapters, ON_DISK))
-        self.tiers.update(dict.fromkeys(report.host_adapters, IN_HOST))
+        self.tiers = dict(self._below_gpu(report))
         self.tiers.update(dict.fromkeys(report.loading_adapters, IN_HOST))
         self.tiers.update(dict.fromkeys(report.gpu_adapters, ON_GPU))
         for _, request in self._sent:
             self._expect(request)
+
+    def _below_gpu(self, report: ServerReport) -> dict[str, int]:
+        """Those with files: made anew only when they are others, since there may be a thousand."""
+        sets = report.disk_adapters, report.host_adapters
+        if sets[0] is not self._sets[0] or sets[1] is not self._sets[1]:
+            self._sets = sets
+            self._tiers_below = dict.fromkeys(sets[0], ON_DISK) | dict.fromkeys(sets[1], IN_HOST)
+        return self._tiers_below
 
     def assign(self, request: RouteRequest, now_s: float) -> None:
         """This router sends it a request, which its next report may or may not have in it."""
