@@ -16,7 +16,16 @@ from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
 from ..sim.configure import cluster_of, machine_of
 from ..sim.operating_points import with_points
-from ..sim.results import RUNS_NAME, Cell, Results, foot, prepared_folder, table, write_results
+from ..sim.results import (
+    RUNS_NAME,
+    Cell,
+    Results,
+    foot,
+    missed_by_one,
+    prepared_folder,
+    table,
+    write_results,
+)
 from ..sim.study import SimulatedRun, Study
 from ..sim.traces import trace_directory
 from ..sim.variants import Variant, check_number, rates_of, specs_of, variants_of
@@ -40,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Study(kept, config.jobs or os.cpu_count() or 1, ProgressLine().say) as study:
         outcomes = study.run(setups)
     results = Results(cells, outcomes, config.workload, config.percentile, engine.slo_ttft_s)
-    for line in table(results):
+    for line in (*table(results), *missed_by_one(results)):
         print(line)
     print(foot(results))
     if folder is not None:

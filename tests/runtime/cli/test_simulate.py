@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corun.profiles.profile import save_profile
@@ -107,6 +108,23 @@ def test_overload_is_cut_and_counted(workload: str, capsys: pytest.CaptureFixtur
     assert main(arguments) == 0
     head, row, *_ = lines(capsys)
     assert head.split()[-1] == "unfinished" and int(row.split()[-1]) > 0
+
+
+def test_an_slo_that_one_request_misses_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"arrival_s": 60 * turn, "model": "a", "prompt_tokens": 10, "output_tokens": 2}
+        for turn in range(8)
+    ]
+    rows[4]["prompt_tokens"] = 2000
+    for last_tokens, is_said in ((10, True), (2000, False)):
+        rows[5]["prompt_tokens"] = last_tokens
+        path.write_text("\n".join(map(json.dumps, rows)))
+        arguments = ["simulate", "--workload", str(path), *SMALL, "--slo-ttft-s", "0.3"]
+        assert main(arguments) == 0
+        assert ("by one request alone" in capsys.readouterr().out) is is_said
 
 
 def test_this_machine_as_it_was_measured(
