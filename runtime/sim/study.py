@@ -65,6 +65,7 @@ class RequestOutcome:
     rank: int
     ttft_s: float  # until the run was cut, if it had no first token
     has_first_token: bool
+    token_s: float  # from arrival to end, over its tokens; to the cut and over all it was to have
     parts_s: dict[str, float]  # by values of ``scheduler.events.TimePart``
 
 
@@ -142,11 +143,14 @@ def run(one: SimulatedRun) -> RunOutcome:
 
 
 def _outcome(record: RequestRecord, workload: Workload, cut_s: float) -> RequestOutcome:
+    request = workload.requests[record.request_id - 1]
     first_s = cut_s if record.first_token_s is None else record.first_token_s
+    end_s = cut_s if record.end_s is None else record.end_s
     return RequestOutcome(
-        workload.ranks[workload.requests[record.request_id - 1].adapter],
+        workload.ranks[request.adapter],
         first_s - record.arrival_s,
         record.first_token_s is not None,
+        (end_s - record.arrival_s) / request.output_tokens,
         record.parts_s,
     )
 
