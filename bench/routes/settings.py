@@ -46,6 +46,8 @@ class Setting:
             for key, usual in _USUAL.items()
             if getattr(self, key) != usual
         ]
+        exponent = self.workload.adapters.rank_exponent
+        other += [f"ranks by power {exponent:.2g}"] if exponent != 1.0 else []
         return ", ".join(
             (
                 self.router if self.placement is None else f"{self.router} with {self.placement}",
