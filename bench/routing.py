@@ -32,7 +32,7 @@ from routes.bounds import PERCENTILE, Outcomes
 from routes.settings import Setting
 
 _RESULTS = Path(__file__).with_name("results") / "routing"
-_RUN_S_PER_SERVER = 5.0  # on one core, for 120 s; for what is said before anything was run
+_RUN_S_PER_SERVER = 2.0  # on one core, for 120 s; for what is said before anything was run
 _START_RPS = 4.0  # for each server: where a search begins
 
 

@@ -252,6 +252,10 @@ def capacities() -> dict[str, Setting]:
         "PADDED_RANDOM_RPS": _placed(PADDED, 1.0),
         "PADDED_PREDICTED_RPS": _padded("predicted", 1.0),
         "toppings, PADDED": _padded("toppings", 1.0),
+        **{
+            f"loraserve, {machine}": _setting(machine, "loraserve", 1.0, placement="loraserve")
+            for machine in (PADDED, EXACT)
+        },
     }
     for machine in (LIGHT, EXACT):
         found |= {
