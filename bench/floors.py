@@ -36,7 +36,7 @@ class Floors:
 
     instructions: str
     num_threads: int
-    gflop_per_s: float  # products and sums of bfloat16, as kernels multiply them here
+    gflop_per_s: float  # products and sums as kernels multiply here: of bfloat16 or of codes
     float32_gflop_per_s: float
     memory_gb_per_s: float
 
@@ -50,12 +50,16 @@ class FloorMeter:
     """Measures floors a round at a time."""
 
     def __init__(
-        self, num_threads: int, *, clock: Clock = time.perf_counter, reads: bool = True
-    ) -> None:
-        """``reads``: measure the bandwidth, too; it takes 10 ms a round."""
+        self, num_threads: int, *, clock: Clock = time.perf_counter, reads: bool = True,
+        tag: np.generic | None = None,
+    ) -> None:  # fmt: skip
+        """``reads``: measure the bandwidth, too; it takes 10 ms a round.
+
+        tag: the arithmetic, of ``layout``; None = that of bfloat16 here.
+        """
         self._num_threads = num_threads
         self._clock = clock
-        self._tags = (bfloat16_tag(), FLOAT32)
+        self._tags = (bfloat16_tag() if tag is None else tag, FLOAT32)
         self._values = np.ones(num_threads * 4, np.float32)
         if reads:
             self._values = huge_pages.zeros(READ_BYTES).numpy().view(np.float32)

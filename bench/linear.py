@@ -11,8 +11,13 @@ Memory speeds of a shared machine change within seconds, so a walk and the floor
 turn (ABBA), and judged is the median share over pairs, against a control of floors with floors.
 The last line is JSON.
 
+With ``--quantization`` the first backend holds the same matrices in 8 or 4 bits, and bfloat16's
+stands beside it. One or two tokens are held against reading its own bytes, 32 and more against the
+products of float32; the floor of arithmetic is that of products of integers.
+
     python bench/linear.py [--table] [--tokens 1 2 4 8 16 32 64 128] [--rounds 41]
     python bench/linear.py --threads 1
+    python bench/linear.py --quantization int8
 """
 
 import argparse
@@ -25,10 +30,13 @@ from typing import Any
 
 import numba
 import torch
+from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE, INT4, INT8
 from corun.gpu.forward.kernel_threads import set_kernel_threads
 from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend, MakeLinear
-from corun.gpu.linear.numba_backend import FusedProduct, NumbaLinear
+from corun.gpu.linear.numba_backend import FusedProduct, KernelLinear, NumbaLinear
+from corun.gpu.linear.quantized import quantize
+from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
 from corun.gpu.linear.select import select_linear_backend
 from corun.gpu.replay.capture import Capture
 from corun.gpu.replay.captured_pass import CapturedPass
@@ -58,8 +66,28 @@ class Shapes:
         return [*layer * self.num_layers, (h, (self.vocabulary,))]
 
 
-def _makers(dtype: torch.dtype) -> list[MakeLinear]:
+# Of weights in so many bits: what a few tokens may take of the time to read them, and how many
+# times faster than products of float32 many tokens must be.
+_QUANTIZED_BOUNDS = {8: (1.3, 1.3), 4: (1.6, 2.0)}
+_BITS = {"int8": 8, "int4": 4}
+
+
+class _MakeQuantized:
+    """Makes linears of ``--quantization``'s weights, quantised here."""
+
+    dtypes: frozenset[torch.dtype] | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearBackend:
+        return QuantizedLinear(PackedWeight.of(quantize(weight, _BITS[self.name])), bias)
+
+
+def _makers(dtype: torch.dtype, quantization: str | None) -> list[MakeLinear]:
     """All backends that work here, corun's own first."""
+    if quantization is not None:
+        return [_MakeQuantized(quantization), NumbaLinear]
     makers = []
     for name in LINEAR_BACKENDS[1:]:
         try:
@@ -71,7 +99,7 @@ def _makers(dtype: torch.dtype) -> list[MakeLinear]:
 
 def _together(matrices: list[LinearBackend]) -> Product:
     """What computes the matrices of a group as the engine does: at once if the backend can."""
-    own = [matrix for matrix in matrices if isinstance(matrix, NumbaLinear)]
+    own = [matrix for matrix in matrices if isinstance(matrix, KernelLinear)]
     if len(own) == len(matrices):
         return FusedProduct(own)
     return lambda x: [matrix(x) for matrix in matrices]
@@ -118,17 +146,20 @@ def _measure(
     return found
 
 
-def _judge(
-    found: _Rounds, flops: float, num_bytes: float, bound: float
-) -> tuple[dict[str, Any], bool | None]:
-    """A row of figures, and whether the share of the higher floor reaches ``bound``."""
+def _judge(found: _Rounds, flops: float, num_bytes: float) -> tuple[dict[str, Any], bool]:
+    """A row of figures, and whether the floors kept still enough to judge by them."""
     pairs = [
         [floors.least_ms(flops=flops, num_bytes=num_bytes) for floors in pair]
         for pair in found.floors
     ]
     own = next(iter(found.walks.values()))
-    share = ratio_of([sum(pair) / 2 / ms for pair, ms in zip(pairs, own, strict=True)])
     control = ratio_of([before / after for before, after in pairs])
+
+    def share_of(least_ms: Callable[[Floors], float]) -> Any:
+        shares = [
+            sum(map(least_ms, pair)) / 2 / ms for pair, ms in zip(found.floors, own, strict=True)
+        ]
+        return ratio_of(shares).to_json()
 
     def median_ms(flops: float, num_bytes: float) -> float:
         each = [f.least_ms(flops=flops, num_bytes=num_bytes) for pair in found.floors for f in pair]
@@ -136,9 +167,23 @@ def _judge(
 
     row = {name: round(statistics.median(times), 2) for name, times in found.walks.items()}
     row |= {"memory floor": median_ms(0, num_bytes), "arithmetic floor": median_ms(flops, 0)}
-    is_judged = control.spread <= MAX_CONTROL_SPREAD
-    figures = {**row, "share": share.to_json(), "control": control.to_json()}
-    return figures, share.median >= bound if is_judged else None
+    shares = {
+        "share": share_of(lambda f: f.least_ms(flops=flops, num_bytes=num_bytes)),
+        "share of memory": share_of(lambda f: f.least_ms(flops=0, num_bytes=num_bytes)),
+        "over float32": share_of(lambda f: flops / f.float32_gflop_per_s / 1e6),
+    }
+    return {**row, **shares, "control": control.to_json()}, control.spread <= MAX_CONTROL_SPREAD
+
+
+def _is_reached(row: dict[str, Any], tokens: int, quantization: str | None) -> bool | None:
+    """Whether the first backend is as fast as it must be; None = nothing is asked."""
+    if quantization is None:
+        reached: bool = row["share"]["median"] >= _bound_of(tokens)
+        return reached
+    memory, float32 = _QUANTIZED_BOUNDS[_BITS[quantization]]
+    if tokens <= 2:
+        return bool(row["share of memory"]["median"] >= 1 / memory)
+    return bool(row["over float32"]["median"] >= float32) if tokens >= 32 else None
 
 
 def _bound_of(tokens: int) -> float:
@@ -167,10 +212,12 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _backends(shapes: Shapes, dtype: torch.dtype) -> dict[str, list[Product]]:
+def _backends(
+    shapes: Shapes, dtype: torch.dtype, quantization: str | None
+) -> dict[str, list[Product]]:
     """The products of all groups by every back end."""
     torch.manual_seed(shapes.seed)
-    makers = _makers(dtype)
+    makers = _makers(dtype, quantization)
     backends: dict[str, list[Product]] = {make.name: [] for make in makers}
     for in_features, outputs in shapes.groups():
         weights = [torch.randn(out, in_features).to(dtype) for out in outputs]
@@ -185,6 +232,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", choices=_BITS, help="weights of 8 or 4 bits")
     parser.add_argument("--table", action="store_true", help="print the times as Markdown, too")
     return parser.parse_args()
 
@@ -198,9 +246,14 @@ def main() -> None:
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     shapes = Shapes()
     dtype = _dtype(arguments.dtype)
-    backends = _backends(shapes, dtype)
-    meter = FloorMeter(arguments.threads, clock=clock)
+    quantization = arguments.quantization
+    backends = _backends(shapes, dtype, quantization)
+    tag = None if quantization is None else {8: INT8, 4: INT4}[_BITS[quantization]]
+    meter = FloorMeter(arguments.threads, clock=clock, tag=tag)
     num_weights = sum(features * sum(outputs) for features, outputs in shapes.groups())
+    num_bytes = float(dtype.itemsize * num_weights)
+    if quantization is not None:
+        num_bytes = num_weights * (_BITS[quantization] / 8 + 4 / GROUP_SIZE)
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
     widths = sorted({features for features, _ in shapes.groups()})
@@ -210,12 +263,11 @@ def main() -> None:
             inputs = [x_of[features] for features, _ in shapes.groups()]
             walks = {name: _walk_of(products, inputs) for name, products in backends.items()}
             found = _measure(walks, arguments.rounds, clock, meter)
-            row, is_reached = _judge(
-                found, 2 * num_weights * tokens, dtype.itemsize * num_weights, _bound_of(tokens)
-            )
+            row, is_still = _judge(found, 2 * num_weights * tokens, num_bytes)
             figures[str(tokens)] = row
-            if next(iter(walks)) == NumbaLinear.name:
-                bounds[f"{tokens} tokens"] = is_reached
+            if next(iter(walks)) in (NumbaLinear.name, quantization):
+                is_reached = _is_reached(row, tokens, quantization)
+                bounds[f"{tokens} tokens"] = is_reached if is_still else None
             described = ", ".join(f"{name} {value}" for name, value in row.items())
             print(f"{tokens:4} tokens, ms: {described}", flush=True)
     if arguments.table:

@@ -31,6 +31,7 @@ from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.messages import (
     AbortRequests,
     AddRequests,
+    MachineReport,
     ModelInfo,
     Ready,
     RequestUpdate,
@@ -39,6 +40,7 @@ from corun.runtime.engine.messages import (
     ToEngine,
     TokenizerSpec,
 )
+from corun.runtime.scheduler.step_times import LearnedTimes
 
 STEP_S = 0.02
 DRAIN_INTERVAL_S = 0.2
@@ -85,9 +87,9 @@ def tell_tokens(sock: socket.socket, model: str, num_streams: int) -> None:
         max_num_waiting=1024, model_path=model, device_choices={"sync": "host"}, backends={},
         summary=(),
     )  # fmt: skip
-    channel.send(
-        Ready(info, (), TokenizerSpec(Path(model, "tokenizer.json").read_text(), {}, None))
-    )
+    machine = MachineReport(LearnedTimes(1).machine_model(), 1e8, 1, is_measured=False)
+    tokenizer = TokenizerSpec(Path(model, "tokenizer.json").read_text(), {}, None)
+    channel.send(Ready(info, (), machine, tokenizer))
     remaining: dict[int, int] = {}
     is_running = False
     number = 0

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from ..device.select import DeviceOptions, make_device
 from ..forward.batch import StepContext
 from ..fused.install import select_fused_kernels
 from ..kv.host import HostKv
+from ..linear.base import MakeLinear
+from ..linear.numba_backend import NumbaLinear
 from ..linear.plain import PlainLinear
 from ..linear.select import select_linear_backend
 from ..linear.wrapper import leave_weight_files, wrap_linears
@@ -40,6 +43,7 @@ from ..model.probe import (
     layer_shapes,
     record_attention,
 )
+from ..model.quantization import QuantizedLinears, Weights, check_dtype, plan_quantization
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.targets import build_target_map, record_input_groups, with_input_groups
 from ..replay.select import OFF, select_decode_graphs
@@ -75,14 +79,14 @@ class LoadedModel:
     linear_backend_name: str
     fused_kernels_name: str
     decode_graphs: str  # of ``model.select``
-    weight_bytes: int  # of the model as it was loaded
+    weights: Weights
     rope_max_len: int | None
     recompute_at_tokens: int | None
 
     @property
     def backend_names(self) -> dict[str, str]:
         """What computes what."""
-        return {
+        names = {
             "linear": self.linear_backend_name,
             "attention": self.attention_backend.name,
             "LoRA": self.lora_backend.name,
@@ -90,6 +94,7 @@ class LoadedModel:
             "decode graphs": self.decode_graphs,
             "CPU instructions": arithmetic.describe(),
         }
+        return names | ({"weights": self.weights.kind} if self.weights.kind else {})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,11 +109,12 @@ class LoadedModel:
 
 def load(
     source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None],
-    stream_cpus: tuple[int, ...] = (),
+    stream_cpus: tuple[int, ...] = (), kept_weights: Path | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Load the model and replace its attention and its linears.
 
     ``stream_cpus``: where the threads of a CPU device run; () = where the caller does.
+    ``kept_weights``: where packed weights lie that starts before have made; None = nowhere.
 
     Raises ``ModelError`` or ``ConfigError`` with the reason, ``DeviceError`` if the device cannot
     be used.
@@ -118,7 +124,12 @@ def load(
         raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be used: {reason}")
     where = resolve_device(config.device)
     hf_config = load_config(source)
+    quantization = plan_quantization(config, hf_config, where)
     dtype = resolve_dtype(config.dtype, hf_config)
+    linears: QuantizedLinears | None = None
+    if quantization is not None:
+        dtype = check_dtype(dtype, is_chosen=config.dtype != "auto")
+        linears = QuantizedLinears(source, hf_config, quantization, kept_weights)
     context = StepContext()
     with contextlib.ExitStack() as undo:
         device = make_device(where, DeviceOptions.of(config, stream_cpus))
@@ -126,9 +137,12 @@ def load(
         hook = PagedAttentionHook(context)
         undo.callback(hook.close)
         on_progress(f"loading {source.path} as {str(dtype).removeprefix('torch.')} on {where}")
-        model = load_model(source, hf_config, dtype, where, hook.name)
+        if linears is None:
+            model = load_model(source, hf_config, dtype, where, hook.name)
+        else:
+            model = linears.load_rest(dtype, where, hook.name)
         guard_longrope(model, context)
-        loaded = _equip(model, context, hook, device, config, on_progress)
+        loaded = _equip(model, context, hook, device, config, on_progress, linears)
         undo.pop_all()
         return loaded
 
@@ -136,9 +150,9 @@ def load(
 def _equip(
     model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
     device: TorchDevice, config: EngineConfig, on_progress: Callable[[str], None],
+    linears: QuantizedLinears | None,
 ) -> LoadedModel:  # fmt: skip
     where, dtype = model.device, model.dtype
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     on_progress("choosing and compiling kernels")
     target_map = build_target_map(model)
     record = None
@@ -154,12 +168,10 @@ def _equip(
     target_map = with_input_groups(target_map, groups)
     table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where)
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
-    make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype)
-    target_of = {target.physical_path: target.index for target in target_map.targets}
-    group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
-    wrap_linears(model, context, make_linear, target_of, group_of)
-    if where.type == "cpu" and make_linear.name != PlainLinear.name:
-        leave_weight_files(model)
+    make_linear: MakeLinear = NumbaLinear  # whose kernels are those of quantised weights, too
+    if linears is None or not linears.takes_all(model):
+        make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype)
+    weights = _replace_linears(model, context, make_linear, target_map, linears, on_progress)
     fused_kernels_name = select_fused_kernels(
         config.fused_kernels, model, lambda: record_attention(model, hook)
     )
@@ -181,10 +193,30 @@ def _equip(
         linear_backend_name=make_linear.name,
         fused_kernels_name=fused_kernels_name,
         decode_graphs=select_decode_graphs(config.decode_graphs, names),
-        weight_bytes=weight_bytes,
+        weights=weights,
         rope_max_len=rope_max_length(model),
         recompute_at_tokens=rope_recompute_length(model),
     )
+
+
+def _replace_linears(
+    model: PreTrainedModel, context: StepContext, make_linear: MakeLinear, target_map: TargetMap,
+    linears: QuantizedLinears | None, on_progress: Callable[[str], None],
+) -> Weights:  # fmt: skip
+    full_bytes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    target_of = {target.physical_path: target.index for target in target_map.targets}
+    group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
+    if linears is None:
+        wrap_linears(model, context, make_linear, target_of, group_of)
+        weights = Weights(sum(full_bytes.values()))
+    else:
+        on_progress(f"reading or making weights in {linears.kind}")
+        wrap_linears(model, context, make_linear, target_of, group_of, linears.make)
+        weights = linears.finish(full_bytes)
+    is_packed = make_linear.name != PlainLinear.name or linears is not None
+    if model.device.type == "cpu" and is_packed:
+        leave_weight_files(model)
+    return weights
 
 
 def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
@@ -213,7 +245,7 @@ def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> N
     try:
         _check_parity(loaded, runner, is_waived=is_waived)
         if max_threads is not None and loaded.model.device.type == "cpu":
-            choose_threads(runner, max_threads, loaded.weight_bytes)
+            choose_threads(runner, max_threads, loaded.weights.num_bytes)
     finally:
         runner.pool.close()
     if _ALL_OWN_KERNELS.items() <= loaded.backend_names.items():

@@ -11,7 +11,7 @@ import torch
 from ..forward.batch import DeltaPass, StepContext
 from ..forward.launcher import current_launcher
 from .base import LinearBackend
-from .numba_backend import FusedProduct, NumbaLinear
+from .numba_backend import FusedProduct, KernelLinear
 
 
 class InputGroup:
@@ -36,8 +36,9 @@ class InputGroup:
         """Take in a member and return its number; it is a target if it has an index."""
         member = len(self._backends)
         self._backends.append(backend)
-        fusible = [b for b in self._backends if isinstance(b, NumbaLinear)]
-        self._fused = FusedProduct(fusible) if len(fusible) == len(self._backends) else None
+        fusible = [b for b in self._backends if isinstance(b, KernelLinear)]
+        are_one = len(fusible) == len(self._backends) and len({b.tag.dtype for b in fusible}) == 1
+        self._fused = FusedProduct(fusible) if are_one else None
         if target_index is not None:
             self._targets.append((member, target_index))
         return member

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...cpu_workers.kernels.linear.multiply import MATRIX_FIELDS, Y_FIELD, multiply, num_wide_bytes
+from ...cpu_workers.kernels.linear.multiply import MATRIX_FIELDS, Y_FIELD, multiply, num_row_bytes
 from ...cpu_workers.kernels.simd import layout
 from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
 from ..device import huge_pages
@@ -35,7 +35,52 @@ class _Scratch(threading.local):
 _SCRATCH = _Scratch()
 
 
-class NumbaLinear:
+class KernelLinear:
+    """One matrix as corun's kernel of dense products reads it."""
+
+    def __init__(
+        self,
+        tag: np.generic,
+        shape: tuple[int, int],
+        packed: np.ndarray,
+        bias: torch.Tensor | None,
+        zero_points: np.ndarray | None = None,
+    ) -> None:
+        """Take over what is packed.
+
+        tag: the arithmetic, of ``layout``; shape: [out_features, in_features];
+        zero_points: see ``layout.pack_zero_points``.
+        """
+        self.tag = tag
+        self.out_features, self.in_features = shape
+        self.padded_in, self.padded_out = layout.padded_linear_features(
+            self.in_features, self.out_features
+        )
+        self.bias = None if bias is None else bias.detach()
+        padded_bias = np.zeros(self.padded_out, np.float32)
+        if bias is not None:
+            padded_bias[: self.out_features] = bias.detach().float().numpy()
+        self.arrays = (packed, padded_bias, zero_points)
+        self._alone = FusedProduct((self,))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias; see ``LinearBackend``."""
+        return self._alone(x)[0]
+
+    def describe(self) -> tuple[int, ...]:
+        """What the kernel is told of this matrix; the address of y is filled in later."""
+        packed, padded_bias, zero_points = self.arrays
+        return (
+            packed.ctypes.data,
+            padded_bias.ctypes.data,
+            0,
+            self.padded_out * _ITEM_BYTES,
+            self.padded_out // (layout.COLUMNS_PER_GROUP * layout.GROUPS_PER_LINEAR_UNIT),
+            0 if zero_points is None else zero_points.ctypes.data,
+        )
+
+
+class NumbaLinear(KernelLinear):
     """Holds only the packed copy: a weight that nobody else refers to is released."""
 
     name = "numba"
@@ -52,24 +97,15 @@ class NumbaLinear:
 
         ``tag``: the arithmetic, of ``layout``; None = what pays here.
         """
-        self.tag = tag = bfloat16_tag() if tag is None else tag
+        tag = bfloat16_tag() if tag is None else tag
         assert weight.dtype == torch.bfloat16, weight.dtype
-        self.out_features, self.in_features = weight.shape
-        self.padded_in, self.padded_out = layout.padded_linear_features(
-            self.in_features, self.out_features
-        )
-        shape = layout.linear_shape(self.out_features, self.in_features, tag)
+        out_features, in_features = weight.shape
+        shape = layout.linear_shape(out_features, in_features, tag)
         memory = huge_pages.zeros(math.prod(shape) * _ITEM_BYTES)
         self.packed = memory.view(torch.uint16).view(shape)
         bits = weight.detach().contiguous().view(torch.uint16)
         layout.pack_linear(bits.numpy(), self.packed.numpy(), tag)
-        unit_columns = layout.COLUMNS_PER_GROUP * layout.GROUPS_PER_LINEAR_UNIT
-        self._num_units = self.padded_out // unit_columns
-        self.bias = None if bias is None else bias.detach()
-        self.padded_bias = torch.zeros(self.padded_out, dtype=torch.float32)
-        if bias is not None:
-            self.padded_bias[: self.out_features] = bias.detach()
-        self._alone = FusedProduct((self,))
+        super().__init__(tag, (out_features, in_features), self.packed.numpy(), bias)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -77,10 +113,6 @@ class NumbaLinear:
         shape = self.out_features, self.in_features
         dense = layout.unpack_linear(self.packed.numpy(), *shape, self.tag)
         return torch.from_numpy(dense).view(torch.bfloat16)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + bias; see ``LinearBackend``."""
-        return self._alone(x)[0]
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix: int64 [...] -> bfloat16 [..., in_features]. A copy."""
@@ -96,26 +128,16 @@ class NumbaLinear:
             return rows
         return rows[..., : self.in_features].contiguous()
 
-    def describe(self) -> tuple[int, ...]:
-        """What the kernel is told of this matrix; the address of y is filled in later."""
-        return (
-            self.packed.data_ptr(),
-            self.padded_bias.data_ptr(),
-            0,
-            self.padded_out * _ITEM_BYTES,
-            self._num_units,
-        )
-
 
 class FusedProduct:
     """Products of matrices of one width with the same x, computed in one kernel."""
 
-    def __init__(self, backends: Sequence[NumbaLinear]) -> None:
+    def __init__(self, backends: Sequence[KernelLinear]) -> None:
+        """All of one arithmetic and width of x."""
         self._tag = backends[0].tag
-        self._is_widened = self._tag.dtype == layout.BFLOAT16.dtype
         self._in_features, self._padded_in = backends[0].in_features, backends[0].padded_in
         # Not the backends, one of which owns this; their memory is read through addresses.
-        self._alive = [(backend.packed, backend.padded_bias) for backend in backends]
+        self._alive = [backend.arrays for backend in backends]
         self._matrices = array("q", [field for backend in backends for field in backend.describe()])
         self._num_matrices = len(backends)
         self._widths = [(backend.padded_out, backend.out_features) for backend in backends]
@@ -138,10 +160,8 @@ class FusedProduct:
             matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()
         num_tokens = x.numel() // in_features
         num_threads = num_kernel_threads()
-        wide = _SCRATCH.memory
-        if self._is_widened:
-            num_bytes = num_wide_bytes(num_tokens, self._padded_in // 2, num_threads)
-            wide = launcher.keep(_SCRATCH.at_least(num_bytes))
+        num_bytes = num_row_bytes(self._tag, num_tokens, self._padded_in // 2, num_threads)
+        scratch = launcher.keep(_SCRATCH.at_least(num_bytes))
         if num_tokens:
             launcher.launch(
                 multiply,
@@ -152,7 +172,7 @@ class FusedProduct:
                 stride * _ITEM_BYTES,
                 self._padded_in // 2,
                 num_tokens,
-                wide.data_ptr(),
+                scratch.data_ptr(),
                 num_threads,
             )
         return [

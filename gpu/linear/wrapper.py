@@ -3,7 +3,7 @@
 Knows nothing of adapters' names, requests or attention; products and deltas are its group's.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from .group import InputGroup
 from .numba_backend import NumbaLinear
 from .plain import PlainLinear
 
+MakeAt = Callable[[str, nn.Linear], LinearBackend | None]
+
 
 class CorunLinear(nn.Module):
     """A base product and, if adapters may change this linear, their deltas."""
@@ -22,15 +24,15 @@ class CorunLinear(nn.Module):
     def __init__(
         self,
         linear: nn.Linear,
-        make_backend: MakeLinear,
+        backend: LinearBackend,
         group: InputGroup,
         target_index: int | None,
     ) -> None:
-        """Take over ``linear`` as a member of ``group``; it is a target if it has an index."""
+        """Take the place of ``linear`` in ``group``; it is a target if it has an index."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._backend = _make_backend(linear, make_backend)
+        self._backend = backend
         self._target_index = target_index
         self._group = group
         self._member = group.join(self._backend, target_index)
@@ -74,12 +76,14 @@ def wrap_linears(
     make_backend: MakeLinear,
     target_of: Mapping[str, int],
     group_of: Mapping[str, Hashable],
+    make_at: MakeAt = lambda _path, _linear: None,
 ) -> int:
     """Replace every ``nn.Linear`` of ``model`` in place and return how many there were.
 
     Subclasses of nn.Linear are left alone. A linear reachable by several paths stays one module.
     ``target_of`` maps module paths to target indices; all of them must be replaced. Linears with
-    the same value in ``group_of`` read the same x and are computed together. Weights are
+    the same value in ``group_of`` read the same x and are computed together. ``make_at`` is asked
+    first for what stands at a path; None leaves it to ``make_backend``. Weights are
     taken over one by one, so that a packed copy and its original coexist for one linear only. An
     embedding that is tied to a linear reads its rows from the packed copy, where it can; elsewhere
     the weight stays alive through it.
@@ -97,8 +101,9 @@ def wrap_linears(
         linear = model.get_submodule(paths[0])
         assert isinstance(linear, nn.Linear)
         tied = embeddings.get(id(linear.weight), [])
-        wrapper = CorunLinear(linear, make_backend, group, index)
-        del linear
+        backend = make_at(paths[0], linear) or _make_backend(linear, make_backend)
+        wrapper = CorunLinear(linear, backend, group, index)
+        del linear, backend
         for path in paths:
             _put(model, path, wrapper)
         if isinstance(wrapper.backend, NumbaLinear):

@@ -7,13 +7,14 @@ from typing import Any
 from .load import ModelSource
 
 
-def model_fingerprint(source: ModelSource, config: Any) -> str:
+def model_fingerprint(source: ModelSource, config: Any, quantization: str = "") -> str:
     """Hash the configuration with what identifies the weights: hexadecimal SHA-256.
 
     For a hub model that is its commit; for a directory the name, size and modification time of
-    its weight files.
+    its weight files. ``quantization``: what the weights in the files were made of at start.
     """
     digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    digest.update(quantization.encode())
     digest.update(str(getattr(config, "_commit_hash", None) or source.revision).encode())
     directory = Path(source.path)
     if directory.is_dir():

@@ -67,26 +67,39 @@ def resolve_dtype(name: str, config: Any) -> torch.dtype:
     return dtype if dtype in _DTYPES.values() else torch.float32
 
 
+@dataclass(frozen=True, slots=True)
+class RestOfModel:
+    """A model of which some has been put aside."""
+
+    model_class: type[PreTrainedModel]
+    tensors: Mapping[str, Any]  # by their names on disk: tensors, or what slices into tensors
+
+
 def load_model(
-    source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, attention: str
-) -> PreTrainedModel:
+    source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, attention: str,
+    rest: RestOfModel | None = None,
+) -> PreTrainedModel:  # fmt: skip
     """Load the weights with the registered attention function ``attention``.
 
-    Raises ``ModelError`` naming the architecture and the reason.
+    ``rest``: what to load in place of the files of ``source``. Raises ``ModelError`` naming the
+    architecture and the reason.
     """
     _check_layer_types(config)
     _check_weight_files(source)
+    options = {
+        "config": config, "dtype": dtype, "attn_implementation": attention,
+        "output_loading_info": True,
+    }  # fmt: skip
     try:
         with _no_progress_bars():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                source.path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                output_loading_info=True,
-                **source.hub_arguments(),
-            )
+            if rest is None:
+                model, loading = AutoModelForCausalLM.from_pretrained(
+                    source.path, use_safetensors=True, **options, **source.hub_arguments()
+                )
+            else:
+                model, loading = rest.model_class.from_pretrained(
+                    None, state_dict=dict(rest.tensors), **options
+                )
     except Exception as error:  # foreign code and files: whatever it raises, nothing can be served
         reason = f"{type(error).__name__}: {error}"
         if attention in reason:  # its attention classes are a fixed table of its own

@@ -1,5 +1,7 @@
 """Builds a model's modules without its weights, to ask what its adapters must look like."""
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -9,12 +11,11 @@ from .load import ModelSource, describe, load_config
 from .targets import build_target_map
 
 
-def build_skeleton(source: ModelSource) -> PreTrainedModel:
+def build_skeleton(source: ModelSource, config: Any) -> PreTrainedModel:
     """Build the model on the meta device from its configuration alone; no weights are read.
 
     Raises ``ModelError`` naming the architecture.
     """
-    config = load_config(source)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -27,4 +28,4 @@ def build_skeleton(source: ModelSource) -> PreTrainedModel:
 
 def target_map_of(source: ModelSource) -> TargetMap:
     """The targets of a model whose weights are not needed. Raises ``ModelError``."""
-    return build_target_map(build_skeleton(source))
+    return build_target_map(build_skeleton(source, load_config(source)))

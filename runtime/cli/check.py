@@ -1,4 +1,4 @@
-"""``corun check``: says whether an adapter can be served over a model."""
+"""``corun check``: whether an adapter can be served over a model, and what fewer bits cost it."""
 
 import argparse
 import os
@@ -7,19 +7,30 @@ from pathlib import Path
 from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..config.flags import build_configs
+from ..demo import demo_text_path
+from ..errors import ConfigError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; return 0 if the adapter can be served, else 1."""
+    """Print the reports that are asked for; return 0 unless the adapter cannot be served."""
     (config,) = build_configs(
         vars(arguments), (EngineConfig,), environment=os.environ, command="check"
     )
+    if arguments.adapter is None and config.quantization is None:
+        raise ConfigError("corun check needs an ADAPTER, or --quantization, or both")
     config = with_demo(config)
+    is_servable = arguments.adapter is None or _check_adapter(Path(arguments.adapter), config)
+    if config.quantization is not None:
+        _check_quantization(config, Path(arguments.text or demo_text_path()))
+    return 0 if is_servable else 1
+
+
+def _check_adapter(adapter: Path, config: EngineConfig) -> bool:
     assert config.model is not None
     from ..engine.assembly.adapter_check import run_check
 
     report = run_check(
-        Path(arguments.adapter),
+        adapter,
         config.model,
         max_rank=config.max_lora_rank,
         revision=config.revision,
@@ -27,4 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for line in report.lines():
         print(line)
-    return 0 if report.ok else 1
+    return report.ok
+
+
+def _check_quantization(config: EngineConfig, text: Path) -> None:
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {text}: {error}") from error
+    from ..engine.assembly.quantization_check import compare_quantized
+
+    for line in compare_quantized(config, content).lines():
+        print(line)

@@ -18,6 +18,11 @@ def demo_adapters_path() -> Path:
     return _DATA_PATH / "adapters"
 
 
+def demo_text_path() -> Path:
+    """Stories of the kind that the demo has read, to compare weights in fewer bits on."""
+    return _DATA_PATH / "sample.txt"
+
+
 def chat_prompt(text: str) -> str:
     """What the chat template makes of one user message: the prompt for plain completions."""
     return f"<|user|>{text}<|assistant|>"

@@ -35,7 +35,7 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
     Some are preempted, unless ``memory_gib`` is said.
     """
     has_room = "memory_gib" in options
-    case = ParityCase(architecture, path, seed=seed)
+    case = ParityCase(architecture, path, seed=seed, quantization=options.get("quantization"))
     rng = random.Random(seed)
     names = [[None, *case.adapters][i % 5] for i in range(NUM_REQUESTS)]
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(4, 24))] for _ in names]
@@ -86,6 +86,20 @@ def test_error_is_that_of_float16(architecture: str, where: str, tmp_path: Path)
 )
 def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path: Path) -> None:
     check(architecture, torch.bfloat16, 3, tmp_path, **PLAIN)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name in {"llama3-rope", "gemma2", "mixtral"}
+        else pytest.param(name, marks=pytest.mark.full)
+        for name in ARCHITECTURES
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("one_torch_thread")
+def test_error_over_weights_of_8_bits(architecture: str, tmp_path: Path) -> None:
+    """Held to PEFT over the dequantised weights, with deltas of activations as they are."""
+    check(architecture, torch.bfloat16, 3, tmp_path, quantization="int8")
 
 
 @pytest.mark.full

@@ -12,21 +12,42 @@ from numba import types
 
 from ..simd.bfloat16 import WIDE_ROW_BYTES
 from ..simd.emitter import F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
+from ..simd.integers import Integers
 from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
-from ..simd.layout import COLUMNS_PER_GROUP, LINEAR_STEPS_UNROLLED, WIDE_STEPS
+from ..simd.layout import (
+    COLUMNS_PER_GROUP,
+    GROUP_SIZE,
+    LINEAR_STEPS_UNROLLED,
+    WIDE_STEPS,
+    quantized_block_bytes,
+)
 from ..simd.products import Product, choose
+from .rows import FLOAT32_ROWS
 
 _PAIR_BYTES = 4  # two bfloat16 of x, which one instruction multiplies by those of 16 columns
 
-# Panels that a tile of so many tokens has, by float32: sums, the shorter side of the tile, one of
-# the longer one and a zero fit the registers. Blocks of tokens may have any of these sizes.
-PANELS_OF = (
-    {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 3, 7: 3, 8: 3}
-    if process_isa().has_many_registers
-    else {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
-)
 _WIDE_UNROLLED = 4
+
+
+def _panel_columns(emit: Emitter) -> int:
+    return COLUMNS_PER_GROUP if emit.tag == types.int16 else process_isa().lanes
+
+
+@emits(result=types.int64)
+def panel_columns(emit: Emitter) -> ir.Value:
+    """Columns of a panel of weights."""
+    return I64(_panel_columns(emit))
+
+
+@emits("steps", result=types.int64)
+def panel_bytes(emit: Emitter, steps: ir.Value) -> ir.Value:
+    """Bytes of a panel of weights."""
+    columns = _panel_columns(emit)
+    if emit.tag not in (types.int8, types.uint8):
+        return emit.builder.mul(steps, I64(columns * _PAIR_BYTES))
+    num_groups = emit.builder.sdiv(steps, I64(GROUP_SIZE // 2))
+    return emit.builder.mul(num_groups, I64(quantized_block_bytes(Integers(emit).bits)))
 
 
 def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> Any:
@@ -129,7 +150,7 @@ def _sums(
     return emit.loop(num_chunks, num_tokens * len(panels), chunk)
 
 
-def _write(
+def write_sums(
     emit: Emitter, num_tokens: int, totals: list[ir.Value], bias: ir.Value, y: ir.Value,
     y_stride: ir.Value, last_token: ir.Value,
 ) -> None:  # fmt: skip
@@ -152,8 +173,8 @@ def _write(
 def wide_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], in float32.
 
-    For ``num_tokens`` and as many panels as ``PANELS_OF`` has for them. x: address of what
-    ``bfloat16.widen`` makes of the block, chunk by chunk, in each token by token. Tokens behind
+    For ``num_tokens`` and as many panels as ``rows.FLOAT32_ROWS`` has for them. x: address of
+    what ``rows.make_blocks`` makes of the block. Tokens behind
     ``last_token`` are computed for nothing. All shapes add in the same order: a token's result
     does not depend on how many are computed with it.
 
@@ -161,20 +182,21 @@ def wide_product(emit: Emitter, *args: ir.Value) -> None:
     of them (``is_half``). It need not be valid.
     """
     emit, builder = emit.of_registers(), emit.builder
+    panel_counts = FLOAT32_ROWS.panels_of
     num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half = args
 
     def emit_tile(size: int, *, is_half: bool) -> None:
-        panels = [emit.row(weights, panel_bytes, p) for p in range(PANELS_OF[size])]
+        panels = [emit.row(weights, panel_bytes, p) for p in range(panel_counts[size])]
         prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
         totals = _sums(emit, panels, size, x, steps, prefetch)
-        _write(emit, size, totals, bias, y, y_stride, last)
+        write_sums(emit, size, totals, bias, y, y_stride, last)
 
-    cases = {(size, False): partial(emit_tile, size, is_half=False) for size in PANELS_OF}
+    cases = {(size, False): partial(emit_tile, size, is_half=False) for size in panel_counts}
     # Of several blocks each has half of the largest size at least.
     cases |= {
         (size, True): partial(emit_tile, size, is_half=True)
-        for size in PANELS_OF
-        if 2 * size >= max(PANELS_OF)
+        for size in panel_counts
+        if 2 * size >= max(panel_counts)
     }
     choose(builder, num_tokens, is_half, cases)
 

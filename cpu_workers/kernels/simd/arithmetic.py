@@ -1,4 +1,4 @@
-"""Which arithmetic a process's kernels use for bfloat16, and how fast it is in registers alone."""
+"""Which arithmetic a process's kernels use, and how fast it is in registers alone."""
 
 import time
 from functools import cache
@@ -10,9 +10,10 @@ from numba import types
 
 from .compiled import kernel
 from .emitter import BF16X32, F32, I32, I64, Emitter
+from .integers import Integers
 from .intrinsics import emits
 from .isa import is_forced, process_isa
-from .layout import BFLOAT16, BFLOAT16_DOT
+from .layout import BFLOAT16, BFLOAT16_DOT, INT4, INT8
 
 NUM_SUMS = 12  # fit 16 registers, and hide a latency of 5 cycles at two products a cycle
 _UNROLLED = 4
@@ -48,8 +49,8 @@ def describe() -> str:
 
 def products_per_loop(tag: np.generic) -> int:
     """Products, each with its sum, of one loop of ``spin``."""
-    pairs = 2 if tag.dtype == BFLOAT16_DOT.dtype else 1
-    return pairs * process_isa().lanes * NUM_SUMS * _UNROLLED
+    neighbours = {BFLOAT16_DOT.dtype: 2, INT8.dtype: 2, INT4.dtype: 4}.get(tag.dtype, 1)
+    return neighbours * process_isa().lanes * NUM_SUMS * _UNROLLED
 
 
 def products_per_s(tag: np.generic) -> float:
@@ -66,15 +67,23 @@ def products_per_s(tag: np.generic) -> float:
 @emits("loops", result=types.float32)
 def _multiply_in_registers(emit: Emitter, loops: ir.Value) -> ir.Value:
     """Products of as many sums as registers hold, again and again; one of the sums."""
+    is_integer = emit.tag in (types.int8, types.uint8)
+    integers = Integers(emit) if is_integer else None
     emit = emit.of_registers()
     factor = _ones(emit)
 
+    def multiply(total: ir.Value) -> ir.Value:
+        if integers is None:
+            return emit.multiply_piece(factor, factor, total)
+        # With the sum itself: LLVM takes products that do not change out of the loop.
+        return integers.multiply_add(factor, total, total)
+
     def body(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         for _ in range(_UNROLLED):
-            totals = [emit.multiply_piece(factor, factor, total) for total in totals]
+            totals = [multiply(total) for total in totals]
         return totals
 
-    first, *others = emit.loop(loops, NUM_SUMS, body)
+    first, *others = emit.loop(loops, [factor] * NUM_SUMS if is_integer else NUM_SUMS, body)
     for other in others:
         first = emit.builder.fadd(first, other)
     return emit.builder.extract_element(first, I32(0))

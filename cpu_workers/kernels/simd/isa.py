@@ -24,6 +24,7 @@ class CpuIsa:
     has_many_registers: bool  # 32 vectors, else 16
     has_fma: bool
     has_bfloat16_dot: bool
+    integer_dot: str | None  # what some of its processors have beside: products of integers, added
     benefit: str  # what it is for, in words
     llvm_cpu: str
     environment: Mapping[str, str]  # holds other libraries to the level
@@ -35,7 +36,7 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 # From the highest to the lowest; a processor that has one has all below it.
 LEVELS = (
     CpuIsa(
-        "avx512-bf16", frozenset({"avx512bf16"}), 16, True, True, True,
+        "avx512-bf16", frozenset({"avx512bf16"}), 16, True, True, True, "avx512vnni",
         "products of bfloat16 pairs, two per value of 512-bit vectors", "x86-64-v4",
         {
             "ATEN_CPU_CAPABILITY": "avx512",
@@ -44,7 +45,7 @@ LEVELS = (
         },
     ),
     CpuIsa(
-        "avx512", _AVX512, 16, True, True, False,
+        "avx512", _AVX512, 16, True, True, False, "avx512vnni",
         "bfloat16 weights, float32 products in 512-bit vectors", "x86-64-v4",
         {
             "ATEN_CPU_CAPABILITY": "avx512",
@@ -53,7 +54,7 @@ LEVELS = (
         },
     ),
     CpuIsa(
-        "avx2", _AVX2, 8, False, True, False,
+        "avx2", _AVX2, 8, False, True, False, "avxvnni",
         "bfloat16 weights, float32 products in 256-bit vectors", "x86-64-v3",
         {
             "ATEN_CPU_CAPABILITY": "avx2",
@@ -62,7 +63,7 @@ LEVELS = (
         },
     ),
     CpuIsa(
-        "generic", frozenset(), 4, False, False, False,
+        "generic", frozenset(), 4, False, False, False, None,
         "bfloat16 weights, float32 products in 128-bit vectors", "generic",
         {
             "ATEN_CPU_CAPABILITY": "default",
@@ -110,17 +111,31 @@ def machine_levels() -> tuple[CpuIsa, ...]:
 
 
 @cache
-def process_isa() -> CpuIsa:
-    """The level of the kernels of this process: what numba compiles for."""
+def process_features() -> frozenset[str]:
+    """What numba compiles for in this process, by LLVM's names."""
     from numba import config
 
-    if config.CPU_FEATURES is None:
-        features = machine_features()
-        if not config.ENABLE_AVX:
-            features = frozenset(name for name in features if not name.startswith("avx"))
-        return level_of(features)
-    asked = {name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+")}
-    return level_of(frozenset(asked))
+    if config.CPU_FEATURES is not None:
+        asked = config.CPU_FEATURES.split(",")
+        return frozenset(name[1:] for name in asked if name.startswith("+"))
+    features = machine_features()
+    if not config.ENABLE_AVX:
+        features = frozenset(name for name in features if not name.startswith("avx"))
+    return features
+
+
+@cache
+def process_isa() -> CpuIsa:
+    """The level of the kernels of this process: what numba compiles for."""
+    return level_of(process_features())
+
+
+def has_integer_dot() -> bool:
+    """Whether an instruction of this process multiplies integers and adds them to a sum.
+
+    Not a level: processors with and without it have the same ones. A forced level does without.
+    """
+    return process_isa().integer_dot in process_features()
 
 
 def is_forced() -> bool:

@@ -17,6 +17,15 @@ Weights of the base model, bfloat16:
 where 16 columns make a panel if pairs are multiplied. Elsewhere as many do as a vector register
 holds in float32, and what was [4 columns, 2] is [2, 4 columns]: with even and odd values apart, one
 instruction makes them float32 on their way into registers.
+
+The same weights in 8 or 4 bits, ``in`` in groups of 64, padded to 64 columns, one panel for each
+vector register's worth of float32:
+
+  W [out, in] -> [out / lanes, in / 64, block], a block of bytes: codes, then scales;
+  codes of 8 bits [32, lanes, 2]; of 4 bits [8, lanes, 4], in whose low halves lie the first four
+  values of eight, and in whose high halves the others; scales float32 [lanes]
+
+Zero points of 4 bits, where they are not 8 everywhere, are uint8 [out / lanes, in / 64, lanes].
 """
 
 import numpy as np
@@ -29,6 +38,8 @@ STEPS_UNROLLED = 4  # of 8 bytes each: what ``in`` is padded to
 
 LINEAR_STEPS_UNROLLED = 4  # of 2 values each: what ``in`` of a base weight is padded to
 GROUPS_PER_LINEAR_UNIT = 4
+GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
+MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
 
 # Rows of x that are made float32 (``tiles.widen``) are cut into chunks of so many pairs of values,
 # even ones before odd ones, which lie side by side for a block of rows.
@@ -38,6 +49,8 @@ WIDE_STEPS = 256
 FLOAT32 = np.float32(0)
 BFLOAT16 = np.uint16(0)  # any machine
 BFLOAT16_DOT = np.int16(0)  # AVX512_BF16: twice the arithmetic per instruction
+INT8 = np.int8(0)  # base weights of 8 bits, any machine; x and y are bfloat16
+INT4 = np.uint8(0)  # of 4 bits
 
 
 def padded_features(in_features: int, out_features: int, itemsize: int) -> tuple[int, int]:
@@ -151,3 +164,85 @@ def _by_column(lines: np.ndarray, tag: np.generic) -> np.ndarray:
     if tag.dtype == BFLOAT16_DOT.dtype:
         return lines.reshape(*lines.shape[:-1], -1, 4, 2)
     return lines.reshape(*lines.shape[:-1], -1, 2, 4).swapaxes(-1, -2)
+
+
+def quantized_panel_columns() -> int:
+    """Columns of a panel of a quantised base weight: process by process one and the same."""
+    return process_isa().lanes
+
+
+def quantized_block_bytes(bits: int) -> int:
+    """Bytes of codes and scales of one group of a panel."""
+    return quantized_panel_columns() * (GROUP_SIZE * bits // 8 + 4)
+
+
+def quantized_shape(out_features: int, in_features: int, bits: int) -> tuple[int, int, int]:
+    """The shape of the blocks that ``pack_quantized`` makes of W [out, in]."""
+    _, padded_out = padded_linear_features(in_features, out_features)
+    num_panels = padded_out // quantized_panel_columns()
+    return num_panels, in_features // GROUP_SIZE, quantized_block_bytes(bits)
+
+
+def pack_quantized(codes: np.ndarray, scales: np.ndarray, bits: int, blocks: np.ndarray) -> None:
+    """Lay out W for ``linear.multiply``.
+
+    codes [out, in], of 8 bits int8, of 4 bits uint8 below 16; scales float32 [out, in / 64].
+    blocks: zeros, uint8, of ``quantized_shape``.
+    """
+    groups = blocks.shape[1]
+    if bits == 8:
+        units = np.ascontiguousarray(codes).view(np.uint16)
+    else:
+        eights = codes.reshape(len(codes), -1, 2, 4)
+        halves = eights[:, :, 0] | eights[:, :, 1] << 4
+        units = halves.reshape(len(codes), -1).view(np.uint32)
+    targets, scale_targets = _quantized_parts(blocks, bits)
+    lanes = targets.shape[3]
+    for panel in range(-(-len(codes) // lanes)):
+        rows = units[panel * lanes : (panel + 1) * lanes].reshape(-1, groups, targets.shape[2])
+        targets[panel, :, :, : len(rows)] = rows.transpose(1, 2, 0)
+        rows = scales[panel * lanes : (panel + 1) * lanes]
+        scale_targets[panel, :, : len(rows)] = rows.T
+
+
+def unpack_quantized(
+    blocks: np.ndarray, out_features: int, bits: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales as they were given to ``pack_quantized``: copies."""
+    groups = blocks.shape[1]
+    units, scales = _quantized_parts(blocks, bits)
+    rows = np.ascontiguousarray(units.transpose(0, 3, 1, 2)).reshape(-1, groups * units.shape[2])
+    if bits == 8:
+        codes = rows.view(np.int8)
+    else:
+        halves = rows.view(np.uint8).reshape(len(rows), -1, 1, 4)
+        codes = np.concatenate((halves & 15, halves >> 4), axis=2).reshape(len(rows), -1)
+    scales = scales.transpose(0, 2, 1).reshape(-1, groups)
+    return codes[:out_features], np.ascontiguousarray(scales[:out_features])
+
+
+def _quantized_parts(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Views: units of codes [panels, groups, units, lanes] of 2 or 4 bytes; scales of 4."""
+    panels, groups, _ = blocks.shape
+    lanes = quantized_panel_columns()
+    split = lanes * GROUP_SIZE * bits // 8
+    unit = np.uint16 if bits == 8 else np.uint32
+    units = blocks[..., :split].view(unit).reshape(panels, groups, -1, lanes)
+    scales = blocks[..., split:].view(np.float32)
+    assert np.shares_memory(units, blocks)
+    return units, scales
+
+
+def pack_zero_points(zero_points: np.ndarray) -> np.ndarray:
+    """Lay out zero points, uint8 [out, in / 64], beside what ``pack_quantized`` makes."""
+    out_features, groups = zero_points.shape
+    _, padded_out = padded_linear_features(GROUP_SIZE * groups, out_features)
+    padded = _padded(zero_points, padded_out, groups)
+    lanes = quantized_panel_columns()
+    return np.ascontiguousarray(padded.reshape(-1, lanes, groups).transpose(0, 2, 1))
+
+
+def unpack_zero_points(packed: np.ndarray, out_features: int) -> np.ndarray:
+    """Zero points [out, in / 64]: a copy."""
+    groups = packed.shape[1]
+    return np.ascontiguousarray(packed.transpose(0, 2, 1)).reshape(-1, groups)[:out_features]

@@ -1,6 +1,8 @@
 """Register tiles of dense products: what LLVM makes of them."""
 
+import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -42,4 +44,75 @@ for index, line in enumerate(lines):
     if is_within and re.match(r"vmov\\w+\\s+%[yz]mm\\d+, -?\\d*\\(%r[sb]p\\)", line):
         spills.append(line)
 print(spills)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86")
+@pytest.mark.parametrize(
+    ("level", "feature", "instructions"),
+    [
+        ("avx2", None, {"int8": "vpmaddwd", "uint8": "vpmaddubsw"}),
+        ("avx2", "avxvnni", {"int8": "vpdpwssd", "uint8": "vpdpbusd"}),
+        ("avx512", None, {"int8": "vpmaddwd", "uint8": "vpmaddubsw"}),
+        ("avx512", "avx512vnni", {"int8": "vpdpwssd", "uint8": "vpdpbusd"}),
+    ],
+)
+def test_tiles_of_integers_are_made_of_products_and_keep_their_sums(
+    level: str, feature: str | None, instructions: dict[str, str]
+) -> None:
+    """Compiled here, whatever this machine has; run where it has it, by the tests of products."""
+    inherited = {key: value for key, value in os.environ.items() if "NUMBA_" not in key}
+    environment = inherited | isa.forcing_environment(level)
+    if feature is not None:
+        environment["NUMBA_CPU_FEATURES"] += f",+{feature}"
+    register = "zmm" if level == "avx512" else "ymm"
+    done = subprocess.run(
+        [sys.executable, "-c", _INNER_LOOPS, register, *instructions.values()],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    loops = json.loads(done.stdout)
+    for kind, instruction in instructions.items():
+        assert len(loops[kind]) >= 8, loops[kind]  # one for each shape, and more in halves
+        for found in loops[kind]:
+            assert found["products"] == [instruction], (kind, found)
+            assert found["on_stack"] == 0, found
+
+
+_INNER_LOOPS = r"""
+import json, re, sys
+from numba import boolean, int64, njit, types
+from corun.cpu_workers.kernels.linear.quantized_tiles import quantized_product
+
+register, *expected = sys.argv[1:]
+
+@njit(error_model="numpy")
+def product(t, a, b, c, d, e, f, g, h, i, j, k, l):
+    quantized_product(t, a, b, c, d, e, f, g, h, i, j, k, l)
+
+found = {}
+for kind in (types.int8, types.uint8):
+    product.compile((kind, *[int64] * 10, boolean, int64))
+    assembly = product.inspect_asm()[(kind, *[int64] * 10, boolean, int64)]
+    lines = [line.strip().removeprefix("{vex}").strip() for line in assembly.splitlines()]
+    labels, loops = {}, []
+    for index, line in enumerate(lines):
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = index
+        jump = re.match(r"j\w+\s+(\.LBB\w+)", line)
+        if not jump or jump[1] not in labels:
+            continue
+        body = lines[labels[jump[1]] + 1 : index]
+        if any(each.startswith(".LBB") for each in body):
+            continue  # not the innermost
+        products = [each for each in body if re.match(r"vpmadd|vpdp", each)]
+        if len(products) < 4:
+            continue  # of zero points
+        assert all(register in each for each in products), products
+        stack = re.compile(r"%[xyz]mm\d+.*\(%r[sb]p\)|\(%r[sb]p\).*%[xyz]mm")
+        loops.append({
+            "products": sorted({each.split()[0] for each in products}),
+            "on_stack": sum(bool(stack.search(each)) for each in body),
+        })
+    found[kind.name] = loops
+print(json.dumps(found))
 """

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from corun.cpu_workers.kernels.simd import arithmetic, isa
-from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, FLOAT32
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, FLOAT32, INT4, INT8
 
 _HAS_DOT = isa.process_isa().has_bfloat16_dot
 _TAGS = [FLOAT32, BFLOAT16, *([BFLOAT16_DOT] if _HAS_DOT else [])]
@@ -27,6 +27,17 @@ def test_the_loop_multiplies_as_often_as_it_says(tag: np.generic) -> None:
     if tag.dtype == BFLOAT16_DOT.dtype:
         per_lane /= 2
     assert arithmetic.spin(tag, loops) == per_lane
+
+
+@pytest.mark.parametrize(("tag", "neighbours"), [(INT8, 2), (INT4, 4)])
+def test_a_loop_of_integers_multiplies_as_often_as_it_says(
+    tag: np.generic, neighbours: int
+) -> None:
+    """Its time grows with it as that of float32 does, within what no processor differs by."""
+    assert arithmetic.products_per_loop(tag) == neighbours * arithmetic.products_per_loop(FLOAT32)
+    ratio = arithmetic.products_per_s(tag) / arithmetic.products_per_s(FLOAT32)
+    # Generic code has no such instructions; the fastest adds eight products where float32 has one.
+    assert 0.05 < ratio < 16
 
 
 @pytest.mark.skipif(not _HAS_DOT, reason="this process has no AVX512_BF16 to choose")

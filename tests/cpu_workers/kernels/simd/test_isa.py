@@ -79,3 +79,23 @@ def test_numbas_own_switches_count() -> None:
     code = "from corun.cpu_workers.kernels.simd import isa; print(isa.process_isa().name)"
     assert _in_process(code, {"NUMBA_ENABLE_AVX": "0"}) == "generic"
     assert _in_process(code, {"NUMBA_CPU_NAME": "generic"}) == "generic"
+
+
+@pytest.mark.parametrize(
+    ("level", "more", "expected"),
+    [
+        ("avx2", "", "False"),
+        ("avx2", ",+avxvnni", "True"),
+        ("avx2", ",+avx512vnni", "False"),  # of registers that this level has not
+        ("avx512", ",+avxvnni", "False"),
+        ("avx512", ",+avx512vnni", "True"),
+        ("generic", ",+avxvnni", "False"),
+    ],
+)
+def test_products_of_integers_are_added_where_the_level_has_the_instruction(
+    level: str, more: str, expected: str
+) -> None:
+    code = "from corun.cpu_workers.kernels.simd import isa; print(isa.has_integer_dot())"
+    environment = isa.forcing_environment(level)
+    environment["NUMBA_CPU_FEATURES"] += more
+    assert _in_process(code, environment) == expected

@@ -1,0 +1,262 @@
+"""Register tiles of products with quantised weights: a few tokens times a few panels of columns.
+
+Sums of a group are integers in registers; times the scales of the weights' group and of x's they
+are added to float32 sums, which lie on the stack in between. All tiles add groups in one order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from ..simd.emitter import F32, I64, VECTOR_BYTES, Emitter
+from ..simd.integers import I8, Integers
+from ..simd.intrinsics import emits
+from ..simd.layout import GROUP_SIZE, MIDDLE_CODE
+from ..simd.products import choose
+from .rows import CODED_ROWS, CODED_TAIL_BYTES, FIRST, SCALE, VALUE_SUM
+from .tiles import write_sums
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One tile. Panels and the float32 sums are addresses; sums lie [token, panel]."""
+
+    integers: Integers
+    num_tokens: int
+    panels: list[ir.Value]
+    x: ir.Value
+    num_groups: ir.Value
+    sums: ir.Value
+
+    @property
+    def emit(self) -> Emitter:
+        return self.integers.emit
+
+    @property
+    def num_sums(self) -> int:
+        return self.num_tokens * len(self.panels)
+
+    @property
+    def codes_bytes(self) -> int:
+        """Of a panel and a group."""
+        return self.integers.lanes * GROUP_SIZE * self.integers.bits // 8
+
+    @property
+    def block_bytes(self) -> int:
+        """Codes, and the scales behind them."""
+        return self.codes_bytes + self.emit.bytes
+
+    @property
+    def num_products(self) -> int:
+        """Of a group with one panel."""
+        return GROUP_SIZE * 2 // 4 if self.integers.bits == 8 else GROUP_SIZE // 4
+
+    @property
+    def num_unrolled(self) -> int:
+        """Products between two questions whether the loop ends.
+
+        With more of them at a time LLVM has sums leave their registers. Two ``vpdpwssd`` that wait
+        for one another it takes apart again, for the sake of their latency.
+        """
+        return 1 if self.integers.bits == 8 and self.integers.has_dot else 2
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the loop over the products of a group."""
+        return self.num_products // self.num_unrolled
+
+    def sum_place(self, token: int, panel: int) -> ir.Value:
+        """Where the float32 sums of a token and a panel lie."""
+        return self.emit.offset(self.sums, (token * len(self.panels) + panel) * self.emit.bytes)
+
+    def tail(self, token: int, group: ir.Value, field: int) -> ir.Value:
+        """Where a field behind the codes of a group of x lies."""
+        distance = (token + 1) * self._chunk_bytes - CODED_TAIL_BYTES + field
+        return self.emit.offset(self._chunks(group), distance)
+
+    def code(self, panel: int, group: ir.Value) -> ir.Value:
+        """Where the codes of a panel and a group begin."""
+        return self.emit.offset(self.panels[panel], group, self.block_bytes)
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return CODED_ROWS[self.integers.bits].chunk_bytes
+
+    def _chunks(self, group: ir.Value) -> ir.Value:
+        return self.emit.offset(self.x, group, self.num_tokens * self._chunk_bytes)
+
+    @property
+    def _nothing(self) -> ir.Value:
+        """Zero, of which LLVM does not know: addresses have 47 bits."""
+        return self.emit.builder.lshr(self.x, I64(62))
+
+    def add_group(self, group: ir.Value, prefetch: Callable[[ir.Value], None]) -> None:
+        """Add the products of a group. ``prefetch`` is called in each turn of the inner loop."""
+        emit, builder = self.emit, self.emit.builder
+        chunks = self._chunks(group)
+        starts = [self.code(p, group) for p in range(len(self.panels))]
+
+        def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            results = list(totals)
+            prefetch(builder.add(builder.mul(group, I64(self.num_turns)), index))
+            step = builder.mul(index, I64(self.num_unrolled))
+            values = emit.offset(chunks, step, 4)
+            for u in range(self.num_unrolled):
+                self._add_products(starts, values, step, u, results)
+            return results
+
+        # LLVM is not to know how often: it would unroll the loop as a whole.
+        count = builder.add(I64(self.num_turns), self._nothing)
+        totals: list[ir.Value] = []
+        for t in range(self.num_tokens):
+            first = ir.Constant(emit.f32s, [0.0] * emit.lanes)
+            if self.integers.bits == 4:
+                word = self.integers.values(self.tail(t, group, FIRST))
+                first = builder.bitcast(word, emit.f32s)
+            totals += [first] * len(self.panels)
+        totals = emit.loop(count, totals, body)
+        self._scale(group, totals)
+
+    def _add_products(
+        self, starts: list[ir.Value], values: ir.Value, step: ir.Value, u: int,
+        totals: list[ir.Value],
+    ) -> None:  # fmt: skip
+        """One product of each token with each panel; the shorter side stays in registers."""
+        emit, integers, num_panels = self.emit, self.integers, len(self.panels)
+
+        def codes(panel: int) -> ir.Value:
+            if integers.bits == 8:
+                start = emit.offset(starts[panel], step, 2 * integers.lanes)
+                return integers.codes(emit.offset(start, u * 2 * integers.lanes))
+            # Of low halves of bytes and of the high ones, which are read again: LLVM would keep
+            # all of them for both, and has no registers for that.
+            start = emit.offset(starts[panel], step, 2 * integers.lanes)
+            if u % 2:
+                start = emit.builder.add(start, self._nothing)
+            return integers.codes(emit.offset(start, u // 2 * 4 * integers.lanes), u % 2)
+
+        def value(token: int) -> ir.Value:
+            return integers.values(emit.offset(values, token * self._chunk_bytes + 4 * u))
+
+        def add(token: int, panel: int, code: ir.Value, of_x: ir.Value) -> None:
+            slot = token * num_panels + panel
+            totals[slot] = integers.multiply_add(code, of_x, totals[slot])
+
+        if self.num_tokens < num_panels:
+            held = [value(t) for t in range(self.num_tokens)]
+            for p in range(num_panels):
+                code = codes(p)
+                for t, of_x in enumerate(held):
+                    add(t, p, code, of_x)
+            return
+        held = [codes(p) for p in range(num_panels)]
+        for t in range(self.num_tokens):
+            of_x = value(t)
+            for p, code in enumerate(held):
+                add(t, p, code, of_x)
+
+    def _scale(self, group: ir.Value, totals: list[ir.Value]) -> None:
+        """Add the sums of a group, times its scales, to those on the stack."""
+        emit, builder, num_panels = self.emit, self.emit.builder, len(self.panels)
+        for p in range(num_panels):
+            scales = emit.load(emit.offset(self.code(p, group), self.codes_bytes), emit.f32s)
+            for t in range(self.num_tokens):
+                of_x = emit.splat(emit.load(self.tail(t, group, SCALE), F32), emit.lanes)
+                total = self.integers.total(totals[t * num_panels + p])
+                place = self.sum_place(t, p)
+                before = emit.load(place, emit.f32s)
+                emit.store(emit.fma(total, builder.fmul(scales, of_x), before), place)
+
+    def begin(self, zero_points: ir.Value, panel_groups: ir.Value) -> None:
+        """Set the float32 sums to zero, or to what zero points other than 8 add to them.
+
+        zero_points: address of those of the first panel, or 0; panel_groups: groups of a panel.
+        """
+        emit, builder = self.emit, self.emit.builder
+        for t in range(self.num_tokens):
+            for p in range(len(self.panels)):
+                emit.store(ir.Constant(emit.f32s, [0.0] * emit.lanes), self.sum_place(t, p))
+        if self.integers.bits == 8:
+            return
+        are_given = builder.icmp_unsigned("!=", zero_points, I64(0))
+        with builder.if_then(are_given), cgutils.for_range(builder, self.num_groups) as loop:
+            for p in range(len(self.panels)):
+                number = builder.add(builder.mul(I64(p), panel_groups), loop.index)
+                place = emit.offset(zero_points, number, emit.lanes)
+                self._add_zero_points(p, loop.index, place)
+
+    def _add_zero_points(self, p: int, group: ir.Value, place: ir.Value) -> None:
+        emit, builder = self.emit, self.emit.builder
+        zeros = builder.zext(emit.load(place, ir.VectorType(I8, emit.lanes)), emit.i32s)
+        missing = builder.sitofp(builder.sub(emit.same(MIDDLE_CODE), zeros), emit.f32s)
+        scales = emit.load(emit.offset(self.code(p, group), self.codes_bytes), emit.f32s)
+        factors = builder.fmul(missing, scales)
+        for t in range(self.num_tokens):
+            of_x = emit.splat(emit.load(self.tail(t, group, VALUE_SUM), F32), emit.lanes)
+            before = emit.load(self.sum_place(t, p), emit.f32s)
+            emit.store(emit.fma(factors, of_x, before), self.sum_place(t, p))
+
+
+@emits(
+    "num_tokens", "weights", "panel_bytes", "x", "steps", "bias", "y", "y_stride", "last_token",
+    "ahead", "is_half", "zero_points", is_half=types.boolean,
+)  # fmt: skip
+def quantized_product(emit: Emitter, *args: ir.Value) -> None:
+    """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by codes.
+
+    For ``num_tokens`` and as many panels as ``rows.CODED_ROWS`` has for them. x: address of what
+    ``rows.make_blocks`` makes of the block. zero_points: address of those of the first panel, of 4
+    bits; 0 = 8 everywhere. The other arguments are those of ``tiles.wide_product``.
+    """
+    integers = Integers(emit)
+    emit, builder = integers.emit, emit.builder
+    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, zeros = (
+        args
+    )
+    num_groups = builder.sdiv(steps, I64(GROUP_SIZE // 2))
+    panels_of = CODED_ROWS[integers.bits].panels_of
+    most = max(size * panels for size, panels in panels_of.items())
+    kind = ir.ArrayType(emit.f32s, most)
+    sums = builder.ptrtoint(cgutils.alloca_once(builder, kind), I64)
+
+    def emit_tile(size: int, *, is_half: bool) -> None:
+        panels = [emit.row(weights, panel_bytes, p) for p in range(panels_of[size])]
+        tile = _Tile(integers, size, panels, x, num_groups, sums)
+        tile.begin(zeros, num_groups)
+        prefetch = _prefetch_ahead(tile, ahead, is_half=is_half)
+        with cgutils.for_range(builder, num_groups) as loop:
+            tile.add_group(loop.index, prefetch)
+        totals = [
+            emit.load(tile.sum_place(t, p), emit.f32s)
+            for t in range(size)
+            for p in range(len(panels))
+        ]
+        write_sums(emit, size, totals, bias, y, y_stride, last)
+
+    cases = {(size, False): partial(emit_tile, size, is_half=False) for size in panels_of}
+    # Of several blocks each has half of the largest size at least.
+    cases |= {
+        (size, True): partial(emit_tile, size, is_half=True)
+        for size in panels_of
+        if 2 * size >= max(panels_of)
+    }
+    choose(builder, num_tokens, is_half, cases)
+
+
+def _prefetch_ahead(tile: _Tile, ahead: ir.Value, *, is_half: bool) -> Callable[[ir.Value], None]:
+    """Ask for the lines of a tile, or of half of one, from ``ahead`` on: some in each turn."""
+    emit = tile.emit
+    turn_bytes = len(tile.panels) * tile.block_bytes // tile.num_turns
+    if is_half:
+        turn_bytes //= 2
+
+    def prefetch(turn: ir.Value) -> None:
+        start = emit.offset(ahead, turn, turn_bytes)
+        for distance in range(0, turn_bytes, VECTOR_BYTES):
+            emit.prefetch(emit.offset(start, distance), is_near=True)
+
+    return prefetch

@@ -1,0 +1,223 @@
+"""Rows of x as products read them: made anew once, before all products with them.
+
+For weights of bfloat16 they become float32, for quantised weights codes, a group at a time. A row
+is cut into chunks, those of a block of tokens side by side, so that a tile reads all of them from
+one address on. Pairs of bfloat16 are multiplied as they are and need none of this.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import overload
+
+from ..simd.bfloat16 import WIDE_ROW_BYTES, widen
+from ..simd.compiled import part
+from ..simd.emitter import F32, I16, I32, I64, Emitter, bfloat16_values
+from ..simd.integers import I8, Integers
+from ..simd.intrinsics import emits
+from ..simd.isa import process_isa
+from ..simd.layout import GROUP_SIZE, MIDDLE_CODE, WIDE_STEPS
+from ..simd.memory import clear_bytes
+
+# Behind the codes of a group, 4 bytes each: what sums begin with (see ``_store_sums``); the scale,
+# and the sum of the group's values, float32; unused.
+FIRST, SCALE, VALUE_SUM, CODED_TAIL_BYTES = 0, 4, 8, 16
+
+_LARGEST = {8: 32767.0, 4: 127.0}  # by bits of the weights
+# Beyond it, what scales codes would not be finite or its inverse not normal.
+_LARGEST_INVERSE = 2.0**126
+_INFINITY = 0x7F80  # as bfloat16; what is NaN comes after it
+_TO_INTEGER = 12582912.0  # 1.5 * 2**23: adding it rounds; the integer is then in the lowest bits
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How chunks of rows look, and how many panels a tile has for so many tokens.
+
+    steps: pairs of values in a chunk.
+    """
+
+    steps: int
+    chunk_bytes: int
+    panels_of: dict[int, int]
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest tile."""
+        return max(self.panels_of)
+
+
+_HAS_MANY = process_isa().has_many_registers
+# Panels that a tile of so many tokens has: sums, the shorter side of the tile, one of the longer
+# one and one more value fit the registers. Blocks of tokens may have any of these sizes.
+_PANELS_OF = (
+    {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 3, 7: 3, 8: 3}
+    if _HAS_MANY
+    else {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
+)
+# Products of integers need a register more.
+_PANELS_OF_CODES = _PANELS_OF if _HAS_MANY else {1: 4, 2: 4, 3: 3, 4: 2, 5: 2}
+FLOAT32_ROWS = RowFormat(WIDE_STEPS, WIDE_ROW_BYTES, _PANELS_OF)
+CODED_ROWS = {
+    8: RowFormat(GROUP_SIZE // 2, 2 * GROUP_SIZE + CODED_TAIL_BYTES, _PANELS_OF_CODES),
+    4: RowFormat(GROUP_SIZE // 2, GROUP_SIZE + CODED_TAIL_BYTES, _PANELS_OF_CODES),
+}
+# By the names of format tags' types.
+ROW_FORMATS = {"uint16": FLOAT32_ROWS, "int8": CODED_ROWS[8], "uint8": CODED_ROWS[4]}
+
+
+def _format(emit: Emitter) -> RowFormat:
+    return ROW_FORMATS[emit.tag.name]
+
+
+@emits(result=types.boolean)
+def is_made_anew(emit: Emitter) -> ir.Value:
+    """Whether products read chunks instead of x itself."""
+    return ir.IntType(1)(emit.tag.name in ROW_FORMATS)
+
+
+@emits(result=types.int64)
+def max_tokens(emit: Emitter) -> ir.Value:
+    """Tokens of the largest tile."""
+    return I64(_format(emit).max_tokens)
+
+
+@emits("num_tokens", result=types.int64)
+def panels_of(emit: Emitter, num_tokens: ir.Value) -> ir.Value:
+    """Panels of a tile of so many tokens; 0 of none."""
+    builder = emit.builder
+    table = sum(panels << 4 * size for size, panels in _format(emit).panels_of.items())
+    shifted = builder.lshr(I64(table), builder.mul(num_tokens, I64(4)))
+    return builder.and_(shifted, I64(15))
+
+
+@emits(result=types.int64)
+def chunk_steps(emit: Emitter) -> ir.Value:
+    """Pairs of values in a chunk."""
+    return I64(_format(emit).steps)
+
+
+@emits(result=types.int64)
+def chunk_bytes(emit: Emitter) -> ir.Value:
+    """Bytes of a chunk."""
+    return I64(_format(emit).chunk_bytes)
+
+
+@part
+def row_bytes(tag: Any, steps: int) -> int:
+    """Bytes that a row of x takes."""
+    num_bytes: int = -(-steps // chunk_steps(tag)) * chunk_bytes(tag)
+    return num_bytes
+
+
+@part
+def token_blocks(tag: Any, num_tokens: int) -> tuple[int, int, int]:
+    """How tokens are cut: number of blocks, size of the first, after how many sizes are one less.
+
+    Blocks are as even as tiles of one width allow: sizes that have the same number of panels. The
+    last may have room for more tokens than there are.
+    """
+    num_blocks = -(-num_tokens // max_tokens(tag))
+    size = -(-num_tokens // num_blocks)
+    if panels_of(tag, size - 1) != panels_of(tag, size):
+        return num_blocks, size, num_blocks
+    return num_blocks, size, num_tokens - num_blocks * (size - 1)
+
+
+@part
+def make_blocks(
+    tag: Any, x: int, x_stride: int, steps: int, num_tokens: int, rows: int, first: int, last: int
+) -> None:
+    """Make blocks [first, last) anew: block by block, chunk by chunk, then token by token.
+
+    Tokens that only fill a block up become zeros.
+    """
+    _, most, num_most = token_blocks(tag, num_tokens)
+    num_before = min(first, num_most)
+    token = num_before * most + (first - num_before) * (most - 1)
+    for block in range(first, last):
+        size = most if block < num_most else most - 1
+        row = rows + token * row_bytes(tag, steps)
+        for step in range(0, steps, chunk_steps(tag)):
+            num_values = 2 * min(chunk_steps(tag), steps - step)
+            for index in range(token, token + size):
+                if index < num_tokens:
+                    _make_chunk(tag, x + index * x_stride + 4 * step, num_values, row)
+                else:
+                    clear_bytes(row, chunk_bytes(tag))
+                row += chunk_bytes(tag)
+        token += size
+
+
+def _make_chunk(*arguments: Any) -> None:
+    """One chunk of a row, for a format tag."""
+
+
+@overload(_make_chunk)
+def _choose_chunk(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
+    def in_float32(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
+        widen(x, num_values, row, WIDE_ROW_BYTES // 2)
+
+    def in_codes(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
+        _code(tag, x, row)
+
+    return in_float32 if tag == types.uint16 else in_codes
+
+
+@emits("x", "row")
+def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
+    """The nearest codes of a group of bfloat16 at ``x``, their scale, and what sums begin with.
+
+    The largest magnitude is the largest code; a group of zeros has scale 0. Where a value is NaN or
+    infinite the scale is NaN, so that no product of the group is a number.
+    """
+    builder, bits = emit.builder, Integers(emit).bits
+    words = ir.VectorType(I16, GROUP_SIZE)
+    halves = emit.load(x, words)
+    magnitudes = builder.and_(halves, ir.Constant(words, [0x7FFF] * GROUP_SIZE))
+    largest = emit.call(f"llvm.vector.reduce.umax.v{GROUP_SIZE}i16", I16, [magnitudes])
+    inverse = builder.fdiv(F32(_LARGEST[bits]), bfloat16_values(builder, largest))
+    is_small = builder.fcmp_ordered("<", inverse, F32(_LARGEST_INVERSE))
+    inverse = builder.select(is_small, inverse, F32(_LARGEST_INVERSE))
+    scale = builder.fdiv(F32(1.0), inverse)
+    is_zero = builder.icmp_unsigned("==", largest, I16(0))
+    is_finite = builder.icmp_unsigned("<", largest, I16(_INFINITY))
+    scale = builder.select(is_zero, F32(0.0), scale)
+    scale = builder.select(is_finite, scale, F32(float("nan")))
+
+    values = builder.fmul(bfloat16_values(builder, halves), emit.splat(inverse, GROUP_SIZE))
+    rounder = ir.Constant(values.type, [_TO_INTEGER] * GROUP_SIZE)
+    integers = builder.bitcast(builder.fadd(values, rounder), ir.VectorType(I32, GROUP_SIZE))
+    code = I16 if bits == 8 else I8
+    emit.store(builder.trunc(integers, ir.VectorType(code, GROUP_SIZE)), row)
+    tail = emit.offset(row, GROUP_SIZE * (code.width // 8))
+    emit.store(scale, emit.offset(tail, SCALE))
+    if bits == 4:
+        _store_sums(emit, builder.trunc(integers, ir.VectorType(I8, GROUP_SIZE)), scale, tail)
+
+
+def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value) -> None:
+    """What sums of products with a group begin with, and the sum of its values.
+
+    Codes of weights are counted from ``MIDDLE_CODE``: -8 times the sum of x is where sums begin.
+    Short ones are two of 16 bits, one for the first two of each four codes and one for the others:
+    they may wrap around on the way, but what they end with is at most 8 * 127 * 32 and fits.
+    """
+    builder = emit.builder
+    codes = builder.sext(codes, ir.VectorType(I16, GROUP_SIZE))
+    sums = []
+    for first in (0, 2):
+        lanes = [lane for lane in range(GROUP_SIZE) if lane % 4 - lane % 2 == first]
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+        some = builder.shuffle_vector(codes, ir.Constant(codes.type, ir.Undefined), mask)
+        sums.append(emit.call(f"llvm.vector.reduce.add.v{len(lanes)}i16", I16, [some]))
+    total = builder.add(*(builder.sext(each, I32) for each in sums))
+    if Integers(emit).has_short_sums:
+        for index, each in enumerate(sums):
+            start = builder.mul(each, I16(-MIDDLE_CODE))
+            emit.store(start, emit.offset(tail, FIRST + 2 * index))
+    else:
+        emit.store(builder.mul(total, I32(-MIDDLE_CODE)), emit.offset(tail, FIRST))
+    emit.store(builder.fmul(builder.sitofp(total, F32), scale), emit.offset(tail, VALUE_SUM))

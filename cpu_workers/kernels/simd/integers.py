@@ -1,0 +1,116 @@
+"""Products of small integers: codes of quantised weights times codes of x, one register at a time.
+
+With weights of 8 bits, x has 16, and a product adds two neighbours to a sum of 32 bits. With 4 bits
+x has 8. Where an instruction multiplies and adds (``isa.has_integer_dot``), a product adds four
+neighbours to a sum of 32 bits; elsewhere pairs of them to sums of 16, which may wrap around, as
+what a whole group adds up to does not: see ``Integers.first``.
+
+Sums are carried as float32 vectors of the same bits, because LLVM can be kept from regrouping
+additions of floats alone: where it adds products first, it runs out of registers.
+"""
+
+from llvmlite import ir
+from numba import types
+
+from .emitter import I16, I32, Emitter
+from .isa import has_integer_dot, process_isa
+
+I8 = ir.IntType(8)
+
+# By lanes; others are made of what LLVM has for any machine.
+_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+_QUADS = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
+_DOT_BITS = {8: 256, 16: 512}
+
+
+class Integers:
+    """Products for one format tag, ``layout.INT8`` or ``INT4``, in the processor's registers."""
+
+    def __init__(self, emit: Emitter) -> None:
+        assert emit.tag in (types.int8, types.uint8), emit.tag
+        self.emit = emit.of_registers()
+        self.bits = 8 if emit.tag == types.int8 else 4
+        self.lanes = process_isa().lanes
+        self.has_dot = has_integer_dot()
+        self._i8s = ir.VectorType(I8, 4 * self.lanes)
+        self._i16s = ir.VectorType(I16, 2 * self.lanes)
+
+    @property
+    def has_short_sums(self) -> bool:
+        """Whether sums are pairs of 16 bits."""
+        return self.bits == 4 and not self.has_dot
+
+    def codes(self, address: ir.Value, half: int = 0) -> ir.Value:
+        """Codes of one panel for a product: of 8 bits, of two neighbours of each column.
+
+        Of 4 bits four of each, from the low or the high halves of bytes.
+        """
+        emit, builder = self.emit, self.emit.builder
+        if self.bits == 8:
+            loaded = emit.load(address, ir.VectorType(I8, 2 * self.lanes))
+            return builder.sext(loaded, self._i16s)
+        words = emit.load(address, emit.i32s)
+        if half:
+            words = builder.lshr(words, emit.same(4))
+        return builder.and_(words, emit.same(0x0F0F0F0F))
+
+    def values(self, address: ir.Value) -> ir.Value:
+        """Codes of x for a product: 4 bytes, in all lanes."""
+        return self.emit.splat(self.emit.load(address, I32), self.lanes)
+
+    def multiply_add(self, codes: ir.Value, values: ir.Value, total: ir.Value) -> ir.Value:
+        """Add products to ``total``."""
+        emit, builder = self.emit, self.emit.builder
+        words = builder.bitcast(total, emit.i32s)
+        if self.has_dot:
+            name = "vpdpwssd" if self.bits == 8 else "vpdpbusd"
+            kind = self._i16s if self.bits == 8 else self._i8s
+            operands = [builder.bitcast(each, kind) for each in (codes, values)]
+            name = f"llvm.x86.avx512.{name}.{_DOT_BITS[self.lanes]}"
+            return builder.bitcast(emit.call(name, emit.i32s, [words, *operands]), emit.f32s)
+        if self.bits == 8:
+            total = builder.add(words, self._pairs(codes, values))
+        else:
+            total = builder.add(builder.bitcast(total, self._i16s), self._quads(codes, values))
+        fenced = builder.bitcast(total, emit.f32s)
+        return emit.call(f"llvm.arithmetic.fence.v{self.lanes}f32", emit.f32s, [fenced])
+
+    def total(self, total: ir.Value) -> ir.Value:
+        """The sum of each column as float32."""
+        emit, builder = self.emit, self.emit.builder
+        words = builder.bitcast(total, emit.i32s)
+        if self.has_short_sums:
+            ones = ir.Constant(self._i16s, [1] * (2 * self.lanes))
+            words = self._pairs(words, ones)
+        return builder.sitofp(words, emit.f32s)
+
+    def _pairs(self, left: ir.Value, right: ir.Value) -> ir.Value:
+        """Products of int16, each even one and the odd one after it added."""
+        emit, builder = self.emit, self.emit.builder
+        left, right = (builder.bitcast(each, self._i16s) for each in (left, right))
+        if self.lanes in _PAIRS:
+            return emit.call(_PAIRS[self.lanes], emit.i32s, [left, right])
+        wide = ir.VectorType(I32, 2 * self.lanes)
+        product = builder.mul(builder.sext(left, wide), builder.sext(right, wide))
+        return self._sum_of_neighbours(product)
+
+    def _quads(self, codes: ir.Value, values: ir.Value) -> ir.Value:
+        """Products of uint8 below 16 and int8, neighbours added to int16."""
+        emit, builder = self.emit, self.emit.builder
+        codes, values = (builder.bitcast(each, self._i8s) for each in (codes, values))
+        if self.lanes in _QUADS:
+            return emit.call(_QUADS[self.lanes], self._i16s, [codes, values])
+        wide = ir.VectorType(I16, 4 * self.lanes)
+        product = builder.mul(builder.zext(codes, wide), builder.sext(values, wide))
+        return self._sum_of_neighbours(product)
+
+    def _sum_of_neighbours(self, vector: ir.Value) -> ir.Value:
+        builder, count = self.emit.builder, vector.type.count
+        kind, undefined = ir.VectorType(I32, count // 2), ir.Constant(vector.type, ir.Undefined)
+        even, odd = (
+            builder.shuffle_vector(
+                vector, undefined, ir.Constant(kind, list(range(first, count, 2)))
+            )
+            for first in (0, 1)
+        )
+        return builder.add(even, odd)

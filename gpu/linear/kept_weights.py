@@ -1,0 +1,196 @@
+"""Packed matrices on disk, so that a second start reads what a first one has made.
+
+One file holds all matrices of a model under the name of what they were made from. It is written
+whole or not at all, by whichever process is first; each array is read with its digest. It is read
+and not mapped: so its pages are huge, and nothing that happens to the file happens to the engine.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ..device import huge_pages
+
+_LOG = logging.getLogger(__name__)
+
+_LENGTH_BYTES = 8  # of the index, little-endian, in front of it
+_MAX_INDEX_BYTES = 64 << 20
+_ALIGNMENT = 64
+_SUFFIX = ".weights"
+# Of what the file system has room for, all files together, the least recently used first.
+_MAX_SHARE = 1 / 2
+_MAX_AGE_S = 90 * 86400.0
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class KeptWeights:
+    """What is kept of one model, by matrix; perhaps nothing."""
+
+    def __init__(self, directory: Path, key: str) -> None:
+        """``key``: names the content and how it is packed, as part of a file's name."""
+        self._path = directory / f"{key}{_SUFFIX}"
+        self._index: dict[str, Any] = {}
+        try:
+            self._file = self._path.open("rb", buffering=0)
+        except OSError:
+            return
+        try:
+            length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
+            text = self._file.read(length) if length <= _MAX_INDEX_BYTES else b""
+            index = json.loads(text)
+            if not isinstance(index, dict):
+                raise ValueError("its index is none")
+            self._index = index
+            self._start = _aligned(_LENGTH_BYTES + length)
+            os.utime(self._path)  # the time of its last use
+        except (OSError, ValueError) as error:
+            self._damaged(str(error))
+
+    def __len__(self) -> int:
+        """Matrices that it has."""
+        return len(self._index)
+
+    def read(self, name: str) -> dict[str, np.ndarray] | None:
+        """The arrays of a matrix, in memory of their own; None if it is not there, or damaged."""
+        entry = self._index.get(name)
+        if entry is None:
+            return None
+        try:
+            return {array: self._read(fields) for array, fields in entry.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._damaged(f"{name}: {error}")
+            return None
+
+    def close(self) -> None:
+        """Close the file, if there is one. Idempotent."""
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def write(self, matrices: Mapping[str, Arrays]) -> None:
+        """Put all ``matrices`` in place of what there is, and close; a failure is logged."""
+        self.close()
+        num_bytes = sum(array.nbytes for arrays in matrices.values() for array in arrays.values())
+        directory = self._path.parent
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._make_room(num_bytes)
+            with _replacing(self._path) as file:
+                _write(file, matrices)
+        except OSError as error:
+            _LOG.warning(
+                "the packed weights are not kept for the next start: %s: %s",
+                directory, error.strerror or error,
+            )  # fmt: skip
+        else:
+            _LOG.info("the packed weights are kept in %s (%d bytes)", self._path, num_bytes)
+
+    def _read(self, fields: Mapping[str, Any]) -> np.ndarray:
+        dtype, shape = np.dtype(str(fields["dtype"])), tuple(map(int, fields["shape"]))
+        num_bytes, position = math.prod(shape) * dtype.itemsize, self._start + int(fields["start"])
+        if position + num_bytes > os.fstat(self._file.fileno()).st_size:
+            raise ValueError("it is too short")
+        memory = huge_pages.zeros(num_bytes).numpy()
+        view = memory.data
+        done = 0
+        while done < len(view):
+            num = os.preadv(self._file.fileno(), [view[done:]], position + done)
+            if num == 0:
+                raise ValueError("it became shorter")
+            done += num
+        if hashlib.sha256(view).hexdigest() != fields["sha256"]:
+            raise ValueError("its digest is another one")
+        return memory.view(dtype).reshape(shape)
+
+    def _damaged(self, reason: str) -> None:
+        _LOG.warning("%s is damaged and is made again: %s", self._path, reason)
+        self._index = {}
+        self.close()
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what has not been used for long, and what there is too much of."""
+        directory = self._path.parent
+        files = [(path.stat(), path) for path in directory.iterdir() if path != self._path]
+        kept_bytes = num_bytes
+        free_bytes = shutil.disk_usage(directory).free
+        limit = (free_bytes + sum(stat.st_size for stat, _ in files)) * _MAX_SHARE
+        if num_bytes > limit:
+            raise OSError(f"{num_bytes} bytes are more than half of what there is room for")
+        for stat, path in sorted(files, key=lambda one: -one[0].st_mtime):
+            kept_bytes += stat.st_size
+            if kept_bytes > limit or stat.st_mtime < time.time() - _MAX_AGE_S:
+                path.unlink(missing_ok=True)
+
+
+def remembered(directory: Path, question: str, find: Callable[[], str]) -> str:
+    """The answer that ``find`` once gave to ``question``: hexadecimal digests both."""
+    note = directory / f"{question}.digest"
+    try:
+        answer = note.read_text()
+        os.utime(note)
+    except OSError:
+        answer = ""
+    if re.fullmatch("[0-9a-f]{64}", answer):
+        return answer
+    answer = find()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _replacing(note) as file:
+            file.write(answer.encode())
+    except OSError as error:
+        _LOG.warning("cannot write %s: %s", note, error.strerror or error)
+    return answer
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of ``path`` when it has been written without an error."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _write(file: IO[bytes], matrices: Mapping[str, Arrays]) -> None:
+    index: dict[str, dict[str, Any]] = {}
+    position = 0
+    for name, arrays in matrices.items():
+        index[name] = {}
+        for key, array in arrays.items():
+            index[name][key] = {
+                "dtype": array.dtype.str, "shape": list(array.shape), "start": position,
+                "sha256": hashlib.sha256(_bytes_of(array)).hexdigest(),
+            }  # fmt: skip
+            position = _aligned(position + array.nbytes)
+    text = json.dumps(index).encode()
+    file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+    file.write(text)
+    start = _aligned(_LENGTH_BYTES + len(text))
+    for name, arrays in matrices.items():
+        for key, array in arrays.items():
+            file.seek(start + index[name][key]["start"])
+            file.write(_bytes_of(array))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B")
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,83 @@
+"""Products on the CPU with weights of 8 or 4 bits through corun's own kernel."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...cpu_workers.kernels.simd import layout
+from ..device import huge_pages
+from .numba_backend import KernelLinear
+from .quantized import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantised matrix as kernels read it: plain arrays, and what there is to know of them.
+
+    May be made of arrays that were kept, by a process whose ``layout.quantized_panel_columns`` are
+    the same: others are for another kernel. They are read only, and may be a mapped file.
+
+    blocks: codes and scales, uint8, of ``layout.quantized_shape``, best aligned to 64 bytes.
+    zero_points: of ``layout.pack_zero_points``, or None = 8 everywhere.
+    """
+
+    bits: int
+    out_features: int
+    in_features: int
+    blocks: np.ndarray
+    zero_points: np.ndarray | None
+
+    def __post_init__(self) -> None:
+        shape = layout.quantized_shape(self.out_features, self.in_features, self.bits)
+        assert self.blocks.shape == shape and self.blocks.dtype == np.uint8, self.blocks.shape
+        assert self.blocks.flags.c_contiguous
+        if self.zero_points is not None:
+            assert self.zero_points.shape == (*shape[:2], layout.quantized_panel_columns())
+            assert self.zero_points.dtype == np.uint8 and self.zero_points.flags.c_contiguous
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> "PackedWeight":
+        """Pack a matrix, in huge pages where there are any."""
+        out_features, in_features = weight.codes.shape
+        shape = layout.quantized_shape(out_features, in_features, weight.bits)
+        blocks = huge_pages.zeros(math.prod(shape)).view(shape).numpy()
+        layout.pack_quantized(weight.codes, weight.scales, weight.bits, blocks)
+        zero_points = weight.zero_points
+        if zero_points is not None:
+            zero_points = layout.pack_zero_points(zero_points)
+        return cls(weight.bits, out_features, in_features, blocks, zero_points)
+
+    def unpacked(self) -> QuantizedWeight:
+        """What it was packed from: a copy."""
+        codes, scales = layout.unpack_quantized(self.blocks, self.out_features, self.bits)
+        zero_points = self.zero_points
+        if zero_points is not None:
+            zero_points = layout.unpack_zero_points(zero_points, self.out_features)
+        return QuantizedWeight(self.bits, codes, scales, zero_points)
+
+
+class QuantizedLinear(KernelLinear):
+    """Holds only the packed matrix; x and results are bfloat16.
+
+    x is rounded to 16 bits for weights of 8, and to 8 for weights of 4, with a scale for each group
+    of 64 values. A token whose x has what is no number gets NaN for all of its result.
+    """
+
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
+        """Take over ``packed``; bias: [out_features] or None."""
+        self.packed = packed
+        self.name = f"int{packed.bits}"
+        super().__init__(
+            layout.INT8 if packed.bits == 8 else layout.INT4,
+            (packed.out_features, packed.in_features), packed.blocks, bias, packed.zero_points,
+        )  # fmt: skip
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised matrix rounded to bfloat16, made at each access.
+
+        Not rounded it is ``packed.unpacked().dequantized()``, float32.
+        """
+        return torch.from_numpy(self.packed.unpacked().dequantized()).bfloat16()

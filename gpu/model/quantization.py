@@ -1,0 +1,352 @@
+"""The base's linears in 8 or 4 bits: which of them, from which tensors, and how they are made.
+
+Full weights are read and quantised matrix by matrix, some rows at a time, so that a start needs
+little more memory than what it leaves behind. The rest of the model is loaded by transformers as
+ever, with nothing in the place of these matrices.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ... import __version__
+from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
+from ...cpu_workers.kernels.simd.layout import quantized_panel_columns as panel_columns
+from ...runtime.adapters.target_map import EXPERTS_REASON
+from ...runtime.config.engine import EngineConfig
+from ...runtime.errors import ConfigError, ModelError
+from ..linear.kept_weights import KeptWeights, remembered
+from ..linear.quantized import QuantizedWeight, quantize
+from ..linear.quantized_linear import PackedWeight, QuantizedLinear
+from .load import ModelSource, RestOfModel, load_model
+from .skeleton import build_skeleton
+from .stored_quantization import (
+    StoredQuantization,
+    is_stored_tensor,
+    read_stored,
+    read_stored_quantization,
+    stored_paths,
+)
+from .targets import build_target_map
+from .weight_files import WeightFiles
+
+_LOG = logging.getLogger(__name__)
+
+_WEIGHTS_AT_ONCE = 1 << 22  # that are float32 for a moment
+_CHECKED_TOKENS = 3
+# Of the length of the matrix's row, for normal x. The worst of millions of right products is off by
+# 0.05 with x in 8 bits; one that lacks a group, by more than 1.
+_MAX_PRODUCT_ERROR = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What is to be in how many bits."""
+
+    bits: int | None  # of linears that are in none yet; None = they stay as they are
+    head_bits: int | None  # of lm_head, likewise
+    stored: StoredQuantization | None  # what the checkpoint says of its own
+
+    @property
+    def label(self) -> str:
+        """What shapes the weights beside their files."""
+        return f"linears {self.bits}, head {self.head_bits}, groups of {GROUP_SIZE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What all weights of a model in memory come to."""
+
+    num_bytes: int
+    quantized_bytes: int = 0  # of them, of linears in 8 or 4 bits
+    kind: str = ""  # of those, for people; "" = there are none
+    label: str = ""  # names what was made of the files, for the KV computed with it
+
+
+def plan_quantization(
+    config: EngineConfig, hf_config: Any, device: torch.device
+) -> Quantization | None:
+    """Say what is quantised; None if nothing.
+
+    Raises ``ConfigError`` for options that the device or the checkpoint contradicts, ``ModelError``
+    for a quantised checkpoint that cannot be taken.
+    """
+    stored = read_stored_quantization(hf_config)
+    asked, head = config.quantization, config.lm_head_quantization
+    if stored is None and asked is None:
+        if head in _BITS:
+            raise ConfigError(
+                f"--lm-head-quantization {head} needs --quantization, or a quantised checkpoint"
+            )
+        return None
+    what = f"--quantization {asked}" if stored is None else f"a checkpoint of {stored.method}"
+    if device.type != "cpu":
+        raise ConfigError(f"{what} is served on the CPU alone so far; use --device cpu")
+    if stored is None:
+        assert asked is not None
+        head_bits = 8 if head == "auto" else _BITS.get(head)
+        return Quantization(_BITS[asked], head_bits, None)
+    if asked is not None and stored.bits != {_BITS[asked]}:
+        found = " and ".join(f"int{bits}" for bits in sorted(stored.bits))
+        raise ConfigError(
+            f"--quantization is {asked}, but the checkpoint is in {found} already "
+            f"({stored.method}); leave it out"
+        )
+    return Quantization(None, _BITS.get(head), stored)
+
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+def check_dtype(dtype: torch.dtype, *, is_chosen: bool) -> torch.dtype:
+    """The type that a quantised model computes in, beside its integers.
+
+    ``dtype``: what it is without. Raises ``ConfigError`` if the user has chosen another one.
+    """
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        if is_chosen:
+            raise ConfigError(
+                f"--dtype {name} does not go with quantised weights, whose products are of "
+                "bfloat16; use --dtype bfloat16"
+            )
+        _LOG.info("the model is of %s; with quantised weights it is served in bfloat16", name)
+    return torch.bfloat16
+
+
+class QuantizedLinears:
+    """Makes the matrices of one model, and keeps what it has made for the next start."""
+
+    def __init__(
+        self, source: ModelSource, config: Any, quantization: Quantization,
+        directory: Path | None,
+    ) -> None:  # fmt: skip
+        """Read what tensors there are. Raises ``ModelError``.
+
+        ``directory``: where matrices are kept for the next start; None = they are not.
+        """
+        self._directory = directory
+        self._source = source
+        self._config = config
+        self._quantization = quantization
+        self._files = WeightFiles(source)
+        self._bits: dict[str, int | None] = {}  # by path; None = as stored
+        self._tensor_of: dict[str, str] = {}  # names on disk, by path; missing = under another one
+        self._kept: KeptWeights | None = None
+        self._made: dict[str, PackedWeight] = {}
+        self._num_read = 0
+        self._narrow: list[str] = []  # linears whose inputs are no whole groups
+
+    def load_rest(
+        self, dtype: torch.dtype, device: torch.device, attention: str
+    ) -> PreTrainedModel:
+        """Load the model as ``load_model`` does, with zeros of no size where ``make`` has more.
+
+        Raises ``ModelError``.
+        """
+        if self._quantization.stored is not None:
+            del self._config.quantization_config  # or transformers wants the method's own library
+        skeleton = build_skeleton(self._source, self._config)
+        linears = _linears(skeleton)
+        self._choose(skeleton, linears)
+        zero = torch.zeros((), dtype=dtype)
+        zeros = {
+            f"{path}.weight": zero.expand(linears[path].out_features, linears[path].in_features)
+            for path, bits in self._bits.items()
+            if bits is None or self._tensor_of.get(path) == f"{path}.weight"
+        }
+        names = [
+            name for name in self._files.names
+            if name not in zeros and not (self._quantization.stored and is_stored_tensor(name))
+        ]  # fmt: skip
+        with self._files.lazily(names) as tensors:
+            rest = RestOfModel(type(skeleton), {**tensors, **zeros})
+            return load_model(self._source, self._config, dtype, device, attention, rest)
+
+    @property
+    def kind(self) -> str:
+        """What most weights are of, for people, such as "int4, head int8"."""
+        plan = self._quantization
+        bits = plan.stored.bits if plan.stored is not None else {plan.bits}
+        kind = " and ".join(f"int{bits}" for bits in sorted(filter(None, bits)))
+        if plan.stored is None and plan.head_bits is None:
+            return f"{kind}, head in full"
+        if plan.head_bits is None or bits == {plan.head_bits}:
+            return kind
+        return f"{kind}, head int{plan.head_bits}"
+
+    def takes_all(self, model: nn.Module) -> bool:
+        """Whether no linear of ``model`` stays as it is."""
+        return all(path in self._bits for path in _linears(model))
+
+    def make(self, path: str, linear: nn.Linear) -> QuantizedLinear | None:
+        """The backend of the linear at ``path``; None if it stays as it is. ``ModelError``."""
+        if path not in self._bits:
+            return None
+        if self._directory is not None and self._kept is None:
+            self._kept = self._open_kept(self._directory)
+        arrays = None if self._kept is None else self._kept.read(path)
+        if arrays is None:
+            weight = self._weight(path, linear)
+            packed = PackedWeight.of(weight)
+            self._check_products(path, packed, weight)
+        else:
+            packed = _from_arrays(arrays, linear.out_features, linear.in_features)
+            if all(packed.bits != one.bits for one in self._made.values()):
+                self._check_products(path, packed, packed.unpacked())
+            self._num_read += 1
+        self._made[path] = packed
+        # Not the bias itself, which would keep all of its file mapped.
+        return QuantizedLinear(packed, None if linear.bias is None else linear.bias.clone())
+
+    def finish(self, full_bytes: Mapping[str, int]) -> Weights:
+        """Keep what was made for the next start.
+
+        ``full_bytes``: of all parameters of the model before, by name.
+        """
+        made, self._made = self._made, {}
+        if self._kept is not None:
+            self._kept.close()
+            if self._num_read < len(made):
+                self._kept.write({path: _arrays(packed) for path, packed in made.items()})
+        if self._narrow:
+            _LOG.warning(
+                "%d linears stay as they are, because their inputs are no whole groups of %d: "
+                "%s%s", len(self._narrow), GROUP_SIZE, ", ".join(self._narrow[:3]),
+                " and more" if len(self._narrow) > 3 else "",
+            )  # fmt: skip
+        quantized_bytes = sum(
+            array.nbytes for packed in made.values() for array in _arrays(packed).values()
+        )
+        replaced = {f"{path}.weight" for path in made}
+        others = sum(size for name, size in full_bytes.items() if name not in replaced)
+        return Weights(
+            quantized_bytes + others, quantized_bytes, self.kind, self._quantization.label
+        )
+
+    def _choose(self, skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) -> None:
+        """Say which of ``linears`` are quantised."""
+        stored = stored_paths(self._files) if self._quantization.stored is not None else frozenset()
+        if stored - linears.keys():
+            raise ModelError(
+                f"{self._source.path!r} has quantised weights that are no plain linear's: "
+                f"{min(stored - linears.keys())}; corun does not serve them"
+            )
+        self._bits = dict.fromkeys(sorted(stored))
+        asked = {path: self._quantization.bits for path in _inside_layers(skeleton, linears)}
+        head = skeleton.get_output_embeddings()
+        asked |= {
+            path: self._quantization.head_bits for path, one in linears.items() if one is head
+        }
+        for path, bits in asked.items():
+            if path in stored or bits is None:
+                continue
+            if linears[path].in_features % GROUP_SIZE:
+                self._narrow.append(path)
+            else:
+                self._bits[path] = bits
+        for path in stored:
+            self._check_bias(path, linears[path])
+        # A head that is tied to an embedding lies on disk under the embedding's name.
+        shared: dict[int, list[str]] = {}
+        for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+            shared.setdefault(id(parameter), []).append(name)
+        for path in self._bits.keys() - stored:
+            weight = linears[path].weight
+            for name in (f"{path}.weight", *shared[id(weight)]):
+                if self._files.shape(name) == tuple(weight.shape):
+                    self._tensor_of[path] = name
+                    break
+
+    def _check_bias(self, path: str, linear: nn.Linear) -> None:
+        """Some write zeros where a linear has no bias; anything else would be lost."""
+        name = f"{path}.bias"
+        is_lost = linear.bias is None and self._files.shape(name) is not None
+        if is_lost and bool(self._files.read(name).any()):
+            raise ModelError(f"{self._source.path!r} has {name}, but the model has no such bias")
+
+    def _open_kept(self, directory: Path) -> KeptWeights:
+        stamps = repr(self._files.stamps())
+        question = hashlib.sha256(stamps.encode()).hexdigest()
+        content = remembered(directory, question, self._files.digest)
+        parts = (content, self._quantization.label, panel_columns(), __version__)
+        return KeptWeights(directory, hashlib.sha256(repr(parts).encode()).hexdigest())
+
+    def _check_products(self, path: str, packed: PackedWeight, weight: QuantizedWeight) -> None:
+        """Hold what kernels compute to the dequantised matrix. Raises ``ModelError``.
+
+        Between the two is the rounding of x to integers, and that of y.
+        """
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(_CHECKED_TOKENS, weight.codes.shape[1], generator=generator)
+        x = x.to(torch.bfloat16)
+        actual = QuantizedLinear(packed, None)(x).float()
+        num_rows = max(1, _WEIGHTS_AT_ONCE // x.shape[1])
+        for start in range(0, len(weight.codes), num_rows):
+            rows = slice(start, start + num_rows)
+            zeros = None if weight.zero_points is None else weight.zero_points[rows]
+            part = QuantizedWeight(weight.bits, weight.codes[rows], weight.scales[rows], zeros)
+            matrix = torch.from_numpy(part.dequantized())
+            error = (actual[:, rows] - torch.nn.functional.linear(x.float(), matrix)).abs()
+            if not bool((error <= _MAX_PRODUCT_ERROR * matrix.norm(dim=1)).all()):
+                raise ModelError(
+                    f"the product with {path} in {weight.bits} bits is wrong on this machine; "
+                    "leave out --quantization, or choose another --cpu-isa"
+                )
+
+    def _weight(self, path: str, linear: nn.Linear) -> QuantizedWeight:
+        bits, stored = self._bits[path], self._quantization.stored
+        shape = (linear.out_features, linear.in_features)
+        if bits is None:
+            assert stored is not None
+            return read_stored(self._files, path, shape, stored)
+        name = self._tensor_of.get(path)
+        num_rows = max(1, _WEIGHTS_AT_ONCE // linear.in_features)
+        parts = []
+        for start in range(0, linear.out_features, num_rows):
+            rows = slice(start, start + num_rows)
+            part = linear.weight[rows] if name is None else self._files.read(name, rows)
+            try:
+                parts.append(quantize(part, bits))
+            except ValueError as error:
+                raise ModelError(
+                    f"{name or path} of {self._source.path!r} cannot be quantised: {error}"
+                ) from error
+        codes = np.concatenate([part.codes for part in parts])
+        return QuantizedWeight(bits, codes, np.concatenate([part.scales for part in parts]))
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """By their first path: all that are replaced."""
+    return {path: one for path, one in model.named_modules() if type(one) is nn.Linear}
+
+
+def _inside_layers(skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) -> list[str]:
+    """Paths of linears in the decoder layers; routers, which decide by small margins, are none."""
+    target_map = build_target_map(skeleton)
+    paths = {target.physical_path for target in target_map.targets}
+    paths |= {path for path, reason in target_map.refused.items() if reason == EXPERTS_REASON}
+    return [path for path in linears if path in paths]
+
+
+def _arrays(packed: PackedWeight) -> dict[str, np.ndarray]:
+    arrays = {f"int{packed.bits}": packed.blocks}
+    if packed.zero_points is not None:
+        arrays["zero points"] = packed.zero_points
+    return arrays
+
+
+def _from_arrays(
+    arrays: Mapping[str, np.ndarray], out_features: int, in_features: int
+) -> PackedWeight:
+    bits = 8 if "int8" in arrays else 4
+    blocks, zero_points = arrays[f"int{bits}"], arrays.get("zero points")
+    return PackedWeight(bits, out_features, in_features, blocks, zero_points)

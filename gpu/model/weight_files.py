@@ -1,0 +1,102 @@
+"""The weight files of a base model, tensor by tensor and in parts."""
+
+import hashlib
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from ...runtime.errors import ModelError
+from .load import ModelSource
+
+FileStamp = tuple[str, int, int, int]  # path, inode, bytes, time of the last change in ns
+
+
+class WeightFiles:
+    """The *.safetensors of one model, by the names of their tensors.
+
+    A file is mapped only while some of it is being read, so that what has been read is not held.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        """Find the files and read their headers. Raises ``ModelError``."""
+        try:
+            self._paths = _find(source)
+            self._of: dict[str, tuple[Path, tuple[int, ...], str]] = {}
+            for path in self._paths:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - it is no mapping
+                        part = file.get_slice(name)
+                        self._of[name] = path, tuple(part.get_shape()), part.get_dtype()
+        except Exception as error:  # foreign code and files: whatever it raises, there are none
+            raise ModelError(
+                f"cannot load {source.path!r}: {type(error).__name__}: {error}"
+            ) from error
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor; None if there is none of this name."""
+        return self._of[name][1] if name in self._of else None
+
+    def dtype(self, name: str) -> str:
+        """Of a tensor, as safetensors names it: such as BF16 or I8."""
+        return self._of[name][2]
+
+    def read(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
+        """``rows`` of a tensor, in memory of their own. Raises ``ModelError``."""
+        path = self._of[name][0]
+        try:
+            with safe_open(path, framework="pt") as file:
+                part: torch.Tensor = file.get_slice(name)[rows]
+                return part.clone()
+        except Exception as error:  # foreign code and files
+            raise ModelError(f"cannot read {name} of {path}: {error}") from error
+
+    @contextmanager
+    def lazily(self, names: Collection[str]) -> Iterator[dict[str, Any]]:
+        """What transformers loads ``names`` from, tensor by tensor, while this is open."""
+        with ExitStack() as stack:
+            files = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in {self._of[name][0] for name in names}
+            }
+            yield {name: files[self._of[name][0]].get_slice(name) for name in names}
+
+    def stamps(self) -> tuple[FileStamp, ...]:
+        """What changes when somebody writes a file. Raises ``ModelError``."""
+        try:
+            found = [(path, path.stat()) for path in self._paths]
+        except OSError as error:
+            raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
+        # Unlike the time that writing sets, nobody can set this one back.
+        return tuple(
+            (str(path), stat.st_ino, stat.st_size, stat.st_ctime_ns) for path, stat in found
+        )
+
+    def digest(self) -> str:
+        """SHA-256 of all bytes, whatever the files are called: hexadecimal."""
+        digest = hashlib.sha256()
+        for path in self._paths:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+
+def _find(source: ModelSource) -> list[Path]:
+    """One file, or the shards that an index names; of the hub those that it keeps here."""
+    try:
+        single = cached_file(source.path, SAFE_WEIGHTS_NAME, revision=source.revision)
+    except OSError:
+        index = cached_file(source.path, SAFE_WEIGHTS_INDEX_NAME, revision=source.revision)
+        shards, _ = get_checkpoint_shard_files(source.path, index, revision=source.revision)
+        return sorted(Path(shard).resolve() for shard in shards)
+    return [Path(single).resolve()]

@@ -1,0 +1,40 @@
+"""What a base model is, from its configuration alone: no weights are read."""
+
+from typing import Any
+
+from ....profiles.server import BaseModel
+from ...config.engine import EngineConfig
+from ...errors import ModelError
+
+
+def read_base_model(config: EngineConfig) -> BaseModel:
+    """Of ``config.model``. Raises ``ModelError`` if it cannot be read, or is of no known form."""
+    from ....gpu.model.fingerprint import model_fingerprint
+    from ....gpu.model.load import ModelSource, load_config, resolve_dtype
+    from ....gpu.model.skeleton import target_map_of
+
+    assert config.model is not None
+    source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    model = load_config(source)
+    dtype = resolve_dtype(config.dtype, model)
+    text = model.get_text_config()
+    targets = target_map_of(source).targets
+    return BaseModel(
+        fingerprint=model_fingerprint(source, model),
+        dtype=str(dtype).removeprefix("torch."),
+        num_layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        kv_bytes_per_token=dtype.itemsize * text.num_hidden_layers * _kv_width(config, text),
+        targets=tuple((one.path, one.in_features, one.out_features) for one in targets),
+    )
+
+
+def _kv_width(config: EngineConfig, text: Any) -> int:
+    """Values of K and V that a layer keeps of a token."""
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    width = getattr(text, "head_dim", None)
+    if not width and heads:
+        width = text.hidden_size // text.num_attention_heads
+    if not heads or not width:
+        raise ModelError(f"the configuration of {config.model!r} does not say what a head is")
+    return int(2 * heads * width)

@@ -1,0 +1,126 @@
+"""``corun check --quantization``: what a model loses in fewer bits, in figures.
+
+Nothing is promised about quality; whoever serves a model can look at it first.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ...config.engine import EngineConfig
+from ...errors import ConfigError
+from ...machine.facts import read_machine_facts
+from ..tokenizer import load_tokenizer
+from .placement import place_engine, weights_directory
+
+if TYPE_CHECKING:
+    import torch
+
+    from ....gpu.execution.assemble import LoadedModel
+
+_MIB = 2**20
+_WINDOW_TOKENS = 256  # that see each other
+_MAX_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Of one form of the weights."""
+
+    kind: str
+    num_bytes: int
+    perplexity: float
+    next_tokens: tuple[int, ...]  # the likeliest after each token
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """Full weights and those in fewer bits, over the same text."""
+
+    model: str
+    full: _Figures
+    quantized: _Figures
+
+    @property
+    def agreement(self) -> float:
+        """Share of the tokens after which both find the same one likeliest."""
+        pairs = list(zip(self.full.next_tokens, self.quantized.next_tokens, strict=True))
+        return sum(a == b for a, b in pairs) / len(pairs)
+
+    def lines(self) -> tuple[str, ...]:
+        """The report for a terminal."""
+        full, quantized = self.full, self.quantized
+        share = quantized.num_bytes / full.num_bytes
+        change = quantized.perplexity / full.perplexity - 1
+        return (
+            f"{self.model} in {quantized.kind}, against {full.kind}, over "
+            f"{len(full.next_tokens)} tokens",
+            f"  weights     {quantized.num_bytes / _MIB:.1f} MiB, {full.num_bytes / _MIB:.1f} MiB "
+            f"before ({share:.0%})",
+            f"  perplexity  {quantized.perplexity:.4g}, {full.perplexity:.4g} before "
+            f"({change:+.2%})",
+            f"  next token  the same after {self.agreement:.1%} of all tokens",
+        )
+
+
+def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
+    """Load the model on the CPU as it is and as ``config`` has it quantised, one after the other.
+
+    Raises ``ConfigError`` if the text is too short, or the checkpoint is quantised on disk;
+    ``ModelError`` if the model cannot be loaded.
+    """
+    assert config.model is not None and config.quantization is not None
+    from ....gpu.execution.threads import set_threads
+
+    model = config.model
+    config = replace(config, device="cpu")
+    tokenizer = load_tokenizer(
+        model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    tokens = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:_MAX_TOKENS]
+    if len(tokens) < 2:
+        raise ConfigError(f"--text has {len(tokens)} tokens; there is nothing to predict")
+    placement = place_engine(config, read_machine_facts())
+    set_threads(placement.machine.num_cpus)
+    full_config = replace(config, quantization=None, lm_head_quantization="auto")
+    full, quantized = (_figures(one, tokens) for one in (full_config, config))
+    return QuantizationReport(model, full, quantized)
+
+
+def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
+    from ....gpu.execution import assemble
+    from ....gpu.model.load import ModelSource
+
+    assert config.model is not None
+    source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    loaded = assemble.load(source, config, lambda _: None, kept_weights=weights_directory())
+    try:
+        kind = loaded.weights.kind or str(loaded.dtype).removeprefix("torch.")
+        if config.quantization is None and loaded.weights.kind:
+            raise ConfigError(
+                f"{config.model} is in {kind} on disk; there are no full weights to compare with"
+            )
+        loss, next_tokens = 0.0, []
+        for window, logprobs in _logprobs(loaded, tokens):
+            followers = window[1:]
+            loss -= float(logprobs[range(len(followers)), followers].sum())
+            next_tokens += logprobs.argmax(dim=-1).tolist()
+        perplexity = math.exp(loss / len(next_tokens))
+        return _Figures(kind, loaded.weights.num_bytes, perplexity, tuple(next_tokens))
+    finally:
+        loaded.close()
+
+
+def _logprobs(
+    loaded: "LoadedModel", tokens: list[int]
+) -> Iterator[tuple[list[int], "torch.Tensor"]]:
+    """Windows of the text, each with the log-probabilities after all of its tokens but the last."""
+    import torch
+
+    loaded.model.set_attn_implementation("eager")
+    for start in range(0, len(tokens) - 1, _WINDOW_TOKENS):
+        window = tokens[start : start + _WINDOW_TOKENS + 1]
+        with torch.inference_mode():
+            logits = loaded.model(torch.tensor([window[:-1]]), use_cache=False).logits[0]
+        yield window, torch.log_softmax(logits.float(), dim=-1)

@@ -1,0 +1,134 @@
+"""Packed matrices come back from disk as they were, or not at all."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from corun.gpu.linear.kept_weights import KeptWeights, remembered
+
+MATRICES: dict[str, dict[str, np.ndarray]] = {
+    "a": {"int8": np.arange(6000, dtype=np.uint8).reshape(2, 30, 100)},
+    "b.c": {"int4": np.full((1, 1, 7), 3, np.uint8), "zero points": np.zeros((1, 5), np.uint8)},
+}
+QUESTION = "q" * 64
+
+
+def put(directory: Path, key: str = "key") -> Path:
+    KeptWeights(directory, key).write(MATRICES)
+    (path,) = directory.glob(f"{key}.weights")
+    return path
+
+
+def read(directory: Path, key: str = "key") -> dict[str, object]:
+    kept = KeptWeights(directory, key)
+    try:
+        return {name: kept.read(name) for name in MATRICES}
+    finally:
+        kept.close()
+
+
+def is_whole(found: dict[str, object]) -> bool:
+    return all(
+        isinstance(arrays := found[name], dict)
+        and all(np.array_equal(arrays[key], array) for key, array in expected.items())
+        for name, expected in MATRICES.items()
+    )
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    assert read(tmp_path) == {"a": None, "b.c": None}
+    put(tmp_path)
+    assert is_whole(read(tmp_path))
+    assert read(tmp_path, "another") == {"a": None, "b.c": None}
+
+
+def test_arrays_lie_in_memory_of_their_own(tmp_path: Path) -> None:
+    path = put(tmp_path)
+    found = read(tmp_path)
+    path.write_bytes(b"")
+    assert is_whole(found)
+
+
+@pytest.mark.parametrize("damage", ["a byte", "end", "index", "length", "nothing left", "no index"])
+def test_a_damaged_file_is_noticed(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = put(tmp_path)
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    if damage == "a byte":
+        content[-3] ^= 1
+    elif damage == "end":
+        del content[-3:]
+    elif damage == "index":
+        content[8] = 0
+    elif damage == "length":
+        content[:8] = b"\xff" * 8
+    elif damage == "nothing left":
+        content.clear()
+    else:
+        content[8 : 8 + length] = b"[]".ljust(length)
+    path.write_bytes(content)
+    assert read(tmp_path)["b.c"] is None
+    assert "is damaged and is made again" in caplog.text
+    assert is_whole(read(tmp_path)) is False
+    put(tmp_path)
+    assert is_whole(read(tmp_path))
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=put, args=(tmp_path,)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(20)
+        assert writer.exitcode == 0
+    assert is_whole(read(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["key.weights"]
+
+
+def test_a_directory_that_cannot_be_written_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    KeptWeights(file / "below", "key").write(MATRICES)
+    assert "not kept for the next start" in caplog.text
+    assert remembered(file / "below", QUESTION, lambda: "a" * 64) == "a" * 64
+
+
+def test_what_nobody_has_used_for_long_goes(tmp_path: Path) -> None:
+    old, used = put(tmp_path, "old"), put(tmp_path, "used")
+    long_ago_s = time.time() - 100 * 86400
+    for path in (old, used):
+        os.utime(path, (long_ago_s, long_ago_s))
+    read(tmp_path, "used")
+    put(tmp_path, "new")
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["new", "used"]
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = put(tmp_path, "first"), put(tmp_path, "second")
+    os.utime(first, (time.time() - 60,) * 2)
+    size = first.stat().st_size
+    usage = SimpleNamespace(free=2 * size + 1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    put(tmp_path, "third")
+    assert second.exists() and not first.exists()
+    usage.free = 0
+    KeptWeights(tmp_path, "fourth").write({"large": {"int8": np.zeros(5 * size, np.uint8)}})
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["second", "third"]
+
+
+def test_an_answer_is_found_once(tmp_path: Path) -> None:
+    answers = iter(["a" * 64, "b" * 64])
+    assert remembered(tmp_path, QUESTION, lambda: next(answers)) == "a" * 64
+    assert remembered(tmp_path, QUESTION, lambda: next(answers)) == "a" * 64
+    (note,) = tmp_path.iterdir()
+    note.write_text("damaged")
+    assert remembered(tmp_path, QUESTION, lambda: next(answers)) == "b" * 64

@@ -1,0 +1,54 @@
+"""Weights of 8 and 4 bits: how near they are to the full ones, and that packing keeps them."""
+
+import numpy as np
+import pytest
+import torch
+from corun.gpu.linear.quantized import QuantizedWeight, quantize
+from corun.gpu.linear.quantized_linear import PackedWeight
+
+
+def _weight(out_features: int, in_features: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(out_features)
+    weight = 0.02 * torch.randn(out_features, in_features, generator=generator)
+    weight[1, 64:128] = 0
+    weight[2, :64] = 1e-42  # whose scale would be zero
+    return weight
+
+
+@pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 8)])
+def test_every_weight_is_as_near_as_codes_allow(bits: int, steps: int) -> None:
+    weight = _weight(70, 192)
+    quantized = quantize(weight.bfloat16(), bits)
+    weight = weight.bfloat16().float()
+    largest = weight.reshape(70, 3, 64).abs().amax(dim=-1, keepdim=True)
+    error = torch.from_numpy(quantized.dequantized()).reshape(70, 3, 64) - weight.reshape(70, 3, 64)
+    # With 4 bits there is no code for what is as large as the largest, of the other sign.
+    bound = largest / steps * (0.5 if bits == 8 else 1)
+    assert bool((error.abs() <= bound * (1 + 1e-5)).all())
+    assert bool((error.reshape(70, 192)[1, 64:128] == 0).all())
+    assert quantized.scales[1, 1] == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_no_number_is_refused(bits: int, value: float) -> None:
+    weight = _weight(64, 64)
+    weight[5, 5] = value
+    with pytest.raises(ValueError, match="not finite"):
+        quantize(weight, bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4, "4 with zero points"])
+@pytest.mark.parametrize(("out_features", "in_features"), [(3, 64), (64, 128), (70, 192)])
+def test_packing_keeps_every_code(out_features: int, in_features: int, bits: int | str) -> None:
+    quantized = quantize(_weight(out_features, in_features), 8 if bits == 8 else 4)
+    if bits == "4 with zero points":
+        generator = np.random.default_rng(0)
+        zeros = generator.integers(0, 16, quantized.scales.shape).astype(np.uint8)
+        quantized = QuantizedWeight(4, quantized.codes, quantized.scales, zeros)
+    packed = PackedWeight.of(quantized)
+    again = packed.unpacked()
+    assert np.array_equal(again.codes, quantized.codes)
+    assert np.array_equal(again.scales, quantized.scales)
+    assert np.array_equal(again.zero_points, quantized.zero_points)  # type: ignore[arg-type]
+    assert np.array_equal(again.dequantized(), quantized.dequantized())

@@ -1,0 +1,188 @@
+"""Products with quantised weights, against the dequantised ones in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corun.gpu.forward.batch import StepContext
+from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
+from corun.gpu.linear.base import LinearBackend
+from corun.gpu.linear.group import InputGroup
+from corun.gpu.linear.numba_backend import NumbaLinear
+from corun.gpu.linear.quantized import QuantizedWeight, quantize
+from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
+
+GROUP = 64
+# Weights, and whether they have zero points of their own.
+KINDS = [(8, False), (4, False), (4, True)]
+each_kind = pytest.mark.parametrize(("bits", "has_zeros"), KINDS)
+
+
+def make_weight(shape: tuple[int, int], bits: int, has_zeros: bool) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(shape[0])
+    weight = 0.02 * torch.randn(shape, generator=generator)
+    weight[0, :GROUP] = 0
+    quantized = quantize(weight, bits)
+    if not has_zeros:
+        return quantized
+    zeros = np.random.default_rng(0).integers(0, 16, quantized.scales.shape).astype(np.uint8)
+    return QuantizedWeight(bits, quantized.codes, quantized.scales, zeros)
+
+
+def make_linear(shape: tuple[int, int], bits: int, has_zeros: bool) -> QuantizedLinear:
+    return QuantizedLinear(PackedWeight.of(make_weight(shape, bits, has_zeros)), None)
+
+
+def coded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """What the kernel makes of x: float64."""
+    groups = x.double().unflatten(-1, (-1, GROUP))
+    steps = groups.abs().amax(dim=-1, keepdim=True) / (32767 if bits == 8 else 127)
+    codes = (groups / torch.where(steps == 0, 1, steps)).round()
+    values: torch.Tensor = (codes * steps).reshape(x.shape)
+    return values
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(1, 64), (64, 64), (65, 192), (192, 320)]
+)
+def test_products_of_any_shape(
+    out_features: int, in_features: int, bits: int, has_zeros: bool
+) -> None:
+    weight = make_weight((out_features, in_features), bits, has_zeros)
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(out_features, generator=generator).bfloat16()
+    backend = QuantizedLinear(PackedWeight.of(weight), bias)
+    truth_weight = torch.from_numpy(weight.dequantized()).double()
+    for tokens in (*range(14), 24, 33, 64, 130):
+        x = torch.randn(tokens, in_features, generator=generator).bfloat16()
+        y = backend(x)
+        assert y.shape == (tokens, out_features)
+        assert y.dtype == torch.bfloat16 and y.is_contiguous()
+        truth = coded(x, bits) @ truth_weight.t() + bias.double()
+        # A value of x that lies between two codes may be rounded to the other one.
+        step = float(x.abs().max()) / 127 if tokens and bits == 4 else 0
+        atol = 1e-4 + 2 * step * float(truth_weight.abs().max())
+        torch.testing.assert_close(y.double(), truth, rtol=2**-8, atol=atol)
+    assert torch.equal(backend.weight, truth_weight.bfloat16())
+
+
+@each_kind
+def test_the_error_is_that_of_the_weights(bits: int, has_zeros: bool) -> None:
+    """Of values as models have them: features of very different sizes, and outliers."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(256, 512, generator=generator)
+    quantized = quantize(weight, bits)
+    if has_zeros:  # the same matrix, counted from elsewhere where no code is at its end
+        groups = quantized.codes.reshape(256, -1, GROUP)
+        shift = (groups.max(axis=-1) < 15).astype(np.uint8)
+        codes = (groups + shift[..., None]).reshape(256, 512)
+        quantized = QuantizedWeight(bits, codes, quantized.scales, shift + np.uint8(8))
+    sizes = torch.exp(torch.randn(512, generator=generator))
+    x = (torch.randn(96, 512, generator=generator) * sizes).bfloat16()
+    x[:, 7] *= 100
+    truth = x.double() @ weight.double().t()
+    dequantized = torch.from_numpy(quantized.dequantized()).double()
+    of_weights = (x.double() @ dequantized.t() - truth).norm()
+    y = QuantizedLinear(PackedWeight.of(quantized), None)(x)
+    bound = 1.1 if bits == 8 else 1.05
+    assert (y.double() - truth).norm() <= bound * of_weights
+
+
+@each_kind
+def test_a_token_is_computed_the_same_with_any_number_of_others(bits: int, has_zeros: bool) -> None:
+    backend = make_linear((192, 640), bits, has_zeros)
+    x = torch.randn(37, 640, generator=torch.Generator().manual_seed(0)).bfloat16()
+    alone = torch.cat([backend(x[token : token + 1]) for token in range(len(x))])
+    for tokens in (*range(2, 20), 37):
+        assert torch.equal(backend(x[:tokens]), alone[:tokens])
+
+
+@each_kind
+@pytest.mark.parametrize("tokens", [5, 130])  # few: each thread makes rows of x for itself
+def test_products_of_any_number_of_threads(tokens: int, bits: int, has_zeros: bool) -> None:
+    backend = make_linear((448, 512), bits, has_zeros)
+    x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = num_kernel_threads()
+    results = []
+    try:
+        for num_threads in (1, 2):
+            set_kernel_threads(num_threads)
+            results.append(backend(x))
+    finally:
+        set_kernel_threads(before)
+    assert torch.equal(*results)
+
+
+@each_kind
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_a_number_makes_its_token_nan(value: float, bits: int, has_zeros: bool) -> None:
+    backend = make_linear((64, 192), bits, has_zeros)
+    x = torch.randn(9, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    clean = backend(x)
+    x[4, 100] = value
+    y = backend(x)
+    assert bool(y[4].isnan().all())
+    others = [token for token in range(9) if token != 4]
+    assert torch.equal(y[others], clean[others])
+
+
+@each_kind
+def test_zeros_and_what_is_nearly_zero(bits: int, has_zeros: bool) -> None:
+    weight = make_weight((64, 192), bits, has_zeros)
+    bias = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    backend = QuantizedLinear(PackedWeight.of(weight), bias)
+    x = torch.zeros(3, 192).bfloat16()
+    x[1] = 1e-40  # its inverse is not finite
+    assert torch.equal(backend(x), bias.bfloat16().expand(3, 64))
+    # The largest values that there are, whose sum still is one.
+    x[2, :64] = torch.finfo(torch.bfloat16).max / 1024
+    truth = x[2].double() @ torch.from_numpy(weight.dequantized()).double().t()
+    torch.testing.assert_close(backend(x)[2].double(), truth, rtol=2**-6, atol=1e30)
+
+
+@each_kind
+def test_rows_with_gaps_of_which_nothing_else_is_read(bits: int, has_zeros: bool) -> None:
+    backend = make_linear((64, 64), bits, has_zeros)
+    wide = torch.full((11, 128), float("nan")).bfloat16()
+    wide[:, 3:67] = torch.randn(11, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = wide[:, 3:67]
+    assert torch.equal(backend(x), backend(x.contiguous()))
+
+
+@each_kind
+@pytest.mark.parametrize("tokens", [1, 6, 130])
+def test_together_is_what_each_computes_alone(tokens: int, bits: int, has_zeros: bool) -> None:
+    backends = [make_linear((width, 128), bits, has_zeros) for width in (70, 16, 64)]
+    group = InputGroup(StepContext(), "qkv")
+    for backend in backends:
+        group.join(backend, None)
+    x = torch.randn(1, tokens, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for member, backend in enumerate(backends):
+        assert torch.equal(group.product(member, x), backend(x))
+
+
+def test_a_group_may_mix_what_is_quantised_and_what_is_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    full = NumbaLinear(torch.randn(64, 128, generator=generator).bfloat16(), None)
+    quantized = [make_linear((width, 128), bits, False) for width, bits in ((64, 8), (16, 4))]
+    backends: list[LinearBackend] = [quantized[0], full, quantized[1]]
+    group = InputGroup(StepContext(), "qkv")
+    for backend in backends:
+        group.join(backend, None)
+    x = torch.randn(1, 3, 128, generator=generator).bfloat16()
+    for member, backend in enumerate(backends):
+        assert torch.equal(group.product(member, x), backend(x))
+
+
+def test_what_was_kept_may_be_read_only(tmp_path: Path) -> None:
+    packed = PackedWeight.of(make_weight((128, 192), 4, True))
+    assert packed.zero_points is not None
+    arrays = []
+    for name, array in (("blocks", packed.blocks), ("zeros", packed.zero_points)):
+        np.save(tmp_path / f"{name}.npy", array)
+        arrays.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
+    kept = PackedWeight(4, 128, 192, *arrays)
+    x = torch.randn(7, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(QuantizedLinear(kept, None)(x), QuantizedLinear(packed, None)(x))

@@ -1,0 +1,293 @@
+"""Which linears are made of fewer bits, from what, at what cost, and when that is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from corun.gpu.forward.batch import StepContext
+from corun.gpu.linear.numba_backend import NumbaLinear
+from corun.gpu.linear.quantized import quantize
+from corun.gpu.linear.quantized_linear import QuantizedLinear
+from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
+from corun.gpu.model import quantization
+from corun.gpu.model.attention_hook import PagedAttentionHook
+from corun.gpu.model.fingerprint import model_fingerprint
+from corun.gpu.model.load import ModelSource, load_config
+from corun.gpu.model.quantization import (
+    Quantization,
+    QuantizedLinears,
+    Weights,
+    check_dtype,
+    plan_quantization,
+)
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.errors import ConfigError, ModelError
+from safetensors.torch import load_file, save_file
+from support.architectures import save_model
+from transformers import PreTrainedModel
+
+CPU = torch.device("cpu")
+INT8 = Quantization(8, 8, None)
+PLAIN_CONFIG = SimpleNamespace()
+
+
+def gptq_config(bits: int = 4) -> SimpleNamespace:
+    return SimpleNamespace(
+        quantization_config={"quant_method": "gptq", "bits": bits, "group_size": 64}
+    )
+
+
+def plan(config: Any = PLAIN_CONFIG, **options: Any) -> Quantization | None:
+    config_of = EngineConfig(**{"device": "cpu", **options})
+    return plan_quantization(config_of, config, torch.device(config_of.device))
+
+
+def load(
+    model: Path, planned: Quantization, kept: Path | None = None
+) -> tuple[PreTrainedModel, Weights]:
+    """The model with its linears replaced, as an engine does it."""
+    source, context = ModelSource(str(model)), StepContext()
+    linears = QuantizedLinears(source, load_config(source), planned, kept)
+    hook = PagedAttentionHook(context)
+    try:
+        made = linears.load_rest(torch.bfloat16, CPU, hook.name)
+    finally:
+        hook.close()
+    sizes = {name: p.numel() * p.element_size() for name, p in made.named_parameters()}
+    wrap_linears(made, context, NumbaLinear, {}, {}, linears.make)
+    return made, linears.finish(sizes)
+
+
+def backends(model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        path: module.backend
+        for path, module in model.named_modules()
+        if isinstance(module, CorunLinear)
+    }
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model("llama3-rope", tmp_path / "model")
+
+
+def test_nothing_is_quantised_unless_it_is_asked_for() -> None:
+    assert plan() is None
+    assert plan(quantization="int4") == Quantization(4, 8, None)
+    assert plan(quantization="int4", lm_head_quantization="int4") == Quantization(4, 4, None)
+    assert plan(quantization="int8", lm_head_quantization="off") == Quantization(8, None, None)
+    stored = plan(gptq_config())
+    assert stored is not None and stored.bits is None and stored.head_bits is None
+    assert plan(gptq_config(), quantization="int4") == stored
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        (PLAIN_CONFIG, {"lm_head_quantization": "int8"}, "needs --quantization"),
+        (PLAIN_CONFIG, {"quantization": "int8", "device": "cuda"}, "CPU alone so far"),
+        (gptq_config(), {"device": "cuda"}, "checkpoint of gptq is served on the CPU alone"),
+        (gptq_config(8), {"quantization": "int4"}, "is int4, but the checkpoint is in int8"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    config: Any, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        plan(config, **options)
+
+
+def test_products_are_of_bfloat16() -> None:
+    assert check_dtype(torch.float16, is_chosen=False) == torch.bfloat16
+    with pytest.raises(ConfigError, match="--dtype float32 does not go with"):
+        check_dtype(torch.float32, is_chosen=True)
+
+
+def test_kv_of_other_bits_has_another_name(model: Path) -> None:
+    source = ModelSource(str(model))
+    config = load_config(source)
+    labels = {"", INT8.label, Quantization(4, 8, None).label, Quantization(8, None, None).label}
+    assert len({model_fingerprint(source, config, label) for label in labels}) == 4
+
+
+@pytest.mark.parametrize("name", ["llama3-rope", "gemma2", "mixtral"])
+def test_linears_hold_what_their_checkpoint_comes_to(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Embeddings, norms, experts, and linears of 96 inputs stay as they are."""
+    directory = save_model(name, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    made, weights = load(directory, INT8)
+    for path, backend in backends(made).items():
+        full = tensors.get(f"{path}.weight", tensors["model.embed_tokens.weight"])
+        if full.shape[1] % 64:
+            assert isinstance(backend, NumbaLinear)
+            assert path in caplog.text
+            assert torch.equal(backend.weight, full.bfloat16())
+            continue
+        assert isinstance(backend, QuantizedLinear)
+        expected = quantize(full, 8)
+        found = backend.packed.unpacked()
+        assert (found.codes == expected.codes).all() and (found.scales == expected.scales).all()
+    embedding = made.get_input_embeddings().weight
+    assert torch.equal(embedding, tensors["model.embed_tokens.weight"].bfloat16())
+    assert 0 < weights.quantized_bytes < weights.num_bytes
+
+
+def test_the_head_stays_by_choice(model: Path) -> None:
+    made, weights = load(model, Quantization(4, None, None))
+    found = backends(made)
+    assert isinstance(found["lm_head"], NumbaLinear)
+    assert found["model.layers.0.self_attn.q_proj"].name == "int4"
+    assert weights.kind == "int4, head in full"
+
+
+def test_a_second_start_reads_what_the_first_has_made(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    first, _ = load(model, INT8, kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantization, "quantize", None)  # nothing is made
+        second, _ = load(model, INT8, kept)
+    for path, backend in backends(first).items():
+        assert torch.equal(backend.weight, backends(second)[path].weight)
+    load(model, Quantization(4, 8, None), kept)
+    assert len(list(kept.glob("*.weights"))) == 2
+
+
+def test_a_copy_of_the_checkpoint_is_the_same_content(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    load(model, INT8, kept)
+    load(model.rename(tmp_path / "moved"), INT8, kept)
+    assert len(list(kept.glob("*.weights"))) == 1
+
+
+def test_a_damaged_file_is_made_again(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "kept"
+    first, _ = load(model, INT8, kept)
+    (path,) = kept.glob("*.weights")
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 300] = bytes(300)
+    path.write_bytes(content)
+    second, _ = load(model, INT8, kept)
+    assert "is damaged and is made again" in caplog.text
+    for name, backend in backends(first).items():
+        assert torch.equal(backend.weight, backends(second)[name].weight)
+    caplog.clear()
+    load(model, INT8, kept)
+    assert "damaged" not in caplog.text
+
+
+def test_checkpoints_in_other_content_are_other_files(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    load(model, INT8, kept)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] *= 2
+    save_file(tensors, file, metadata={"format": "pt"})
+    made, _ = load(model, INT8, kept)
+    expected = quantize(tensors["lm_head.weight"], 8)
+    assert (backends(made)["lm_head"].packed.unpacked().scales == expected.scales).all()
+
+
+def test_weights_that_are_not_finite_are_refused(model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"k_proj\.weight of .* cannot be quantised: .*finite"):
+        load(model, INT8)
+
+
+def test_a_wrong_product_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = QuantizedLinear.__call__
+    monkeypatch.setattr(QuantizedLinear, "__call__", lambda self, x: call(self, x).roll(1, -1))
+    with pytest.raises(ModelError, match="is wrong on this machine"):
+        load(model, INT8)
+
+
+def store_as_integers(directory: Path) -> dict[str, torch.Tensor]:
+    """Make a checkpoint of compressed-tensors of one; returns its dequantised matrices."""
+    file = directory / "model.safetensors"
+    dense, tensors = {}, load_file(file)
+    for name, tensor in list(tensors.items()):
+        if name.endswith("proj.weight") and tensor.shape[1] % 64 == 0:
+            path = name.removesuffix(".weight")
+            scales = tensor.abs().amax(dim=1, keepdim=True) / 127
+            codes = (tensor / scales).round()
+            tensors[name] = codes.to(torch.int8)
+            tensors[f"{path}.weight_scale"] = scales
+            dense[path] = codes * scales
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return dense
+
+
+def test_a_quantised_checkpoint_is_taken_as_it_is(model: Path, tmp_path: Path) -> None:
+    dense = store_as_integers(model)
+    config = load_config(ModelSource(str(model)))
+    planned = plan(config)
+    assert planned is not None
+    for _ in range(2):  # from the checkpoint, and from what is kept
+        made, weights = load(model, planned, tmp_path / "kept")
+        found = backends(made)
+        assert {path for path, one in found.items() if one.name == "int8"} == dense.keys()
+        for path, matrix in dense.items():
+            dequantised = torch.from_numpy(found[path].packed.unpacked().dequantized())
+            torch.testing.assert_close(dequantised, matrix)
+        assert weights.kind == "int8"
+
+
+def test_quantised_weights_that_no_linear_takes_are_refused(model: Path) -> None:
+    store_as_integers(model)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.experts.0.gate_proj.qweight"] = torch.zeros(2, 2).int()
+    save_file(tensors, file, metadata={"format": "pt"})
+    planned = plan(load_config(ModelSource(str(model))))
+    assert planned is not None
+    with pytest.raises(ModelError, match=r"no plain linear's: .*experts\.0\.gate_proj"):
+        load(model, planned)
+
+
+def test_a_bias_that_would_be_lost_is_refused(model: Path) -> None:
+    store_as_integers(model)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    planned = plan(load_config(ModelSource(str(model))))
+    assert planned is not None
+    for value in (0.0, 1.0):
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.full((64,), value)
+        save_file(tensors, file, metadata={"format": "pt"})
+        if value == 0:
+            load(model, planned)
+    with pytest.raises(ModelError, match="the model has no such bias"):
+        load(model, planned)
+
+
+def test_a_start_needs_little_more_than_what_it_leaves(tmp_path: Path) -> None:
+    """A float32 checkpoint of 200 MiB, in another process, whose peak is its own."""
+    script = Path(__file__).parents[2] / "support" / "quantized_start.py"
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), str(tmp_path)], capture_output=True, text=True,
+        timeout=110, check=True,
+    )  # fmt: skip
+    weight_bytes, grown_bytes = map(int, done.stdout.split())
+    assert weight_bytes < 67 * 2**20
+    # Beside it a matrix on its way, and what the libraries take; all of it in bfloat16 are 100 MiB.
+    assert grown_bytes < weight_bytes + 96 * 2**20

@@ -1,0 +1,248 @@
+"""Checkpoints of other projects are taken code by code; what is not understood is refused.
+
+The packers here follow the formats' own descriptions, element by element.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corun.gpu.model.load import ModelSource
+from corun.gpu.model.stored_quantization import (
+    StoredQuantization,
+    read_stored,
+    read_stored_quantization,
+    stored_paths,
+)
+from corun.gpu.model.weight_files import WeightFiles
+from corun.runtime.errors import ModelError
+from safetensors.torch import save_file
+
+OUT, IN = 16, 256
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word has at each place
+Tensors = dict[str, torch.Tensor]
+
+
+def words(values: list[int], bits: int) -> int:
+    """An int32 of these values, the first in its lowest bits."""
+    word = sum(value << (place * bits) for place, value in enumerate(values))
+    return word - 2**32 if word >= 2**31 else word
+
+
+def pack(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """[rows, columns] -> int32 [rows, columns * bits / 32]."""
+    num = 32 // bits
+    order = order or tuple(range(num))
+    packed = [
+        [words([int(row[start + one]) for one in order], bits) for start in range(0, len(row), num)]
+        for row in values
+    ]
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+class Matrix:
+    """Unsigned codes and zero points, scales, and what they stand for."""
+
+    def __init__(self, bits: int, group_size: int = 128, *, symmetric: bool = False) -> None:
+        rng = np.random.default_rng(bits + group_size)
+        self.bits, self.group_size = bits, group_size
+        groups = IN // group_size
+        self.codes = rng.integers(0, 1 << bits, (OUT, IN))
+        self.zeros = np.full((OUT, groups), 1 << (bits - 1))
+        if not symmetric:
+            self.zeros = rng.integers(1, 1 << bits, (OUT, groups))
+        self.scales = rng.uniform(0.01, 0.02, (OUT, groups)).astype(np.float16)
+
+    @property
+    def dense(self) -> np.ndarray:
+        zeros = np.repeat(self.zeros, self.group_size, axis=1)
+        scales = np.repeat(self.scales.astype(np.float32), self.group_size, axis=1)
+        dense: np.ndarray = (self.codes - zeros).astype(np.float32) * scales
+        return dense
+
+    def gptq(self, offset: int = 1) -> Tensors:
+        return {
+            "qweight": pack(self.codes, self.bits).T,
+            "qzeros": pack((self.zeros - offset).T, self.bits),
+            "scales": torch.from_numpy(self.scales.T.copy()),
+            "g_idx": torch.arange(IN, dtype=torch.int32) // self.group_size,
+        }
+
+    def awq(self) -> Tensors:
+        return {
+            "qweight": pack(self.codes.T, 4, AWQ_ORDER),
+            "qzeros": pack(self.zeros.T, 4, AWQ_ORDER),
+            "scales": torch.from_numpy(self.scales.T.copy()),
+        }
+
+    def compressed(self, *, has_zeros: bool) -> Tensors:
+        found = {
+            "weight_packed": pack(self.codes, self.bits),
+            "weight_scale": torch.from_numpy(self.scales).bfloat16(),
+            "weight_shape": torch.tensor([OUT, IN]),
+        }
+        self.scales = found["weight_scale"].float().numpy()
+        if has_zeros:
+            found["weight_zero_point"] = pack(self.zeros.T, self.bits).T
+        return found
+
+    def integers(self) -> Tensors:
+        middle = 1 << (self.bits - 1)
+        return {
+            "weight": torch.from_numpy(self.codes - middle).to(torch.int8),
+            "weight_scale": torch.from_numpy(self.scales),
+        }
+
+
+def files(path: Path, tensors: Tensors) -> WeightFiles:
+    path.joinpath("config.json").write_text("{}")
+    named = {f"layer.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, path / "model.safetensors")
+    return WeightFiles(ModelSource(str(path)))
+
+
+def check(path: Path, matrix: Matrix, tensors: Tensors, stored: StoredQuantization) -> None:
+    found = files(path, tensors)
+    assert stored_paths(found) == {"layer"}
+    weight = read_stored(found, "layer", (OUT, IN), stored)
+    assert weight.bits == matrix.bits
+    assert np.array_equal(weight.dequantized(), matrix.dense)
+
+
+@pytest.mark.parametrize("group_size", [64, 128, IN])
+@pytest.mark.parametrize(("form", "offset"), [("gptq", 1), ("gptq_v2", 0)])
+def test_gptq(tmp_path: Path, form: str, offset: int, group_size: int) -> None:
+    stored = read(gptq(checkpoint_format=form))
+    matrix = Matrix(4, group_size)
+    check(tmp_path, matrix, matrix.gptq(offset), stored)
+
+
+def test_gptq_in_8_bits(tmp_path: Path) -> None:
+    matrix = Matrix(8, symmetric=True)
+    check(tmp_path, matrix, matrix.gptq(), read(gptq(bits=8)))
+    assert matrix.codes.min() == 0  # -128, which quantising here never gives
+
+
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_awq(tmp_path: Path, group_size: int) -> None:
+    matrix = Matrix(4, group_size)
+    check(tmp_path, matrix, matrix.awq(), read(awq()))
+
+
+@pytest.mark.parametrize("group_size", [128, IN])
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
+def test_compressed_tensors(tmp_path: Path, bits: int, symmetric: bool, group_size: int) -> None:
+    matrix = Matrix(bits, group_size, symmetric=symmetric)
+    tensors = matrix.compressed(has_zeros=not symmetric)
+    check(tmp_path, matrix, tensors, read(compressed(num_bits=bits)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compressed_integers_a_channel(tmp_path: Path, bits: int) -> None:
+    matrix = Matrix(bits, IN, symmetric=True)
+    stored = read(compressed(form="int-quantized", num_bits=bits, strategy="channel"))
+    check(tmp_path, matrix, matrix.integers(), stored)
+
+
+def read(fields: dict[str, Any]) -> StoredQuantization:
+    found = read_stored_quantization(SimpleNamespace(quantization_config=fields))
+    assert found is not None
+    return found
+
+
+def gptq(**changes: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, **changes}
+
+
+def awq(**changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", **changes,
+    }  # fmt: skip
+
+
+def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "config_groups": {"group_0": group}, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+def with_activations() -> dict[str, Any]:
+    fields = compressed()
+    fields["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'; corun takes gptq, awq"),
+        ({"quant_method": "fp8"}, "'fp8'"),
+        (gptq(bits=3), "GPTQ in 3 bits"),
+        (gptq(group_size=32), "groups of 32; it takes multiples of 64"),
+        (gptq(checkpoint_format="marlin"), "'marlin'"),
+        (gptq(rotation="hadamard"), "rotation 'hadamard'"),
+        (gptq(bits="four"), "GPTQ in four bits"),
+        ({"quant_method": "gptq"}, "not valid: KeyError"),
+        (awq(version="gemv"), "'gemv'"),
+        (awq(group_size=96), "groups of 96"),
+        (compressed("nvfp4-pack-quantized"), "nvfp4"),
+        (compressed(type="float"), "of type 'float'"),
+        (compressed(strategy="tensor"), "by 'tensor'"),
+        (compressed(group_size=32), "groups of 32"),
+        (compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (compressed() | {"transform_config": {"u": 1}}, "transform_config"),
+        (compressed() | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
+        (compressed() | {"something_new": 1}, "something_new"),
+        (with_activations(), "input_activations: activations that are quantised"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        read(fields)
+
+
+def damaged(change: Callable[[Tensors], object]) -> tuple[Tensors, StoredQuantization]:
+    tensors = Matrix(4).gptq()
+    change(tensors)
+    return tensors, StoredQuantization("gptq", frozenset({4}), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: t["scales"].fill_(float("nan")), "not finite"),
+        (lambda t: t["scales"][0, 3].fill_(float("inf")), "not finite"),
+        (lambda t: t["qzeros"].fill_(-1), "zero points from 16 to 16, beyond 0 to 15"),
+        (lambda t: t["g_idx"].copy_(t["g_idx"].flip(0)), "act-order"),
+        (lambda t: t.pop("scales"), "no tensor scales"),
+        (lambda t: t.update(scales=t["scales"][:, :5]), "scales"),
+        (lambda t: t.update(scales=t["scales"].repeat(4, 1), g_idx=torch.arange(IN) // 32), "64"),
+        (lambda t: t.update(qweight=t["qweight"][:5]), "no .16, 256. in 4 or 8 bits"),
+        (lambda t: t.update(qzeros=t["qzeros"][:1]), "zero points"),
+    ],
+)
+def test_damaged_matrices_are_refused(
+    tmp_path: Path, change: Callable[[Tensors], object], reason: str
+) -> None:
+    tensors, stored = damaged(change)
+    with pytest.raises(ModelError, match=f"linear layer cannot be taken: .*{reason}"):
+        read_stored(files(tmp_path, tensors), "layer", (OUT, IN), stored)
+
+
+def test_8_bits_with_zero_points_are_refused(tmp_path: Path) -> None:
+    found = files(tmp_path, Matrix(8).gptq())
+    with pytest.raises(ModelError, match="8 bits with zero points"):
+        read_stored(found, "layer", (OUT, IN), StoredQuantization("gptq", frozenset({8}), 1))
+
+
+def test_inputs_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    found = files(tmp_path, Matrix(4).gptq())
+    with pytest.raises(ModelError, match="96 inputs are no whole groups of 64"):
+        read_stored(found, "layer", (OUT, 96), StoredQuantization("gptq", frozenset({4}), 1))

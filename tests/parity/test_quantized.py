@@ -1,0 +1,90 @@
+"""Answers over weights in 8 bits are those of PEFT over what is left of them, on every path.
+
+That is: prefixes that are found again, and adapters that are not on the device yet. Mixed batches
+and preemption are held to the same in ``test_half_precision``.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from corun import Engine, LoRARequest, SamplingParams
+from support.cold_engine import ColdEngine
+from support.cold_parity import NAMES, check, make_case, prompts, split_at
+from support.model_profiles import Figures
+from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
+# Of what the weights themselves have lost in 4 bits: activations are in 8 there.
+MAX_OVER_WEIGHTS = 1.1
+GREEDY = SamplingParams(temperature=0, max_tokens=7, logprobs=MAX_LOGPROBS, ignore_eos=True)
+
+
+def candidates_of(choice: object) -> list[dict[int, float]]:
+    logprobs = choice.logprobs  # type: ignore[attr-defined]
+    return [{token: found.logprob for token, found in one.items()} for one in logprobs]
+
+
+def test_prefixes_that_are_found_again(tmp_path: Path) -> None:
+    case = ParityCase("llama3-rope", tmp_path, quantization="int8")
+    names = [None, *case.adapters]
+    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
+    asked = prompts(len(names), seed=7)
+    errors = HalfErrors(case)
+    with Engine(
+        model=str(case.directory), device="cpu", dtype="bfloat16", quantization="int8",
+        block_size=4, max_num_batched_tokens=16, memory_gib=0.05,
+    ) as engine:  # fmt: skip
+        for turn in range(2):
+            outputs = engine.generate(asked, GREEDY, loras)
+            found = [output.outputs[0].num_cached_tokens for output in outputs]
+            assert (min(found) > 0) == (turn > 0), found
+            for name, output in zip(names, outputs, strict=True):
+                (choice,) = output.outputs
+                errors.add(name, output.prompt_token_ids, choice.token_ids, candidates_of(choice))
+            asked = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5] for out in outputs]
+    error, peft_error = errors.means
+    assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
+
+
+@pytest.mark.parametrize("split_layer", [0, 2])
+def test_cold_adapters(split_layer: int, tmp_path: Path) -> None:
+    """Deltas by workers and by the device, of activations that nobody has rounded."""
+    case = make_case(tmp_path / "case", quantization="int8")
+    with ColdEngine(
+        case.directory, case.adapters, tmp_path, figures=Figures(link_bytes_per_s=1e6),
+        quantization="int8",
+    ) as engine:  # fmt: skip
+        engine.warm("rs")
+        names = [*NAMES, None]
+        with engine.chunks(split_at(split_layer)):
+            for name, prompt in zip(names, prompts(len(names)), strict=True):
+                engine.ask(name, prompt)
+            answers = engine.run()
+        check(case, answers)
+        assert engine.assisted
+        engine.check_nothing_is_held()
+
+
+def test_4_bits_cost_little_more_than_their_weights(tmp_path: Path) -> None:
+    full = ParityCase("llama3-rope", tmp_path / "full")
+    fewer = ParityCase("llama3-rope", tmp_path / "fewer", quantization="int4")
+    ours, theirs = [], []
+    with Engine(
+        model=str(full.directory), device="cpu", dtype="bfloat16", quantization="int4",
+        lm_head_quantization="int4", memory_gib=0.05,
+    ) as engine:  # fmt: skip
+        outputs = engine.generate(prompts(8, seed=11), GREEDY)
+    for output in outputs:
+        (choice,) = output.outputs
+        tokens, first = [*output.prompt_token_ids, *choice.token_ids], len(output.prompt_token_ids)
+        truth = full.truth(None, tokens, first, torch.float32)
+        dequantised = fewer.truth(None, tokens, first, torch.float32)
+        for row, found in enumerate(candidates_of(choice)):
+            ids = list(found)
+            ours.append((torch.tensor([found[i] for i in ids]) - truth[row, ids]).abs())
+            theirs.append((dequantised[row, ids] - truth[row, ids]).abs())
+    error, weight_error = float(torch.cat(ours).mean()), float(torch.cat(theirs).mean())
+    assert 0 < error <= MAX_OVER_WEIGHTS * weight_error, (error, weight_error)

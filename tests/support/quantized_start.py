@@ -1,0 +1,55 @@
+"""Quantises a model at start and says what it left, and by how much memory grew at most.
+
+Run as ``python -P quantized_start.py DIR``; prints the bytes of all weights, and those of the peak.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from corun.gpu.forward.batch import StepContext
+from corun.gpu.linear.numba_backend import NumbaLinear
+from corun.gpu.linear.quantized import quantize
+from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
+from corun.gpu.linear.wrapper import wrap_linears
+from corun.gpu.model.load import ModelSource, load_config
+from corun.gpu.model.quantization import Quantization, QuantizedLinears
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def save(directory: Path) -> None:
+    """200 MiB of float32, nearly all of it in linears."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=96, hidden_size=1024, intermediate_size=1024, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=8, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+def memory_bytes(line: str) -> int:
+    """A line of this process's status."""
+    for text in Path("/proc/self/status").read_text().splitlines():
+        if text.startswith(line):
+            return int(text.split()[1]) * 1024
+    raise KeyError(line)
+
+
+def main(directory: Path) -> None:
+    """Save, warm up, start."""
+    save(directory)
+    packed = PackedWeight.of(quantize(torch.randn(64, 64), 8))
+    QuantizedLinear(packed, None)(torch.randn(3, 64).bfloat16())  # compiles its kernels
+    source = ModelSource(str(directory))
+    linears = QuantizedLinears(source, load_config(source), Quantization(8, 8, None), None)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before_bytes = memory_bytes("VmRSS")
+    model = linears.load_rest(torch.bfloat16, torch.device("cpu"), "eager")
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    wrap_linears(model, StepContext(), NumbaLinear, {}, {}, linears.make)
+    weights = linears.finish(sizes)
+    peak_bytes = memory_bytes("VmHWM") - before_bytes
+    sys.stdout.write(f"{weights.num_bytes} {peak_bytes}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
