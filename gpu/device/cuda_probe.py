@@ -147,6 +147,20 @@ def probe_wait(bench: ProbeBench, waiter: Waiter) -> None:
             raise ProbeError("the stream did not see what was written before the word")
 
 
+def drain(bench: ProbeBench) -> None:
+    """Let end what a probe that failed has enqueued, whatever becomes of it.
+
+    Raises ``StuckStreamError`` if it does not.
+    """
+    handle = bench.events.borrow(bench.state)
+    if not bench.ends(handle, bench.timeout_s):
+        raise StuckStreamError(
+            f"what a probe enqueued that failed is not done after {bench.timeout_s:g} s"
+        )
+    bench.events.give(handle)
+    bench.state.failure = None
+
+
 def _publish(host: torch.Tensor, word: Word, number: int, value: int) -> None:
     host.fill_(number)
     cuda_words.store(word.host_address, value)

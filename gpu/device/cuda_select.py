@@ -21,6 +21,7 @@ from .cuda_probe import (
     PAYLOAD_OFFSET,
     ProbeBench,
     StuckStreamError,
+    drain,
     probe_copies,
     probe_signal,
     probe_wait,
@@ -175,9 +176,15 @@ class Selection:
             self._options.probe_timeout_s,
         )
         try:
-            probe_copies(bench)
-            probe_signal(bench, signaller)
-            probe_wait(bench, waiter)
+            try:
+                probe_copies(bench)
+                probe_signal(bench, signaller)
+                probe_wait(bench, waiter)
+            except StuckStreamError:
+                raise
+            except Exception:
+                drain(bench)  # its memory is about to be unmapped, and the other way's
+                raise
         except StuckStreamError:
             _KEPT.append(scratch)
             raise

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from .convert import to_tensor
 from .matrix_layout import MatrixLayout, bits_of
 
 GroupKey = tuple[int, int]  # layer, input group
+
+_MAX_KEPT = 32  # adapters that were planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,13 @@ class AdapterLayout:
         for target in target_map.targets:
             groups[target.layer, target.input_group].append(target)
         self._groups = {key: tuple(groups[key]) for key in sorted(groups)}
+        self._plan_once = lru_cache(_MAX_KEPT)(self._plan)
 
     def plan(self, adapter: ResolvedAdapter) -> tuple[GroupPlan, ...]:
-        """The regions of an adapter, layers ascending."""
+        """The regions of an adapter, layers ascending; those of one recipe are planned once."""
+        return self._plan_once(adapter)
+
+    def _plan(self, adapter: ResolvedAdapter) -> tuple[GroupPlan, ...]:
         by_index = {lora.target.index: lora for lora in adapter.targets}
         plans = []
         for key, targets in self._groups.items():

@@ -38,7 +38,16 @@ _UNINITIALISED = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"
 _READS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 )
-_PACKED_AS = {"q": "q", "d": "d", "f": "f4x", "h": "h6x", "H": "H6x", "b": "?7x"}
+_PACKED_AS = {
+    "q": "q",
+    "d": "d",
+    "f": "f4x",
+    "h": "h6x",
+    "H": "H6x",
+    "c": "b7x",
+    "C": "B7x",
+    "b": "?7x",
+}
 
 
 class OutputMemory:

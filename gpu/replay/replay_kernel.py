@@ -20,6 +20,8 @@ LETTERS = {
     types.float32: "f",
     types.int16: "h",
     types.uint16: "H",
+    types.int8: "c",
+    types.uint8: "C",
     types.boolean: "b",
 }
 _LLVM_TYPES = {
@@ -28,13 +30,15 @@ _LLVM_TYPES = {
     "f": ir.FloatType(),
     "h": ir.IntType(16),
     "H": ir.IntType(16),
+    "c": ir.IntType(8),
+    "C": ir.IntType(8),
     "b": ir.IntType(1),
 }
 _ATTEND = "q" * 13 + "ddq"
 _ADD_DELTAS = "q" * 13
 _MULTIPLY = "q" * 8
 SIGNATURES = (
-    *(tag + _MULTIPLY for tag in "hH"),
+    *(tag + _MULTIPLY for tag in "hHcC"),
     "qqqqqqfbq",  # norms
     "q" * 9,  # gated activations
     "q" * 17,  # rotations

@@ -1,16 +1,19 @@
 """Which of the two ways is taken, why the other is not, and what a forced one that fails says."""
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from corun.gpu.device import cuda
 from corun.gpu.device.base import DeviceError
+from corun.gpu.device.cuda_copies import BounceCopies
 from corun.gpu.device.cuda_probe import StuckStreamError
 from corun.gpu.device.host_memory import DeviceChoices
 from corun.gpu.device.link import PacedLink
 from corun.runtime.errors import ConfigError
-from support.cuda.fake_cuda import FakeDriver, FakeGpu, FakeRuntime, fake_device
+from support.cuda.fake_cuda import FakeDriver, FakeGpu, FakeRuntime, FakeStream, fake_device
 
 
 def _sync(faults: str = "", **arguments: Any) -> str:
@@ -56,6 +59,28 @@ def test_a_fault_leads_to_the_host_as_a_whole_and_is_warned_of(
     (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warned.startswith("--device-sync: host, which is slower")
     assert reason in warned
+
+
+def test_what_a_failed_probe_has_enqueued_ends_before_the_other_way_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or it would write to the memory of the other way's probe, here before that is copied."""
+    enqueue, copy = FakeStream.enqueue, BounceCopies.copy
+
+    def late(stream: FakeStream, operation: Callable[[], object]) -> None:
+        def one() -> None:
+            time.sleep(0.01)
+            operation()
+
+        enqueue(stream, one)
+
+    def later(copies: BounceCopies, *arguments: Any) -> None:
+        time.sleep(0.1)
+        copy(copies, *arguments)
+
+    monkeypatch.setattr(FakeStream, "enqueue", late)
+    monkeypatch.setattr(BounceCopies, "copy", later)
+    assert _sync("write_value") == "host"
 
 
 def test_missing_bindings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

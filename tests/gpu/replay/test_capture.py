@@ -12,6 +12,8 @@ from corun.gpu.forward.launcher import Launcher, current_launcher
 from corun.gpu.forward.lower import PackedRows, lower
 from corun.gpu.fused import residual
 from corun.gpu.linear.numba_backend import NumbaLinear
+from corun.gpu.linear.quantized import quantize
+from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
 from corun.gpu.replay.capture import OutputMemory, capture_pass
 from corun.gpu.replay.captured_pass import CapturedPass, KernelCalls
 
@@ -97,6 +99,19 @@ def test_linears_of_each_arithmetic_are_captured(tag: np.generic) -> None:
 
     graph = capture(run)
     assert isinstance(graph, CapturedPass), graph
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_linears_with_quantised_weights_are_captured(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(10, 64, generator=generator).bfloat16()
+    weight = quantize(torch.randn(64, 64, generator=generator), bits)
+    linear = QuantizedLinear(PackedWeight.of(weight), None)
+
+    def run(first: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return linear(torch.nn.functional.embedding(first, embedding))
+
+    check(run)
 
 
 def test_memory_of_outputs_is_used_again_when_nothing_refers_to_it() -> None:
