@@ -96,15 +96,17 @@ def layer_times(
     all_tokens = num_tokens + company.num_forward_tokens
     own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)
     own_on_device, own_assisted = _costs(model, own), _costs(model, own, is_assisted=True)
-    # Layers are alike but for a few, and a decision asks several times.
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
+    # Layers are as those before them but where a split is or targets are others.
+    splits = {part.split_layer for part in company.cold}
+    rank_sums: tuple[int, ...] | None = None
+    assisted_s = device_s = 0.0
     assisted, device = [], []
-    for layer in range(model.num_layers):
-        with_workers = tuple(
-            index for index, part in enumerate(company.cold) if part.split_layer > layer
-        )
-        key = with_workers, request.adapter.rank_sums[layer]
-        if key not in known:
+    for layer, layer_sums in enumerate(request.adapter.rank_sums[: model.num_layers]):
+        if layer in splits or layer_sums != rank_sums:
+            rank_sums = layer_sums
+            with_workers = [
+                index for index, part in enumerate(company.cold) if part.split_layer > layer
+            ]
             others = [
                 _costs(model, part, is_assisted=index in with_workers)
                 for index, part in enumerate(company.cold)
@@ -113,20 +115,17 @@ def layer_times(
                 (company.cold[index].num_tokens, company.cold[index].adapter.rank_sums[layer])
                 for index in with_workers
             ]
-            own_helped = (num_tokens, request.adapter.rank_sums[layer])
-            known[key] = (
-                _layer_s(model, company.warm.plus(*others, own_assisted))
-                + _exposed_s(model, [*helped, own_helped], all_tokens, request.num_workers),
-                _layer_s(model, company.warm.plus(*others, own_on_device))
-                + _exposed_s(model, helped, all_tokens, request.num_workers),
-            )
-        assisted_s, device_s = known[key]
+            own_helped = (num_tokens, layer_sums)
+            assisted_s = _layer_s(model, company.warm.plus(*others, own_assisted))
+            assisted_s += _exposed_s(model, [*helped, own_helped], all_tokens, request.num_workers)
+            device_s = _layer_s(model, company.warm.plus(*others, own_on_device))
+            device_s += _exposed_s(model, helped, all_tokens, request.num_workers)
         assisted.append(assisted_s)
         device.append(device_s)
-    held_s = [
-        max((p.ready_s[layer] for p in company.cold if p.split_layer <= layer), default=0.0)
-        for layer in range(model.num_layers)
-    ]
+    held_s = [0.0] * model.num_layers
+    for part in company.cold:
+        ready_s = part.ready_s[part.split_layer :]
+        held_s[part.split_layer :] = map(max, held_s[part.split_layer :], ready_s)
     return LayerTimes(
         tuple(assisted),
         tuple(device),
@@ -142,8 +141,8 @@ def warm_step_s(model: MachineModel, company: Company) -> float:
 
 
 def _layer_s(model: MachineModel, rows: RowCosts) -> float:
-    """A layer's share of a step with these rows."""
-    return (model.host_step_s + pass_s(model, rows)) / model.num_layers
+    """A layer's share of a step with these rows, of which one is cold."""
+    return (model.host_step_s + pass_s(model, rows, may_capture=False)) / model.num_layers
 
 
 def _costs(model: MachineModel, part: ColdPart, *, is_assisted: bool = False) -> RowCosts:

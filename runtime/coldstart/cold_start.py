@@ -57,6 +57,11 @@ class PlannedColdStarts:
         self._blocking: set[TransferId] = set()
         self._counts: Counter[str] = Counter()
 
+    @property
+    def file_bytes_per_s(self) -> float:
+        """At which adapters are read from files, as far as it is known."""
+        return self._files.bytes_per_s
+
     def use(self, planner: Planner) -> None:
         """Ask another planner from now on."""
         self._planner = planner

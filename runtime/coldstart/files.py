@@ -1,14 +1,13 @@
 """When the layer groups of adapters that are read from files will be on the host. Pure.
 
-Whose turn it is, the table of transfers knows. How fast, is learned from what has been read; the
-first guess is low, because the first layer group that was read corrects it.
+Whose turn it is, the table of transfers knows. How fast, is learned from what has been read.
 """
 
 from collections.abc import Sequence
 
 from ..memory.transfers import OpenLoad, TransferTable
+from ..scheduler.cold import FIRST_FILE_BYTES_PER_S
 
-_FIRST_BYTES_PER_S = 100e6
 _SMOOTHING = 0.5  # weight of the newest measurement: files are in the system's memory, or are not
 
 
@@ -17,12 +16,12 @@ class FileForecast:
 
     def __init__(self, transfers: TransferTable) -> None:
         self._transfers = transfers
-        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self.bytes_per_s = FIRST_FILE_BYTES_PER_S
 
     def learn(self, num_bytes: int, duration_s: float) -> None:
         """So many bytes have been read, which took so long."""
         if num_bytes and duration_s > 0.0:
-            self._bytes_per_s += _SMOOTHING * (num_bytes / duration_s - self._bytes_per_s)
+            self.bytes_per_s += _SMOOTHING * (num_bytes / duration_s - self.bytes_per_s)
 
     def read_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:
         """By group: seconds until it is expected on the host; 0 if it is there.
@@ -40,7 +39,7 @@ class FileForecast:
                 at_s = reading.since_s
             expected_s = [0.0] * one.num_on_host
             for num_bytes in one.part_bytes[one.num_on_host :]:
-                at_s += num_bytes / self._bytes_per_s
+                at_s += num_bytes / self.bytes_per_s
                 at_s = max(at_s, 2 * now_s - at_s)
                 expected_s.append(at_s - now_s)
             if one is load:

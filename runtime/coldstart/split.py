@@ -56,16 +56,17 @@ def end_of(times: LayerTimes, split_layer: int) -> float:
 def _ends_s(times: LayerTimes) -> list[float]:
     """By the layer of the split."""
     num_layers = times.num_layers
-    assisted_before = [0.0]
+    before_s = 0.0
+    assisted_before = [before_s]
     for seconds, held_s in zip(times.assisted_s, times.held_s, strict=True):
-        assisted_before.append(max(assisted_before[-1], held_s) + seconds)
-    ends_s = [0.0] * (num_layers + 1)
+        before_s = max(before_s, held_s) + seconds
+        assisted_before.append(before_s)
+    ends_s = [before_s] * (num_layers + 1)
     behind_s = 0.0  # device time of layers from S on
     held_until_s = 0.0  # what their groups' arrival leaves possible at best
-    for layer in range(num_layers, -1, -1):
-        if layer < num_layers:
-            behind_s += times.device_s[layer]
-            ready_s = max(times.ready_s[layer], times.held_s[layer])
-            held_until_s = max(held_until_s, ready_s + behind_s)
+    for layer in range(num_layers - 1, -1, -1):
+        behind_s += times.device_s[layer]
+        ready_s = max(times.ready_s[layer], times.held_s[layer])
+        held_until_s = max(held_until_s, ready_s + behind_s)
         ends_s[layer] = max(assisted_before[layer] + behind_s, held_until_s)
     return ends_s

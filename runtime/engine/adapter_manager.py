@@ -42,10 +42,12 @@ class AdapterManager:
         base_names: Collection[str],
         host: AdapterHost,
         state_file: AdapterStateFile | None = None,
+        background_cpus: tuple[int, ...] = (),
     ) -> None:
         """``host``: where adapters are kept as ``attach``'s core says.
 
-        ``state_file``: notes what is loaded by operations.
+        ``state_file``: notes what is loaded by operations. ``background_cpus``: where files are
+        read beside the steps; () = where the caller runs.
         """
         self._state_file = state_file
         ids = itertools.count(1)
@@ -53,7 +55,7 @@ class AdapterManager:
         self._files = files
         self._host = host
         self._device: AdapterResidency | None = None
-        self._reader = AdapterReaderThread(files, self._make_room)
+        self._reader = AdapterReaderThread(files, self._make_room, background_cpus)
         self._maybe_gone: set[str] = set()  # digests that a version was the last to have
         self._done: list[OperationDone] = []
         self._told: dict[str, AdapterInfo] = {}  # what others know

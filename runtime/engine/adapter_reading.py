@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ...cpu_workers.affinity import place_thread
 from ..adapter import AdapterFacts, AdapterOutline
 from ..adapters.registry import LoadId
 from ..errors import AdapterError, CorunError
@@ -64,8 +65,14 @@ class ReadDone:
 class AdapterReaderThread:
     """See the module."""
 
-    def __init__(self, files: AdapterFiles, make_room: MakeRoom) -> None:
-        """Start it; ``make_room`` is called in ``take`` and ``read_now``."""
+    def __init__(
+        self, files: AdapterFiles, make_room: MakeRoom, cpus: tuple[int, ...] = ()
+    ) -> None:
+        """Start it; ``make_room`` is called in ``take`` and ``read_now``.
+
+        ``cpus``: where it runs; () = where the caller does.
+        """
+        self._cpus = cpus
         self._files = files
         self._make_room = make_room
         self._jobs: queue.SimpleQueue[ReadJob | None] = queue.SimpleQueue()
@@ -119,6 +126,7 @@ class AdapterReaderThread:
         os.close(self._event_fd)
 
     def _run(self) -> None:
+        place_thread(self._cpus)
         while (job := self._jobs.get()) is not None:
             if self._is_closed:
                 continue

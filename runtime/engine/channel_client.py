@@ -14,6 +14,7 @@ from typing import Protocol
 from ..config.engine import EngineConfig
 from ..errors import EngineDeadError, rebuild_error
 from .channel import AsyncChannel, ChannelError
+from .heartbeat import Heartbeat
 from .messages import FromEngine, Ready, Shutdown, StartupFailed, StartupProgress, ToEngine
 
 EXIT_GRACE_S = 5.0  # after Shutdown: a step may have to end first
@@ -31,6 +32,11 @@ class EngineClient(Protocol):
     @property
     def config(self) -> EngineConfig:
         """What the engine is built from."""
+        ...
+
+    @property
+    def num_heartbeats(self) -> int:
+        """Of the engine's process, which go on while a step computes."""
         ...
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
@@ -56,12 +62,17 @@ class ChannelClient:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._channel: AsyncChannel[FromEngine] | None = None
+        self._heartbeat: Heartbeat | None = None
         self._ready: asyncio.Future[Ready] | None = None
         self._on_message: OnMessage | None = None
         self._on_death: OnDeath | None = None
         self._death: EngineDeadError | None = None
         self._ending: asyncio.Task[None] | None = None
         self._is_closing = False
+
+    @property
+    def num_heartbeats(self) -> int:
+        return 0 if self._heartbeat is None else self._heartbeat.num_beats
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
         assert self._channel is None, "a client starts once"

@@ -19,6 +19,7 @@ from ..config.engine import EngineConfig
 from ..errors import CorunError
 from .channel import Channel
 from .channel_client import DEATH_GRACE_S, ChannelClient, EngineClient
+from .heartbeat import Heartbeat, beating
 from .loop import OwnPolicies, serve_channel
 from .messages import ToEngine
 from .process import load_factory
@@ -57,7 +58,7 @@ class ProcessClient(ChannelClient):
 
     def _launch(self) -> socket.socket:
         spawned = self._spawned or spawn_engine(self._log_level, self._factory)
-        self._process = spawned.process
+        self._process, self._heartbeat = spawned.process, spawned.heartbeat
         self._watch(spawned.process.pid)
         return spawned.sock
 
@@ -129,11 +130,19 @@ class ThreadClient(ChannelClient):
 
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
+        self._heartbeat = Heartbeat()
         # A daemon, so that a forgotten engine does not keep the interpreter from ending; at
         # interpreter exit the finalizer ends the thread in an orderly way.
         thread = threading.Thread(
             target=_serve_in_thread,
-            args=(theirs, self.config, self._factory, self._own_policies, self._failures),
+            args=(
+                theirs,
+                self._heartbeat,
+                self.config,
+                self._factory,
+                self._own_policies,
+                self._failures,
+            ),
             name="corun-engine",
             daemon=True,
         )
@@ -155,6 +164,7 @@ class ThreadClient(ChannelClient):
 
 def _serve_in_thread(
     sock: socket.socket,
+    heartbeat: Heartbeat,
     config: EngineConfig,
     factory: str,
     own_policies: OwnPolicies | None,
@@ -166,7 +176,8 @@ def _serve_in_thread(
         build = load_factory(factory)
         if own_policies is not None:
             build = functools.partial(build, own_policies=own_policies)
-        serve_channel(channel, config, build, own_process=False)
+        with beating(heartbeat):
+            serve_channel(channel, config, build, own_process=False)
     except CorunError as error:
         _logger.error("the engine stops: %s", error)
         failures.append(f"the engine failed: {error}")

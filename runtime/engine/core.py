@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...profiles.models import MachineModel
 from ..adapter import AdapterFacts
 from ..adapters.info import Residency
 from ..adapters.registry import AdapterVersion
@@ -29,16 +30,18 @@ from ..plan import (
 from ..request import Request
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
+from .load_state import OpenWork
 from .messages import (
     AddRequest,
     CpuWorkerStats,
     EngineLoad,
     EngineStats,
+    MachineReport,
     RequestUpdate,
 )
 from .residency import Changed, ResidencyReader
 from .slow_log import SlowLog
-from .stats import engine_stats
+from .stats import StepCounts, engine_stats, machine_report
 from .updates import update_of
 
 _logger = logging.getLogger(__name__)
@@ -74,6 +77,7 @@ class CoreConfig:
     base_fingerprint: str  # names the base model and its revision
     dtype: str  # of the KV values
     max_steps_in_flight: int = 1
+    machine: MachineModel | None = None  # as it was measured; None = learned from steps
     log_slow_s: float | None = None  # log what first tokens waited for that take longer
 
 
@@ -120,7 +124,7 @@ class EngineCore:
         self._updates: list[RequestUpdate] = []  # for the next step to return
         self._has_news = False  # something happened since nothing could be scheduled
         self._asked_s = -math.inf  # when the scheduler was asked last
-        self._num_steps = 0
+        self._steps = StepCounts()
 
     @property
     def has_work(self) -> bool:
@@ -256,12 +260,23 @@ class EngineCore:
         updates, self._updates = self._updates, []
         return updates
 
-    def stats(self) -> EngineStats:
-        """Return gauges and totals. O(adapters on the device)."""
+    def stats(self, held: Iterable[AddRequest] = ()) -> EngineStats:
+        """Return gauges and totals. O(running requests + ``held`` + adapters on the device).
+
+        ``held``: requests to come, whose adapters are being read; until then their rank is unknown,
+        and they count as the base model's.
+        """
+        work = OpenWork(self._scheduler)
+        for message in held:
+            work.wait(0, len(message.prompt_token_ids))
         return engine_stats(
-            self._scheduler, self._names_of,
-            num_steps=self._num_steps, cpu_workers=self._cpu_workers(), now_s=self._clock(),
+            self._scheduler, self._names_of, steps=self._steps,
+            cpu_workers=self._cpu_workers(), work=work, now_s=self._clock(),
         )  # fmt: skip
+
+    def machine(self) -> MachineReport:
+        """Return how long things take here."""
+        return machine_report(self._scheduler, self._config.machine)
 
     def take_changed_adapters(self) -> Changed:
         """Return versions and contents that may be elsewhere than at the last call."""
@@ -291,7 +306,7 @@ class EngineCore:
 
         ``EngineDeadError`` is the caller's: no step will ever succeed again.
         """
-        self._num_steps += 1
+        self._steps.add(plan.num_tokens)
         self._has_news = True  # with more depth, the next step may follow at once
         try:
             self._executor.submit(plan)

@@ -6,7 +6,7 @@ messages.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -24,10 +24,12 @@ from .messages import (
     EngineLoad,
     EngineStats,
     FromEngine,
+    MachineReport,
     ModelInfo,
     OperationDone,
     PinAdapter,
     RemoveAdapter,
+    ReportMachine,
     ReportStats,
     RequestUpdate,
     StepOutputs,
@@ -72,8 +74,12 @@ class Core(Protocol):
         """Submit what can be scheduled, take in what has ended, return what is new."""
         ...
 
-    def stats(self) -> EngineStats:
-        """Gauges and totals."""
+    def stats(self, held: Iterable[AddRequest] = ()) -> EngineStats:
+        """Gauges and totals; ``held``: requests that will be added, and count as waiting."""
+        ...
+
+    def machine(self) -> MachineReport:
+        """How long things take."""
         ...
 
     def fileno(self) -> int:
@@ -158,6 +164,7 @@ class EngineHost:
         self._stats_due_s = -math.inf  # when they may be told again
         self._may_differ = False  # from what was told
         self._must_tell = False
+        self._must_tell_machine = False
 
     @property
     def can_turn(self) -> bool:
@@ -188,6 +195,8 @@ class EngineHost:
                 self._begin_operation(message)
             case ReportStats():
                 self._must_tell = True
+            case ReportMachine():
+                self._must_tell_machine = True
 
     def turn(self) -> list[FromEngine]:
         """Take a step; return what is to be told, possibly nothing."""
@@ -197,6 +206,9 @@ class EngineHost:
         is_due = self._is_due()
         told: list[FromEngine] = [*self._failed_operations, *self._adapters.poll(is_due=is_due)]
         self._failed_operations = []
+        if self._must_tell_machine:
+            self._must_tell_machine = False
+            told.append(self._core.machine())
         self._refuse_overdue()
         self._let_go()
         stats = self._new_stats() if is_due else None
@@ -214,10 +226,13 @@ class EngineHost:
         return self._outputs(updates)
 
     def _counts(self) -> tuple[int, EngineLoad]:
-        load, num_held = self._core.load, sum(len(held) for held in self._held.values())
+        load, num_held = self._core.load, self._num_held()
         if num_held:
             load = msgspec.structs.replace(load, num_waiting=load.num_waiting + num_held)
         return self._num_requests, load
+
+    def _num_held(self) -> int:
+        return sum(len(held) for held in self._held.values())
 
     def _outputs(
         self, updates: Sequence[RequestUpdate], stats: EngineStats | None = None
@@ -234,7 +249,10 @@ class EngineHost:
         return not self._may_differ
 
     def _new_stats(self) -> EngineStats | None:
-        last, self._stats = self._stats, self._core.stats()
+        held = [request for held in self._held.values() for request, _ in held.values()]
+        last, stats = self._stats, self._core.stats(held)
+        num_deferred = stats.num_deferred + len(held)
+        self._stats = msgspec.structs.replace(stats, num_deferred=num_deferred)
         if self._stats == last and not self._must_tell:
             return None
         self._must_tell = False

@@ -135,7 +135,8 @@ def serve_channel(
         raise
     with _closed_at_the_end(assembly):
         adapters = tuple(assembly.adapters.infos())
-        channel.send(Ready(assembly.info, adapters, assembly.tokenizer))
+        machine = assembly.core.machine()
+        channel.send(Ready(assembly.info, adapters, machine, assembly.tokenizer))
         EngineLoop(assembly, channel).run()
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
     return True

@@ -7,7 +7,9 @@ request and operation ids. Every request gets exactly one final ``RequestUpdate`
 
 import msgspec
 
+from ...profiles.models import MachineModel
 from ..adapters.info import AdapterInfo
+from ..engine_state import EngineLoadState
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
 
@@ -75,12 +77,18 @@ class ReportStats(EngineMessage, frozen=True):
     """Tell the statistics with the next turn, even if nothing has changed."""
 
 
+class ReportMachine(EngineMessage, frozen=True):
+    """Tell with the next turn how long things take here."""
+
+
 class Shutdown(EngineMessage, frozen=True):
     """End the engine process; open requests get an error."""
 
 
 AdapterOperation = AddAdapter | PinAdapter | RemoveAdapter
-ToEngine = AddRequests | AbortRequests | AdapterOperation | ReportStats | Shutdown
+ToEngine = (
+    AddRequests | AbortRequests | AdapterOperation | ReportStats | ReportMachine | Shutdown
+)  # fmt: skip
 
 
 # Engine -> front end.
@@ -122,6 +130,19 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     max_queue_s: float | None = None  # that a request waits for its first turn; None = no limit
     # Measuring failed at start: there is no co-execution, requests wait for their adapters.
     has_profile_failed: bool = False
+    base_fingerprint: str = ""  # names the base model and its revision
+    adapter_bytes_per_rank: int = 0  # of an adapter on all targets, on the device
+    weight_bytes: int = 0  # of the base model in memory
+    quantized_bytes: int = 0  # of them, of linears in 8 or 4 bits
+
+
+class MachineReport(EngineMessage, frozen=True):
+    """How long things take on the engine's machine."""
+
+    machine: MachineModel
+    file_bytes_per_s: float  # of reading adapters
+    kv_bytes_per_token: int
+    is_measured: bool = True  # else learned from the steps so far
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -137,6 +158,7 @@ class Ready(EngineMessage, frozen=True):
 
     model: ModelInfo
     adapters: tuple[AdapterInfo, ...]
+    machine: MachineReport
     tokenizer: TokenizerSpec | None = None  # None: a front end loads it with transformers
 
 
@@ -229,6 +251,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     policy_counts: dict[str, float] = {}  # what the scheduling policy shows of itself
     lane_counts: tuple[dict[str, float], ...] = ()  # and of each of its lanes
     first_token_parts_s: dict[str, float] = {}  # sums of what requests waited for, as they are told
+    num_deferred: int = 0  # of those that wait: for what memory and seats would not end
+    steps_by_tokens: dict[int, int] = {}  # by their tokens, rounded up to a power of two
+    num_step_tokens: int = 0  # of all of them
+    load: EngineLoadState | None = None  # None: not told yet
 
     @property
     def kv_cache_usage(self) -> float:
@@ -279,4 +305,7 @@ class OperationDone(EngineMessage, frozen=True):
     error_kind: str | None = None
 
 
-FromEngine = StartupProgress | StartupFailed | Ready | StepOutputs | AdaptersChanged | OperationDone
+FromEngine = (
+    StartupProgress | StartupFailed | Ready | StepOutputs | AdaptersChanged | OperationDone
+    | MachineReport
+)  # fmt: skip

@@ -1,6 +1,7 @@
-"""The engine process: ``python -m corun.runtime.engine.process --fd N --parent-pid PID``.
+"""The engine process: ``python -m corun.runtime.engine.process --fd N --heartbeat-fd M ...``.
 
 Descriptor N is the process's end of a socket pair; the first frame on it is the ``EngineConfig``.
+M is where it counts its heartbeats.
 The process lives as long as the other end: it ignores SIGINT and SIGTERM, which reach whole
 groups of processes, so that the front end decides when to drain and when to stop. It dies with
 its parent. The exit status is 0 after ``Shutdown`` or the channel's end, otherwise 1.
@@ -22,6 +23,7 @@ from ..config.engine import EngineConfig
 from ..config.environment import own_environment
 from ..errors import CorunError
 from .channel import Channel, ChannelError, receive_one_frame
+from .heartbeat import Heartbeat, beating
 from .loop import BuildEngine, serve_channel
 from .messages import ToEngine
 from .spawn import DEFAULT_FACTORY
@@ -42,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the process; return its exit status."""
     parser = argparse.ArgumentParser(prog="corun engine")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--factory", default=DEFAULT_FACTORY)
     parser.add_argument("--log-level", default="info")
@@ -52,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     except OrphanError:
         return 1
     logging.basicConfig(level=options.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
-    os.set_inheritable(options.fd, False)
+    for fd in (options.fd, options.heartbeat_fd):
+        os.set_inheritable(fd, False)
     sock = socket.socket(fileno=options.fd)
     try:
         config = _receive_config(sock)
@@ -60,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.update(own_environment(config.cpu_isa, os.environ))
         channel: Channel[ToEngine] = Channel(sock, ToEngine)
         factory = load_factory(options.factory)
-        return 0 if serve_channel(channel, config, factory, own_process=True) else 1
+        with beating(Heartbeat(options.heartbeat_fd)):
+            return 0 if serve_channel(channel, config, factory, own_process=True) else 1
     except CorunError as error:
         _logger.error("the engine stops: %s", error)
         return 1

@@ -8,15 +8,20 @@ import socket
 import subprocess
 import sys
 
+from .heartbeat import Heartbeat, open_heartbeat_file
+
 DEFAULT_FACTORY = f"{__package__}.assembly.build:build_engine"
 
 
 class SpawnedEngine:
     """A process that waits for its configuration at the other end of ``sock``."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", sock: socket.socket, heartbeat: Heartbeat
+    ) -> None:
         self.process = process
         self.sock = sock
+        self.heartbeat = heartbeat
 
     def close(self) -> None:
         """End it, unless it has ended. Idempotent."""
@@ -29,15 +34,15 @@ class SpawnedEngine:
 def spawn_engine(log_level: str = "info", factory: str = DEFAULT_FACTORY) -> SpawnedEngine:
     """Start a process from ``corun`` alone: the user's main module is not imported again."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-P", "-m", f"{__package__}.process"]
-    command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
-    command += ["--factory", factory, "--log-level", log_level]
     try:
-        with theirs:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
-            )
+        with theirs, open_heartbeat_file() as beats:
+            fds = (theirs.fileno(), beats.fileno())
+            command = [sys.executable, "-P", "-m", f"{__package__}.process"]
+            command += ["--fd", str(fds[0]), "--heartbeat-fd", str(fds[1])]
+            command += ["--parent-pid", str(os.getpid())]
+            command += ["--factory", factory, "--log-level", log_level]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+            return SpawnedEngine(process, ours, Heartbeat(beats.fileno()))
     except BaseException:
         ours.close()
         raise
-    return SpawnedEngine(process, ours)

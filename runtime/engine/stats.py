@@ -1,22 +1,46 @@
 """What an engine shows of itself: gauges of the moment, and totals since its start. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
+from ...profiles.models import MachineModel
 from ..memory.device_memory import DeviceMemory
 from ..plan import AdapterId
 from ..scheduler.scheduler import Scheduler
-from .messages import CpuWorkerStats, EngineStats, LinkUsage, LoadStats
+from ..scheduler.step_times import LearnedTimes
+from .load_state import OpenWork, load_state
+from .messages import CpuWorkerStats, EngineStats, LinkUsage, LoadStats, MachineReport
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Of all steps so far."""
+
+    number: int = 0
+    num_tokens: int = 0
+    by_tokens: Counter[int] = field(default_factory=Counter)  # rounded up to a power of two
+
+    def add(self, num_tokens: int) -> None:
+        """One more, of so many tokens."""
+        self.number += 1
+        self.num_tokens += num_tokens
+        self.by_tokens[1 << max(0, num_tokens - 1).bit_length()] += 1
 
 
 def engine_stats(
     scheduler: Scheduler,
     names_of: Callable[[Iterable[AdapterId]], tuple[str, ...]],
     *,
-    num_steps: int,
+    steps: StepCounts,
     cpu_workers: CpuWorkerStats,
+    work: OpenWork,
     now_s: float,
 ) -> EngineStats:
-    """Return all of it. O(adapters on the device or waited for)."""
+    """Return all of it; ``work``: all that is open.
+
+    O(adapters on the device or waited for, requests without first token).
+    """
     memory, lanes = scheduler.memory, scheduler.lanes
     counters, forecast = scheduler.counters, scheduler.forecast
     return EngineStats(
@@ -33,7 +57,7 @@ def engine_stats(
         first_token_parts_s={
             part.value: seconds for part, seconds in scheduler.timelines.total_s.items()
         },
-        num_steps=num_steps,
+        num_steps=steps.number,
         num_failed_steps=counters.num_failed_steps,
         prompt_tokens_computed=counters.prompt_tokens_computed,
         prompt_tokens_cached=counters.prompt_tokens_cached,
@@ -53,6 +77,24 @@ def engine_stats(
         num_prefetch_hits=0 if forecast is None else forecast.num_hits,
         num_prefetch_misses=0 if forecast is None else forecast.num_misses,
         prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
+        num_deferred=scheduler.timelines.num_deferred(),
+        steps_by_tokens=dict(steps.by_tokens),
+        num_step_tokens=steps.num_tokens,
+        load=load_state(scheduler, work),
+    )
+
+
+def machine_report(scheduler: Scheduler, measured: MachineModel | None) -> MachineReport:
+    """Return how long things take on the machine; unless it was measured, as steps have shown."""
+    model, times = measured, scheduler.times
+    if model is None:
+        assert isinstance(times, LearnedTimes), "what a profile predicts is known"
+        model = times.machine_model()
+    return MachineReport(
+        model,
+        file_bytes_per_s=scheduler.cold_starts.file_bytes_per_s,
+        kv_bytes_per_token=scheduler.memory.pool.block_bytes // scheduler.config.block_size,
+        is_measured=measured is not None,
     )
 
 

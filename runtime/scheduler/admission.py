@@ -16,6 +16,7 @@ from .limits import blocks_for
 from .policy import NO_ROOM, PolicyWithLanes, SchedulerPolicy, Verdict
 from .running_set import RunningSet
 from .step_draft import StepDraft
+from .waiting_work import WaitingWork
 
 _MAX_SWAP_INS = 2  # of a request that waits
 
@@ -42,13 +43,16 @@ class Admission:
         self._cold_starts = cold_starts
         self._forecast = forecast
         self._counters = counters
+        self.waiting = WaitingWork()
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
         """Admit until no seat is left or the policy stops, into ``draft`` while it has room.
 
-        Then load ahead, if there was room for all.
+        Before that load what is pinned, or others would have all room that comes free for as long
+        as some wait. After it load ahead, if there was room for all.
         """
+        self._load_pinned(now_s)
         verdict = Verdict.ADMITTED
         if len(self._policy):
             verdict = self._admit(draft, now_s)
@@ -248,6 +252,7 @@ class Admission:
         block_ids = self._memory.pool.allocate(num_blocks)
         assert block_ids is not None
         self._memory.cache.remove_waiting(request.adapter_id)
+        self.waiting.remove(request)
         self._running.start(request, path, block_ids, now_s)
         self._memory.prefixes.visit(request.adapter_id, request.kv_namespace, path, now_s)
         num_found, num_copied = request.found(len(path) * self._config.block_size)
@@ -266,11 +271,13 @@ class Admission:
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)
 
-    def _prefetch(self, now_s: float) -> None:
-        """Load what is pinned, adapters of requests that wait for a seat, and who is expected."""
+    def _load_pinned(self, now_s: float) -> None:
         for adapter_id, adapter in self._memory.pins.to_load():
             if not self._load_ahead(adapter_id, adapter, now_s):
                 return
+
+    def _prefetch(self, now_s: float) -> None:
+        """Load adapters of requests that wait for a seat, and who is expected."""
         for request in self._policy.upcoming(self._config.max_prefetch_requests):
             if not self._load_ahead(request.adapter_id, request.adapter, now_s):
                 return

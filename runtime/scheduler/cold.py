@@ -13,6 +13,9 @@ from ..plan import RequestId, StepId
 from ..request import Request
 from .events import ColdStart
 
+# A low guess, because the first layer group that is read corrects it.
+FIRST_FILE_BYTES_PER_S = 100e6
+
 
 @dataclass(frozen=True, slots=True)
 class ColdChunk:
@@ -35,6 +38,11 @@ class StepRows:
 
 class ColdStarts(Protocol):
     """Decides for requests whose adapter is loading."""
+
+    @property
+    def file_bytes_per_s(self) -> float:
+        """At which adapters are read from files, as far as it is known."""
+        ...
 
     def workers_changed(self, num_ready: int) -> None:
         """So many CPU workers take jobs from now on; until the first call none does."""
@@ -81,6 +89,8 @@ class ColdStarts(Protocol):
 
 class WarmStarts:
     """Every request waits until its adapter is on the device."""
+
+    file_bytes_per_s = FIRST_FILE_BYTES_PER_S
 
     def workers_changed(self, num_ready: int) -> None:
         """Nothing is kept."""

@@ -39,6 +39,7 @@ from .recovery import Recovery
 from .results import ResultReader
 from .running_set import RunningSet
 from .step_draft import InFlightStep, StepDraft
+from .step_pace import StepPace
 from .step_times import StepTimes
 from .timeline import Timelines
 
@@ -56,6 +57,7 @@ class Scheduler:
         *,
         predictor: OutputPredictor | None = None,
         times: StepTimes | None = None,
+        pace: StepPace | None = None,
     ) -> None:
         """Put a scheduler together.
 
@@ -67,24 +69,28 @@ class Scheduler:
             cold_starts: Without, every request waits for its adapter.
             predictor: Of outputs; by default their history.
             times: Told how long steps took; what the policy was given.
+            pace: Told, too; without, steps are taken to last as long as predicted.
         """
         self.config = config
         self.memory = memory
         self.counters = SchedulerCounters()
         self._policy = policy
         self._predictor = HistoryPredictor() if predictor is None else predictor
-        self._times = times
+        self.times = times
+        self.pace = pace
         self._last_end_s = -math.inf  # of a step
         self.timelines = Timelines(times)
         self._running = RunningSet(memory, config.block_size, self.timelines)
-        self._cold_starts = WarmStarts() if cold_starts is None else cold_starts
+        self.running = self._running.requests  # as they are at any time
+        self.cold_starts = WarmStarts() if cold_starts is None else cold_starts
         self._continuation = Continuation(
-            config, policy, self._running, self._cold_starts, self.counters, self._wait
+            config, policy, self._running, self.cold_starts, self.counters, self._wait
         )
         self.forecast = ArrivalForecast() if config.prefetch_expected else None
         self._admission = Admission(
-            config, policy, memory, self._running, self._cold_starts, self.counters, self.forecast
+            config, policy, memory, self._running, self.cold_starts, self.counters, self.forecast
         )
+        self.waiting = self._admission.waiting  # in sums
         self._queue_time = QueueTime(config.max_queue_s)
         self._recovery = Recovery()
         self._results = ResultReader(
@@ -117,7 +123,7 @@ class Scheduler:
 
     def cold_start_counts(self) -> Mapping[str, int]:
         """Requests so far whose adapter was not on the device, by how they were started."""
-        return self._cold_starts.counts()
+        return self.cold_starts.counts()
 
     @property
     def lanes(self) -> PolicyWithLanes | None:
@@ -201,7 +207,7 @@ class Scheduler:
         draft = StepDraft(self.config, self._recovery)
         self.memory.begin_plan(self.num_running, now_s)
         self._continuation.reset_outgrown(draft, now_s)
-        if not self._cold_starts.stops_everybody():
+        if not self.cold_starts.stops_everybody():
             self._continuation.squash(draft, now_s)
             may_admit = self._continuation.go_on(draft, now_s)
             # Who ran alone and had to give way may begin again: no step would ever wake it.
@@ -211,7 +217,7 @@ class Scheduler:
         transfers = self.memory.transfers.take_commands()
         has_loads = any(isinstance(one, AdapterTransfer) for one in transfers)
         step_id = StepId(self._next_step_id)
-        self._cold_starts.step_closed(step_id, draft.rows, now_s)
+        self.cold_starts.step_closed(step_id, draft.rows, now_s)
         step = draft.build(
             step_id,
             now_s,
@@ -238,18 +244,17 @@ class Scheduler:
             self.memory.transfers.arrived(result, now_s)
             return []
         if isinstance(result, TransferRead):
-            self._cold_starts.files_read(*self.memory.transfers.read(result, now_s))
+            self.cold_starts.files_read(*self.memory.transfers.read(result, now_s))
             return []
         if isinstance(result, WorkersChanged):
-            self._cold_starts.workers_changed(result.num_ready)
+            self.cold_starts.workers_changed(result.num_ready)
             return []
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
             return []  # it was given up
-        self._cold_starts.step_ended(result.step_id, now_s)
-        if self._times is not None and step.plan.sub_batches:
-            began_s = max(step.scheduled_at_s, self._last_end_s)  # of two in flight one waits
-            self._times.step_ended(step.plan.num_tokens, now_s - began_s)
+        self.cold_starts.step_ended(result.step_id, now_s)
+        if step.plan.sub_batches:
+            self._timed(step, now_s)
         self._last_end_s = now_s
         events = self._results.read(step, result.rows, self._in_flight.values(), now_s)
         return self._settle(events, now_s)
@@ -285,6 +290,7 @@ class Scheduler:
         self.memory.check_invariants()
         self._running.check_invariants()
         self.timelines.check_invariants(self._requests)
+        self.waiting.check_invariants(self._requests.values())
         num_waiting = sum(r.status is RequestStatus.WAITING for r in self._requests.values())
         assert num_waiting == self.num_waiting, (num_waiting, self.num_waiting)
         assert num_waiting + self.num_running == len(self._requests)
@@ -294,6 +300,14 @@ class Scheduler:
             assert request.num_known_tokens <= request.max_total_tokens
         if not self.has_work():
             assert self.memory.pool.num_used_blocks == 0
+
+    def _timed(self, step: InFlightStep, now_s: float) -> None:
+        """Tell how long a step took: of two in flight one waits first."""
+        duration_s = now_s - max(step.scheduled_at_s, self._last_end_s)
+        if self.times is not None:
+            self.times.step_ended(step.plan.num_tokens, duration_s)
+        if self.pace is not None:
+            self.pace.step_ended(step, duration_s)
 
     def _predict(self, request: Request) -> None:
         """Fix the prediction of the output, within the request's limit."""
@@ -307,6 +321,7 @@ class Scheduler:
     def _wait(self, request: Request, now_s: float) -> None:
         """Put a request into the policy's queue."""
         self.memory.cache.add_waiting(request.adapter_id)
+        self.waiting.add(request)
         self._policy.add(request, now_s)
 
     def _settle(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
@@ -326,11 +341,12 @@ class Scheduler:
         if request.status is RequestStatus.WAITING:
             self._policy.remove(request)
             self.memory.cache.remove_waiting(request.adapter_id)
+            self.waiting.remove(request)
             request.status = RequestStatus.ENDED
         else:
             self._running.stop(request, RequestStatus.ENDED)
         self._policy.ended(request, now_s)
-        self._cold_starts.forget(request.request_id)
+        self.cold_starts.forget(request.request_id)
         self._recovery.forget(request.request_id)
         if request.is_announced:
             self._forget.append(request.request_id)
@@ -351,7 +367,7 @@ class Scheduler:
         return event._replace(
             num_cached_tokens=request.num_cached_tokens or 0,
             num_host_cached_tokens=request.num_host_cached_tokens,
-            cold_start=self._cold_starts.first_token(event.request_id, now_s),
+            cold_start=self.cold_starts.first_token(event.request_id, now_s),
         )
 
     def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:

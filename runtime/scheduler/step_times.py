@@ -3,10 +3,11 @@
 from typing import Protocol
 
 from ...profiles.curve import Curve
-from ...profiles.models import MachineModel
+from ...profiles.models import LinkModel, LoraModel, MachineModel
 from ...profiles.step_time import forward_s
 
 _SMOOTHING = 0.1  # weight of the newest step of a size
+_NO_LINK_BYTES_PER_S = 1e15  # so fast that nothing is to be waited for
 
 
 class StepTimes(Protocol):
@@ -75,9 +76,32 @@ class LearnedTimes:
         )
         self._curve = None
 
+    def machine_model(self) -> MachineModel:
+        """Return what has been learned as if it were measured: steps by their tokens, no more.
+
+        Nothing is known of what adapters and contexts add, which is in the steps, and nothing is
+        copied to a device: that is for machines with a profile.
+        """
+        return MachineModel(
+            num_layers=1,
+            step_s=self._steps() or Curve((1.0,), (0.0,)),
+            groups=(),
+            invocation_s=0.0,
+            lora=LoraModel(
+                decode_s_per_byte=0.0, decode_fixed_s=0.0, prefill_s_per_token_byte=0.0,
+                prefill_fixed_s=0.0,
+            ),
+            link=LinkModel(bytes_per_s=_NO_LINK_BYTES_PER_S, latency_s=0.0),
+            num_workers=0,
+            tokens_per_worker=0,
+        )  # fmt: skip
+
     def _at(self, num_tokens: int) -> float:
-        if not self._means:
-            return 0.0
-        if self._curve is None:
+        curve = self._steps()
+        return 0.0 if curve is None else curve.at(num_tokens)
+
+    def _steps(self) -> Curve | None:
+        """Seconds over tokens; None while nothing is known."""
+        if self._curve is None and self._means:
             self._curve = Curve.rising(dict(self._means.values()))
-        return self._curve.at(num_tokens)
+        return self._curve

@@ -28,6 +28,10 @@ _WORDS = {
     TimePart.RECOMPUTE: "tokens that had to be computed again",
 }
 _NUM_TOLD = 2
+# Of what requests wait for to be admitted: what memory and seats would not end.
+_DEFERRED = (
+    TimePart.LANE_QUOTA, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
+)  # fmt: skip
 
 
 def describe(timing: TimeParts) -> str:
@@ -142,6 +146,10 @@ class Timelines:
             self.total_s[part] = self.total_s.get(part, 0.0) + seconds
         num_predicted = timeline.request.num_predicted_output_tokens
         return TimeParts(timeline.parts, timeline.num_in_the_way, num_predicted)
+
+    def num_deferred(self) -> int:
+        """How many wait for their adapter or KV to come, or their lane. O(without first token)."""
+        return sum(timeline.shares[0][0] in _DEFERRED for timeline in self._open.values())
 
     def check_invariants(self, requests: Mapping[RequestId, Request]) -> None:
         """Assert that they are of requests that have not ended, and which of these run."""

@@ -95,11 +95,13 @@ def adapter_fetch(
     return AdapterFetch(fetch, host.evict, cpus)
 
 
-def make_manager(config: EngineConfig, host: "HostAdapters") -> AdapterManager:
+def make_manager(
+    config: EngineConfig, host: "HostAdapters", background_cpus: tuple[int, ...]
+) -> AdapterManager:
     """Make what registers adapters. Raises ``ConfigError`` for a bad state file."""
     path = config.lora_state_file
     state_file = None if path is None else AdapterStateFile(Path(path).expanduser())
-    return AdapterManager(HostFiles(host), base_names(config), host, state_file)
+    return AdapterManager(HostFiles(host), base_names(config), host, state_file, background_cpus)
 
 
 def register_adapters(

@@ -35,7 +35,7 @@ from .adapter_wiring import (
     make_manager,
     register_adapters,
 )
-from .placement import Placement, place_engine
+from .placement import Placement, place_engine, weights_directory
 from .resources import (
     ArenaPlan,
     DeviceFacts,
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ....gpu.kv.host import HostKv
     from ....gpu.model.generation import GenerationDefaults
     from ....gpu.model.load import ModelSource
+    from ....profiles.models import MachineModel
     from ....profiles.profile import Profile
     from .coexecution import Coexecution
 
@@ -161,7 +162,9 @@ def _build(
         _max_model_len(config, hf_config.get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
     tokenizer = tokenizer_spec(config, on_progress) if own_process else None
-    loaded = assemble.load(source, config, on_progress, placement.background_cpus)
+    loaded = assemble.load(
+        source, config, on_progress, placement.background_cpus, weights_directory()
+    )
     try:
         on_progress("comparing logits with transformers (parity probe)")
         may_choose = own_process and config.cpu_threads is None
@@ -170,19 +173,35 @@ def _build(
             is_waived=config.skip_parity_probe,
             max_threads=num_cpus if may_choose else None,
         )
-        profile = None
-        if _copies_adapters(config, loaded):
-            from .profiling import profile_for
-
-            profile = profile_for(config, loaded, placement, facts)
+        measured = _measured(config, loaded, placement, facts)
         assembly = _connect(
-            config, source, loaded, adapters, on_progress, placement, profile, own_policies
+            config, source, loaded, adapters, on_progress, placement, measured, own_policies
         )
     except BaseException:
         loaded.close()
         raise
     assembly.tokenizer = tokenizer
     return assembly
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What has been measured of the machine, as far as it has been."""
+
+    profile: "Profile | None"  # of co-execution
+    model: "MachineModel | None"  # how long steps take, without co-execution, too
+
+
+def _measured(
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
+) -> _Measured:
+    from .profiling import profile_for, saved_profile
+
+    if not _copies_adapters(config, loaded):
+        saved = saved_profile(config, loaded, placement, facts)
+        return _Measured(None, None if saved is None else saved.model)
+    profile = profile_for(config, loaded, placement, facts)
+    return _Measured(profile, None if profile is None else profile.model)
 
 
 def tokenizer_spec(
@@ -197,15 +216,10 @@ def tokenizer_spec(
 
 
 def _connect(
-    config: EngineConfig,
-    source: "ModelSource",
-    loaded: "LoadedModel",
-    adapters: Sequence[LoraModule],
-    on_progress: Callable[[str], None],
-    placement: Placement,
-    profile: "Profile | None",
-    own_policies: OwnPolicies | None,
-) -> EngineAssembly:
+    config: EngineConfig, source: "ModelSource", loaded: "LoadedModel",
+    adapters: Sequence[LoraModule], on_progress: Callable[[str], None], placement: Placement,
+    measured: _Measured, own_policies: OwnPolicies | None,
+) -> EngineAssembly:  # fmt: skip
     """Plan the memory, make core and executor, register the adapters."""
     from ....gpu.execution import assemble
     from ....gpu.model.fingerprint import model_fingerprint
@@ -214,7 +228,8 @@ def _connect(
     memory, arena = _plan_memory(config, loaded, read_machine_facts())
     runner = assemble.make_runner(loaded, memory.num_blocks)
     defaults = read_generation_defaults(source, loaded.config)
-    fingerprint = model_fingerprint(source, loaded.config)
+    fingerprint = model_fingerprint(source, loaded.config, loaded.weights.label)
+    profile = measured.profile
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
         is_cuda = loaded.model.device.type == "cuda"
@@ -223,7 +238,7 @@ def _connect(
         if is_cuda:  # the account is of what is left when loads have their buffers
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
-        manager = make_manager(config, host)
+        manager = make_manager(config, host, placement.background_cpus)
         undo.callback(manager.close)
         host_kv = _host_kv(loaded, memory, placement)
         if host_kv is not None:
@@ -240,12 +255,12 @@ def _connect(
         undo.callback(executor.close)
         scheduler = make_scheduler(
             config, loaded, memory, _host_cache(arena, host), defaults.eos_token_ids, coexecution,
-            own_policies,
+            own_policies, measured.model,
         )  # fmt: skip
         core = EngineCore(
             scheduler, executor, manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype),
-                       log_slow_s=config.log_slow_s),
+                       machine=measured.model, log_slow_s=config.log_slow_s),
             clock=time.monotonic, on_adapter_gone=manager.forget,
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
         )  # fmt: skip
@@ -253,7 +268,7 @@ def _connect(
         register_adapters(config, manager, adapters, on_progress, placement.background_cpus)
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
-        info = msgspec.structs.replace(info, summary=summary)
+        info = msgspec.structs.replace(info, summary=summary, base_fingerprint=fingerprint)
         parts = EngineParts(scheduler, executor, loaded, host, coexecution)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
@@ -358,4 +373,8 @@ def _model_info(
         backends=loaded.backend_names,
         summary=(),
         has_profile_failed=profile is None and _copies_adapters(config, loaded),
+        weight_bytes=loaded.weights.num_bytes,
+        quantized_bytes=loaded.weights.quantized_bytes,
+        adapter_bytes_per_rank=loaded.dtype.itemsize
+        * sum(target.in_features + target.out_features for target in loaded.target_map.targets),
     )

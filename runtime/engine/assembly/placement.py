@@ -1,8 +1,11 @@
-"""Chooses the cores of engine and workers for this machine, and pins the engine's thread."""
+"""Where things are: the cores of engine and workers, with the engine pinned, and kept weights."""
 
 import logging
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from ....profiles.find import state_directory
 from ...config.engine import EngineConfig
 from ...config.notations import format_cpus, parse_cpu_cores
 from ...machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
@@ -19,6 +22,11 @@ class Placement:
     machine: MachineFacts  # with the CPUs that are left to the engine's thread
     line: str  # for the start-up summary
     background_cpus: tuple[int, ...] = ()  # of threads that help the engine; () = where it runs
+
+
+def weights_directory() -> Path:
+    """Where this user's packed weights are kept."""
+    return state_directory(dict(os.environ), Path.home()).with_name("weights")
 
 
 def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from .... import __version__
 from ....profiles.busy import busy_reasons
-from ....profiles.find import default_path, find_or_measure, state_directory
+from ....profiles.find import default_path, find_or_measure, find_saved, state_directory
 from ....profiles.meter import OnReport
 from ....profiles.profile import Machine, Profile, ProfileError, Settings, Subject
 from ...config.demo import with_demo
 from ...config.engine import EngineConfig
 from ...errors import ConfigError, CorunError, ResourceError
 from ...machine.facts import MachineFacts, read_machine_facts
-from .placement import Placement, place_engine
+from .placement import Placement, place_engine, weights_directory
 from .turns import measure_turns
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
     num_cpus = placement.machine.num_cpus
     set_threads(config.cpu_threads or num_cpus)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
-    loaded = assemble.load(source, config, listener.on_progress, placement.background_cpus)
+    loaded = assemble.load(
+        source, config, listener.on_progress, placement.background_cpus, weights_directory()
+    )
     try:
         listener.on_progress("comparing logits with transformers (parity probe)")
         assemble.probe(
@@ -142,6 +144,19 @@ def profile_for(
             exc_info=not isinstance(error, ProfileError),
         )  # fmt: skip
         return None
+
+
+def saved_profile(
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
+) -> Profile | None:
+    """The profile of this machine and this model, if there is one; nothing is measured for it.
+
+    For engines without co-execution, which serve without one. Otherwise as ``profile_for``.
+    """
+    given = None if config.profile is None else Path(config.profile)
+    subject = subject_of(config, loaded, placement, facts)
+    with _as_corun_error(ConfigError):
+        return find_saved(subject, given, _directory(), datetime.now(UTC))
 
 
 def subject_of(

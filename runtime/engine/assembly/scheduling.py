@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ....profiles.models import MachineModel
 from ...config.engine import EngineConfig
 from ...config.notations import parse_queues, parse_weights
 from ...memory.device_memory import DeviceMemory
@@ -15,6 +16,7 @@ from ...scheduler.policy import PolicyFacts
 from ...scheduler.predictor import make_predictor
 from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.step_pace import StepPace
 from ...scheduler.step_times import LearnedTimes, ProfiledTimes, StepTimes
 from ..loop import OwnPolicies
 from .resources import MemoryPlan
@@ -27,9 +29,12 @@ if TYPE_CHECKING:
 def make_scheduler(
     config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
     eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
-    own_policies: OwnPolicies | None = None,
+    own_policies: OwnPolicies | None = None, machine: MachineModel | None = None,
 ) -> Scheduler:  # fmt: skip
-    """Make the scheduler and the accounts that it keeps."""
+    """Make the scheduler and the accounts that it keeps.
+
+    ``machine``: what steps are held to; None = nothing has been measured.
+    """
     own = own_policies or OwnPolicies()
     block_bytes = loaded.layout.block_bytes
     times = _step_times(config, coexecution)
@@ -69,6 +74,7 @@ def make_scheduler(
     return Scheduler(
         scheduler_config, policy, memory, eos_token_ids, cold_starts,
         predictor=make_predictor(config.output_predictor), times=times,
+        pace=None if machine is None else StepPace(machine),
     )  # fmt: skip
 
 

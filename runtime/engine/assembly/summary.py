@@ -21,6 +21,7 @@ def summary_lines(
     lines: tuple[str, ...] = (
         f"model     {info.name} ({info.dtype} on {info.device}; {chosen})",
         f"device    {', '.join(f'{what} {name}' for what, name in info.device_choices.items())}",
+        f"weights   {_weights_line(info)}",
         f"context   {info.max_model_len} tokens per request",
         f"memory    {_memory_line(info)}, {_kv_line(info)}",
         f"cores     {cores}",
@@ -29,6 +30,14 @@ def summary_lines(
     if info.has_profile_failed:
         lines += ("loads     co-execution is off: the machine could not be measured",)
     return lines
+
+
+def _weights_line(info: ModelInfo) -> str:
+    full_bytes = info.weight_bytes - info.quantized_bytes
+    line = f"{full_bytes / _MIB:.1f} MiB in {info.dtype}"
+    if not info.quantized_bytes:
+        return line
+    return f"{info.quantized_bytes / _MIB:.1f} MiB in {info.backends['weights']}, {line}"
 
 
 def _memory_line(info: ModelInfo) -> str:

@@ -1,5 +1,6 @@
 """The adapter manager: operations end exactly once, versions live as long as they are used."""
 
+import os
 import select
 import threading
 import time
@@ -91,6 +92,7 @@ class Files:
         self.num_reads = 0
         self.kept: set[str] = set()  # paths for which there is room
         self.evicted: list[HostPlaceId] = []
+        self.read_on: set[int] = set()  # CPUs on which the last one may have been read
         self.gate = threading.Event()
         self.gate.set()
 
@@ -102,6 +104,7 @@ class Files:
 
     def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         self.num_reads += 1
+        self.read_on = os.sched_getaffinity(0)
         assert self.gate.wait(10)
         content = self.content[path]
         place = make_room((60, 40)) if path in self.kept else None
@@ -524,6 +527,16 @@ def test_closing_reads_no_further_file(files: Files) -> None:
     manager.close()
     opener.join()
     assert files.num_reads == 1
+
+
+def test_files_are_read_beside_the_engine(files: Files, device: FakeDevice) -> None:
+    here = os.sched_getaffinity(0)
+    manager = AdapterManager(files, (), files, background_cpus=(max(here),))
+    manager.attach(device)
+    assert add(manager, files, "d1")[0].error is None
+    assert files.read_on == {max(here)}
+    manager.close()
+    assert os.sched_getaffinity(0) == here
 
 
 def test_room_on_the_host_is_made_by_the_engines_thread(

@@ -12,6 +12,7 @@ from corun.runtime.engine.messages import (
     FromEngine,
     OperationDone,
     RemoveAdapter,
+    ReportMachine,
     ReportStats,
     RequestUpdate,
     StepOutputs,
@@ -19,7 +20,7 @@ from corun.runtime.engine.messages import (
 from corun.runtime.errors import EngineDeadError
 from corun.runtime.sampling import SamplingParams
 from support import fake_core
-from support.fake_core import FakeAssembly
+from support.fake_core import MACHINE, FakeAssembly
 
 
 @pytest.fixture
@@ -92,11 +93,22 @@ def test_who_asks_for_files_that_are_being_read_is_held(
     assert final_ids(told) == [3]
     (last,) = [one for one in told if isinstance(one, StepOutputs)][-1:]
     assert last.load.num_waiting == 2
+    host.handle(ReportStats())
+    turn_until_idle(host)
+    assert [message.request_id for message in assembly.core.held] == [1, 2]
     host.handle(AbortRequests((2, 99)))
     assert final_ids(turn_until_idle(host)) == [2]
     assembly.adapters.unread.clear()
     host.handle(ReportStats())  # as the manager's descriptor would
     assert final_ids(turn_until_idle(host)) == [1]
+
+
+def test_how_long_things_take_is_told_when_asked(host: EngineHost) -> None:
+    assert MACHINE not in turn_until_idle(host)
+    host.handle(ReportMachine())
+    host.handle(ReportMachine())
+    assert turn_until_idle(host).count(MACHINE) == 1
+    assert MACHINE not in turn_until_idle(host)
 
 
 def test_an_adapter_that_is_gone_when_its_turn_comes_refuses_who_was_held(

@@ -13,6 +13,7 @@ from corun.runtime.config.codec import config_to_dict
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import process
 from corun.runtime.engine.channel import Channel, encode_frame
+from corun.runtime.engine.heartbeat import Heartbeat, open_heartbeat_file
 from corun.runtime.engine.messages import (
     AddRequest,
     AddRequests,
@@ -25,7 +26,7 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.errors import ConfigError
 from corun.runtime.sampling import SamplingParams
-from support.fake_core import FACTORY, SLOW_MODEL, model_info
+from support.fake_core import FACTORY, MACHINE, SLOW_MODEL, model_info
 
 TESTS_DIR = Path(__file__).parents[2]
 # Before what is there: it may say whose corun is tested.
@@ -39,16 +40,17 @@ class Child:
     def __init__(self, *arguments: str, parent_pid: int | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.sock = ours
-        with theirs:
+        with theirs, open_heartbeat_file() as beats:
+            self.heartbeat = Heartbeat(beats.fileno())
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "corun.runtime.engine.process"),
-                    *("--fd", str(theirs.fileno())),
+                    *("--fd", str(theirs.fileno()), "--heartbeat-fd", str(beats.fileno())),
                     *("--parent-pid", str(parent_pid or os.getpid())),
                     *("--factory", FACTORY),
                     *arguments,
                 ],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), beats.fileno()),
                 env=os.environ | {"PYTHONPATH": PYTHON_PATH},
                 stderr=subprocess.PIPE,
             )
@@ -96,7 +98,7 @@ def test_a_whole_life(child: Child) -> None:
     child.sock.sendall(b"".join(map(encode_frame, (AddRequests((request, open_one)), Shutdown()))))
     progress, ready, *rest = child.messages_to_the_end()
     assert progress == StartupProgress("pretending to load")
-    assert ready == Ready(model_info("fake"), ())
+    assert ready == Ready(model_info("fake"), (), MACHINE)
     updates = [one for step in rest if isinstance(step, StepOutputs) for one in step.updates]
     final = {one.request_id: one for one in updates if one.finish_reason is not None}
     assert final.keys() == {4, 5}
@@ -179,9 +181,10 @@ def test_cuda_gets_its_queues_before_anything_is_loaded(monkeypatch: pytest.Monk
     monkeypatch.setattr(process, "own_child_process", lambda *_: None)
     monkeypatch.setattr(process, "load_factory", load)
     ours, theirs = socket.socketpair()
-    with ours:
+    with ours, open_heartbeat_file() as beats:
         ours.sendall(encode_frame(config_to_dict(EngineConfig())))
-        assert process.main(["--fd", str(theirs.detach()), "--parent-pid", "1"]) == 1
+        fds = ["--fd", str(theirs.detach()), "--heartbeat-fd", str(beats.fileno())]
+        assert process.main([*fds, "--parent-pid", "1"]) == 1
     assert seen == ["32"]
 
 
@@ -219,11 +222,14 @@ import os, signal, socket, subprocess, sys
 from corun.runtime.config.codec import config_to_dict
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel import encode_frame
+from corun.runtime.engine.heartbeat import open_heartbeat_file
 ours, theirs = socket.socketpair()
+beats = open_heartbeat_file()
+fds = theirs.fileno(), beats.fileno()
 child = subprocess.Popen(
-    [sys.executable, "-m", "corun.runtime.engine.process", "--fd", str(theirs.fileno()),
-     "--parent-pid", str(os.getpid()), "--factory", {FACTORY!r}],
-    pass_fds=(theirs.fileno(),),
+    [sys.executable, "-m", "corun.runtime.engine.process", "--fd", str(fds[0]),
+     "--heartbeat-fd", str(fds[1]), "--parent-pid", str(os.getpid()), "--factory", {FACTORY!r}],
+    pass_fds=fds,
 )
 ours.sendall(encode_frame(config_to_dict(EngineConfig(model="fake"))))
 ours.recv(1)

@@ -3,15 +3,19 @@
 import msgspec
 import pytest
 from corun.runtime.adapter import AdapterFacts
+from corun.runtime.engine.load_state import OpenWork
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LinkUsage
-from corun.runtime.engine.stats import engine_stats
+from corun.runtime.engine.stats import StepCounts, engine_stats, machine_report
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, KvTransfer, TransferResult
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
+from corun.runtime.scheduler.step_times import LearnedTimes
 from support.kept_prefixes import keep, load
+from support.profiles import PROFILE
 from support.scheduling import (
     BLOCK_BYTES,
+    BLOCK_SIZE,
     make_memory,
     make_request,
     make_scheduler,
@@ -20,9 +24,11 @@ from support.scheduling import (
 
 
 def stats_of(scheduler: Scheduler, now_s: float = 0.0) -> EngineStats:
+    steps = StepCounts()
+    steps.add(5)
     return engine_stats(
         scheduler, lambda ids: tuple(map(str, ids)),
-        num_steps=1, cpu_workers=CpuWorkerStats(), now_s=now_s,
+        steps=steps, cpu_workers=CpuWorkerStats(), work=OpenWork(scheduler), now_s=now_s,
     )  # fmt: skip
 
 
@@ -81,3 +87,16 @@ def test_what_a_policy_counts_goes_through_a_channel(name: str) -> None:
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)
     assert read == stats
     assert bool(read.lane_counts) == (name in ("chameleon", "chameleon-paper", "output-only"))
+
+
+def test_how_long_things_take_is_measured_or_learned() -> None:
+    times = LearnedTimes(16)
+    times.step_ended(10, 0.5)
+    scheduler = make_scheduler(times=times)
+    learned = machine_report(scheduler, None)
+    assert not learned.is_measured
+    assert learned.machine.step_s.at(10) == 0.5
+    assert learned.kv_bytes_per_token == BLOCK_BYTES // BLOCK_SIZE
+    measured = machine_report(scheduler, PROFILE.model)
+    assert measured.is_measured
+    assert measured.machine is PROFILE.model

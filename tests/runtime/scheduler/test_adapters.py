@@ -16,6 +16,7 @@ from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor
 from support.scheduling import (
     BLOCK_BYTES,
+    facts,
     loads_of,
     make_executor,
     make_memory,
@@ -159,6 +160,29 @@ def test_requests_that_wait_for_a_seat_have_their_adapters_loaded_ahead() -> Non
         scheduler.add_request(adapter_request(request_id, request_id), 0.0)
     plan = schedule(scheduler)
     assert loaded_by(plan) == [2, 3, 4]
+
+
+def test_what_is_pinned_has_the_first_room_however_many_wait() -> None:
+    memory = make_memory(capacity_bytes=8 * BLOCK_BYTES)
+    scheduler = make_scheduler(memory=memory)
+    executor = make_executor(scheduler)
+    for number in range(1, 21):
+        scheduler.add_request(adapter_request(number, number), 0.0)
+    first = schedule(scheduler)
+    executor.submit(first)
+    assert len(loaded_by(first)) < 20, "more wait than there is room for"
+    memory.pins.pin(AdapterId(99), facts(200))
+    loads = loaded_by(first)
+    while 99 not in loads:
+        executor.finish_step()
+        for transfer_id in list(executor.transfers):
+            executor.finish_transfer(transfer_id)
+        for result in executor.poll():
+            scheduler.update(result, 0.0)
+        plan = schedule(scheduler)
+        executor.submit(plan)
+        loads += loaded_by(plan)
+    assert scheduler.num_waiting > 10
 
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])

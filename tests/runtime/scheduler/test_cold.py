@@ -25,6 +25,8 @@ ADAPTER = AdapterId(7)
 class FixedColdStarts:
     """Starts every cold request, in chunks of 4 tokens, with a split of 2."""
 
+    file_bytes_per_s = 1e6
+
     def __init__(self) -> None:
         self.log: list[str] = []
         self.chunk: ColdChunk | None = ColdChunk(4, 2)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from corun.profiles.curve import Curve
 from corun.profiles.models import LoraModel, MachineModel
+from corun.profiles.step_time import forward_s
 from corun.runtime.scheduler.step_times import LearnedTimes, ProfiledTimes
 from support.profiles import PROFILE
 from support.scheduling import make_executor, make_request, make_scheduler
@@ -94,6 +95,15 @@ class TestLearned:
         times.step_ended(10, 0.4)
         times.step_ended(100, 0.2)
         assert times.decode_step_s(10) == times.decode_step_s(100) == pytest.approx(0.3)
+
+    def test_a_model_for_those_who_want_one(self) -> None:
+        times = LearnedTimes(STEP_TOKENS)
+        assert forward_s(times.machine_model(), (5,), (0,), (0,)) == 0.0
+        times.step_ended(10, 0.2)
+        times.step_ended(100, 1.1)
+        model = times.machine_model()
+        assert forward_s(model, (55,), (0,), (ADAPTER_BYTES,)) == pytest.approx(0.65)
+        assert forward_s(model, (1,) * 10, (40,) * 10, (0,) * 10) == pytest.approx(0.2)
 
 
 class Noted(LearnedTimes):

@@ -14,7 +14,7 @@ from corun.profiles.profile import load_profile, save_profile
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.demo import demo_model_path
 from corun.runtime.engine.assembly.placement import Placement
-from corun.runtime.engine.assembly.profiling import profile_for, subject_of
+from corun.runtime.engine.assembly.profiling import profile_for, saved_profile, subject_of
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.cores import CorePlan
 from corun.runtime.machine.facts import read_machine_facts
@@ -107,6 +107,25 @@ def test_a_named_profile_must_be_there(loaded: assemble.LoadedModel, tmp_path: P
     config = replace(CONFIG, profile=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"none\.json holds no profile"):
         profile_for(config, loaded, PLACEMENT, FACTS)
+
+
+def test_without_a_link_there_is_what_was_saved(
+    loaded: assemble.LoadedModel, tmp_path: Path
+) -> None:
+    assert saved_profile(CONFIG, loaded, PLACEMENT, FACTS) is None
+    subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
+    profile = replace(PROFILE, subject=subject)
+    save_profile(profile, default_path(subject, tmp_path / "state/corun/profiles"))
+    assert saved_profile(CONFIG, loaded, PLACEMENT, FACTS) == profile
+
+    named = tmp_path / "theirs.json"
+    config = replace(CONFIG, profile=str(named))
+    with pytest.raises(ConfigError, match="holds no profile"):
+        saved_profile(config, loaded, PLACEMENT, FACTS)
+    shape = replace(subject.shape, num_layers=77)
+    save_profile(replace(profile, subject=replace(subject, shape=shape)), named)
+    with pytest.raises(ConfigError, match="another model"):
+        saved_profile(config, loaded, PLACEMENT, FACTS)
 
 
 @pytest.mark.parametrize(

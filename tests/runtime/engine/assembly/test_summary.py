@@ -42,6 +42,13 @@ def test_says_how_much_kv_the_host_has_room_for() -> None:
     assert "KV for 4096 tokens and 9000 on the host" in "\n".join(summary_lines(info, [], {}, ""))
 
 
+def test_says_what_the_weights_take() -> None:
+    info = msgspec.structs.replace(INFO, weight_bytes=5 * MIB)
+    assert "weights   5.0 MiB in bfloat16" in summary_lines(info, [], {}, "")
+    info = msgspec.structs.replace(info, quantized_bytes=3 * MIB, backends={"weights": "int8"})
+    assert "weights   3.0 MiB in int8, 2.0 MiB in bfloat16" in summary_lines(info, [], {}, "")
+
+
 def test_says_how_many_adapters_fit() -> None:
     adapters = [adapter(str(i), 8, 4) for i in range(3)]
     assert "2 of them fit at once" in summary_lines(INFO, adapters, {}, "")[-1]

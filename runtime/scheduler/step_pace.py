@@ -1,0 +1,42 @@
+"""How long steps take against what a model of the machine says, lately. Pure."""
+
+import math
+
+from ...profiles.models import MachineModel
+from ...profiles.step_time import pass_s, row_costs
+from ..plan import SubBatchKind
+from .step_draft import InFlightStep
+
+_MEMORY_S = 5.0  # of computing, after which a step counts for 1/e
+
+
+class StepPace:
+    """A running ratio, of sums: a long step counts for as many short ones as it takes time."""
+
+    def __init__(self, model: MachineModel) -> None:
+        self._model = model
+        self._measured_s = 0.0
+        self._predicted_s = 0.0
+
+    @property
+    def measured_over_predicted(self) -> float:
+        """1 while nothing has been measured."""
+        return self._measured_s / self._predicted_s if self._predicted_s > 0.0 else 1.0
+
+    def step_ended(self, step: InFlightStep, duration_s: float) -> None:
+        """A step took so long. One that waited for workers or a load tells nothing. O(rows)."""
+        if any(batch.kind is SubBatchKind.ASSISTED for batch in step.plan.sub_batches):
+            return
+        kept = math.exp(-duration_s / _MEMORY_S)
+        self._measured_s = kept * self._measured_s + duration_s
+        self._predicted_s = kept * self._predicted_s + self._predict_s(step)
+
+    def _predict_s(self, step: InFlightStep) -> float:
+        model, num_rows = self._model, sum(map(len, step.rows))
+        step_s = model.host_step_s + model.turn_s + model.turn_row_s * num_rows
+        for batch, requests in zip(step.plan.sub_batches, step.rows, strict=True):
+            adapter_bytes = [request.adapter_bytes for request in requests]
+            step_s += pass_s(
+                model, row_costs(model, batch.num_tokens, batch.start_positions, adapter_bytes)
+            )
+        return step_s
