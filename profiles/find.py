@@ -80,14 +80,26 @@ def find_or_measure(
     Raises:
         ProfileError: ``given`` holds none, or one of another model.
     """
+    profile = find_saved(subject, given, directory, now)
+    return _measured(default_path(subject, directory), measure) if profile is None else profile
+
+
+def find_saved(
+    subject: Subject, given: Path | None, directory: Path, now: datetime
+) -> Profile | None:
+    """The profile of ``given`` or of the default place, if there is one that can be read.
+
+    See ``find_or_measure``.
+    """
     path = given or default_path(subject, directory)
     try:
         profile = load_profile(path)
     except ProfileError as error:
         if given is not None:
             raise
-        reason = str(error) if path.exists() else f"there is none at {path}"
-        return _measured(path, reason, measure)
+        if path.exists():
+            _LOG.warning("%s", error)
+        return None
     fitness = judge(profile, subject, now)
     if fitness.refusals:
         raise ProfileError(f"{path} is of another model: {'; '.join(fitness.refusals)}")
@@ -105,8 +117,11 @@ def find_or_measure(
     return profile
 
 
-def _measured(path: Path, reason: str, measure: Callable[[], Profile]) -> Profile:
-    _LOG.info("measuring a quick profile, because %s (corun profile makes a better one)", reason)
+def _measured(path: Path, measure: Callable[[], Profile]) -> Profile:
+    _LOG.info(
+        "measuring a quick profile, because there is none at %s (corun profile makes a better one)",
+        path,
+    )
     profile = measure()
     _warn(profile)
     try:

@@ -11,6 +11,7 @@ import msgspec
 from .curve import Curve
 from .fit import Fit
 from .models import MachineModel
+from .server import MeasuredServer
 
 FORMAT_VERSION = 3
 
@@ -140,7 +141,8 @@ class Profile:
     link_points: tuple[LinkPoint, ...]
     quality: Quality
     measured_s: float  # that measuring took
-    free_bytes: int  # of the device's memory beside the model
+    free_bytes: int  # of the device's memory beside the model; of a server, for KV
+    server: MeasuredServer | None = None  # that was measured from outside; None = an engine
     format_version: int = FORMAT_VERSION
 
 

@@ -42,6 +42,28 @@ def report_lines(profile: Profile) -> Iterator[str]:
     yield "  (adapters on all targets)"
 
 
+def server_lines(profile: Profile) -> Iterator[str]:
+    """Of a server that was measured from outside."""
+    model, shape, server = profile.model, profile.subject.shape, profile.server
+    assert model.decode_step_s is not None and server is not None
+    kind = "thorough" if profile.is_thorough else "quick"
+    yield (
+        f"{kind} profile of {server.seen.base} in {shape.dtype} on {server.kind} "
+        f"{server.seen.version}, measured from outside in {profile.measured_s:.0f} s"
+    )
+    yield f"  prefill      {_points(model.step_s, 'tokens')}"
+    yield (
+        f"  decode       {_points(model.decode_step_s, 'rows')}, "
+        f"{_time(model.decode_s_per_key)} per key, {_fit(profile.step_fit)}"
+    )
+    yield f"  KV           {server.seen.kv_tokens} tokens in blocks of {server.seen.block_size}"
+    yield f"  adapters     {_decode(profile)}"
+    yield f"               {_prefill(profile)}"
+    ranks = ", ".join(str(budget.rank) for budget in profile.budgets)
+    link = f"{model.link.bytes_per_s / 2**30:.3g} GiB/s + {_time(model.link.latency_s)}"
+    yield f"               a load takes {link}; ranks {ranks}"
+
+
 def warning_lines(profile: Profile) -> Iterator[str]:
     """What speaks against trusting the figures; empty on a quiet machine with linear kernels."""
     quality = profile.quality

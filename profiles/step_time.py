@@ -4,13 +4,12 @@ All times are seconds.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .models import MachineModel
 
 
-@dataclass(frozen=True, slots=True)
-class RowCosts:
+class RowCosts(NamedTuple):
     """What rows bring to a forward pass; of several rows the sums, but for the largest adapter."""
 
     num_prefill_tokens: int = 0
@@ -61,13 +60,18 @@ def forward_s(
     return model.host_step_s + pass_s(model, costs)
 
 
-def pass_s(model: MachineModel, costs: RowCosts) -> float:
-    """The forward pass of such rows, without ``host_step_s``, which a step has but once."""
-    if costs.num_prefill_tokens or model.decode_step_s is None:
-        num_decode_tokens = model.decode_token_share * costs.num_decodes
-        products_s = model.step_s.at(costs.num_prefill_tokens + num_decode_tokens)
-    else:
+def pass_s(model: MachineModel, costs: RowCosts, *, may_capture: bool = True) -> float:
+    """The forward pass of such rows, without ``host_step_s``, which a step has but once.
+
+    ``may_capture``: whether it is captured if all its rows decode, as it is unless one is cold.
+    """
+    products_s = 0.0
+    if not costs.num_prefill_tokens and model.decode_step_s is not None:
         products_s = model.decode_step_s.at(costs.num_decodes)
+    if not products_s or not may_capture:  # which never takes longer than without
+        num_decode_tokens = model.decode_token_share * costs.num_decodes
+        modules_s = model.step_s.at(costs.num_prefill_tokens + num_decode_tokens)
+        products_s = max(products_s, modules_s)
     lora, prefill_s, decode_bytes = model.lora, costs.prefill_s, costs.decode_bytes
     if lora.is_padded:
         prefill_s += lora.prefill_s(costs.num_prefill_tokens, costs.largest_bytes)

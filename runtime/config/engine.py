@@ -20,6 +20,7 @@ from .option import check_config, option
 CPU_ISAS = isa.NAMES
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int4")
 LINEAR_BACKENDS = ("auto", "numba", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
 LORA_BACKENDS = ("auto", "numba", "triton", "torch")
@@ -71,6 +72,15 @@ class EngineConfig:
         help="Type of weights and KV; auto = the model's.",
         commands=_PROFILE,
     )
+    quantization: str | None = option(
+        None, choices=QUANTIZATIONS, commands=_PROFILE + _CHECK,
+        help="Weights of the base's linears, in groups of 64, on the CPU; made at the first start "
+        "and kept. Checkpoints that are quantised on disk need no option.",
+    )  # fmt: skip
+    lm_head_quantization: str = option(
+        "auto", choices=("auto", "off", *QUANTIZATIONS), commands=_PROFILE + _CHECK,
+        help="The same for the output head; auto = int8 with --quantization, else as on disk.",
+    )  # fmt: skip
     max_model_len: int | None = option(
         None,
         minimum=2,
@@ -78,12 +88,9 @@ class EngineConfig:
         commands=_PROFILE,
     )
     max_num_batched_tokens: int = option(
-        512,
-        minimum=1,
-        maximum=2**20,
-        help="Tokens that one step computes at most.",
+        512, minimum=1, maximum=2**20, help="Tokens that one step computes at most.",
         commands=_PROFILE,
-    )
+    )  # fmt: skip
     max_num_seqs: int = option(
         256, minimum=1, maximum=2**16, help="Requests that run at once at most."
     )
@@ -91,17 +98,12 @@ class EngineConfig:
         1024, minimum=0, maximum=2**20, help="Entries of logit_bias of one request at most."
     )
     max_num_waiting: int = option(
-        1024,
-        minimum=1,
-        maximum=2**20,
-        help="Requests that wait at most; more are refused (429).",
+        1024, minimum=1, maximum=2**20, help="Requests that wait at most; more are refused (429)."
     )
     max_queue_s: float | None = option(
-        None,
-        above=0,
-        maximum=86400,
+        None, above=0, maximum=86400,
         help="Seconds that a request waits for its turn at most; then it is refused (429).",
-    )
+    )  # fmt: skip
     max_stop_strings: int = option(
         16, minimum=0, maximum=1024, help="Stop strings of one request at most."
     )

@@ -142,3 +142,20 @@ def test_padded_rows_of_several_origins_make_one_pass() -> None:
 
 def test_keys_are_counted_one_by_one() -> None:
     assert [num_keys(1, 0), num_keys(1, 9), num_keys(3, 0), num_keys(2, 10)] == [1, 10, 6, 23]
+
+
+def test_rows_that_decode_beside_a_cold_one_are_not_captured() -> None:
+    model = replace(
+        _HAND_SET,
+        step_s=Curve((1.0, 8.0), (0.04, 0.05)),
+        decode_step_s=Curve((1.0,), (0.03,)),
+        decode_token_share=1.0,
+        read_s=0.0,
+    )
+    decodes = row_costs(model, (1, 1), (0, 0), (0, 0))
+    more_s = pass_s(model, decodes, may_capture=False) - pass_s(model, decodes)
+    assert more_s == pytest.approx(0.04 + 0.01 / 7 - 0.03)
+    slow = replace(model, decode_step_s=Curve((1.0,), (0.06,)))  # as where times are noisy
+    assert pass_s(slow, decodes, may_capture=False) == pass_s(slow, decodes)
+    mixed = row_costs(model, (1, 4), (0, 0), (0, 0))
+    assert pass_s(model, mixed, may_capture=False) == pass_s(model, mixed)

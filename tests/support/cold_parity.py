@@ -27,10 +27,14 @@ NAMES = tuple(spec.name for spec in (*ADAPTER_SPECS, ATTENTION_SPEC))
 
 
 def make_case(
-    directory: Path, specs: Sequence[AdapterSpec] = (*ADAPTER_SPECS, ATTENTION_SPEC, LARGE_SPEC)
-) -> ParityCase:
+    directory: Path, specs: Sequence[AdapterSpec] = (*ADAPTER_SPECS, ATTENTION_SPEC, LARGE_SPEC),
+    quantization: str | None = None,
+) -> ParityCase:  # fmt: skip
     """Adapters on all linears, on some, in one layer, with a pattern of ranks, and a large one."""
-    return ParityCase("llama-deep", directory, seed=3, specs=specs, depends_on_length=False)
+    return ParityCase(
+        "llama-deep", directory, seed=3, specs=specs, depends_on_length=False,
+        quantization=quantization,
+    )  # fmt: skip
 
 
 def prompts(count: int, seed: int = 0, num_tokens: int = 24) -> list[list[int]]:

@@ -6,7 +6,7 @@ What a prompt begins with may ask for trouble: see ``FakeCore``.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from corun.runtime.engine.messages import (
     AddRequest,
     EngineLoad,
     EngineStats,
+    MachineReport,
     ModelInfo,
     OperationDone,
     PinAdapter,
@@ -34,6 +35,7 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.plan import TokenLogprobs
+from corun.runtime.scheduler.step_times import LearnedTimes
 
 FACTORY = "support.fake_core:build"
 TELLING_FACTORY = "support.fake_core:build_telling"
@@ -41,12 +43,14 @@ BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 260  # two more than the tokenizer knows: models pad their vocabulary
 MAX_MODEL_LEN = 4096
 
+MACHINE = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)
 TIMING = RequestTiming({"kv_memory": 0.5}, 7)  # of who is aborted, or fails
 SILENT = "SILENT"  # the request never gets a token
 CRASH = "CRASH"  # the next step raises: the engine ends
 DIE = "DIE"  # the next step finds its device lost, and so does who closes the engine
 FAIL = "FAIL"  # the request fails, the engine goes on
-SLEEP = "SLEEP"  # the step takes long
+LONG = "LONG"  # the step takes so long
+LONG_STEP_S = 1.0
 
 FAILING_MODEL = "model-that-cannot-be-loaded"
 BROKEN_MODEL = "model-that-shows-a-bug"
@@ -66,6 +70,7 @@ class FakeCore:
         self._has_news = False  # cleared by a step that finds nothing to do
         self._fd = os.eventfd(0)
         self.seeds: list[int | None] = []
+        self.held: tuple[AddRequest, ...] = ()  # when it was asked for stats
         self.is_lost = False
 
     @property
@@ -115,13 +120,17 @@ class FakeCore:
                 updates.append(self._advance(request))
         return updates
 
-    def stats(self) -> EngineStats:
+    def stats(self, held: Iterable[AddRequest] = ()) -> EngineStats:
+        self.held = tuple(held)
         return EngineStats(
             num_running=len(self._open),
             kv_blocks_used=2 * len(self._open),
             num_waiting=len(self._open),
             num_steps=self._num_steps,
         )
+
+    def machine(self) -> MachineReport:
+        return MACHINE
 
     def fileno(self) -> int:
         return self._fd
@@ -136,6 +145,8 @@ class FakeCore:
         text = _text(request)
         if text.startswith(CRASH):
             raise RuntimeError("the step was told to crash")
+        if text.startswith(LONG):
+            time.sleep(LONG_STEP_S)
         if text.startswith(DIE):
             self.is_lost = True
             raise EngineDeadError("the device is lost")

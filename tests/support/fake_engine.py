@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.adapters.names import taken_name
-from corun.runtime.engine.messages import EngineStats, LinkUsage, ModelInfo
+from corun.runtime.engine.messages import EngineStats, LinkUsage, MachineReport, ModelInfo
 from corun.runtime.errors import (
     AdapterError,
     CorunError,
@@ -17,7 +17,7 @@ from corun.runtime.errors import (
     RequestError,
     UnknownModelError,
 )
-from corun.runtime.frontend.adapter_conventions import Conventions
+from corun.runtime.frontend.engine_watch import EngineWatches
 from corun.runtime.frontend.inputs import check_prompt, truncate_prompt
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.frontend.outputs import (
@@ -31,6 +31,8 @@ from corun.runtime.frontend.outputs import (
 )
 from corun.runtime.limits import check_num_stops, check_predicted_output
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.step_times import LearnedTimes
+from corun.runtime.server.engine_port import RendererPort
 from corun.runtime.timing import EngineTiming
 
 BASE_NAME = "tiny"
@@ -85,6 +87,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
+        self.watches = EngineWatches()
         self.reset()
 
     def reset(self) -> None:
@@ -118,6 +121,10 @@ class FakeEngine:
         self.num_continued = 0  # outputs asked for after a first one
         self.num_aborted = 0
         self.num_asked = 0  # for stats
+        self.num_heartbeats = 0
+        self.num_requests_sent = 0
+        self.num_requests_told = 0
+        self.machine = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
         self.seen_predictions: list[int | None] = []
         self.seen_special_tokens: list[bool] = []  # asked for around prompts that were text
@@ -143,8 +150,11 @@ class FakeEngine:
         self.stats = msgspec.structs.replace(self.stats, num_steps=self.num_steps)
         return self.stats
 
-    async def conventions_of(self, lora: str | None) -> Conventions:
-        return Conventions()
+    async def refresh_machine(self, timeout_s: float) -> MachineReport:
+        return self.machine
+
+    async def renderer_of(self, lora: str | None) -> RendererPort:
+        return self.tokenizer
 
     def ask_stats(self) -> None:
         self.num_asked += 1
@@ -210,6 +220,8 @@ class FakeEngine:
         if self.num_open >= self.max_open:
             raise OverloadedError(f"{self.max_open} requests are waiting (--max-num-waiting)")
         self.num_open += 1
+        self.num_requests_sent += sampling_params.n
+        self.watches.sent(request_id, self.num_requests_sent)
         try:
             choices = [
                 _FakeChoice(prompt_ids, sampling_params, index, lora_request or "base")

@@ -9,6 +9,8 @@ from typing import Any
 import peft
 import torch
 from corun import Engine, LoRARequest
+from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE
+from corun.gpu.linear.quantized import quantize
 from support.architectures import make_model, save_model
 from support.peft_adapters import edit_config, save_adapter
 from support.tokenizers import save_word_tokenizer
@@ -59,9 +61,15 @@ class ParityCase:
     def __init__(
         self, architecture: str, directory: Path, *, seed: int = 0,
         specs: Sequence[AdapterSpec] = ADAPTER_SPECS, depends_on_length: bool = True,
+        quantization: str | None = None,
     ) -> None:  # fmt: skip
-        """``depends_on_length``: whether a token's truth may change with those behind it."""
+        """``depends_on_length``: whether a token's truth may change with those behind it.
+
+        ``quantization``: what base weights are that, and those of the head, before they are
+        dequantised again.
+        """
         self._depends_on_length = depends_on_length
+        self._bits = None if quantization is None else {"int8": 8, "int4": 4}[quantization]
         self.directory = save_model(architecture, directory / "model", seed=seed)
         save_word_tokenizer(self.directory, VOCAB_SIZE)
         self.adapters: dict[str, Path] = {}
@@ -119,14 +127,26 @@ class ParityCase:
         key = (adapter, dtype)
         if key not in self._models:
             model = AutoModelForCausalLM.from_pretrained(
-                self.directory, dtype=dtype, attn_implementation="eager"
+                self.directory, dtype=torch.float32, attn_implementation="eager"
             )
+            if self._bits is not None:
+                dequantize_linears(model, self._bits)
+            if dtype != torch.float32:
+                model = model.to(dtype)
             if adapter is not None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of PEFT about itself
                     model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
             self._models[key] = model.eval()
         return self._models[key]
+
+
+def dequantize_linears(model: PreTrainedModel, bits: int) -> None:
+    """Replace the weights of all linears whose inputs are whole groups by what is left of them."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module.in_features % GROUP_SIZE == 0:
+            weight = quantize(module.weight, bits).dequantized()
+            module.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
 
 
 class HalfErrors:

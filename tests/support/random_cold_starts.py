@@ -13,6 +13,8 @@ NUM_LAYERS = 4
 class RandomColdStarts:
     """Starts cold requests and cuts chunks at random; checks what it is told."""
 
+    file_bytes_per_s = 1e6
+
     def __init__(
         self, rng: random.Random, transfers: TransferTable,
         *, start_share: float, blocking_share: float,

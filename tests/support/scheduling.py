@@ -19,6 +19,7 @@ from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 from corun.runtime.scheduler.predictor import OutputPredictor
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
+from corun.runtime.scheduler.step_pace import StepPace
 from corun.runtime.scheduler.step_times import LearnedTimes, StepTimes
 from support.fake_executor import FakeExecutor
 from support.fake_host import FakeHost
@@ -99,6 +100,7 @@ def make_scheduler(
     cold_starts: ColdStarts | None = None,
     predictor: OutputPredictor | None = None,
     times: StepTimes | None = None,
+    pace: StepPace | None = None,
     **limits: Any,
 ) -> Scheduler:
     """``limits``: fields of ``SchedulerConfig``."""
@@ -117,6 +119,7 @@ def make_scheduler(
         cold_starts,
         predictor=predictor,
         times=times,
+        pace=pace,
     )
 
 

@@ -9,9 +9,13 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 
+import numpy as np
+
 from .reports import ServerId
 
 _MASK = 2**64 - 1
+_FACTOR_1, _FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_30, _27, _31, _12 = (np.uint64(bits) for bits in (30, 27, 31, 12))
 
 
 @lru_cache(maxsize=65_536)
@@ -27,15 +31,25 @@ def units_of(key: str, servers: Iterable[ServerId]) -> dict[ServerId, float]:
 
 def _unit(mixed: int) -> float:
     """The finalizer of splitmix64: Steele, Lea and Flood, 2014."""
-    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _MASK
+    mixed = ((mixed ^ mixed >> 30) * int(_FACTOR_1)) & _MASK
+    mixed = ((mixed ^ mixed >> 27) * int(_FACTOR_2)) & _MASK
     return (((mixed ^ mixed >> 31) >> 12) + 0.5) / 2**52
 
 
 def hashed_order(key: str, servers: Iterable[ServerId]) -> list[ServerId]:
     """All of ``servers`` in the key's own order."""
-    units = units_of(key, servers)
-    return sorted(units, key=units.__getitem__)
+    return list(_hashed_order(key, tuple(servers)))
+
+
+@lru_cache(maxsize=4096)  # keys come again, and servers seldom change
+def _hashed_order(key: str, servers: tuple[ServerId, ...]) -> tuple[ServerId, ...]:
+    """By ``_unit``, of all at once."""
+    mixed = np.array([_hash(one) for one in servers], dtype=np.uint64)
+    mixed ^= np.uint64(_hash(f"key {key}"))
+    mixed = (mixed ^ mixed >> _30) * _FACTOR_1
+    mixed = (mixed ^ mixed >> _27) * _FACTOR_2
+    units = (mixed ^ mixed >> _31) >> _12
+    return tuple([servers[index] for index in np.argsort(units, kind="stable").tolist()])
 
 
 def weighted_order(

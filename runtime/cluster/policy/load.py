@@ -31,6 +31,10 @@ class ServerLoad(NamedTuple, Generic[Value]):
     free_kv_tokens: Value  # when those that wait have theirs; negative: so many lack
     context_tokens: Value
     correction: Value  # measured / modelled
+    decode_s_per_byte: Value  # of adapters, of each row; padded: of the largest's
+    # By which chunks are longer per token and byte of an adapter that is larger than their own; 0
+    # where kernels do not pad.
+    padded_s_per_token_byte: Value
     # How long to wait for a row of the batch, and for each token of KV that lacks, per token of
     # the mean output: of n rows n / mean output end in a step, each with its share of the context.
     row_wait_s: Value
@@ -53,13 +57,11 @@ def load_of(
 
     O(ranks + sent).
     """
-    requests = [request for _, request in sent]
-    sent_tokens = sum(request.num_prompt_tokens for request in requests)
-    queued_tokens = report.queued_prefill_tokens + sent_tokens
+    queued_tokens = report.queued_prefill_tokens
+    for _, request in sent:
+        queued_tokens += request.num_prompt_tokens
     context_tokens = report.running_context_tokens + queued_tokens
-    num_requests = len(sent) + sum(report.num_running_by_rank.values())
-    num_requests += sum(report.num_waiting_by_rank.values())
-    rows = _rows(costs, report, requests, num_requests, context_tokens)
+    num_requests, rows = _rows(costs, report, sent, context_tokens)
     step_s = _decode_step_s(costs, rows, rows.number)
     row_s = _decode_step_s(costs, rows, rows.number + 1) - step_s
     chunk_step_s = step_s
@@ -68,8 +70,9 @@ def load_of(
         chunk_step_s = model.host_step_s + model.turn_s + max(model.read_s, model.step_s.at(0))
     correction = min(max(_MIN_CORRECTION, report.measured_over_predicted), _MAX_CORRECTION)
     mean_bytes = rows.adapter_bytes / rows.number if rows.number else 0.0
-    chunk_s = chunk_step_s + prefill_s(costs, costs.max_num_batched_tokens, mean_bytes)
+    chunk_s = chunk_step_s + _chunk_s(costs, costs.max_num_batched_tokens, mean_bytes)
     token_s = correction * chunk_s / costs.max_num_batched_tokens
+    lora = costs.model.lora
     num_too_many = max(num_requests + 1 - costs.max_num_seqs, 0)
     busy_until_s = report.told_s + report.queued_prefill_tokens * token_s
     for sent_s, request in sent:
@@ -86,34 +89,49 @@ def load_of(
         free_kv_tokens=report.free_kv_tokens - queued_tokens,
         context_tokens=context_tokens,
         correction=correction,
+        decode_s_per_byte=correction * lora.decode_s_per_byte,
+        padded_s_per_token_byte=correction * lora.is_padded * lora.prefill_s_per_token_byte,
         row_wait_s=correction * step_s * num_too_many / max(rows.number, 1),
         kv_wait_s=correction * step_s / max(context_tokens, 1),
     )
 
 
 def _rows(
-    costs: ServerCosts, report: ServerReport, sent: Sequence[RouteRequest], num_requests: int,
+    costs: ServerCosts, report: ServerReport, sent: Sequence[tuple[float, RouteRequest]],
     context_tokens: int,
-) -> _Rows:  # fmt: skip
-    """All that are there, or as many as a step takes; with padded kernels all as the largest."""
-    by_rank = (*report.num_running_by_rank.items(), *report.num_waiting_by_rank.items())
-    num_bytes = sum(request.num_bytes for request in sent)
-    num_bytes += costs.adapter_bytes_per_rank * sum(rank * number for rank, number in by_rank)
-    largest_rank = max((rank for rank, number in by_rank if number), default=0)
-    largest_bytes = max((request.num_bytes for request in sent), default=0)
-    largest_bytes = max(largest_bytes, largest_rank * costs.adapter_bytes_per_rank)
+) -> tuple[int, _Rows]:  # fmt: skip
+    """How many requests there are, and of them those that a step takes; by loops, for speed.
+
+    With padded kernels all rows are as the largest.
+    """
+    num_requests, sum_of_ranks, largest_rank = len(sent), 0, 0
+    for by_rank in (report.num_running_by_rank, report.num_waiting_by_rank):
+        for rank, number in by_rank.items():
+            num_requests += number
+            sum_of_ranks += rank * number
+            if number and rank > largest_rank:
+                largest_rank = rank
+    num_bytes = costs.adapter_bytes_per_rank * sum_of_ranks
+    largest_bytes = costs.adapter_bytes_per_rank * largest_rank
+    for _, request in sent:
+        num_bytes += request.num_bytes
+        largest_bytes = max(largest_bytes, request.num_bytes)
     if costs.model.lora.is_padded:
         num_bytes = largest_bytes * num_requests
     number = min(num_requests, costs.max_num_seqs)
     share = number / num_requests if num_requests else 0.0
-    return _Rows(number, share * num_bytes, largest_bytes, share * context_tokens)
+    return num_requests, _Rows(number, share * num_bytes, largest_bytes, share * context_tokens)
 
 
 def prefill_s(costs: ServerCosts, num_tokens: int, adapter_bytes: float) -> float:
     """What chunks of so many tokens add to steps that decode, without their attention."""
     num_full, num_rest = divmod(num_tokens, costs.max_num_batched_tokens)
-    full_s = num_full * _chunk_s(costs, costs.max_num_batched_tokens, adapter_bytes)
-    return full_s + (_chunk_s(costs, num_rest, adapter_bytes) if num_rest else 0.0)
+    full_s = rest_s = 0.0
+    if num_full:
+        full_s = num_full * _chunk_s(costs, costs.max_num_batched_tokens, adapter_bytes)
+    if num_rest:
+        rest_s = _chunk_s(costs, num_rest, adapter_bytes)
+    return full_s + rest_s
 
 
 def _chunk_s(costs: ServerCosts, num_tokens: int, adapter_bytes: float) -> float:

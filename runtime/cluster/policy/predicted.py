@@ -3,12 +3,13 @@
 corun's own; Toppings, section 5, has the idea of a step's predicted time. Pure.
 """
 
+import math
 import random
 from collections.abc import Sequence
 
 import numpy as np
 
-from .fleet import Fleet, Floats
+from .fleet import Fleet, Floats, Padding
 from .reports import RouteRequest, ServerId
 from .router import Router
 from .sessions import Sessions
@@ -63,22 +64,23 @@ class PredictedRouter(Router):
 
     def _scores(self, request: RouteRequest, now_s: float) -> Floats:
         fleet, load = self._fleet, self._fleet.load
-        kept_at, num_kept = self._sessions.find(request)
-        index = fleet.index_of(kept_at)
-        num_cached = 0 if index is None else fleet.whole_blocks(num_kept, index)
+        cached = fleet.whole_blocks(self._sessions.find(request))
         cold_s = fleet.cold_s(request)
         queue_s = np.maximum(load.busy_until_s - now_s, 0.0)
-        num_chunks = np.ceil(request.num_prompt_tokens / fleet.max_num_batched_tokens)
-        if index is not None:
+        chunks_s = load.chunk_step_s * fleet.num_chunks(request.num_prompt_tokens)
+        for index, num_cached in cached.items():
             num_tokens = request.num_prompt_tokens - num_cached
-            num_chunks[index] = np.ceil(num_tokens / fleet.max_num_batched_tokens[index])
-        wait_s = queue_s + num_chunks * load.chunk_step_s + self._room_wait_s(request)
-        first_token_s = np.maximum(wait_s, cold_s) + fleet.prefill_s(request, num_cached, index)
-        step_s = load.step_s + fleet.decode_delta_s(request.num_bytes)
+            num_chunks = math.ceil(num_tokens / fleet.max_num_batched_tokens[index])
+            chunks_s[index] = num_chunks * load.chunk_step_s[index]
+        wait_s = queue_s + chunks_s + self._room_wait_s(request)
+        padding = fleet.padding(request.num_bytes)
+        own_s = fleet.prefill_s(request, padding, cached)
+        first_token_s = np.maximum(wait_s, cold_s) + own_s
+        step_s = load.step_s + fleet.decode_delta_s(request.num_bytes, padding)
         scores: Floats = first_token_s + _COLD_WEIGHT * cold_s
         scores += _DECODE_WEIGHT * request.predicted_output_tokens * step_s
-        if fleet.has_padded:
-            scores += self._padding_s(request)
+        if padding is not None:
+            scores += self._padding_s(request, padding)
         return scores
 
     def _room_wait_s(self, request: RouteRequest) -> Floats:
@@ -90,7 +92,7 @@ class PredictedRouter(Router):
         result: Floats = np.maximum(lack * load.kv_wait_s, load.row_wait_s) * mean_tokens
         return result
 
-    def _padding_s(self, request: RouteRequest) -> Floats:
+    def _padding_s(self, request: RouteRequest, padding: Padding) -> Floats:
         """What padded kernels cost the others while the request is there.
 
         Their steps are longer by more than its own adapter, and the prompts that wait, and those
@@ -98,12 +100,11 @@ class PredictedRouter(Router):
         computed with a larger adapter.
         """
         fleet, load = self._fleet, self._fleet.load
-        larger_bytes = np.maximum(request.num_bytes - load.largest_bytes, 0.0)
         outputs = request.predicted_output_tokens / max(self._mean_output_tokens, 1.0)
-        tokens = load.queued_tokens + load.num_rows * self._mean_prompt_tokens * min(outputs, 4.0)
-        prefill_s = fleet.prefill_s_per_token_byte * larger_bytes * tokens
-        own_bytes = np.maximum(load.largest_bytes - request.num_bytes, 0.0)
-        decode_s = fleet.decode_s_per_byte * (load.num_rows * larger_bytes + own_bytes)
+        per_row = self._mean_prompt_tokens * min(outputs, 4.0)
+        result: Floats = load.padded_s_per_token_byte * padding.larger
+        result *= load.queued_tokens + load.num_rows * per_row
+        decode_s = load.decode_s_per_byte * (load.num_rows * padding.larger + padding.smaller)
         decode_s *= _DECODE_WEIGHT * request.predicted_output_tokens * load.num_rows
-        result: Floats = fleet.is_padded * load.correction * (prefill_s + decode_s)
+        result += decode_s if fleet.are_all_padded else fleet.is_padded * decode_s
         return result

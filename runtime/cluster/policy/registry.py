@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ....profiles.models import MachineModel
+from ....profiles.step_time import forward_s
 from ...errors import ConfigError
 from ...near_names import near_names
 from .by_shares import LoraServeRouter
@@ -17,6 +19,8 @@ from .simple import (
     TwoChoicesRouter,
 )
 from .toppings import ToppingsPaperRouter, ToppingsRouter
+
+_SLO_FACTOR = 1.5  # Toppings, section 7.4: of the time per token without adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +46,22 @@ ROUTERS: Mapping[str, Callable[[RouterFacts], Router]] = {
 }
 
 
-def make_router(name: str, facts: RouterFacts) -> Router:
-    """Return a new router. Raises ``ConfigError`` if there is none of this name."""
-    try:
-        make = ROUTERS[name]
-    except KeyError:
+def check_router(name: str) -> None:
+    """Raise ``ConfigError`` if there is none of this name."""
+    if name not in ROUTERS:
         known = ", ".join(ROUTERS)
         hint = near_names(name, ROUTERS)
-        raise ConfigError(f"--router is {name!r}, must be one of: {known}{hint}") from None
-    return make(facts)
+        raise ConfigError(f"--router is {name!r}, must be one of: {known}{hint}")
+
+
+def make_router(name: str, facts: RouterFacts) -> Router:
+    """Return a new router. Raises ``ConfigError`` if there is none of this name."""
+    check_router(name)
+    return ROUTERS[name](facts)
+
+
+def default_slo_tpot_s(model: MachineModel, max_num_seqs: int, total_kv_tokens: int) -> float:
+    """1.5 times a step of a full batch without adapters, with as much context as memory holds."""
+    rows = max_num_seqs
+    context = total_kv_tokens // rows
+    return _SLO_FACTOR * forward_s(model, (1,) * rows, (context,) * rows, (0,) * rows)

@@ -25,6 +25,8 @@ class RouteRequest:
     session: str | None = None  # requests of one session share a prefix
     rank: int = 0  # of the adapter
     num_bytes: int = 0  # of the adapter on the device
+    # Ever longer beginnings of the prompt, each a hash and its tokens; None = not known.
+    beginnings: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

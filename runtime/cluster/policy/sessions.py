@@ -1,32 +1,55 @@
-"""Where a router sent each session's last request: there its prefix is probably kept. Pure."""
+"""Where a router sent which beginnings of prompts: there they are probably kept. Pure."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from .reports import RouteRequest, ServerId
 
 _MAX_SESSIONS = 10_000  # the least recent is forgotten; its next request is like a first one
+_MAX_BEGINNINGS = 100_000
+
+# A prefix belongs to an adapter: other adapters' KV differs.
+_Name = str | None
 
 
 class Sessions:
-    """What one router remembers. A prefix belongs to an adapter: other adapters' KV differs."""
+    """What one router remembers: by the texts of prompts, or by session if they are unknown."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str | None, str], tuple[ServerId, int]] = OrderedDict()
+        self._sessions: OrderedDict[tuple[_Name, str], tuple[ServerId, int]] = OrderedDict()
+        self._beginnings: OrderedDict[tuple[_Name, int], set[ServerId]] = OrderedDict()
 
     def note(self, request: RouteRequest, server_id: ServerId) -> None:
-        """``request`` goes to this server, where its tokens are kept."""
+        """``request`` goes to this server, where its tokens are kept. O(beginnings)."""
+        name, kept = request.adapter_name, self._beginnings
+        if request.beginnings is not None:
+            for one, _ in request.beginnings:
+                kept.setdefault((name, one), set()).add(server_id)
+                kept.move_to_end((name, one))
+            while len(kept) > _MAX_BEGINNINGS:
+                kept.popitem(last=False)
+            return
         if request.session is None:
             return
-        key = (request.adapter_name, request.session)
         num_tokens = request.num_prompt_tokens + int(request.predicted_output_tokens)
-        self._kept[key] = (server_id, num_tokens)
-        self._kept.move_to_end(key)
-        if len(self._kept) > _MAX_SESSIONS:
-            self._kept.popitem(last=False)
+        self._sessions[name, request.session] = (server_id, num_tokens)
+        self._sessions.move_to_end((name, request.session))
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
 
-    def find(self, request: RouteRequest) -> tuple[ServerId | None, int]:
-        """The server with the request's prefix, and how many tokens; at least one is computed."""
-        if request.session is None:
-            return None, 0
-        server_id, num_tokens = self._kept.get((request.adapter_name, request.session), (None, 0))
-        return server_id, min(num_tokens, request.num_prompt_tokens - 1)
+    def find(self, request: RouteRequest) -> Mapping[ServerId, int]:
+        """Servers with a prefix of the request, and of how many tokens; at least one is computed.
+
+        Servers may have left, or begun anew without it.
+        """
+        name, most = request.adapter_name, request.num_prompt_tokens - 1
+        if request.beginnings is None:
+            if request.session is None or (name, request.session) not in self._sessions:
+                return {}
+            server_id, num_tokens = self._sessions[name, request.session]
+            return {server_id: min(num_tokens, most)}
+        found: dict[ServerId, int] = {}
+        for one, num_tokens in request.beginnings:  # a longer one overwrites
+            servers = self._beginnings.get((name, one), ())
+            found.update(dict.fromkeys(servers, min(num_tokens, most)))
+        return found

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .fleet import Fleet, Floats
+from .fleet import Fleet, Floats, Padding
 from .reports import RouteRequest, ServerId
 from .router import Router
 from .views import ServerView
@@ -22,13 +22,12 @@ class _Costs:
         self.fleet = Fleet()
         self._slo_tpot_s = slo_tpot_s
 
-    def added_prefill_s(self, request: RouteRequest) -> Floats:
+    def added_prefill_s(self, request: RouteRequest, padding: Padding | None) -> Floats:
         """PrePerf(queue + req) - PrePerf(queue); with padded kernels the queue pays, too."""
         fleet, load = self.fleet, self.fleet.load
-        larger_bytes = np.maximum(request.num_bytes - load.largest_bytes, 0.0)
-        per_token_s = fleet.is_padded * fleet.prefill_s_per_token_byte * load.correction
-        result: Floats = fleet.prefill_s(request, 0, None)
-        result += per_token_s * larger_bytes * load.queued_tokens
+        result: Floats = fleet.prefill_s(request, padding)
+        if padding is not None:
+            result += load.padded_s_per_token_byte * padding.larger * load.queued_tokens
         return result
 
     def is_too_slow(self, decode_delta_s: Floats) -> Floats:
@@ -61,8 +60,9 @@ class ToppingsRouter(Router):
         fleet.update(servers)
         if not len(fleet):
             return ()
-        decode_s = fleet.decode_delta_s(request.num_bytes)
-        first_token_s = costs.added_prefill_s(request) + fleet.cold_s(request)
+        padding = fleet.padding(request.num_bytes)
+        decode_s = fleet.decode_delta_s(request.num_bytes, padding)
+        first_token_s = costs.added_prefill_s(request, padding) + fleet.cold_s(request)
         cost_s = first_token_s / max(request.predicted_output_tokens, 1.0) + decode_s
         cost_s *= fleet.load.num_requests + 1
         penalty = costs.has_no_room(request) + costs.is_too_slow(decode_s)
@@ -89,8 +89,9 @@ class ToppingsPaperRouter(Router):
         fleet.update(servers)
         if not len(fleet):
             return ()
-        decode_s = fleet.decode_delta_s(request.num_bytes)
-        added_s = costs.added_prefill_s(request) / self._mean_output_tokens + decode_s
+        padding = fleet.padding(request.num_bytes)
+        decode_s = fleet.decode_delta_s(request.num_bytes, padding)
+        added_s = costs.added_prefill_s(request, padding) / self._mean_output_tokens + decode_s
         scores = [
             (added + (float("inf") if is_too_slow else 0.0)) * num_requests
             for added, is_too_slow, num_requests in zip(

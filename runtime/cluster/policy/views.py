@@ -1,5 +1,8 @@
 """Servers as one router sees them: the last report of each, and what this router sent it since."""
 
+from collections.abc import Callable
+from functools import cached_property
+
 from .load import ServerLoad, load_of
 from .reports import RouteRequest, ServerCosts, ServerId, ServerReport
 
@@ -16,29 +19,48 @@ class ServerView:
     What was sent is kept until a report has it: a server that reports no more is to be left out.
     """
 
-    __slots__ = ("_sent", "_sets", "_tiers_below", "costs", "load", "report", "server_id", "tiers")
-
     report: ServerReport
-    load: ServerLoad[float]  # another object after each change
     tiers: dict[str, int]  # of all adapters that are not elsewhere
 
     def __init__(self, server_id: ServerId, costs: ServerCosts, report: ServerReport) -> None:
         self.server_id = server_id
         self.costs = costs
-        self._sent: list[tuple[float, RouteRequest]] = []
+        self._num_sent = 0
+        self._sent: dict[int, tuple[float, RouteRequest]] = {}  # by number, from 1 on
         self._sets: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._tiers_below: dict[str, int] = {}
         self.tell(report)
 
-    def tell(self, report: ServerReport) -> None:
-        """Take its new report, which has in it what was sent until then. O(its adapters)."""
+    @cached_property
+    def load(self) -> ServerLoad[float]:
+        """What it has to do; another object after each change. O(ranks + sent) then."""
+        return load_of(self.costs, self.report, tuple(self._sent.values()))
+
+    def with_costs(self, costs: ServerCosts) -> "ServerView":
+        """Return the same with other costs; routers compare views by identity."""
+        view = ServerView(self.server_id, costs, self.report)
+        view._num_sent = self._num_sent
+        view._sent = dict(self._sent)
+        view.tell(self.report, lambda _: True)
+        return view
+
+    def tell(self, report: ServerReport, lacks: Callable[[int], bool] | None = None) -> None:
+        """Take its new report. O(its adapters + sent).
+
+        ``lacks``: which requests, by number, the report does not have in it; None = those that
+        were sent after it was told.
+        """
         self.report = report
-        self._sent = [(sent_s, request) for sent_s, request in self._sent if sent_s > report.told_s]
-        self.load = load_of(self.costs, report, self._sent)
+        self._sent = {
+            number: (sent_s, request)
+            for number, (sent_s, request) in self._sent.items()
+            if (sent_s > report.told_s if lacks is None else lacks(number))
+        }
+        self._changed()
         self.tiers = dict(self._below_gpu(report))
         self.tiers.update(dict.fromkeys(report.loading_adapters, IN_HOST))
         self.tiers.update(dict.fromkeys(report.gpu_adapters, ON_GPU))
-        for _, request in self._sent:
+        for _, request in self._sent.values():
             self._expect(request)
 
     def _below_gpu(self, report: ServerReport) -> dict[str, int]:
@@ -49,11 +71,24 @@ class ServerView:
             self._tiers_below = dict.fromkeys(sets[0], ON_DISK) | dict.fromkeys(sets[1], IN_HOST)
         return self._tiers_below
 
-    def assign(self, request: RouteRequest, now_s: float) -> None:
-        """This router sends it a request, which its next report may or may not have in it."""
-        self._sent.append((now_s, request))
-        self.load = load_of(self.costs, self.report, self._sent)
+    def assign(self, request: RouteRequest, now_s: float) -> int:
+        """This router sends it a request, which its next report may or may not have in it.
+
+        Returns the request's number here.
+        """
+        self._num_sent += 1
+        self._sent[self._num_sent] = now_s, request
+        self._changed()
         self._expect(request)
+        return self._num_sent
+
+    def withdraw(self, number: int) -> None:
+        """A request that was sent is not there (any more); which, ``assign`` has said."""
+        if self._sent.pop(number, None) is not None:
+            self._changed()
+
+    def _changed(self) -> None:
+        self.__dict__.pop("load", None)
 
     def _expect(self, request: RouteRequest) -> None:
         """Its adapter will be on the way to the device."""

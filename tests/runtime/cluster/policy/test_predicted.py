@@ -120,3 +120,20 @@ def test_routers_that_share_servers_do_not_all_choose_the_best() -> None:
     assert alone.rank(request_of(), servers, 0.0, rng)[0] == "s0"
     padded = servers_of(*(view.report for view in servers), costs=server_costs(is_padded=True))
     assert shared.rank(request_of(), padded, 0.0, rng)[0] == "s0"
+
+
+def test_a_beginning_is_looked_for_wherever_it_was_sent() -> None:
+    """600 of 1,000 tokens are saved by either of two servers, 200 more by one of them."""
+    router, servers = PredictedRouter(), servers_of(*(server_report() for _ in range(4)))
+    short, long = ((1, 300), (2, 600)), ((1, 300), (2, 600), (3, 800))
+    for server, beginnings in ((1, short), (3, long)):
+        sent = request_of(num_prompt_tokens=1000, beginnings=beginnings)
+        router.on_assigned(sent, servers[server].server_id)
+    asked = request_of(num_prompt_tokens=1000, session="other", beginnings=long)
+    assert _best(servers, asked, router) == "s3"
+    servers[3].tell(server_report(queued_prefill_tokens=400))
+    assert _best(servers, asked, router) == "s1"
+    other_adapter = request_of(8, num_prompt_tokens=1000, beginnings=long)
+    servers = servers_of(*(server_report(gpu_adapters={"r8"}) for _ in range(4)))
+    servers[3].tell(server_report(queued_prefill_tokens=1, gpu_adapters={"r8"}))
+    assert _best(servers, other_adapter, router) != "s3"

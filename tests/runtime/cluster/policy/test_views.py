@@ -60,3 +60,22 @@ def test_the_queue_is_worked_off_while_nothing_is_reported() -> None:
     assert view.load.busy_until_s == pytest.approx(1.22)
     view.assign(request_of(num_prompt_tokens=1000), 2.0)
     assert view.load.busy_until_s == pytest.approx(2.11)
+
+
+def test_a_report_may_say_itself_what_it_lacks() -> None:
+    (view,) = servers_of(server_report())
+    numbers = [view.assign(request_of(), 1.0) for _ in range(4)]
+    assert numbers == [1, 2, 3, 4]
+    view.tell(server_report(told_s=9.0, num_running_by_rank={0: 2}), lambda one: one in (2, 4))
+    assert view.load.num_requests == 4 and view.load.queued_tokens == 200
+    view.withdraw(2)  # it has failed
+    view.withdraw(3)  # the report has it
+    assert view.load.num_requests == 3 and view.load.queued_tokens == 100
+
+
+def test_a_view_with_other_costs_is_another_one_that_has_been_sent_the_same() -> None:
+    (view,) = servers_of(server_report(gpu_adapters={"r8"}))
+    view.assign(request_of(8), 1.0)
+    other = view.with_costs(server_costs(is_padded=True))
+    assert other != view and other.load.num_requests == 1 and other.tiers == {"r8": 0}
+    assert other.assign(request_of(8), 2.0) == 2 and view.load.num_requests == 1

@@ -1,0 +1,200 @@
+"""What happens to Ray under a load: its control store, head, nodes and network fail."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from http import HTTPStatus
+
+import numpy as np
+import psutil
+from corun.runtime.server.errors import HttpError
+from support.ray_cluster import SEPARATE_HOST, RayCluster
+
+from .engine_faults import RATE_RPS, Figures, cut_of, failures
+from .live import LiveCluster, until
+from .streams import Load, body_maker, load_of
+
+NUM_ENGINES = 2  # on as many of three nodes
+WHOLE_TIMEOUT_S = 120.0
+_BEFORE_S, _AFTER_S = 3.0, 5.0
+_BASELINE_S, _AWAY_S, _PARTITION_S = 40.0, 60.0, 10.0
+
+_Names = Sequence[str]
+
+
+async def control_store_kill(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
+    """The control store is away for a minute: nothing is started, and everything else goes on."""
+    async with _load(cluster, names) as load:
+        await asyncio.sleep(_BASELINE_S)
+        killed_s = time.monotonic()
+        await asyncio.to_thread(ray.kill_control_store)
+        await asyncio.sleep(_AWAY_S / 2)
+        try:
+            await cluster.change("add")
+            is_refused = 0.0
+        except HttpError as error:
+            print(f"  {error.status}: {error}", flush=True)
+            is_refused = float(error.status == HTTPStatus.SERVICE_UNAVAILABLE)
+        await asyncio.sleep(max(0.0, killed_s + _AWAY_S - time.monotonic()))
+        back_s = time.monotonic()
+        await asyncio.to_thread(ray.begin_control_store)
+        await _whole(ray, cluster, NUM_ENGINES + 1)  # and the one that was wished
+        whole_s = time.monotonic() - back_s
+        await asyncio.sleep(_AFTER_S)
+    return failures(load, None) | {
+        "p99 before s": _p99(load, killed_s - _BASELINE_S, killed_s),
+        "p99 away s": _p99(load, killed_s, back_s),
+        "p99 ratio": _p99(load, killed_s, back_s) / _p99(load, killed_s - _BASELINE_S, killed_s),
+        "start refused": is_refused,
+        "whole again s": whole_s,
+    }
+
+
+async def raylet_kill(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
+    """Only a raylet dies: what runs on its node goes on, and an engine begins elsewhere."""
+    return await _node_kill(ray, cluster, names, with_engines=False)
+
+
+async def node_kill(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
+    """A machine ends, with its raylet and all that runs there."""
+    return await _node_kill(ray, cluster, names, with_engines=True)
+
+
+async def head_kill(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
+    """The head ends, and begins again; nodes that give up begin again, too."""
+    async with _load(cluster, names) as load:
+        await asyncio.sleep(_BEFORE_S)
+        await asyncio.to_thread(ray.kill_head)
+        await until(lambda: _is_down(cluster), WHOLE_TIMEOUT_S)
+        began_s = time.monotonic()
+        await asyncio.to_thread(ray.begin_head)
+        await _whole(ray, cluster, NUM_ENGINES)
+        whole_s = time.monotonic() - began_s
+        await asyncio.sleep(_AFTER_S)
+    return failures(load, None) | {"whole again s": whole_s}
+
+
+async def rolling_restart(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
+    """Each node in turn: its agent drains, the machine ends, and begins again."""
+    slowest_s, nodes = 0.0, ray.nodes
+    async with _load(cluster, names) as load:
+        for node in nodes:
+            agent = ray.agent_at(node)
+            if agent is not None:
+                await cluster.change("drain", engine_id=agent.agent_id)
+                await until(partial(_has_ended, agent.pid), WHOLE_TIMEOUT_S)
+            await asyncio.to_thread(ray.kill_node, node)
+            await asyncio.to_thread(ray.begin_node, node)
+            slowest_s = max(slowest_s, await _whole(ray, cluster, NUM_ENGINES))
+        await asyncio.sleep(_AFTER_S)
+    return failures(load, None) | {"restarts": len(nodes), "slowest whole s": slowest_s}
+
+
+async def partition(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
+    """The machine of an engine is cut off for 10 s; ``ray`` has one in a network of its own."""
+    async with _load(cluster, names) as load:
+        await asyncio.sleep(_BEFORE_S)
+        (engine_id,) = [
+            one.engine_id
+            for one in (await cluster.engines()).values()
+            if one.url is not None and SEPARATE_HOST in one.url
+        ]
+        ray.cut_off()
+        cut_s = time.monotonic()
+
+        async def ejected() -> bool:
+            return engine_id not in await cluster.usable()
+
+        async def let_go() -> bool:
+            return (await cluster.by_engine("in_flight"))[engine_id] == 0
+
+        await until(ejected, _PARTITION_S)
+        ejected_s = time.monotonic() - cut_s
+        await until(let_go, _PARTITION_S)
+        let_go_s = time.monotonic() - cut_s
+        await asyncio.sleep(max(0.0, _PARTITION_S - let_go_s))
+        ray.let_in()
+        back_s = await until(lambda: _is_usable(cluster, engine_id), WHOLE_TIMEOUT_S)
+        await _whole(ray, cluster, NUM_ENGINES)
+        await asyncio.sleep(_AFTER_S)
+    cut = cut_of(load, engine_id)
+    return failures(load, engine_id) | {
+        "streams cut": len(cut),
+        "ejected s": ejected_s,
+        "open ended or retried s": let_go_s,
+        "last error s": max([0.0, *(one.ended_s - cut_s for one in cut)]),
+        "back s": back_s,
+    }
+
+
+async def _node_kill(
+    ray: RayCluster, cluster: LiveCluster, names: _Names, *, with_engines: bool
+) -> Figures:
+    async with _load(cluster, names) as load:
+        await asyncio.sleep(_BEFORE_S)
+        node = next(node for node in ray.nodes if ray.agent_at(node) is not None)
+        agent = ray.agent_at(node)
+        assert agent is not None
+        before = set(await cluster.engines())
+        (engine_id,) = [one for one in before if one.rpartition("-")[0] == agent.agent_id]
+        if with_engines:
+            await asyncio.to_thread(ray.kill_node, node)
+        else:
+            await asyncio.to_thread(ray.kill_raylet, node)
+        killed_s = time.monotonic()
+
+        async def replaced() -> bool:
+            return bool(await cluster.usable() - before)
+
+        replaced_s = await until(replaced, WHOLE_TIMEOUT_S)
+        await asyncio.sleep(_AFTER_S)
+    cut = cut_of(load, engine_id)
+    return failures(load, engine_id) | {
+        "streams cut": len(cut),
+        "avoided s": max([0.0, *(one.started_s - killed_s for one in cut)]),
+        "replaced s": replaced_s,
+    }
+
+
+async def _whole(ray: RayCluster, cluster: LiveCluster, num_engines: int) -> float:
+    """Wait until Ray watches all agents again, and so many engines get requests.
+
+    Nodes that have ended begin again, as whatever runs Ray on a machine has them do.
+    """
+
+    async def is_whole() -> bool:
+        await asyncio.to_thread(ray.mend)
+        machines = (await cluster.status()).machines
+        is_watched = machines is not None and machines.num_held == machines.num_agents
+        return is_watched and len(await cluster.usable()) >= num_engines
+
+    return await until(is_whole, WHOLE_TIMEOUT_S, every_s=0.2)
+
+
+async def _is_down(cluster: LiveCluster) -> bool:
+    machines = (await cluster.status()).machines
+    return machines is not None and not machines.is_up
+
+
+async def _is_usable(cluster: LiveCluster, engine_id: str) -> bool:
+    return engine_id in await cluster.usable()
+
+
+async def _has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid)
+
+
+def _load(cluster: LiveCluster, names: _Names) -> AbstractAsyncContextManager[Load]:
+    return load_of(cluster.url, RATE_RPS, body_maker(names), seed=0)
+
+
+def _p99(load: Load, from_s: float, to_s: float) -> float:
+    """Of first tokens, of streams that began in a time."""
+    waits_s = [
+        one.first_s - one.started_s
+        for one in load.outcomes
+        if one.first_s is not None and from_s <= one.started_s < to_s
+    ]
+    return float(np.percentile(waits_s, 99))

@@ -1,0 +1,43 @@
+"""Which engines a machine is to have, written down.
+
+An agent that dies leaves its next process the engines that there were, not those of the start. A
+start of the whole cluster begins anew.
+"""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+_logger = logging.getLogger(__name__)
+
+
+class _Notes(msgspec.Struct, frozen=True):
+    run_id: str
+    num_ids: int
+    engine_ids: list[str]
+
+
+class EngineNotes:
+    """Of one start of the cluster, ``run_id``; those of others do not count."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        self._path = path
+        self._run_id = run_id
+
+    def read(self) -> tuple[int, list[str]] | None:
+        """How many ids were given in this run, and the engines that are wanted; None = a start."""
+        try:
+            notes = msgspec.json.decode(self._path.read_bytes(), type=_Notes)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return (notes.num_ids, notes.engine_ids) if notes.run_id == self._run_id else None
+
+    def write(self, num_ids: int, engine_ids: list[str]) -> None:
+        """Note both. A disk that is full costs no engine, only this."""
+        new = self._path.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(_Notes(self._run_id, num_ids, engine_ids)))
+            new.rename(self._path)
+        except OSError as error:
+            _logger.warning("which engines there are cannot be noted in %s: %s", self._path, error)

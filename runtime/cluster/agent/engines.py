@@ -1,0 +1,181 @@
+"""The engines of a machine: started, started again when they end by themselves, and drained."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from ...errors import CorunError
+from ...server.errors import HttpError
+from ..http.calls import UnreachableError
+from ..launch.launcher import EXITED, READY, STARTING, EngineLauncher
+from ..wire import EngineStatus
+from .engine_notes import EngineNotes
+from .served import ServedAdapters
+
+_RESTART_AFTER_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # by how often in a row
+_ASK_AGAIN_S = 1.0
+_LASTING_S = 60.0  # whoever has run so long begins again with the first
+
+# Of an engine that is ready at this URL.
+Connect = Callable[[str], Awaitable[ServedAdapters]]
+
+_logger = logging.getLogger(__name__)
+
+
+class EngineFleet:
+    """Keeps as many engines running as are wanted. On one event loop; run with ``running``."""
+
+    def __init__(
+        self, launcher: EngineLauncher, agent_id: str, connect: Connect, notes: EngineNotes
+    ) -> None:
+        self.changed = asyncio.Event()  # set when there is news to report; whoever reports clears
+        self.failed: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
+        self._launcher = launcher
+        self._connect = connect
+        self._agent_id = agent_id
+        self._notes = notes
+        self._num_ids = 0
+        self._wanted: dict[str, int] = {}  # how often in a row it was started again
+        self._served: dict[str, ServedAdapters] = {}
+        self._ready_s: dict[str, float] = {}
+        self._has_been_ready = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Watch and restart engines inside; end what is left of them after."""
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            yield
+        finally:
+            self._wanted.clear()
+            tasks = [watching, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._launcher.close()
+
+    def statuses(self) -> tuple[EngineStatus, ...]:
+        """What is to be reported; an engine is ready when it can be asked for adapters."""
+        return tuple(
+            status if status.state != READY or status.engine_id in self._served
+            else _starting(status)
+            for status in self._launcher.list()
+        )  # fmt: skip
+
+    def served(self, engine_id: str) -> ServedAdapters:
+        """Return what an engine serves. Raises ``HttpError`` if there is none that is ready."""
+        served = self._served.get(engine_id)
+        if served is None:
+            raise UnreachableError(f"engine {engine_id!r} is not ready here")
+        return served
+
+    def all_served(self) -> list[ServedAdapters]:
+        """Of all engines that are ready."""
+        return list(self._served.values())
+
+    async def begin(self, number: int) -> None:
+        """Start so many, or those that an earlier process of this agent had."""
+        noted = self._notes.read()
+        if noted is None:
+            await self.add(number)
+            return
+        self._num_ids, engine_ids = noted
+        for engine_id in engine_ids:
+            await self._start(engine_id)
+
+    async def add(self, number: int) -> None:
+        """Start so many more. Raises ``CorunError`` if one cannot be started."""
+        for _ in range(number):
+            await self._start(f"{self._agent_id}-{self._num_ids}")
+            self._num_ids += 1
+            self._note()
+
+    def drain(self, engine_id: str, drain_timeout_s: float) -> None:
+        """Have an engine end when its requests have; raises ``HttpError`` if there is none."""
+        if all(status.engine_id != engine_id for status in self._launcher.list()):
+            raise HttpError(404, f"there is no engine {engine_id!r} here", code="unknown_engine")
+        if self._wanted.pop(engine_id, None) is not None:
+            self._note()
+        self._begin(self._stop(engine_id, drain_timeout_s))
+
+    async def drain_all(self, drain_timeout_s: float) -> None:
+        """Have all end when their requests have, and wait for that."""
+        self._wanted.clear()
+        ids = [status.engine_id for status in self._launcher.list()]
+        await asyncio.gather(*(self._stop(engine_id, drain_timeout_s) for engine_id in ids))
+
+    async def _start(self, engine_id: str) -> None:
+        await self._launcher.start(engine_id)
+        self._wanted[engine_id] = 0
+        self.changed.set()
+
+    def _note(self) -> None:
+        self._notes.write(self._num_ids, list(self._wanted))
+
+    async def _stop(self, engine_id: str, drain_timeout_s: float) -> None:
+        await self._launcher.stop(engine_id, drain_timeout_s=drain_timeout_s)
+        self._served.pop(engine_id, None)
+        self.changed.set()
+
+    async def _watch(self) -> None:
+        async for status in self._launcher.watch():
+            self.changed.set()
+            if status.state == READY and status.url is not None:
+                self._begin(self._ready(status.engine_id, status.url))
+            elif status.state == EXITED:
+                self._served.pop(status.engine_id, None)
+                if status.engine_id in self._wanted:
+                    self._exited(status)
+
+    async def _ready(self, engine_id: str, url: str) -> None:
+        """Ask what an engine is, until it says so or is gone."""
+        while any(one.url == url and one.state == READY for one in self._launcher.list()):
+            try:
+                served = await self._connect(url)
+            except HttpError as error:
+                _logger.warning("engine %s is ready and does not answer: %s", engine_id, error)
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
+            self._served[engine_id] = served
+            self._ready_s[engine_id] = time.monotonic()
+            self._has_been_ready = True
+            self.changed.set()
+            return
+
+    def _exited(self, status: EngineStatus) -> None:
+        engine_id = status.engine_id
+        if not self._has_been_ready and not self.failed.done():
+            self.failed.set_result(status)  # all are alike, so none will ever be ready
+            return
+        lasted_s = time.monotonic() - self._ready_s.pop(engine_id, time.monotonic())
+        tries = 0 if lasted_s >= _LASTING_S else self._wanted[engine_id]
+        self._wanted[engine_id] = tries + 1
+        after_s = _RESTART_AFTER_S[min(tries, len(_RESTART_AFTER_S) - 1)]
+        _logger.warning(
+            "engine %s ended (%s), and starts again in %g s", engine_id, status.reason, after_s
+        )
+        self._begin(self._restart(engine_id, after_s))
+
+    async def _restart(self, engine_id: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if engine_id not in self._wanted:
+            return
+        try:
+            await self._launcher.start(engine_id)
+        except CorunError as error:
+            _logger.error("engine %s: %s", engine_id, error)
+            self._begin(self._restart(engine_id, _RESTART_AFTER_S[-1]))
+
+    def _begin(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _starting(status: EngineStatus) -> EngineStatus:
+    return msgspec.structs.replace(status, state=STARTING, url=None)

@@ -1,0 +1,113 @@
+"""Has adapters be here that engines are to serve: from this store, a peer, or the source.
+
+One fetch per digest, however many wait for it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...errors import AdapterError
+from ...server.errors import HttpError
+from ..wire import AdapterEntry, Manifest, PeerFetches
+from .store import AdapterFileStore, Release, check_digest
+from .transfer import PeerError, PeerFiles, WrongContentError
+
+SOURCE = "source"  # in place of a peer: the directory that the adapter was loaded from
+
+_logger = logging.getLogger(__name__)
+
+
+class Fetcher:
+    """Belongs to one event loop. What it has fetched and from whom, it counts."""
+
+    def __init__(self, store: AdapterFileStore, cluster_key: str, release: Release) -> None:
+        self.by_peer: dict[str, PeerFetches] = {}  # and ``SOURCE``
+        self._store = store
+        self._key = cluster_key
+        self._release = release
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    async def have(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
+        """Return when the store has ``entry``; ``sources``: peers' URLs, the best first.
+
+        Whoever waits may be cancelled; the fetch goes on for the others.
+
+        Raises:
+            HttpError: Nobody has it.
+            StoreFullError: There is no room.
+        """
+        digest = check_digest(entry.digest)
+        if self._store.manifest(digest) is not None:
+            return
+        task = self._running.get(digest)
+        if task is None:
+            task = asyncio.ensure_future(self._fetch(entry, sources))
+            self._running[digest] = task
+            task.add_done_callback(lambda task: self._ended(digest, task))
+        await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Cancel what is under way; threads end by themselves, when their peers are silent."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, digest: str, task: "asyncio.Task[None]") -> None:
+        del self._running[digest]
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; nobody may, any more
+
+    async def _fetch(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
+        reasons = []
+        for peer in sources:
+            started_s = time.monotonic()
+            try:
+                manifest = await self._from_peer(peer, entry.digest)
+            except PeerError as error:
+                is_wrong = isinstance(error, WrongContentError)
+                self._count(peer, num_wrong=int(is_wrong), num_lost=int(not is_wrong))
+                _logger.warning("%s is not taken from a peer: %s", entry.name, error)
+                reasons.append(str(error))
+            else:
+                self._count_fetched(peer, manifest, started_s)
+                return
+        started_s = time.monotonic()
+        try:
+            manifest, _ = await self._store.ingest(
+                Path(entry.source), self._release, expected=entry.digest
+            )
+        except AdapterError as error:
+            reasons.append(str(error))
+        else:
+            self._count_fetched(SOURCE, manifest, started_s)
+            return
+        self._count(SOURCE, num_lost=1)
+        raise HttpError(
+            503, f"nobody has the files of {entry.name!r}: {'; '.join(reasons)}",
+            code="adapter_unavailable",
+        )  # fmt: skip
+
+    async def _from_peer(self, peer: str, digest: str) -> Manifest:
+        with PeerFiles(peer, self._key, digest) as files:
+            manifest = await asyncio.to_thread(files.manifest)
+            num_bytes = sum(one.num_bytes for one in manifest.files)
+            async with self._store.incoming(num_bytes, self._release) as directory:
+                await asyncio.to_thread(files.copy, manifest, directory)
+                self._store.adopt(directory, manifest)
+        return manifest
+
+    def _count_fetched(self, peer: str, manifest: Manifest, started_s: float) -> None:
+        num_bytes = sum(one.num_bytes for one in manifest.files)
+        seconds = time.monotonic() - started_s
+        self._count(peer, num_fetched=1, num_bytes=num_bytes, seconds=seconds)
+
+    def _count(self, peer: str, **more: float) -> None:
+        known = self.by_peer.get(peer, PeerFetches())
+        sums = {name: getattr(known, name) + value for name, value in more.items()}
+        self.by_peer[peer] = msgspec.structs.replace(known, **sums)

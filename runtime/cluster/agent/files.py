@@ -1,0 +1,209 @@
+"""An adapter's files on their way into a store: copied, checked, named by their digest.
+
+All of it blocks, and is meant for threads.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ...adapters.checkpoint import WEIGHTS_NAME, Checkpoint
+from ...adapters.peft_config import CONFIG_NAME, CONVENTION_NAMES, read_peft_config
+from ...adapters.tensor_names import parse_tensor_name
+from ...errors import AdapterError
+from ...server.errors import HttpError
+from ..wire import Manifest, StoredFile
+
+ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME, *CONVENTION_NAMES)
+"""All that corun reads of an adapter's directory."""
+
+MANIFEST_NAME = "manifest.json"  # not one of them
+CHUNK_BYTES = 1 << 20
+
+Write = Callable[[bytes | memoryview], None]
+
+
+class StoreFullError(HttpError):
+    """Files cannot be kept here: the disk is full, or all of --adapter-cache-gib is needed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(507, message, code="store_full")
+
+
+def digest_of(files: Iterable[StoredFile]) -> str:
+    """Return what names an adapter in a cluster: SHA-256 of its files' names, sizes and digests.
+
+    So a manifest cannot claim a digest that its files do not have, whoever tells it.
+    """
+    rows = sorted((one.name, one.num_bytes, one.sha256) for one in files)
+    return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
+
+
+def rank_of(directory: Path) -> int:
+    """Check configuration and tensors, as far as no model is needed; return the largest rank.
+
+    Whether they fit the model, the engine says that loads them. Raises ``AdapterError``.
+    """
+    spec = read_peft_config(directory)
+    try:
+        num_bytes = (directory / WEIGHTS_NAME).stat().st_size
+    except OSError:
+        num_bytes = 0  # which is told below
+    with Checkpoint(directory, max_tensor_bytes=num_bytes) as checkpoint:
+        ranks = [
+            tensor.shape[0]
+            for tensor in checkpoint.tensors
+            if (name := parse_tensor_name(tensor.name)) and name.matrix == "A" and tensor.shape
+        ]
+    return max(ranks, default=spec.r)
+
+
+def num_bytes_of(directory: Path) -> int:
+    """How much room the files of an adapter take."""
+    sizes = []
+    for name in ADAPTER_FILES:
+        try:
+            sizes.append((directory / name).stat().st_size)
+        except OSError:
+            continue  # not there, or not readable, as ``copy_adapter`` says where that matters
+    return sum(sizes)
+
+
+def copy_adapter(source: Path, target: Path) -> Manifest:
+    """Copy what corun reads of ``source``, links followed, into the empty directory ``target``.
+
+    Raises:
+        AdapterError: A file cannot be read, is none, or changed meanwhile.
+        StoreFullError: The disk is full.
+    """
+    files = []
+    for name in ADAPTER_FILES:
+        try:
+            # What is no file would be waited for.
+            descriptor = os.open(source / name, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            continue  # whatever must be there has been looked for
+        except OSError as error:
+            raise AdapterError(f"cannot read {source / name}: {error.strerror}") from None
+        with open(descriptor, "rb", buffering=0) as file:
+            files.append(_copy(file.fileno(), source / name, target / name))
+    return write_manifest(target, files)
+
+
+def describe(directory: Path) -> Manifest:
+    """Return what corun reads of ``directory``, where it lies. Reads all of it.
+
+    Raises ``AdapterError`` if a file cannot be read.
+    """
+    files = []
+    for name in ADAPTER_FILES:
+        path = directory / name
+        try:
+            if path.exists():
+                size = path.stat().st_size
+                files.append(StoredFile(name=name, num_bytes=size, sha256=_sha256_of(path)))
+        except OSError as error:
+            raise AdapterError(f"cannot read {path}: {error.strerror}") from None
+    return Manifest(digest=digest_of(files), files=tuple(files))
+
+
+def write_manifest(directory: Path, files: list[StoredFile]) -> Manifest:
+    """Write down what ``directory`` holds, and return it."""
+    manifest = Manifest(digest=digest_of(files), files=tuple(files))
+    with new_file(directory / MANIFEST_NAME) as write:
+        write(msgspec.json.encode(manifest))
+    return manifest
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """Return what ``directory`` holds, by names and sizes; None if it is no whole adapter."""
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=Manifest)
+        sizes = [(directory / one.name).stat().st_size for one in manifest.files]
+    except (OSError, msgspec.DecodeError):
+        return None
+    is_right = (
+        is_wellformed(manifest)
+        and manifest.digest == directory.name
+        and sizes == [one.num_bytes for one in manifest.files]
+    )
+    return manifest if is_right else None
+
+
+def is_wellformed(manifest: Manifest) -> bool:
+    """Whether it is of an adapter, and its digest is that of its files."""
+    names = [one.name for one in manifest.files]
+    return (
+        set(names) <= set(ADAPTER_FILES)
+        and len(set(names)) == len(names)
+        and {CONFIG_NAME, WEIGHTS_NAME} <= set(names)
+        and all(one.num_bytes >= 0 for one in manifest.files)
+        and digest_of(manifest.files) == manifest.digest
+    )
+
+
+def holds(directory: Path, manifest: Manifest) -> bool:
+    """Whether the files' contents are those of ``manifest``. Reads all of them."""
+    try:
+        return all(_sha256_of(directory / one.name) == one.sha256 for one in manifest.files)
+    except OSError:
+        return False
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Write]:
+    """Open a new file; yield what writes to it, where a full disk is a ``StoreFullError``."""
+    try:
+        file = path.open("xb", buffering=0)
+    except OSError as error:
+        raise _no_room(path, error) from None
+
+    def write(data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(file.fileno(), view) :]
+        except OSError as error:
+            raise _no_room(path, error) from None
+
+    with file:
+        yield write
+
+
+def _no_room(path: Path, error: OSError) -> StoreFullError:
+    return StoreFullError(f"cannot write {path} (--state-dir): {error.strerror}")
+
+
+def _copy(descriptor: int, source: Path, target: Path) -> StoredFile:
+    before = os.fstat(descriptor)
+    if not stat.S_ISREG(before.st_mode):
+        raise AdapterError(f"cannot read {source}: it is no file")
+    sha256, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
+    num_bytes = 0
+    with new_file(target) as write:
+        while True:
+            try:
+                num_read = os.readv(descriptor, [buffer])
+            except OSError as error:
+                raise AdapterError(f"cannot read {source}: {error.strerror}") from None
+            if num_read == 0:
+                break
+            sha256.update(buffer[:num_read])
+            write(buffer[:num_read])
+            num_bytes += num_read
+    after = os.fstat(descriptor)
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns) or (
+        num_bytes != before.st_size
+    ):
+        raise AdapterError(f"{source} changed while it was read; load it again once it is written")
+    return StoredFile(name=source.name, num_bytes=num_bytes, sha256=sha256.hexdigest())
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

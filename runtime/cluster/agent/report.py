@@ -1,0 +1,71 @@
+"""What an agent tells the controller, every half second and when something changes."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import aiohttp
+
+from ...server.errors import HttpError
+from ..http.calls import call
+from ..wire import AGENTS_PATH, AgentOrders, AgentReport
+from .store import AdapterFileStore, Release
+
+_EVERY_S = 0.5
+_TIMEOUT_S = 5.0
+_LED_S = 5.0  # since the last answer: longer, and the controller is taken to be gone
+
+_logger = logging.getLogger(__name__)
+
+
+class Leader:
+    """The controller that an agent reports to."""
+
+    def __init__(self, controller_url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.controller_url = controller_url
+        self._clock = clock
+        self._heard_s = clock() - _LED_S
+
+    def answers(self) -> None:
+        """It has just answered."""
+        self._heard_s = self._clock()
+
+    def follow(self, controller_url: str) -> None:
+        """Report to another one. Raises ``HttpError`` while the one before answers."""
+        if controller_url != self.controller_url and self._clock() - self._heard_s < _LED_S:
+            text = f"this agent reports to the controller at {self.controller_url}, which answers"
+            raise HttpError(409, text, code="led_elsewhere")
+        self.controller_url = controller_url
+
+
+async def report_forever(
+    session: aiohttp.ClientSession, leader: Leader, make: Callable[[], AgentReport],
+    changed: asyncio.Event, store: AdapterFileStore, release: Release,
+) -> None:  # fmt: skip
+    """Report, and do as the answers say. Without a controller, what is here goes on."""
+    is_heard = True
+    while True:
+        changed.clear()
+        try:
+            url = leader.controller_url + AGENTS_PATH
+            report = make()
+            orders = await call(session, url, report, AgentOrders, timeout_s=_TIMEOUT_S)
+            leader.answers()
+        except HttpError as error:
+            if is_heard:
+                _logger.warning("the controller does not hear: %s", error)
+            is_heard = False
+        else:
+            if not is_heard:
+                _logger.info("the controller hears again")
+            is_heard = True
+            # What has come since that report is not in the answer, and so stays.
+            store.released = report.copies.keys() - set(orders.keep)
+            await store.drop_unneeded(orders.unneeded, release)
+            await store.drop_strays(orders.elsewhere, release)
+        try:
+            async with asyncio.timeout(_EVERY_S):
+                await changed.wait()
+        except TimeoutError:
+            continue

@@ -1,0 +1,298 @@
+"""Adapter files on this machine, by digest: what engines load, and other agents fetch.
+
+A directory ``DIR/adapters/DIGEST`` is whole and never changes; what is not whole lies in
+``DIR/incoming``, which a start empties. Belongs to one event loop; files are touched in threads.
+"""
+
+import asyncio
+import fcntl
+import itertools
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Set
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
+
+from ...errors import AdapterError, ConfigError
+from ...server.errors import HttpError
+from ..wire import Manifest
+from .files import (
+    MANIFEST_NAME,
+    StoreFullError,
+    copy_adapter,
+    holds,
+    num_bytes_of,
+    rank_of,
+    read_manifest,
+)
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# What has just come is not called unneeded: whoever asked for it is about to give it a name.
+_GRACE_S = 60.0
+# What has come for a request is not called a stray before that has come, too. So often its engines
+# are asked whether it is used, at most.
+_STRAY_GRACE_S = 5.0
+_GIB = 2**30
+
+# Has a digest's adapters leave the engines, if none is in use; False if one is.
+Release = Callable[[str], Awaitable[bool]]
+
+_logger = logging.getLogger(__name__)
+
+
+def check_digest(text: str) -> str:
+    """Return ``text`` if it is a digest; raise ``HttpError`` if it is anything else."""
+    if _DIGEST.fullmatch(text) is None:
+        shown = text if len(text) <= 100 else text[:100] + "…"
+        raise HttpError(400, f"{shown!r} is no digest of an adapter", code="invalid_value")
+    return text
+
+
+class _Copy:
+    """A whole adapter."""
+
+    __slots__ = ("asked_s", "is_verified", "manifest", "num_bytes", "num_holds", "used_s")
+
+    def __init__(self, manifest: Manifest, used_s: float, *, is_verified: bool) -> None:
+        self.manifest = manifest
+        self.num_bytes = sum(one.num_bytes for one in manifest.files)
+        self.used_s = used_s
+        self.asked_s = used_s  # when engines were asked last whether it is used
+        self.is_verified = is_verified  # since this process began
+        self.num_holds = 0  # whoever is about to have it loaded
+
+
+class AdapterFileStore:
+    """The copies, their last use, and who may go when room is needed: the one unused longest."""
+
+    def __init__(
+        self, directory: Path, capacity_bytes: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Take ``directory``, which is made if it is missing.
+
+        Raises ``ConfigError`` if it cannot be written, or belongs to another agent that lives.
+        """
+        self.capacity_bytes = capacity_bytes
+        # Digests that may go: the controller has said so since they came.
+        self.released: Set[str] = frozenset()
+        self._clock = clock
+        self._adapters, self._incoming = directory / "adapters", directory / "incoming"
+        self._lock_file = _take(directory)
+        shutil.rmtree(self._incoming, ignore_errors=True)
+        for path in (self._adapters, self._incoming):
+            path.mkdir(exist_ok=True)
+        self._copies = {copy.manifest.digest: copy for copy in self._found()}
+        self._coming_bytes = 0
+        self._numbers = itertools.count()
+        self._making_room = asyncio.Lock()
+        self._verifying: dict[str, asyncio.Lock] = {}
+
+    def close(self) -> None:
+        """Leave the directory to another one. Idempotent."""
+        self._lock_file.close()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all copies, and of what is on its way."""
+        return self._coming_bytes + sum(copy.num_bytes for copy in self._copies.values())
+
+    def ages_s(self) -> dict[str, float]:
+        """Seconds since the last use, by digest."""
+        now_s = self._clock()
+        return {digest: now_s - copy.used_s for digest, copy in self._copies.items()}
+
+    def kept(self) -> frozenset[str]:
+        """Digests that stay, whatever needs the room."""
+        return frozenset(self._copies.keys() - self.released)
+
+    def manifest(self, digest: str) -> Manifest | None:
+        """What it consists of; None if it is not here."""
+        copy = self._copies.get(digest)
+        return None if copy is None else copy.manifest
+
+    def path(self, digest: str) -> Path:
+        """Where its files are."""
+        return self._adapters / check_digest(digest)
+
+    @asynccontextmanager
+    async def held(self, digest: str) -> AsyncIterator[Path | None]:
+        """Keep a copy here inside, verified once in this process; None if there is none."""
+        copy = self._copies.get(digest)
+        if copy is None:
+            yield None
+            return
+        copy.num_holds += 1
+        try:
+            yield self.path(digest) if await self._is_right(digest, copy) else None
+        finally:
+            copy.num_holds -= 1
+            self._use(digest, copy)
+
+    async def ingest(
+        self, source: Path, release: Release, *, expected: str | None = None
+    ) -> tuple[Manifest, int]:
+        """Copy a PEFT directory into the store; return what it holds, and its rank.
+
+        Raises:
+            AdapterError: It cannot be served, changes while it is read, or is not ``expected``.
+            StoreFullError: There is no room.
+        """
+        await asyncio.to_thread(rank_of, source)  # so that errors name the user's directory
+        num_bytes = await asyncio.to_thread(num_bytes_of, source)
+        async with self.incoming(num_bytes, release) as directory:
+            manifest = await asyncio.to_thread(copy_adapter, source, directory)
+            try:
+                rank = await asyncio.to_thread(rank_of, directory)
+            except AdapterError:
+                raise AdapterError(f"{source} changed while it was read; load it again") from None
+            if expected not in (None, manifest.digest):
+                raise AdapterError(f"{source} has changed since it was loaded")
+            self.adopt(directory, manifest)
+        return manifest, rank
+
+    @asynccontextmanager
+    async def incoming(self, num_bytes: int, release: Release) -> AsyncIterator[Path]:
+        """Make room for so much; yield an empty directory, which is gone after, or adopted.
+
+        Raises ``StoreFullError``.
+        """
+        async with self._making_room:
+            await self._make_room(num_bytes, release)
+            self._coming_bytes += num_bytes
+        directory = None
+        try:
+            directory = Path(await asyncio.to_thread(_new_directory, self._incoming))
+            yield directory
+        finally:
+            self._coming_bytes -= num_bytes
+            if directory is not None:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    def adopt(self, directory: Path, manifest: Manifest) -> None:
+        """Have what lies in ``directory``, an incoming one, be a copy. Its contents are checked."""
+        digest = manifest.digest
+        if digest not in self._copies:
+            target = self.path(digest)
+            shutil.rmtree(target, ignore_errors=True)  # what a start did not recognise
+            try:
+                directory.rename(target)
+            except OSError as error:
+                raise StoreFullError(f"cannot write {target}: {error.strerror}") from None
+            self._copies[digest] = _Copy(manifest, self._clock(), is_verified=True)
+        self._use(digest, self._copies[digest])
+
+    async def drop_unneeded(self, digests: Collection[str], release: Release) -> None:
+        """Drop copies that no name stands for, unless they are in use or have just come."""
+        now_s = self._clock()
+        for digest in digests:
+            copy = self._copies.get(digest)
+            if copy is not None and now_s - copy.used_s > _GRACE_S:
+                await self._drop(digest, release)
+
+    async def drop_strays(self, digests: Collection[str], release: Release) -> None:
+        """Drop copies that the placement has at other agents, as soon as they are not in use."""
+        for digest in digests:
+            copy, now_s = self._copies.get(digest), self._clock()
+            if copy is not None and now_s - max(copy.used_s, copy.asked_s) > _STRAY_GRACE_S:
+                copy.asked_s = now_s
+                await self._drop(digest, release)
+
+    def _use(self, digest: str, copy: _Copy) -> None:
+        copy.used_s = self._clock()
+        try:
+            os.utime(self.path(digest) / MANIFEST_NAME)  # for the next start
+        except OSError:
+            _logger.warning("the last use of %s cannot be noted", digest)
+
+    async def _is_right(self, digest: str, copy: _Copy) -> bool:
+        """Whether its bytes are what they were; it is dropped if they are not."""
+        async with self._verifying.setdefault(digest, asyncio.Lock()):
+            if not copy.is_verified:
+                path = self.path(digest)
+                copy.is_verified = await asyncio.to_thread(holds, path, copy.manifest)
+        if not copy.is_verified and self._copies.pop(digest, None) is not None:
+            _logger.error("%s: the files have changed, so they are dropped", self.path(digest))
+            await self._remove(digest)
+        return copy.is_verified
+
+    async def _make_room(self, num_bytes: int, release: Release) -> None:
+        if num_bytes > self.capacity_bytes:
+            raise self._full(num_bytes)
+        oldest = sorted(self._copies, key=lambda digest: self._copies[digest].used_s)
+        for digest in oldest:
+            if self.used_bytes + num_bytes <= self.capacity_bytes:
+                return
+            if digest in self.released:
+                await self._drop(digest, release)
+        if self.used_bytes + num_bytes > self.capacity_bytes:
+            raise self._full(num_bytes)
+
+    async def _drop(self, digest: str, release: Release) -> None:
+        copy = self._copies.get(digest)
+        if copy is None or copy.num_holds or not await release(digest):
+            return
+        is_free = not copy.num_holds and digest in self.released  # either may be otherwise by now
+        if is_free and self._copies.pop(digest, None) is not None:
+            self._verifying.pop(digest, None)
+            self.released -= {digest}  # if it comes again, it is another copy
+            await self._remove(digest)
+
+    async def _remove(self, digest: str) -> None:
+        """Move it away first: the same digest may come again while its files are deleted."""
+        away = self._incoming / f"gone-{next(self._numbers)}"
+        try:
+            self.path(digest).rename(away)
+        except OSError as error:
+            _logger.warning("%s cannot be removed: %s", self.path(digest), error.strerror)
+            return
+        await asyncio.to_thread(shutil.rmtree, away, ignore_errors=True)
+
+    def _full(self, num_bytes: int) -> StoreFullError:
+        kept = sum(digest not in self.released for digest in self._copies)
+        return StoreFullError(
+            f"an adapter of {num_bytes / _GIB:.3g} GiB does not fit: {self.used_bytes / _GIB:.3g} "
+            f"of {self.capacity_bytes / _GIB:.3g} GiB (--adapter-cache-gib) are taken, {kept} of "
+            f"{len(self._copies)} adapters must stay, and the others are in use"
+        )
+
+    def _found(self) -> list[_Copy]:
+        """What an earlier process left; what is not whole is removed."""
+        found = []
+        now_s, wall_s = self._clock(), time.time()
+        for path in self._adapters.iterdir():
+            manifest = read_manifest(path)
+            if manifest is None:
+                _logger.warning("%s is no whole adapter, and is removed", path)
+                shutil.rmtree(path, ignore_errors=True)
+                continue
+            age_s = max(0.0, wall_s - (path / MANIFEST_NAME).stat().st_mtime)
+            found.append(_Copy(manifest, now_s - age_s, is_verified=False))
+        return found
+
+
+def _new_directory(parent: Path) -> str:
+    try:
+        return tempfile.mkdtemp(dir=parent)
+    except OSError as error:
+        raise StoreFullError(f"cannot write {parent} (--state-dir): {error.strerror}") from None
+
+
+def _take(directory: Path) -> IO[bytes]:
+    """Return the locked file that makes ``directory`` this process's own."""
+    file = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "agent.lock").open("wb")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if file is not None:
+            file.close()
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(f"--state-dir {directory} is held by another agent") from None
+        raise ConfigError(f"--state-dir {directory}: {error.strerror}") from None
+    return file

@@ -1,0 +1,219 @@
+"""The controller's HTTP server: for gateways, agents and commands."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from ...errors import ResourceError
+from ...server.errors import HttpError
+from ..http.events import EventStream
+from ..http.serving import cluster_key_check, make_app, read_struct, struct_response
+from ..wire import (
+    ACKS_PATH,
+    ADAPTERS_PATH,
+    AGENTS_PATH,
+    DEMAND_PATH,
+    ENGINES_PATH,
+    ENSURE_PATH,
+    MACHINES_PATH,
+    STATUS_PATH,
+    TABLE_PATH,
+    AdapterChange,
+    AgentReport,
+    ClusterStatus,
+    EngineChange,
+    Ensure,
+    GatewayDemand,
+    MachinesReport,
+    TableAck,
+)
+from .changes import AdapterChanges
+from .commands import Commands
+from .engine_changes import EngineChanges
+from .machines import Machines
+from .members import Members
+from .placing import Placing
+from .pool import CopyPool
+from .registry import Registry
+from .table import RoutingTable, Subscriber
+
+_COMMENT_EVERY_S = 0.5
+_SEND_TIMEOUT_S = 2.0
+_NOTE_USE_EVERY_S = 60.0
+_METRICS_PATH = "/metrics"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerParts:
+    """The parts of a controller."""
+
+    registry: Registry
+    table: RoutingTable
+    members: Members
+    pool: CopyPool
+    commands: Commands
+    changes: AdapterChanges
+    engine_changes: EngineChanges
+    placing: Placing
+    machines: Machines
+    placement: str
+
+
+class ControllerRoutes:
+    """Handlers over one controller's parts."""
+
+    def __init__(self, parts: ControllerParts) -> None:
+        self._parts = parts
+        self._used_s: dict[str, float] = {}  # agent: when the use of its copies was noted
+        self._is_ending = False
+
+    def app(self, cluster_key: str) -> web.Application:
+        """Return the application; every request needs the cluster's key."""
+        app = make_app(
+            cluster_key_check(cluster_key),
+            [
+                web.get(TABLE_PATH, self.table),
+                web.post(ACKS_PATH, self.acks),
+                web.post(DEMAND_PATH, self.demand),
+                web.post(AGENTS_PATH, self.agents),
+                web.post(ENSURE_PATH, self.ensure),
+                web.post(ADAPTERS_PATH, self.adapters),
+                web.post(ENGINES_PATH, self.engines),
+                web.post(MACHINES_PATH, self.machines),
+                web.get(STATUS_PATH, self.status),
+                web.get(_METRICS_PATH, self.metrics),
+            ],
+        )
+        app.on_shutdown.append(self._end_streams)
+        return app
+
+    async def table(self, request: web.Request) -> web.StreamResponse:
+        """The table, whole, then what changes, as long as the gateway listens."""
+        gateway_id = request.query.get("gateway", "")
+        if not gateway_id:
+            raise HttpError(
+                400, f"{TABLE_PATH} takes ?gateway=ID", code="missing_field", param="gateway"
+            )
+        table = self._parts.table
+        stream = EventStream(request, send_timeout_s=_SEND_TIMEOUT_S)
+        response = await stream.begin()
+        subscriber = table.subscribe(gateway_id)
+        try:
+            while subscriber.is_open and not self._is_ending:
+                change = table.take(subscriber)
+                if change is not None:
+                    await stream.send(change)
+                elif not await _woken(subscriber):
+                    await stream.comment()
+        except ConnectionError:
+            pass  # the gateway has left, or does not read
+        finally:
+            table.unsubscribe(subscriber)
+        return response
+
+    async def acks(self, request: web.Request) -> web.Response:
+        """A gateway goes by the table up to a sequence."""
+        ack = await read_struct(request, TableAck)
+        self._parts.table.acknowledge(ack.gateway_id, ack.sequence)
+        return struct_response(ack)
+
+    async def demand(self, request: web.Request) -> web.Response:
+        """What a gateway has seen in the last second."""
+        demand = await read_struct(request, GatewayDemand)
+        self._parts.placing.note(demand)
+        self._parts.members.eject(demand)
+        return web.json_response({})
+
+    async def agents(self, request: web.Request) -> web.Response:
+        """What an agent has, answered by what it must keep."""
+        parts, report = self._parts, await read_struct(request, AgentReport)
+        agent_id, now_s = report.agent_id, time.time()
+        parts.members.report(report)
+        is_new = parts.pool.report(report)
+        parts.pool.set_ended(parts.members.silent() | parts.members.leaving())
+        orders = parts.pool.orders(
+            agent_id,
+            parts.table.adapters.values(),
+            parts.changes.busy(),
+            parts.placing.planned_digests(agent_id),
+            parts.placing.placed_digests(),
+        )
+        if is_new or now_s - self._used_s.get(agent_id, 0.0) > _NOTE_USE_EVERY_S:
+            try:
+                parts.registry.set_copies(
+                    agent_id, parts.pool.stored(agent_id, report.copies, now_s)
+                )
+                self._used_s[agent_id] = now_s
+            except ResourceError as error:
+                _logger.warning("the copies of %s are not noted yet: %s", agent_id, error)
+        return struct_response(orders)
+
+    async def ensure(self, request: web.Request) -> web.Response:
+        """Have an engine serve an adapter: of gateways, for engines without an agent."""
+        asked = await read_struct(request, Ensure)
+        ensured = await self._parts.commands.ensure(asked.engine_id, asked.adapter)
+        return struct_response(ensured)
+
+    async def adapters(self, request: web.Request) -> web.Response:
+        """Load, unload or pin a name; answered by what it stands for, or stood for."""
+        change = await read_struct(request, AdapterChange)
+        entry = await self._parts.changes.apply(change)
+        if change.action == "unload":
+            self._parts.placing.forget(change.name)
+        return struct_response(entry)
+
+    async def engines(self, request: web.Request) -> web.Response:
+        """Add, drain or remove engines; answered by what there is then."""
+        await self._parts.engine_changes.apply(await read_struct(request, EngineChange))
+        return struct_response(self._status())
+
+    async def machines(self, request: web.Request) -> web.Response:
+        """How it is with other machines, answered by what is to be started there."""
+        report = await read_struct(request, MachinesReport)
+        num_engines = len(self._parts.table.engines)
+        return struct_response(self._parts.machines.hear(report, num_engines))
+
+    async def status(self, request: web.Request) -> web.Response:
+        """What there is."""
+        return struct_response(self._status())
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Copies and placement, in the format of Prometheus."""
+        from .metrics import exposition  # a start need not wait for it
+
+        text = exposition(self._parts.table, self._parts.pool, self._parts.members,
+                          self._parts.placing)  # fmt: skip
+        return web.Response(body=text, headers={"Content-Type": _METRICS_TYPE})
+
+    def _status(self) -> ClusterStatus:
+        parts = self._parts
+        return ClusterStatus(
+            engines=tuple(parts.table.engines.values()),
+            agents=tuple(parts.members.reports.values()),
+            adapters=tuple(parts.table.adapters.values()),
+            ejected=parts.members.ejected,
+            placement=parts.placement,
+            num_gateways=len(parts.table.subscribers),
+            machines=parts.machines.state(),
+        )
+
+    async def _end_streams(self, app: web.Application) -> None:
+        self._is_ending = True
+        for subscriber in list(self._parts.table.subscribers.values()):
+            self._parts.table.unsubscribe(subscriber)
+
+
+async def _woken(subscriber: Subscriber) -> bool:
+    """Wait for a change; False if none came for so long that a gateway might worry."""
+    try:
+        async with asyncio.timeout(_COMMENT_EVERY_S):
+            await subscriber.wake.wait()
+    except TimeoutError:
+        return False
+    return True

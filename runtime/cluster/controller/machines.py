@@ -1,0 +1,65 @@
+"""Who has agents run on other machines: how it is with that, and what it is still to start.
+
+One event loop.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+
+import msgspec
+
+from ..http.calls import UnreachableError
+from ..wire import MachinesOrders, MachinesReport
+
+_SILENT_S = 3.0
+_TAKE_TIMEOUT_S = 5.0
+
+
+class Machines:
+    """The last report, and wishes for engines that nobody has taken yet."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._report: MachinesReport | None = None
+        self._heard_s = 0.0
+        self._wishes: dict[str, asyncio.Event] = {}  # set once it is taken
+
+    def hear(self, report: MachinesReport, num_engines: int) -> MachinesOrders:
+        """Take a report; return what is to be started. ``num_engines``: that are ready."""
+        self._report, self._heard_s = report, self._clock()
+        for wish in report.taken:
+            taken = self._wishes.pop(wish, None)
+            if taken is not None:
+                taken.set()
+        return MachinesOrders(wishes=tuple(self._wishes), num_engines=num_engines)
+
+    def state(self) -> MachinesReport | None:
+        """The last report, and nobody up if it is old; None if agents run nowhere else."""
+        report = self._report
+        if report is None or self._clock() - self._heard_s < _SILENT_S:
+            return report
+        return msgspec.structs.replace(
+            report, is_up=False, num_held=0, reason=report.reason or "it is silent", taken=()
+        )
+
+    async def start_engine(self) -> None:
+        """Have an engine started on another machine.
+
+        Raises ``UnreachableError`` if that must wait: it is noted, and done when it can be.
+        """
+        wish, taken = uuid.uuid4().hex, asyncio.Event()
+        self._wishes[wish] = taken
+        try:
+            async with asyncio.timeout(_TAKE_TIMEOUT_S):
+                await taken.wait()
+        except TimeoutError:
+            pass
+        state = self.state()
+        assert state is not None
+        if not state.is_up or not taken.is_set():
+            raise UnreachableError(
+                f"no engine can be started by {state.kind} now ({state.reason or 'it is busy'}); "
+                "it is noted, and starts when that is possible"
+            )

@@ -1,0 +1,335 @@
+"""Which engines and agents there are, and which of them may be asked. One event loop.
+
+An engine gets requests once it has said what it is, and is what the others are. An agent that is
+silent is not asked for anything, and its engines stay until the gateways say that they are gone:
+they see that themselves, and sooner.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import aiohttp
+import msgspec
+
+from ...errors import CorunError
+from ...server.errors import HttpError
+from ..http.calls import UnreachableError
+from ..kinds.registry import kind_of
+from ..launch.launcher import DRAINING, READY
+from ..wire import (
+    AgentCard,
+    AgentReport,
+    EngineCard,
+    EngineProfile,
+    EngineStatus,
+    GatewayDemand,
+)
+from .registry import StoredMember
+from .table import RoutingTable
+
+_AGENT_SILENT_S = 2.0
+_AGENT_GONE_S = 60.0  # without engines: nobody expects it back
+_ASK_AGAIN_S = 0.5
+
+_logger = logging.getLogger(__name__)
+
+
+class EngineRefusedError(HttpError):
+    """An engine cannot be one of this cluster's."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message, code="engine_refused", param="url")
+
+
+class Members:
+    """What agents report, and engines that others run."""
+
+    def __init__(
+        self, table: RoutingTable, session: aiohttp.ClientSession, clock: Callable[[], float],
+        on_base: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """``on_base``: told the fingerprint of the base of the first engine that joins."""
+        self.profiles: dict[str, EngineProfile] = {}  # of engines in the table
+        self.reports: dict[str, AgentReport] = {}
+        self.ejected: dict[str, dict[str, str]] = {}  # gateway: engine: why
+        self.static: dict[str, EngineCard] = {}  # engines that others run, by URL
+        self._table = table
+        self._session = session
+        self._clock = clock
+        self._on_base = on_base
+        self._heard_s: dict[str, float] = {}
+        self._num_reports = Counter[str]()
+        self._pids: dict[str, int] = {}  # of engines in the table
+        self._drained: dict[str, int] = {}  # engines told to drain, and their pids
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, tuple[int, str]] = {}  # pid and why
+
+    # What is asked of them.
+
+    @property
+    def base(self) -> EngineProfile | None:
+        """What all engines are like; None before the first."""
+        return next(iter(self.profiles.values()), None)
+
+    def silent(self) -> set[str]:
+        """Agents that have said nothing for too long."""
+        limit_s = self._clock() - _AGENT_SILENT_S
+        return {agent_id for agent_id, heard_s in self._heard_s.items() if heard_s < limit_s}
+
+    def live_agents(self) -> list[AgentReport]:
+        """All others."""
+        silent = self.silent()
+        return [one for one in self.reports.values() if one.agent_id not in silent]
+
+    def leaving(self) -> set[str]:
+        """Agents all of whose engines end."""
+        return {
+            one.agent_id
+            for one in self.reports.values()
+            if one.engines and all(self._is_ending(engine) for engine in one.engines)
+        }
+
+    def num_reports(self, agent_id: str) -> int:
+        """How often it has been heard."""
+        return self._num_reports[agent_id]
+
+    def agent(self, agent_id: str) -> AgentReport:
+        """One that can be asked. Raises ``UnreachableError`` if it is silent."""
+        report = self.reports.get(agent_id)
+        if report is None or agent_id in self.silent():
+            raise UnreachableError(f"agent {agent_id!r} is silent")
+        return report
+
+    def open_engines(self) -> list[EngineCard]:
+        """Engines that get requests, of agents that can be asked or of nobody."""
+        silent = self.silent()
+        return [
+            card
+            for card in self._table.engines.values()
+            if not card.is_draining and card.agent_id not in silent
+        ]
+
+    # What they say.
+
+    def report(self, report: AgentReport) -> None:
+        """Take what an agent says of its engines and copies."""
+        agent_id = report.agent_id
+        self.reports[agent_id] = report
+        self._heard_s[agent_id] = self._clock()
+        self._num_reports[agent_id] += 1
+        self._table.put_agent(
+            AgentCard(agent_id=agent_id, url=report.url, digests=tuple(sorted(report.copies)))
+        )
+        for engine in report.engines:
+            self._take(agent_id, engine)
+        now = {engine.engine_id for engine in report.engines}
+        for card in list(self._table.engines.values()):
+            if card.agent_id == agent_id and card.engine_id not in now:
+                self.forget(card.engine_id)
+
+    def eject(self, demand: GatewayDemand) -> None:
+        """Take which engines a gateway does not send to."""
+        self.ejected[demand.gateway_id] = demand.ejected
+
+    def sweep(self) -> None:
+        """Forget engines of silent agents once no gateway sends to them."""
+        for gateway_id in self.ejected.keys() - self._table.subscribers.keys():
+            del self.ejected[gateway_id]
+        silent = self.silent()
+        for card in list(self._table.engines.values()):
+            is_gone = all(card.engine_id in one for one in self.ejected.values())
+            if card.agent_id in silent and self.ejected and is_gone:
+                _logger.warning(
+                    "engine %s is gone: its agent is silent, and no gateway reaches it",
+                    card.engine_id,
+                )
+                self.forget(card.engine_id)
+        with_engines = {card.agent_id for card in self._table.engines.values()}
+        for agent_id in silent - with_engines:
+            if self._heard_s[agent_id] < self._clock() - _AGENT_GONE_S:
+                del self._heard_s[agent_id]
+                self.reports.pop(agent_id, None)
+                self._table.remove_agent(agent_id)
+
+    def drain(self, engine_id: str) -> EngineCard:
+        """No new requests for it. Raises ``HttpError`` if there is none, or its agent is silent."""
+        card = self._table.engines.get(engine_id)
+        if card is None:
+            raise unknown_engine(engine_id, self._table.engines)
+        if card.agent_id is not None:
+            self.agent(card.agent_id)
+        self._drained[engine_id] = self._pids.get(engine_id, 0)
+        card = msgspec.structs.replace(card, is_draining=True)
+        self._table.put_engine(card)
+        return card
+
+    def undrain(self, engine_id: str) -> None:
+        """It could not be told to end, so it goes on."""
+        self._drained.pop(engine_id, None)
+        card = self._table.engines.get(engine_id)
+        if card is not None:
+            self._table.put_engine(msgspec.structs.replace(card, is_draining=False))
+
+    def forget(self, engine_id: str) -> None:
+        """It is gone."""
+        self._table.remove_engine(engine_id)
+        self.profiles.pop(engine_id, None)
+        self._pids.pop(engine_id, None)
+        self._drained.pop(engine_id, None)
+        self._refused.pop(engine_id, None)
+        self.static.pop(engine_id, None)
+        probe = self._probes.pop(engine_id, None)
+        if probe is not None and probe is not asyncio.current_task():
+            probe.cancel()
+
+    # Engines that others run; they are called by their URLs.
+
+    async def add_static(self, card: EngineCard) -> None:
+        """Take one. Raises ``HttpError`` if it is refused, or does not answer."""
+        self._check_new(card.url)
+        profile = await self._profile(card)
+        self._check_new(card.url)
+        self._join(card, 0, profile)
+        self.static[card.url] = card
+
+    # Over a restart of the controller.
+
+    def restore(
+        self, known: Iterable[StoredMember], agents: Iterable[AgentCard],
+        static: Iterable[EngineCard],
+    ) -> None:  # fmt: skip
+        """Go by what was there until somebody says otherwise.
+
+        Gateways must lose neither engines nor the agents that get them what they serve. Engines
+        that others run and that did not answer are asked again.
+        """
+        for agent in agents:
+            self._table.put_agent(agent)
+            self._heard_s[agent.agent_id] = self._clock()
+        for one in known:
+            # Whether it drains, its agent says.
+            self._join(msgspec.structs.replace(one.card, is_draining=False), one.pid, one.profile)
+        for card in static:
+            self.static[card.url] = card
+            if card.engine_id not in self._table.engines:
+                self._begin_probe(card, 0)
+
+    def stored(self) -> tuple[list[StoredMember], dict[str, str]]:
+        """What ``Registry.set_members`` takes."""
+        engines = [
+            StoredMember(card, self._pids[engine_id], self.profiles[engine_id])
+            for engine_id, card in self._table.engines.items()
+        ]
+        return engines, {one.agent_id: one.url for one in self._table.agents.values()}
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in self._probes.values():
+            task.cancel()
+        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+
+    # How an engine comes in.
+
+    def _take(self, agent_id: str, engine: EngineStatus) -> None:
+        engine_id = engine.engine_id
+        known = self._table.engines.get(engine_id)
+        if engine.url is None or engine.state not in (READY, DRAINING):
+            if known is not None:
+                self.forget(engine_id)
+            return
+        if self._drained.get(engine_id, engine.pid) != engine.pid:
+            del self._drained[engine_id]  # it was started again since
+        is_draining = engine.state == DRAINING or engine_id in self._drained
+        card = EngineCard(
+            engine_id=engine_id, url=engine.url, agent_id=agent_id, is_draining=is_draining
+        )
+        if known is not None and self._pids[engine_id] == engine.pid:
+            self._table.put_engine(card)
+            return
+        if known is not None:
+            self.forget(engine_id)  # it was started again
+        if not is_draining and self._refused.get(engine_id, (0, ""))[0] != engine.pid:
+            self._begin_probe(card, engine.pid)
+
+    def _begin_probe(self, card: EngineCard, pid: int) -> None:
+        if card.engine_id not in self._probes:
+            probe = asyncio.ensure_future(self._probe(card, pid))
+            self._probes[card.engine_id] = probe
+            probe.add_done_callback(lambda done: self._probed(card.engine_id, done))
+
+    def _probed(self, engine_id: str, probe: "asyncio.Task[None]") -> None:
+        if self._probes.get(engine_id) is probe:
+            del self._probes[engine_id]
+        if not probe.cancelled() and probe.exception() is not None:
+            _logger.error("engine %s cannot be looked at", engine_id, exc_info=probe.exception())
+
+    async def _probe(self, card: EngineCard, pid: int) -> None:
+        """Ask what an engine is until it says so, or it is forgotten."""
+        while True:
+            try:
+                profile = await self._profile(card)
+            except EngineRefusedError as error:
+                _logger.error("%s", error)
+                self._refused[card.engine_id] = (pid, str(error))
+                return
+            except HttpError as error:
+                _logger.debug("engine %s does not say yet what it is: %s", card.engine_id, error)
+                if card.agent_id is not None:
+                    return  # its agent reports it again, at the URL that it has then
+                await asyncio.sleep(_ASK_AGAIN_S)
+            else:
+                self._join(card, pid, profile)
+                return
+
+    def _check_new(self, url: str) -> None:
+        if url in self.static:
+            raise EngineRefusedError(f"engine {url} is given twice")
+
+    async def _profile(self, card: EngineCard) -> EngineProfile:
+        """Raises ``EngineRefusedError`` if it is of another kind, or ``UnreachableError``."""
+        url = card.url
+        try:
+            profile = await kind_of(card.measured).profile(self._session, card)
+        except UnreachableError:
+            raise
+        except HttpError as error:
+            self._refuse(url, f"cannot be used: {error}")
+        base = self.base
+        if base is not None and base.base_fingerprint != profile.base_fingerprint:
+            self._refuse(
+                url,
+                f"serves the base model {profile.base_fingerprint}, and the others "
+                f"{base.base_fingerprint}",
+            )
+        if base is not None and base.dtype != profile.dtype:
+            self._refuse(
+                url,
+                f"computes in {profile.dtype} over the base model {profile.base_fingerprint}, "
+                f"and the others in {base.dtype} over {base.base_fingerprint}",
+            )
+        return profile
+
+    def _refuse(self, url: str, what: str) -> NoReturn:
+        raise EngineRefusedError(f"engine {url} {what}")
+
+    def _join(self, card: EngineCard, pid: int, profile: EngineProfile) -> None:
+        if self.base is None:
+            self._on_base(profile.base_fingerprint)
+        self.profiles[card.engine_id] = profile
+        self._pids[card.engine_id] = pid
+        self._table.put_engine(card)
+
+    def _is_ending(self, engine: EngineStatus) -> bool:
+        return engine.state == DRAINING or engine.engine_id in self._drained
+
+
+def unknown_engine(engine_id: str, known: Iterable[str]) -> CorunError:
+    """What is said of an engine that is not there."""
+    names = ", ".join(sorted(known)) or "none"
+    return HttpError(
+        404, f"there is no engine {engine_id!r}; there are {names}", code="unknown_engine",
+        param="engine_id",
+    )  # fmt: skip

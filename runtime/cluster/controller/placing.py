@@ -1,0 +1,269 @@
+"""Placement of a live cluster: what demand was told becomes copies, then shares. One event loop.
+
+Copies come before routes change. Those that are wanted no longer go when that is done, and their
+requests have ended.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...adapters.names import READY
+from ...errors import CorunError, ResourceError
+from ...server.errors import HttpError
+from ..demand import PlacementSteps, names_at
+from ..policy.placement.operating_points import OperatingPoints
+from ..policy.placement.plan import AdapterDemand, StoreServer
+from ..policy.placement.registry import PlacementFacts, goes_by_demand, make_placement
+from ..policy.reports import ServerId, Shares
+from ..wire import AdapterEntry, EngineCard, GatewayDemand
+from .commands import Commands
+from .members import Members
+from .points import PointsTask, points_of
+from .pool import CopyPool
+from .registry import Registry
+from .table import RoutingTable
+
+_FLUSH_EVERY_S = 1.0
+_NUM_COPIES_AT_ONCE = 2  # to each agent
+_NUM_PAST_STEPS = 30  # of demand, that a start learns from
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSettings:
+    """How adapters are placed."""
+
+    policy: str
+    every_s: float
+    min_copies: Mapping[str, int]
+    slo_ttft_s: float
+    folder: Path  # of operating points
+
+
+class Placing:
+    """Demand in, copies and shares out."""
+
+    def __init__(
+        self, settings: PlacementSettings, registry: Registry, table: RoutingTable,
+        members: Members, pool: CopyPool, commands: Commands, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """``clock``: seconds since the epoch."""
+        self.planned: Mapping[ServerId, set[str]] = {}  # names by engine
+        self.moved_bytes = 0  # by the last step
+        self.step_s = 0.0  # that it took to plan it
+        self._settings = settings
+        self._registry = registry
+        self._table = table
+        self._members = members
+        self._pool = pool
+        self._commands = commands
+        self._clock = clock
+        self._unsaved: Counter[tuple[str, bool]] = Counter()  # tokens by name, and if of outputs
+        self._noted: Counter[tuple[str, bool]] = Counter()
+        self._steps: PlacementSteps | None = None
+        self._began_s = time.monotonic()  # the step that is under way
+        self._is_carried_out = False  # what is planned
+
+    def note(self, demand: GatewayDemand) -> None:
+        """A gateway has seen so many tokens."""
+        for is_output, tokens in ((False, demand.prompt_tokens), (True, demand.output_tokens)):
+            for name, number in tokens.items():
+                self._unsaved[name, is_output] += number
+                self._noted[name, is_output] += number
+
+    def forget(self, name: str) -> None:
+        """There is no such adapter any more."""
+        if self._steps is not None:
+            self._steps.forget(name)
+
+    def restore(self) -> None:
+        """Go by the last step before a restart, until the next."""
+        shares = self._registry.last_shares()
+        self._table.put_shares(shares)
+        self.planned = names_at(shares)
+        self._is_carried_out = True
+
+    def planned_digests(self, agent_id: str) -> set[str]:
+        """What an agent's engines are to have."""
+        engines = self._table.engines.values()
+        return self._digests_at(card.engine_id for card in engines if card.agent_id == agent_id)
+
+    def placed_digests(self) -> set[str]:
+        """What has come to where it is planned: elsewhere it may go. None of it until all has."""
+        return self._digests_at(self._table.engines) if self._is_carried_out else set()
+
+    def _digests_at(self, engine_ids: Iterable[str]) -> set[str]:
+        names = {name for one in engine_ids for name in self.planned.get(ServerId(one), ())}
+        return {one.digest for one in self._table.adapters.values() if one.name in names}
+
+    async def keep_saving(self) -> None:
+        """Write demand down, every second. Runs for ever."""
+        while True:
+            await asyncio.sleep(_FLUSH_EVERY_S)
+            self.save()
+
+    def save(self) -> None:
+        """Write down what demand has come since."""
+        unsaved, self._unsaved = self._unsaved, Counter()
+        names = {name for name, _ in unsaved}
+        if not names:
+            return
+        try:
+            self._registry.add_demand(
+                {name: (unsaved[name, False], unsaved[name, True]) for name in names}
+            )
+        except ResourceError as error:
+            self._unsaved.update(unsaved)
+            _logger.warning("demand is not noted yet: %s", error)
+
+    async def keep_placing(self) -> None:
+        """Plan and carry out, step by step. Runs for ever."""
+        while True:
+            await asyncio.sleep(self._settings.every_s)
+            try:
+                await self.step()
+            except CorunError as error:
+                _logger.warning("adapters stay where they are: %s", error)
+
+    async def step(self) -> None:
+        """Plan the next step and carry it out. Raises ``CorunError`` if there is no room."""
+        engines = self._members.open_engines()
+        adapters = [one for one in self._table.adapters.values() if one.state == READY]
+        if not engines or not adapters:
+            return
+        steps = self._steps
+        if steps is None:
+            steps = self._steps = await self._begin(engines, adapters)
+            self._noted.clear()  # the registry has it
+        noted, self._noted = self._noted, Counter()
+        now_s = time.monotonic()
+        lasted_s, self._began_s = now_s - self._began_s, now_s
+        for (name, is_output), number in noted.items():
+            steps.note(name, *((0, number) if is_output else (number, 0)))
+        steps.end_step(lasted_s)
+        demand = [steps.demand_of(one.name, one.rank, one.num_bytes) for one in adapters]
+        shares = await self._plan(steps, demand, self._servers(engines))
+        self.planned, self._is_carried_out = names_at(shares), False
+        await self._carry_out(shares)
+        self._is_carried_out = True
+
+    async def _plan(
+        self, steps: PlacementSteps, demand: list[AdapterDemand], servers: list[StoreServer]
+    ) -> Shares:
+        began_s = time.monotonic()
+        shares = await asyncio.to_thread(steps.plan, demand, servers)
+        self.step_s = time.monotonic() - began_s
+        return shares
+
+    async def _begin(
+        self, engines: list[EngineCard], adapters: list[AdapterEntry]
+    ) -> PlacementSteps:
+        """From where copies are now, and what demand there was."""
+        settings = self._settings
+        points = None
+        if goes_by_demand(settings.policy):
+            points = OperatingPoints(await self._find_points(engines, adapters))
+        policy = make_placement(settings.policy, PlacementFacts(points=points))
+        shares = self._registry.last_shares() or self._copied(engines, adapters)
+        steps = PlacementSteps(policy, min_copies=settings.min_copies, shares=shares)
+        for tokens_per_s in self._past(settings.every_s):
+            steps.expect(tokens_per_s)
+        return steps
+
+    async def _find_points(
+        self, engines: list[EngineCard], adapters: list[AdapterEntry]
+    ) -> dict[int, float]:
+        """Of each rank the least that an engine bears, by the profile of each."""
+        ranks = tuple(sorted({one.rank for one in adapters}))
+        found: dict[int, float] = {}
+        for engine in engines:
+            profile = self._members.profiles.get(engine.engine_id)
+            load = (await self._commands.state(engine.engine_id)).load
+            if profile is None or load is None:
+                continue
+            task = PointsTask(
+                profile, load.total_kv_tokens, ranks, self._settings.slo_ttft_s,
+                str(self._settings.folder),
+            )  # fmt: skip
+            for rank, tokens_per_s in (await points_of(task)).items():
+                found[rank] = min(tokens_per_s, found.get(rank, tokens_per_s))
+        if not found:
+            raise CorunError("no engine has said yet what it is")
+        return found
+
+    def _past(self, every_s: float) -> list[dict[str, tuple[float, float]]]:
+        """Tokens/s of the last steps, as they were noted by the minute."""
+        now_s = self._clock()
+        since_s = now_s - _NUM_PAST_STEPS * every_s
+        steps: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+        for minute, tokens in self._registry.demand(since_s).items():
+            step = steps[int((minute * 60 - since_s) // every_s)]
+            for name, (prompt, output) in tokens.items():
+                before = step.get(name, (0.0, 0.0))
+                step[name] = (before[0] + prompt / every_s, before[1] + output / every_s)
+        return [steps[number] for number in sorted(steps)]
+
+    def _copied(self, engines: list[EngineCard], adapters: list[AdapterEntry]) -> Shares:
+        """Where copies are, as if somebody had planned that."""
+        found = {}
+        for one in adapters:
+            holders = set(self._pool.holders(one.digest))
+            homes = [engine for engine in engines if engine.agent_id in holders]
+            found[one.name] = {ServerId(home.engine_id): 1.0 / len(homes) for home in homes}
+        return {name: row for name, row in found.items() if row}
+
+    def _servers(self, engines: list[EngineCard]) -> list[StoreServer]:
+        """Engines of one agent share its store in equal parts."""
+        number = Counter(engine.agent_id for engine in engines)
+        servers = []
+        for engine in engines:
+            report = self._members.reports.get(engine.agent_id or "")
+            room = sys.maxsize if report is None else report.store_bytes // number[engine.agent_id]
+            servers.append(StoreServer(ServerId(engine.engine_id), room))
+        return servers
+
+    async def _carry_out(self, shares: Shares) -> None:
+        """Bring copies where they are planned, then tell routers of those that have come."""
+        limits: dict[str | None, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(_NUM_COPIES_AT_ONCE)
+        )
+        self.moved_bytes = 0
+
+        async def bring(name: str, engine_id: ServerId) -> bool:
+            card, entry = self._table.engines.get(engine_id), self._table.adapters.get(name)
+            if card is None or entry is None:
+                return False
+            async with limits[card.agent_id]:
+                is_new = entry.digest not in self._pool.digests_of(card.agent_id or "")
+                try:
+                    await self._commands.ensure(engine_id, entry)
+                except HttpError as error:
+                    _logger.warning("%r does not come to %s: %s", name, engine_id, error)
+                    return False
+            if is_new and card.agent_id is not None:
+                self.moved_bytes += entry.num_bytes
+            return True
+
+        pairs = [(name, engine_id) for name, row in shares.items() for engine_id in row]
+        came = await asyncio.gather(*(bring(*pair) for pair in pairs))
+        there = {pair for pair, is_there in zip(pairs, came, strict=True) if is_there}
+        self._table.put_shares(_of_those(shares, there))
+        self._registry.add_placement(self._settings.policy, shares, self.moved_bytes)
+
+
+def _of_those(shares: Shares, there: set[tuple[str, ServerId]]) -> Shares:
+    """The shares of copies that are there, of all requests."""
+    found = {}
+    for name, row in shares.items():
+        kept = {engine_id: share for engine_id, share in row.items() if (name, engine_id) in there}
+        total = sum(kept.values())
+        if total > 0.0:
+            found[name] = {engine_id: share / total for engine_id, share in kept.items()}
+    return found

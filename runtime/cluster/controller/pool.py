@@ -1,0 +1,124 @@
+"""Which agent must keep which copies of adapters' files, so that the last one is never lost. Pure.
+
+Agents evict on their own, all at the same time, what they were told that may go. So of each adapter
+one agent keeps a copy, and the others are released only while that one says that it does.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from ..wire import AdapterEntry, AgentOrders, AgentReport
+from .registry import StoredCopy
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCopies:
+    """What an agent has, and which of it it says to keep."""
+
+    digests: frozenset[str]
+    kept: frozenset[str]
+
+
+class CopyPool:
+    """The copies of all agents, as they told of them last."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, AgentCopies] = {}
+        self._ended: set[str] = set()  # agents that leave, or are silent: their copies do not count
+
+    def restore(self, agent_id: str, digests: Iterable[str]) -> None:
+        """Take what was known before a restart; nobody is taken to keep any of it."""
+        self._agents.setdefault(agent_id, AgentCopies(frozenset(digests), frozenset()))
+
+    def report(self, report: AgentReport) -> bool:
+        """Take what an agent has; return whether that is another set of copies."""
+        copies = frozenset(report.copies)
+        before = self._agents.get(report.agent_id)
+        self._agents[report.agent_id] = AgentCopies(copies, copies & frozenset(report.keeps))
+        return before is None or before.digests != copies
+
+    def digests_of(self, agent_id: str) -> frozenset[str]:
+        """What it has."""
+        known = self._agents.get(agent_id)
+        return frozenset() if known is None else known.digests
+
+    def is_kept(self, digest: str) -> bool:
+        """Whether an agent that counts has said that it keeps a copy."""
+        return any(
+            digest in one.kept
+            for agent_id, one in self._agents.items()
+            if agent_id not in self._ended
+        )
+
+    def set_ended(self, agent_ids: Collection[str]) -> None:
+        """Do not count on these agents."""
+        self._ended = set(agent_ids)
+
+    def holders(self, digest: str) -> list[str]:
+        """Agents with a copy that counts."""
+        return sorted(
+            agent_id
+            for agent_id, one in self._agents.items()
+            if digest in one.digests and agent_id not in self._ended
+        )
+
+    def orders(
+        self, agent_id: str, adapters: Collection[AdapterEntry], busy: Set[str],
+        planned: Set[str], placed: Set[str],
+    ) -> AgentOrders:  # fmt: skip
+        """What an agent is told.
+
+        Args:
+            agent_id: Of whom.
+            adapters: What names stand for.
+            busy: Digests that are being loaded: nobody may drop them.
+            planned: Digests that the placement wants there.
+            placed: Digests that are where the placement wants them.
+        """
+        own = self._agents[agent_id]
+        pinned = {one.digest for one in adapters if one.pinned}
+        needed = {one.digest for one in adapters} | busy
+        keep = (pinned | busy | (planned & needed)) & own.digests
+        keep |= {
+            digest for digest in needed & own.digests if not self._others_keep(digest, agent_id)
+        }
+        # Whoever is released does not count as one that keeps, whatever it said before.
+        self._agents[agent_id] = AgentCopies(own.digests, own.kept & keep)
+        return AgentOrders(
+            keep=tuple(sorted(keep)),
+            unneeded=tuple(sorted(own.digests - needed)),
+            elsewhere=tuple(sorted((own.digests & needed & placed) - keep)),
+        )
+
+    def only_at(self, agent_id: str) -> list[str]:
+        """Digests of which no agent that counts keeps a copy, but this one, which leaves."""
+        return sorted(one for one in self.digests_of(agent_id) if not self.is_kept(one))
+
+    def stored(self, agent_id: str, ages_s: Mapping[str, float], now_s: float) -> list[StoredCopy]:
+        """An agent's copies as the registry keeps them; ``ages_s``: since their last use."""
+        own = self._agents[agent_id]
+        return [
+            StoredCopy(digest, agent_id, digest in own.kept, now_s - age_s)
+            for digest, age_s in ages_s.items()
+        ]
+
+    def num_copies(self) -> Mapping[str, int]:
+        """By digest, of all agents that count."""
+        found: dict[str, int] = {}
+        for agent_id, one in self._agents.items():
+            if agent_id not in self._ended:
+                for digest in one.digests:
+                    found[digest] = found.get(digest, 0) + 1
+        return found
+
+    def _others_keep(self, digest: str, agent_id: str) -> bool:
+        """Whether another that counts has said that it keeps it, and is not released itself.
+
+        Of several that do, the first stays.
+        """
+        keepers = [
+            one
+            for one in sorted(self._agents)
+            if one not in self._ended and digest in self._agents[one].kept
+        ]
+        return bool(keepers) and keepers[0] != agent_id

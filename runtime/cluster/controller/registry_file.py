@@ -1,0 +1,129 @@
+"""The registry's file: made whole, locked by one controller, and refused if it is damaged."""
+
+import fcntl
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import IO
+
+from ...errors import ConfigError
+
+_APPLICATION_ID = 0x636F7275  # what SQLite's header says of whose file it is
+_SCHEMA_VERSION = 2
+_SCHEMA = """
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE adapters (
+    name TEXT PRIMARY KEY, revision INTEGER NOT NULL, digest TEXT NOT NULL, rank INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL, source TEXT NOT NULL, state TEXT NOT NULL, reason TEXT,
+    pinned INTEGER NOT NULL, base_fingerprint TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE changes (
+    name TEXT PRIMARY KEY, revision INTEGER NOT NULL, digest TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE unloads (name TEXT PRIMARY KEY, revision INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE copies (
+    digest TEXT NOT NULL, agent_id TEXT NOT NULL, is_kept INTEGER NOT NULL,
+    used_unix_s REAL NOT NULL, PRIMARY KEY (digest, agent_id)
+) WITHOUT ROWID;
+CREATE TABLE demand (
+    minute INTEGER NOT NULL, name TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL, PRIMARY KEY (minute, name)
+) WITHOUT ROWID;
+CREATE TABLE placements (
+    step INTEGER PRIMARY KEY, at_unix_s REAL NOT NULL, policy TEXT NOT NULL, shares TEXT NOT NULL,
+    moved_bytes INTEGER NOT NULL
+);
+CREATE TABLE engines (url TEXT PRIMARY KEY, card TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE members (
+    engine_id TEXT PRIMARY KEY, card TEXT NOT NULL, pid INTEGER NOT NULL, profile TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE agents (agent_id TEXT PRIMARY KEY, url TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE run (run_id TEXT NOT NULL);
+"""
+_NAME, _LOCK_NAME = "registry.sqlite", "controller.lock"
+
+
+def opened(directory: Path) -> tuple[IO[str], sqlite3.Connection]:
+    """Return the lock of a state directory, which closing it gives back, and its database.
+
+    Raises ``ConfigError`` if it is held by another controller, foreign or corrupt.
+    """
+    lock = _locked(directory)
+    path = directory / _NAME
+    try:
+        if not path.exists():
+            _create(path)
+        return lock, _opened(path)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _locked(directory: Path) -> IO[str]:
+    """Take the directory, which the kernel gives back however the process ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / _LOCK_NAME).open("a+", encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"--state-dir {directory}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        holder = lock.read(20).strip() or "unknown"
+        lock.close()
+        raise ConfigError(
+            f"--state-dir {directory} is held by another controller (process {holder}); "
+            "give each cluster its own"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _create(path: Path) -> None:
+    """Make an empty one, all at once: what lies there under its name is always whole."""
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    try:
+        with closing(sqlite3.connect(part, isolation_level=None)) as db:
+            db.executescript(_SCHEMA)
+            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        part.rename(path)
+    except (sqlite3.Error, OSError) as error:
+        raise ConfigError(f"--state-dir: {path} cannot be made: {error}") from None
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    what = f"--state-dir: {path}"
+    db = None
+    try:
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=True)
+        application_id = db.execute("PRAGMA application_id").fetchone()[0]
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if application_id != _APPLICATION_ID:
+            raise ConfigError(f"{what} is no registry of a cluster; move it away or give another")
+        if version != _SCHEMA_VERSION:
+            raise ConfigError(
+                f"{what} is of version {version}, and this corun reads version {_SCHEMA_VERSION}"
+            )
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")  # a revision must not come again after an outage
+    except (sqlite3.Error, OSError) as error:
+        if db is not None:
+            db.close()
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"{what} is damaged ({text}); put a copy of it back, or move it away to begin anew"
+        ) from None
+    except ConfigError:
+        if db is not None:
+            db.close()
+        raise
+    return db

@@ -1,0 +1,91 @@
+"""Finds operating points: ``python -m`` this, a ``PointsTask`` as its input."""
+
+import logging
+import math
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from ....cpu_workers.process_life import leave
+from ...config.engine import EngineConfig
+from ...errors import CorunError
+from ...sim.capacity import NoLimitError
+from ...sim.machines import SimulatedMachine
+from ...sim.operating_points import NUM_REQUESTS, find_points
+from ...sim.planning import Slo
+from ...sim.study import SimulatedRun
+from ...sim.workload_spec import RANKS, LengthSpec, WorkloadSpec
+from ..process import EXIT_FAILED, bind_to_parent
+from .points import FoundPoints, PointsTask
+
+_PERCENTILE = 95.0  # of first tokens, as in LoRAServe, section V
+_LONGEST_TOKENS = 16384  # about, of the conversations that are simulated
+_HORIZON_S = 600.0
+
+_logger = logging.getLogger(__name__)
+
+
+def find_and_keep(task: PointsTask) -> None:
+    """Find the points and write them where ``points_of`` looks. Raises ``CorunError``."""
+    ranks = sorted({*RANKS, *task.ranks})
+    find = partial(
+        find_points, _setup_of(task), ranks, folder=Path(task.folder), num_processes=1,
+        on_progress=_logger.debug,
+    )  # fmt: skip
+    try:
+        found = find(slo=Slo(task.slo_ttft_s, _PERCENTILE))
+    except NoLimitError as error:
+        _logger.warning(
+            "first tokens within %g s: %s; placement goes by what engines do at most",
+            task.slo_ttft_s, error,
+        )  # fmt: skip
+        found = find(slo=None)
+    part = task.path.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(FoundPoints(dict(found))))
+    part.replace(task.path)
+
+
+def _setup_of(task: PointsTask) -> SimulatedRun:
+    """One engine without workers, which help at its start only, under Azure's conversations."""
+    profile = task.profile
+    divisor = max(1, math.ceil(_LONGEST_TOKENS / profile.max_model_len))
+    model = replace(profile.machine, groups=(), num_workers=0, invocation_s=0.0)
+    machine = SimulatedMachine(
+        name=profile.model,
+        model=model,
+        memory_bytes=task.total_kv_tokens * profile.kv_bytes_per_token,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        adapter_bytes_per_rank=profile.adapter_bytes_per_rank,
+        group_targets=(),
+        file_bytes_per_s=profile.file_bytes_per_s,
+        block_size=profile.block_size,
+        max_num_batched_tokens=profile.max_num_batched_tokens,
+        max_num_seqs=profile.max_num_seqs,
+    )
+    lengths = LengthSpec(prompt_divisor=divisor, output_divisor=divisor)
+    return SimulatedRun(
+        name="operating points", machine=machine, config=EngineConfig(),
+        workload=WorkloadSpec(rps=1.0, requests=NUM_REQUESTS, seed=0, lengths=lengths),
+        traces=None, horizon_s=_HORIZON_S,
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Find what standard input asks for."""
+    bind_to_parent()
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=PointsTask)
+    try:
+        find_and_keep(task)
+    except (CorunError, OSError) as error:
+        sys.stderr.write(f"corun: operating points: {error}\n")
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

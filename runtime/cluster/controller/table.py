@@ -1,0 +1,197 @@
+"""What gateways go by, with a number for each change, and who has it. One event loop.
+
+A change is kept as the state of what it concerns, so that a gateway that reads slowly gets the
+newest of each thing and misses nothing; what was removed is remembered as removed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..policy.reports import Shares
+from ..wire import AdapterEntry, AgentCard, EngineCard, TableChange
+
+_ENGINE, _AGENT, _ADAPTER = "engine", "agent", "adapter"
+_START_BITS = 32  # of a sequence: below them the changes since a controller began
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The newest state of one thing."""
+
+    sequence: int
+    value: Any  # None: it is gone
+    revision: int = 0  # from which on an adapter is gone
+
+
+@dataclass(slots=True)
+class Subscriber:
+    """A gateway that listens."""
+
+    gateway_id: str
+    sent: int = 0
+    acknowledged: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    is_open: bool = True
+
+
+class RoutingTable:
+    """Engines, agents, adapters, shares."""
+
+    def __init__(self, start: int) -> None:
+        """``start``: grows with each controller, so that no sequence comes again."""
+        self.sequence = start << _START_BITS
+        self.engines: dict[str, EngineCard] = {}
+        self.agents: dict[str, AgentCard] = {}
+        self.adapters: dict[str, AdapterEntry] = {}
+        self.shares: dict[str, dict[str, float]] = {}
+        self.subscribers: dict[str, Subscriber] = {}
+        self._cells: dict[tuple[str, str], _Cell] = {}
+        self._shares_sequence = 0
+        self._acknowledged = asyncio.Event()
+
+    # Changes; those that change nothing have no number.
+
+    def put_engine(self, card: EngineCard) -> None:
+        """It may get requests, or is otherwise than before."""
+        self._put(self.engines, _ENGINE, card.engine_id, card)
+
+    def put_agent(self, card: AgentCard) -> None:
+        """It has these copies."""
+        self._put(self.agents, _AGENT, card.agent_id, card)
+
+    def put_adapter(self, entry: AdapterEntry) -> None:
+        """A name stands for this."""
+        self._put(self.adapters, _ADAPTER, entry.name, entry)
+
+    def remove_engine(self, engine_id: str) -> None:
+        """It gets no requests."""
+        self._remove(self.engines, _ENGINE, engine_id)
+
+    def remove_agent(self, agent_id: str) -> None:
+        """Nobody gets files from it."""
+        self._remove(self.agents, _AGENT, agent_id)
+
+    def remove_adapter(self, name: str, revision: int) -> None:
+        """The name stands for nothing from this revision on."""
+        self._remove(self.adapters, _ADAPTER, name, revision)
+
+    def put_shares(self, shares: Shares) -> None:
+        """A placement, for routers that go by it."""
+        new = {
+            name: {str(one): share for one, share in row.items()} for name, row in shares.items()
+        }
+        if new != self.shares:
+            self.shares = new
+            self._shares_sequence = self._next()
+
+    # Gateways.
+
+    def subscribe(self, gateway_id: str) -> Subscriber:
+        """One listens; another stream of the same one ends."""
+        self.unsubscribe(self.subscribers.get(gateway_id))
+        subscriber = self.subscribers[gateway_id] = Subscriber(gateway_id)
+        subscriber.wake.set()
+        return subscriber
+
+    def unsubscribe(self, subscriber: Subscriber | None) -> None:
+        """It does not listen any more: nobody waits for it."""
+        if subscriber is None:
+            return
+        subscriber.is_open = False
+        subscriber.wake.set()
+        if self.subscribers.get(subscriber.gateway_id) is subscriber:
+            del self.subscribers[subscriber.gateway_id]
+        self._acknowledged.set()
+
+    def take(self, subscriber: Subscriber) -> TableChange | None:
+        """What it does not have yet; None if it has all."""
+        subscriber.wake.clear()
+        since, subscriber.sent = subscriber.sent, self.sequence
+        if since == 0:
+            return self.whole()
+        return None if since == self.sequence else self._since(since)
+
+    def acknowledge(self, gateway_id: str, sequence: int) -> None:
+        """A gateway goes by everything up to there."""
+        subscriber = self.subscribers.get(gateway_id)
+        if subscriber is not None and sequence <= subscriber.sent:
+            subscriber.acknowledged = max(subscriber.acknowledged, sequence)
+            self._acknowledged.set()
+
+    async def confirmed(self, timeout_s: float) -> None:
+        """Wait until all who listen go by what the table is now.
+
+        Whoever has not said so in time is cut off: it knows then that it does not hear.
+        """
+        sequence = self.sequence
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._behind(sequence):
+                    self._acknowledged.clear()
+                    await self._acknowledged.wait()
+        except TimeoutError:
+            for subscriber in self._behind(sequence):
+                _logger.warning(
+                    "gateway %s has not taken a change within %g s, and is cut off",
+                    subscriber.gateway_id, timeout_s,
+                )  # fmt: skip
+                self.unsubscribe(subscriber)
+
+    def whole(self) -> TableChange:
+        """All of it."""
+        return TableChange(
+            sequence=self.sequence, is_whole=True, engines=tuple(self.engines.values()),
+            agents=tuple(self.agents.values()), adapters=tuple(self.adapters.values()),
+            shares=self.shares,
+        )  # fmt: skip
+
+    def _behind(self, sequence: int) -> list[Subscriber]:
+        return [one for one in self.subscribers.values() if one.acknowledged < sequence]
+
+    def _since(self, sequence: int) -> TableChange:
+        new = [item for item in self._cells.items() if item[1].sequence > sequence]
+        return TableChange(
+            sequence=self.sequence,
+            engines=_values(new, _ENGINE),
+            removed_engines=tuple(_removed(new, _ENGINE)),
+            agents=_values(new, _AGENT),
+            removed_agents=tuple(_removed(new, _AGENT)),
+            adapters=_values(new, _ADAPTER),
+            removed_adapters=_removed(new, _ADAPTER),
+            shares=self.shares if self._shares_sequence > sequence else None,
+        )
+
+    def _put(self, values: dict[str, Any], kind: str, key: str, value: Any) -> None:
+        if values.get(key) != value:
+            values[key] = value
+            self._cells[kind, key] = _Cell(self._next(), value)
+
+    def _remove(self, values: dict[str, Any], kind: str, key: str, revision: int = 0) -> None:
+        if values.pop(key, None) is not None:
+            self._cells[kind, key] = _Cell(self._next(), None, revision)
+
+    def _next(self) -> int:
+        # What all have been told to be gone need not be remembered.
+        told = min((one.sent for one in self.subscribers.values()), default=self.sequence)
+        gone = [
+            key for key, cell in self._cells.items() if cell.value is None and cell.sequence <= told
+        ]
+        for key in gone:
+            del self._cells[key]
+        self.sequence += 1
+        for subscriber in self.subscribers.values():
+            subscriber.wake.set()
+        return self.sequence
+
+
+def _values(cells: Iterable[tuple[tuple[str, str], _Cell]], kind: str) -> tuple[Any, ...]:
+    return tuple(cell.value for (of, _), cell in cells if of == kind and cell.value is not None)
+
+
+def _removed(cells: Iterable[tuple[tuple[str, str], _Cell]], kind: str) -> dict[str, int]:
+    return {key: cell.revision for (of, key), cell in cells if of == kind and cell.value is None}

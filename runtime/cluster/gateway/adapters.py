@@ -1,0 +1,126 @@
+"""Adapters of the whole cluster over HTTP: listed from what is known, changed by the controller."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...adapters.allowed_dirs import resolve_allowed
+from ...adapters.info import LEVELS, AdapterInfo, Residency
+from ...server.adapter_listing import adapter_json, parse_page
+from ...server.body import parse_body, read_body
+from ...server.errors import HttpError
+from ...server.fields import UnknownFields
+from ...server.lora_routes import LoadRequest, UnloadRequest
+from ...server.responses import json_response
+from ..wire import AdapterChange, AdapterEntry
+from .controller import ControllerLink
+from .state import GatewayState
+
+
+class ClusterAdapterRoutes:
+    """Handlers bound to one gateway."""
+
+    def __init__(
+        self, state: GatewayState, controller: ControllerLink, unknown_fields: UnknownFields
+    ) -> None:
+        self._state = state
+        self._controller = controller
+        self._unknown_fields = unknown_fields
+
+    async def list_all(self, request: Request) -> Response:
+        """By name: whose files are where, and at which level engines have them."""
+        page = parse_page(request.query_params)
+        entries = self._state.table.adapters
+        infos = [self._info(one) for one in entries.values()]
+        shown, has_more = page.of(infos)
+        return json_response({
+            "object": "list",
+            "data": [self._json(one, entries[one.name]) for one in shown],
+            "has_more": has_more,
+            "num_adapters": len(infos),
+            "age_s": self._age_s(),
+        })  # fmt: skip
+
+    async def get(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["name"]
+        entry = self._state.table.adapters.get(name)
+        if entry is None:
+            raise self._state.unknown_adapter(name, param="name")
+        return json_response(self._json(self._info(entry), entry) | {"age_s": self._age_s()})
+
+    async def load(self, request: Request) -> Response:
+        """Have a name served everywhere, or pin it; answered when one engine serves it."""
+        body = parse_body(LoadRequest, await self._read(request), self._unknown_fields)
+        if body.lora_path is None and body.pinned is not None:
+            change = AdapterChange(action="pin", name=body.lora_name, pinned=body.pinned)
+            return await self._change(change, "pinned" if body.pinned else "unpinned")
+        if not body.lora_path:
+            what = "missing" if body.lora_path is None else "empty"
+            raise HttpError(400, f"lora_path is {what}", code="invalid_value", param="lora_path")
+        allowed_dirs = self._state.settings.allowed_lora_dirs
+        change = AdapterChange(
+            action="load",
+            name=body.lora_name,
+            path=resolve_allowed(body.lora_path, allowed_dirs) if allowed_dirs else body.lora_path,
+            load_inplace=bool(body.load_inplace),
+            pinned=body.pinned,
+        )
+        return await self._change(change, "loaded")
+
+    async def unload(self, request: Request) -> Response:
+        """Have a name served nowhere; requests that run under it finish."""
+        body = parse_body(UnloadRequest, await self._read(request), self._unknown_fields)
+        return await self._change(AdapterChange(action="unload", name=body.lora_name), "unloaded")
+
+    async def _read(self, request: Request) -> bytes:
+        if not self._state.settings.allow_lora_updates:
+            raise HttpError(
+                403,
+                "adapters cannot be changed over HTTP: the gateway runs without --admin-key and "
+                "without --allow-runtime-lora-updating",
+                code="lora_updates_not_allowed",
+            )
+        self._state.check_accepting()
+        limit = self._state.settings.limits.max_body_bytes
+        return await read_body(request.scope, request.receive, limit)
+
+    async def _change(self, change: AdapterChange, done: str) -> Response:
+        entry = await self._controller.change(change)
+        answer: dict[str, Any] = {"status": done, "lora_name": change.name}
+        if change.action != "unload":
+            answer["adapter"] = self._json(self._info(entry), entry)
+        return json_response(answer)
+
+    def _info(self, entry: AdapterEntry) -> AdapterInfo:
+        """As one engine would show it, at the fastest level that an engine has it at."""
+        levels = self._levels(entry.name).values()
+        level = min(levels, key=LEVELS.index, default=LEVELS[-1])
+        return AdapterInfo(
+            name=entry.name, path=entry.source, state=entry.state, reason=entry.reason,
+            rank=entry.rank, num_bytes=entry.num_bytes, version=entry.digest, pinned=entry.pinned,
+            residency=Residency(level=level),
+        )  # fmt: skip
+
+    def _levels(self, name: str) -> dict[str, str]:
+        """Where each engine has it that serves it."""
+        placed = {
+            engine_id: link.mirror.adapters.get(name)
+            for engine_id, link in self._state.links.items()
+        }
+        return {engine_id: one.level for engine_id, one in placed.items() if one is not None}
+
+    def _json(self, info: AdapterInfo, entry: AdapterEntry) -> dict[str, Any]:
+        copies = [
+            agent.agent_id
+            for agent in self._state.table.agents.values()
+            if entry.digest in agent.digests
+        ]
+        own = {"revision": entry.revision, "copies": copies, "engines": self._levels(entry.name)}
+        return adapter_json(info) | own
+
+    def _age_s(self) -> float:
+        """Of the oldest of the engines' states."""
+        ages_s = (link.health.silent_s for link in self._state.links.values())
+        return round(max(ages_s, default=0.0), 3)

@@ -1,0 +1,160 @@
+"""One request at one engine: sent, counted, and taken back whatever becomes of it."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from ...server.errors import HttpError
+from ..http.calls import refusal_of
+from ..kinds.kind import Dialect
+from ..policy.reports import RouteRequest
+from ..wire import GATEWAY_HEADER, AdapterEntry
+from .health import REFUSED
+from .links import EngineLink
+from .state import GatewayState
+from .upstream import (
+    ConnectFailedError,
+    EngineExchange,
+    StaleConnectionError,
+    UpstreamLostError,
+)
+
+_HEADER = GATEWAY_HEADER.encode()
+_ELSEWHERE = (429, 503)  # full, or about to end
+
+
+class ElsewhereError(Exception):
+    """This engine does not answer, and the client has been told nothing: another one may."""
+
+    def __init__(self, reason: HttpError, *, may_be_here: bool = False) -> None:
+        """``may_be_here``: the same engine would do, asked once more."""
+        super().__init__(str(reason))
+        self.reason = reason  # what the client is told if there is no other
+        self.may_be_here = may_be_here
+
+
+class AttemptLostError(HttpError):
+    """An engine ended before its answer did."""
+
+    def __init__(self, link: EngineLink, why: object) -> None:
+        text = f"engine {link.engine_id} ended before this answer was complete: {why}"
+        super().__init__(502, text, code="engine_lost")
+
+
+class Attempt:
+    """Use it as a context, in which its answer is read."""
+
+    def __init__(
+        self, state: GatewayState, link: EngineLink, route: RouteRequest,
+        entry: AdapterEntry | None, dialect: Dialect,
+    ) -> None:  # fmt: skip
+        """``dialect``: of this request at this engine."""
+        self.link = link
+        self.dialect = dialect
+        self.exchange: EngineExchange | None = None
+        self._state = state
+        self._route = route
+        self._entry = entry
+        self._incarnation = link.incarnation
+        self._number, self._predicted_s = state.routing.sends(route, link.server_id)
+        link.sends(self._number, entry)
+        self._sent_s = time.monotonic()
+        self._has_begun = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._let_go()
+        self.link.withdraw(self._number, self._incarnation)
+
+    async def send(self, start: bytes, body: bytes) -> EngineExchange:
+        """Send a request and return the exchange once its answer begins with success or a refusal.
+
+        ``start``: the request's line and headers, but for those of its body, the gateway's own and
+        the empty line.
+        Raises ``ElsewhereError`` for an engine that is gone, full, or without the adapter.
+        """
+        body = self.dialect.body(body)
+        end = b"content-length: %d\r\n%b: %b:%d\r\n\r\n" % (
+            len(body), _HEADER, self._state.gateway_id.encode(), self._number,
+        )  # fmt: skip
+        request = b"".join((start, end, body))
+        self.link.counts.num_requests += 1
+        try:
+            exchange = await self._answer_to(request)
+        except ConnectFailedError as error:
+            self.link.eject(REFUSED, str(error))
+            raise self._elsewhere(error) from None
+        except UpstreamLostError as error:
+            raise self._elsewhere(error) from None
+        if exchange.status in _ELSEWHERE or exchange.status in (401, 403):
+            raise ElsewhereError(await self._refusal(exchange))
+        if exchange.status == 404 and self._entry is not None:  # dropped since it was asked
+            self.link.served.pop(self._entry.name, None)
+            raise ElsewhereError(await self._refusal(exchange), may_be_here=True)
+        return exchange
+
+    async def read(self) -> bytes:
+        """Return what has come of the answer, nothing at its end.
+
+        Raises ``ElsewhereError`` before the first byte of it, after it ``AttemptLostError``.
+        """
+        assert self.exchange is not None
+        try:
+            data = await self.exchange.read()
+        except UpstreamLostError as error:
+            if self._has_begun:
+                raise AttemptLostError(self.link, error) from None
+            raise self._elsewhere(error) from None
+        self._has_begun = True
+        return data
+
+    def has_first_token(self) -> None:
+        """The first token of a stream has come."""
+        waited_s = time.monotonic() - self._sent_s
+        self.link.counts.first_token(waited_s, self._predicted_s)
+
+    async def read_all(self) -> bytes:
+        """Return the whole answer. Raises ``ElsewhereError``: nobody has seen any of it."""
+        parts = []
+        try:
+            while data := await self.read():
+                parts.append(data)
+        except AttemptLostError as error:
+            raise ElsewhereError(error) from None
+        return b"".join(parts)
+
+    async def _answer_to(self, request: bytes) -> EngineExchange:
+        for is_fresh in (False, True):
+            exchange = await self.link.pool.open(fresh=is_fresh)
+            self.exchange = exchange
+            self.link.open.add(exchange)
+            exchange.send(request)
+            try:
+                await exchange.head()
+            except StaleConnectionError:
+                self._let_go()
+            else:
+                return exchange
+        raise UpstreamLostError("the engine closes each connection at once")
+
+    async def _refusal(self, exchange: EngineExchange) -> HttpError:
+        body = self.dialect.answer(exchange.status, await self.read_all())
+        url = self.link.card.url
+        if exchange.status in (401, 403):
+            text = f"engine {self.link.engine_id} does not take the cluster's key"
+            return HttpError(502, text, code="engine_refused")
+        return refusal_of(url, exchange.status, body)
+
+    def _elsewhere(self, why: Exception) -> ElsewhereError:
+        return ElsewhereError(AttemptLostError(self.link, why))
+
+    def _let_go(self) -> None:
+        if self.exchange is not None:
+            self.link.open.discard(self.exchange)
+            self.exchange.close()
+            self.exchange = None

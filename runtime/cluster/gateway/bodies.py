@@ -1,0 +1,163 @@
+"""What a gateway reads of a request's body, which it forwards as it came. Pure.
+
+What a body must not be, engines say: a fault of it is none for routing.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...server.completions import DEFAULT_MAX_TOKENS
+
+# Where beginnings end: at first as finely as KV blocks of 16 tokens, then as coarsely as it pays.
+_ENDS = (64, 128, 256, *range(512, 512 * 129, 512))
+_SESSION_BYTES = 256  # of a prompt's beginning, by which requests of one session are known
+_QUOTES = 2
+_USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"prompt_tokens":\s*(\d+)[^{}]*')
+_OUTPUT = re.compile(rb'"completion_tokens":\s*(\d+)')
+
+
+class _Fields(msgspec.Struct):
+    """The fields that routing goes by; whatever their types are."""
+
+    model: Any = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    predicted_output_tokens: Any = None
+    n: Any = None
+    user: Any = None
+    cache_salt: Any = None
+
+
+_decode = msgspec.json.Decoder(_Fields).decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyFacts:
+    """One request, as its body has it."""
+
+    model: str | None
+    text: bytes  # prompts or messages, as JSON
+    num_ids: int | None  # tokens, if they were given as ids; otherwise text counts
+    num_choices: int  # of all prompts
+    max_output_tokens: int | None  # of each choice
+    predicted_output_tokens: int | None  # as the client says
+    user: str | None
+    cache_salt: str | None
+
+    @property
+    def session(self) -> str | None:
+        """Who asks, or what the prompt begins with; None = nothing is known."""
+        if self.user is not None or not self.text:
+            return self.user
+        return f"{hash(self.text[:_SESSION_BYTES]):x}"
+
+    def beginnings(self, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """Ever longer ones, see ``RouteRequest``; ``num_tokens``: of all of the text."""
+        text = self.text
+        key, start, found = hash(self.cache_salt), 0, []
+        for end in _ENDS:
+            if end > len(text):
+                break
+            key = hash((key, text[start:end]))
+            found.append((key, num_tokens * end // len(text)))
+            start = end
+        return tuple(found)
+
+
+_UNREADABLE = BodyFacts(
+    model=None, text=b"", num_ids=0, num_choices=1, max_output_tokens=1,
+    predicted_output_tokens=None, user=None, cache_salt=None,
+)  # fmt: skip
+
+
+def read_facts(body: bytes, *, is_chat: bool) -> BodyFacts:
+    """Read what routing goes by; of what is no JSON object nothing. O(bytes)."""
+    try:
+        fields = _decode(body)
+        text = bytes(fields.messages if is_chat else fields.prompt)
+        num_prompts, num_ids = (1, None) if is_chat else _count(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return _UNREADABLE
+    limit = _count_or_none(fields.max_completion_tokens) if is_chat else None
+    limit = limit or _count_or_none(fields.max_tokens)
+    return BodyFacts(
+        model=_text_or_none(fields.model),
+        text=text,
+        num_ids=num_ids,
+        num_choices=num_prompts * (_count_or_none(fields.n) or 1),
+        max_output_tokens=limit if is_chat else limit or DEFAULT_MAX_TOKENS,
+        predicted_output_tokens=_count_or_none(fields.predicted_output_tokens),
+        user=_text_or_none(fields.user),
+        cache_salt=_text_or_none(fields.cache_salt),
+    )
+
+
+def read_usage(body: bytes) -> tuple[int, int] | None:
+    """Return the tokens of prompts and outputs that an answer, or its end, reports, if it does.
+
+    Text cannot pretend to be it: quotes in it are escaped.
+    """
+    start = body.rfind(b'"usage":')
+    found = _USAGE.match(body, start) if start >= 0 else None
+    if found is None:
+        return None
+    output = _OUTPUT.search(found[0])
+    return int(found[1]), int(output[1]) if output is not None else 0
+
+
+def _count(prompt: bytes) -> tuple[int, int | None]:
+    """How many prompts there are, and their ids if they are ids."""
+    if not prompt.startswith(b"["):
+        return 1, None
+    first = prompt[1:].lstrip()[:1]
+    if first.isdigit():
+        return 1, prompt.count(b",") + 1
+    items = _decode_items(prompt)
+    if first != b"[":
+        return max(len(items), 1), None
+    return max(len(items), 1), sum(bytes(item).count(b",") + 1 for item in items)
+
+
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _count_or_none(value: object) -> int | None:
+    """A count that can be one."""
+    return value if type(value) is int and 0 < value < 2**31 else None
+
+
+class TokenRatio:
+    """How many bytes of text a token has, learned by name of adapter and kind of body."""
+
+    def __init__(self) -> None:
+        self._bytes_per_token: dict[tuple[str | None, bool], float] = {}
+
+    def num_tokens(self, text: bytes, name: str | None, *, is_chat: bool) -> int:
+        """About so many tokens."""
+        known = self._bytes_per_token
+        ratio = known.get((name, is_chat)) or known.get((None, is_chat)) or _BYTES_PER_TOKEN
+        return max(1, round((len(text) - _QUOTES) / ratio))
+
+    def learn(self, text: bytes, num_tokens: int, name: str | None, *, is_chat: bool) -> None:
+        """``text`` has turned out to be so many; what is told of an adapter holds for all."""
+        if num_tokens < _MIN_TOKENS:
+            return
+        ratio = len(text) / num_tokens
+        for key in ((name, is_chat), (None, is_chat)):
+            before = self._bytes_per_token.setdefault(key, ratio)
+            self._bytes_per_token[key] = before + _LEARNING_RATE * (ratio - before)
+        if len(self._bytes_per_token) > _MAX_RATIOS:
+            self._bytes_per_token.pop(next(iter(self._bytes_per_token)))
+
+
+_BYTES_PER_TOKEN = 4.0  # of English, before anything is known
+_MIN_TOKENS = 8  # shorter prompts are mostly special tokens
+_LEARNING_RATE = 0.1
+_MAX_RATIOS = 4096

@@ -1,0 +1,152 @@
+"""A gateway's side of the controller: the table, demand, and changes that clients ask for.
+
+A controller that is gone is waited for: until it is back all goes on by what is known.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from contextlib import aclosing, suppress
+
+import aiohttp
+
+from ...server.errors import HttpError
+from ..http.calls import call
+from ..http.events import read_events
+from ..wire import (
+    ACKS_PATH,
+    ADAPTERS_PATH,
+    DEMAND_PATH,
+    TABLE_PATH,
+    AdapterChange,
+    AdapterEntry,
+    GatewayDemand,
+    TableAck,
+    TableChange,
+)
+from .links import EngineLink
+from .state import GatewayState
+
+_SILENT_S = 5.0
+_AGAIN_S = 0.2
+_TICK_S = 0.1
+_DEMAND_EVERY_S = 1.0
+_CALL_TIMEOUT_S = 2.0
+_CHANGE_TIMEOUT_S = 180.0  # a load waits until an engine serves it
+_DRAIN_S = 60.0  # what runs at an engine that is not in the table any more may go on so long
+
+_logger = logging.getLogger(__name__)
+
+
+class ControllerLink:
+    """On one event loop; ``run`` until it is cancelled."""
+
+    def __init__(self, state: GatewayState, session: aiohttp.ClientSession, url: str) -> None:
+        self._state = state
+        self._session = session
+        self._url = url
+        self._tasks: dict[EngineLink, asyncio.Task[object]] = {}
+        self._removed: dict[EngineLink, float] = {}  # and when
+
+    async def run(self) -> None:
+        """Keep the table, engines and the controller told of each other."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_table())
+                group.create_task(self._keep_telling())
+                group.create_task(self._keep_checking())
+        finally:
+            for link, task in self._tasks.items():
+                task.cancel()
+                link.close()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def change(self, change: AdapterChange) -> AdapterEntry:
+        """Have the controller do it; return what the name stands for, or stood for.
+
+        Raises ``HttpError``: what it answers, or a 503 if it does not.
+        """
+        url = self._url + ADAPTERS_PATH
+        return await call(self._session, url, change, AdapterEntry, timeout_s=_CHANGE_TIMEOUT_S)
+
+    async def _keep_table(self) -> None:
+        url = f"{self._url}{TABLE_PATH}?gateway={self._state.gateway_id}"
+        while True:
+            events = read_events(self._session, url, TableChange, silent_s=_SILENT_S)
+            try:
+                async with aclosing(events):
+                    async for change in events:
+                        self._apply(change)
+                        await self._post(ACKS_PATH, TableAck(
+                            gateway_id=self._state.gateway_id, sequence=change.sequence
+                        ))  # fmt: skip
+            except HttpError as error:
+                if self._state.hears_controller:
+                    _logger.warning("the controller is not heard any more: %s", error)
+            self._state.hears_controller = False
+            await asyncio.sleep(_AGAIN_S)
+
+    def _apply(self, change: TableChange) -> None:
+        if not self._state.hears_controller:
+            _logger.info("the controller is heard")
+        self._state.hears_controller = True
+        table = self._state.table
+        table.apply(change)
+        if change.shares is not None:
+            self._state.routing.placed(table.shares)
+        links = self._state.links
+        for engine_id, link in list(links.items()):
+            card = table.engines.get(engine_id)
+            if card is None or card.url != link.card.url:
+                del links[engine_id]
+                link.remove()
+                self._removed[link] = time.monotonic()
+        for engine_id, card in table.engines.items():
+            known = links.get(engine_id)
+            if known is None:
+                links[engine_id] = self._open(EngineLink(
+                    card, self._state.gateway_id, self._session, self._state.routing,
+                    self._state.counts.of_engine(engine_id), table,
+                ))  # fmt: skip
+            elif known.card != card or change.agents or change.is_whole:
+                known.change(card)
+
+    def _open(self, link: EngineLink) -> EngineLink:
+        self._tasks[link] = asyncio.ensure_future(_both(link.run(), link.refresh_profile()))
+        return link
+
+    async def _keep_telling(self) -> None:
+        """Report demand. What an unreachable controller misses is of a second."""
+        while True:
+            await asyncio.sleep(_DEMAND_EVERY_S)
+            prompt_tokens, output_tokens = self._state.counts.take_demand()
+            await self._post(DEMAND_PATH, GatewayDemand(
+                gateway_id=self._state.gateway_id, prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens, ejected=self._state.ejected(),
+            ))  # fmt: skip
+
+    async def _keep_checking(self) -> None:
+        """Eject who is silent, let go of who has left."""
+        now_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            before_s, now_s = now_s, time.monotonic()
+            for link in (*self._state.links.values(), *self._removed):
+                link.wait(now_s - before_s)
+            for link, removed_s in list(self._removed.items()):
+                if not link.open or now_s - removed_s > _DRAIN_S:
+                    del self._removed[link]
+                    link.close()
+                    self._tasks.pop(link).cancel()
+            for task in self._tasks.values():
+                if task.done():
+                    task.result()  # a defect ends the gateway, which is begun again
+
+    async def _post(self, path: str, body: TableAck | GatewayDemand) -> None:
+        with suppress(HttpError):
+            await call(self._session, self._url + path, body, dict, timeout_s=_CALL_TIMEOUT_S)
+
+
+async def _both(first: Awaitable[object], second: Awaitable[object]) -> None:
+    await asyncio.gather(first, second)

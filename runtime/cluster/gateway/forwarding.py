@@ -1,0 +1,220 @@
+"""How a gateway answers what engines answer: which of them, once more elsewhere, byte for byte.
+
+An endpoint is an ASGI application, because streams are written without a response in between.
+"""
+
+import logging
+
+from starlette.types import Receive, Scope, Send
+
+from ...server.body import read_body
+from ...server.errors import ClientGoneError, HttpError
+from ...server.open_requests import ended_by_disconnect
+from ...server.request_ids import HEADER, given_id, new_id
+from ...server.sse import DONE_EVENT, ResponseWriter
+from ..http.calls import UnreachableError
+from ..policy.reports import ServerId
+from .attempt import Attempt, AttemptLostError, ElsewhereError
+from .bodies import read_facts, read_usage
+from .links import EngineLink
+from .state import GatewayState, none_ready
+from .upstream import EngineExchange
+
+_EVENT_END = b"\n\n"
+_EVENT_START = b"data: "
+_MAX_EVENT_BYTES = 1 << 20  # of which a stream may hold the beginning back
+_SESSION_HEADER = b"x-session-id"
+_FORWARDED = (b"content-type", b"traceparent", b"tracestate")
+# What is between a gateway and an engine, or the server's to write.
+_NOT_FORWARDED = frozenset(
+    {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server"}
+)
+_STREAM = b"text/event-stream"
+
+_logger = logging.getLogger(__name__)
+
+
+class Inbound:
+    """A client's request, read."""
+
+    __slots__ = ("body", "entry", "facts", "is_chat", "route", "start")
+
+    def __init__(self, state: GatewayState, path: str, body: bytes, scope: Scope) -> None:
+        """Raises ``RequestError`` for a model that is not served."""
+        headers = dict(scope["headers"])
+        has_messages = path == "/tokenize" and b'"messages"' in body
+        self.is_chat = has_messages or path == "/v1/chat/completions"
+        self.body = body
+        self.facts = read_facts(body, is_chat=self.is_chat)
+        self.entry = state.adapter_meant(self.facts.model)
+        session = headers.get(_SESSION_HEADER, b"").decode("latin-1") or None
+        self.route = state.routing.route_of(self.facts, self.entry, session, is_chat=self.is_chat)
+        forwarded = [b"%b: %b" % (one, headers[one]) for one in _FORWARDED if one in headers]
+        lines = (
+            b"POST %b HTTP/1.1" % path.encode(),
+            b"authorization: Bearer " + state.cluster_key.encode(),
+            *forwarded,
+            b"",
+        )
+        self.start = b"\r\n".join(lines)
+
+
+class ForwardingEndpoint:
+    """Forwards the requests for one path to engines."""
+
+    def __init__(self, state: GatewayState, path: str, *, generates: bool) -> None:
+        """``generates``: its answers are tokens, which count."""
+        self._state = state
+        self._path = path
+        self._generates = generates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        writer = ResponseWriter(scope, receive, send)
+        writer.request_id = given_id(scope) or new_id()
+        try:
+            self._state.check_accepting()
+            with self._state.open_requests.track() as request:
+                limit = self._state.settings.limits.max_body_bytes
+                body = await read_body(scope, receive, limit)
+                with ended_by_disconnect(receive, request):
+                    inbound = Inbound(self._state, self._path, body, scope)
+                    await self._answer(inbound, writer, send)
+        except ClientGoneError:
+            return
+        except Exception as exc:
+            await writer.write_error(exc)
+
+    async def _answer(self, inbound: Inbound, writer: ResponseWriter, send: Send) -> None:
+        """Have an engine answer, or else another one, once."""
+        tried: set[ServerId] = set()
+        failed: HttpError | None = None
+        for _ in range(2):
+            link = self._state.choose(inbound.route, tried)
+            if link is None:
+                break
+            try:
+                dialect = link.dialect(await self._ensure(inbound, link), inbound.facts.model)
+                if self._state.links.get(link.engine_id) is not link:
+                    raise ElsewhereError(UnreachableError(f"engine {link.engine_id} has left"))
+                async with Attempt(
+                    self._state, link, inbound.route, inbound.entry, dialect
+                ) as attempt:
+                    await self._forward(inbound, attempt, writer, send)
+                return
+            except ElsewhereError as error:
+                failed = error.reason
+                if not error.may_be_here:
+                    tried.add(link.server_id)
+            link.counts.num_retried += 1
+            _logger.info("a request leaves engine %s: %s", link.engine_id, failed)
+        raise failed or none_ready(self._state.why_none())
+
+    async def _ensure(self, inbound: Inbound, link: EngineLink) -> str | None:
+        """Have the engine serve the request's adapter, if it has one; return what it calls that.
+
+        Raises ``ElsewhereError``.
+        """
+        if inbound.entry is None:
+            return None
+        try:
+            ensured = await self._state.ensures.ensure(link, inbound.entry)
+        except HttpError as error:
+            raise ElsewhereError(error) from None
+        return ensured.model or inbound.entry.name
+
+    async def _forward(
+        self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter, send: Send
+    ) -> None:
+        assert writer.request_id is not None
+        start = b"%b%b: %b\r\nhost: %b\r\n" % (
+            inbound.start, HEADER, writer.request_id.encode(), attempt.link.pool.authority,
+        )  # fmt: skip
+        exchange = await attempt.send(start, inbound.body)
+        if _content_type(exchange).startswith(_STREAM):
+            try:
+                num_tokens = await self._forward_stream(inbound, attempt, writer)
+            except AttemptLostError:
+                self._state.counts.num_lost += 1
+                raise
+        else:
+            num_tokens = await self._forward_whole(inbound, attempt, exchange, writer, send)
+        if self._generates and exchange.status < 400:
+            self._count(inbound, num_tokens)
+
+    async def _forward_stream(
+        self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter
+    ) -> int:
+        """Forward whole events as they come; return about how many tokens they were.
+
+        An event that has come in part waits for its rest, so that an error is one of its own.
+        """
+        rest = last = b""
+        num_events = 0
+        while data := await attempt.read():
+            num_new = data.count(_EVENT_START)  # none in a comment
+            if num_new and not num_events:
+                attempt.has_first_token()
+            num_events += num_new
+            data = rest + data if rest else data
+            data, rest = _whole_events(data)
+            if data:
+                last = data = attempt.dialect.events(data)
+                await writer.write_events(data)
+        if not last and not rest:
+            raise AttemptLostError(attempt.link, "its stream was empty")
+        await writer.end_events(rest)
+        usage = self._learn(inbound, last)
+        if usage is not None:
+            return usage
+        if self._generates and inbound.facts.num_ids is None:
+            self._state.samples.saw(
+                attempt.link, inbound.facts.text, inbound.route.adapter_name,
+                is_chat=inbound.is_chat,
+            )  # fmt: skip
+        return max(num_events - last.count(DONE_EVENT) - 1, 0)
+
+    async def _forward_whole(
+        self, inbound: Inbound, attempt: Attempt, exchange: EngineExchange, writer: ResponseWriter,
+        send: Send,
+    ) -> int:  # fmt: skip
+        """Forward an answer once it is all there; return its tokens."""
+        body = attempt.dialect.answer(exchange.status, await attempt.read_all())
+        headers = [one for one in exchange.headers if one[0] not in _NOT_FORWARDED]
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+        return self._learn(inbound, body) or 0
+
+    def _learn(self, inbound: Inbound, answer: bytes) -> int | None:
+        """Read what the end of an answer says of tokens; return those of the output, if it does."""
+        usage = read_usage(answer) if self._generates else None
+        if usage is None:
+            return None
+        num_prompt_tokens, num_tokens = usage
+        facts, name = inbound.facts, inbound.route.adapter_name
+        if facts.num_ids is None:
+            self._state.routing.ratio.learn(
+                facts.text, num_prompt_tokens, name, is_chat=inbound.is_chat
+            )
+        return num_tokens
+
+    def _count(self, inbound: Inbound, num_tokens: int) -> None:
+        state, name = self._state, inbound.route.adapter_name
+        state.routing.ended(name, num_tokens // inbound.facts.num_choices)
+        if name is not None:
+            state.counts.prompt_tokens[name] += inbound.route.num_prompt_tokens
+            state.counts.output_tokens[name] += num_tokens
+
+
+def _whole_events(data: bytes) -> tuple[bytes, bytes]:
+    """Cut behind the last event that is whole; what is too long to wait for goes as it is."""
+    if data.endswith(_EVENT_END):
+        return data, b""
+    found = data.rfind(_EVENT_END)
+    end = 0 if found < 0 else found + len(_EVENT_END)
+    return (data, b"") if len(data) - end > _MAX_EVENT_BYTES else (data[:end], data[end:])
+
+
+def _content_type(exchange: EngineExchange) -> bytes:
+    return next((value for name, value in exchange.headers if name == b"content-type"), b"")

@@ -1,0 +1,209 @@
+"""A gateway's side of each engine: its stream of states, its connections, and what it serves."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+import aiohttp
+
+from ...server.answers import ModelCard
+from ...server.errors import HttpError
+from ..kinds.kind import Dialect, SentRecord
+from ..kinds.registry import kind_of
+from ..policy.reports import ServerId, ServerReport
+from ..wire import AdapterEntry, EngineCard, EngineProfile, EngineState, Ensured
+from .counts import EngineCounts
+from .health import EXITED, REFUSED, SILENT, EngineHealth
+from .mirror import EngineMirror
+from .routing import Routing
+from .table import KnownTable
+from .upstream import EngineExchange, UpstreamPool
+
+_PROFILE_EVERY_S = 10.0  # while it is not measured
+_AGAIN_S = 0.2
+
+_logger = logging.getLogger(__name__)
+
+
+class EngineLink:
+    """One engine. On one event loop; ``run`` until it is cancelled."""
+
+    def __init__(
+        self, card: EngineCard, gateway_id: str, session: aiohttp.ClientSession, routing: Routing,
+        counts: EngineCounts, table: KnownTable,
+    ) -> None:  # fmt: skip
+        """``table``: as the gateway has heard it."""
+        self.card = card
+        self.server_id = ServerId(card.engine_id)
+        self.pool = UpstreamPool(card.url)
+        self.mirror = EngineMirror(gateway_id)
+        self.health = EngineHealth()
+        self.profile: EngineProfile | None = None
+        self.base_cards: tuple[ModelCard, ...] = ()
+        self.served: dict[str, Ensured] = {}  # by name: what it surely serves
+        self.open: set[EngineExchange] = set()
+        self.counts = counts
+        self._gateway_id = gateway_id
+        self._session = session
+        self._routing = routing
+        self._table = table
+        self._kind = kind_of(card.measured)
+        self._sent = SentRecord(gateway_id, lambda: table.adapters)
+        self._on_ejected: set[Callable[[str], None]] = set()
+        self._incarnation: str | None = None
+        self._told_s = 0.0
+        self._is_removed = False
+
+    @property
+    def engine_id(self) -> str:
+        """As the controller calls it."""
+        return self.card.engine_id
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of its process; None before it has told."""
+        return self._incarnation
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new requests may go there."""
+        is_open = not self._is_removed and not self.card.is_draining
+        return is_open and self.health.ejected_for is None and self.mirror.is_ready
+
+    def on_ejected(self, tell: Callable[[str], None]) -> None:
+        """Tell of the next ejection, and why; ``forget_ejected`` takes it back."""
+        self._on_ejected.add(tell)
+
+    def forget_ejected(self, tell: Callable[[str], None]) -> None:
+        """Tell nobody any more."""
+        self._on_ejected.discard(tell)
+
+    async def run(self) -> None:
+        """Listen to it, and begin anew whenever that ends."""
+        while True:
+            try:
+                await self._listen()
+            except HttpError as error:
+                has_listened = self.health.ejected_for is None
+                self.eject(EXITED if has_listened else REFUSED, str(error))
+            await asyncio.sleep(_AGAIN_S)
+
+    async def refresh_profile(self) -> None:
+        """Ask now and then for the profile of an engine that has not been measured."""
+        while True:
+            await asyncio.sleep(_PROFILE_EVERY_S)
+            if self.profile is None or self.profile.is_measured or not self.is_usable:
+                continue
+            try:
+                self.profile = await self._kind.profile(self._session, self.card)
+            except HttpError as error:
+                _logger.debug("engine %s tells no profile: %s", self.engine_id, error)
+            else:
+                self._routing.costs_are(self.server_id, self.profile)
+
+    def change(self, card: EngineCard) -> None:
+        """The controller says something else of it, or of files beside it."""
+        self.card = card
+        self.tell()
+
+    def remove(self) -> None:
+        """No new requests; those that run may end."""
+        if not self._is_removed:  # by now another one may have its name
+            self._is_removed = True
+            self._routing.left(self.server_id)
+
+    def close(self) -> None:
+        """Let go of it, and of what runs there."""
+        self.remove()
+        for exchange in tuple(self.open):
+            exchange.fail(f"engine {self.engine_id} has been removed")
+        self.pool.close()
+
+    def wait(self, duration_s: float) -> None:
+        """So much time has passed: eject it if it has been silent for too long."""
+        if self.health.wait(duration_s):
+            self.eject(SILENT, "its beat does not grow")
+
+    def eject(self, cause: str, reason: str) -> None:
+        """Send it nothing until it comes back, and expect no answers from it."""
+        if not self.health.eject(cause):
+            return
+        self.counts.num_ejections[cause] += 1
+        _logger.warning("engine %s is ejected, %s: %s", self.engine_id, cause, reason)
+        self.tell()
+        for tell in tuple(self._on_ejected):
+            tell(cause)
+        for exchange in tuple(self.open):
+            exchange.fail(f"engine {self.engine_id} was ejected: {cause}")
+        self.pool.close()
+
+    def sends(self, number: int, entry: AdapterEntry | None) -> None:
+        """A request goes there."""
+        self._sent.last_number = number
+        if entry is not None:
+            self._sent.use(entry.name)
+
+    def serves(self, name: str, ensured: Ensured) -> None:
+        """It has said so; at a later revision, it may have said before."""
+        if ensured.incarnation == self._incarnation:
+            known = self.served.get(name)
+            if known is None or known.revision <= ensured.revision:
+                self.served[name] = ensured
+            self._sent.use(name)
+
+    def dialect(self, model: str | None, asked: str | None) -> Dialect:
+        """Of a request for an adapter that it calls ``model``, or for the base model."""
+        if model is None and self.base_cards:
+            model = self.base_cards[0].id
+        return self._kind.dialect(model, asked)
+
+    def withdraw(self, number: int, incarnation: str | None) -> None:
+        """A request is not there any more that was sent to this process."""
+        if incarnation == self._incarnation and not self._is_removed:
+            self._routing.withdraws(self.server_id, number)
+
+    def tell(self) -> None:
+        """Tell the router what is known of it now; another one may have its name meanwhile."""
+        if self._is_removed:
+            return
+        self._routing.told(self.server_id, self._report(), self.mirror.lacks)
+
+    def _report(self) -> ServerReport:
+        return self.mirror.report(
+            self._told_s, is_open=self.is_usable, on_disk=self._table.on_disk(self.card)
+        )
+
+    async def _listen(self) -> None:
+        self.profile = await self._kind.profile(self._session, self.card)
+        self.base_cards = await self._kind.base_cards(self._session, self.card)
+        mirror = EngineMirror(self._gateway_id)
+        states = self._kind.states(self._session, self.card, self._sent)
+        async with aclosing(states):
+            async for state in states:
+                self._take(state, mirror)
+
+    def _take(self, state: EngineState, mirror: EngineMirror) -> None:
+        is_first = self.mirror is not mirror
+        self.mirror = mirror
+        mirror.take(state)
+        self._told_s = time.monotonic()
+        is_new = state.incarnation != self._incarnation
+        self._incarnation = state.incarnation
+        if is_new:
+            self.served.clear()
+            self._sent.clear()
+        elif is_first:
+            self.served = {
+                name: ensured for name, ensured in self.served.items() if name in mirror.adapters
+            }
+        for name in state.removed:
+            self.served.pop(name, None)
+        if self.health.beat(state.beat):
+            _logger.info("engine %s is sent requests", self.engine_id)
+        if is_new and not self._is_removed:
+            assert self.profile is not None
+            self._routing.joined(self.server_id, self.profile, self._report())
+        else:
+            self.tell()

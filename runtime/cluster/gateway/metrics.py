@@ -1,0 +1,127 @@
+"""What a gateway's ``/metrics`` shows: its engines, and its decisions."""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+from ...server.families import Families
+from ...server.histogram import Histogram
+from .state import GatewayState
+
+
+class GatewayMetrics:
+    """The collector that renders them, with a registry of its own."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """Return the exposition."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Sequence[Metric]:
+        """Return nothing: names are known only with the prefix."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families of the moment."""
+        cards = self._state.base_cards()
+        families = Families(
+            self._state.settings.metrics_prefix, cards[0].id if cards else "unknown"
+        )
+        yield from self._engines(families)
+        yield from self._engine_counts(families)
+        yield from self._gateway(families)
+
+    def _engines(self, families: Families) -> Iterator[Metric]:
+        """Of engines that are in the table now."""
+        links = self._state.links
+        for name, text, values in (
+            (
+                "in_flight", "Requests that are open, by engine.",
+                {engine_id: float(len(link.open)) for engine_id, link in links.items()},
+            ),
+            (
+                "usable", "1 while an engine is sent requests.",
+                {engine_id: float(link.is_usable) for engine_id, link in links.items()},
+            ),
+            (
+                "state_age_seconds", "Since an engine's beat grew.",
+                {engine_id: link.health.silent_s for engine_id, link in links.items()},
+            ),
+        ):  # fmt: skip
+            samples = [((engine_id,), value) for engine_id, value in values.items()]
+            yield families.gauges(f"gateway_engine_{name}", text, ("engine",), samples)
+
+    def _engine_counts(self, families: Families) -> Iterator[Metric]:
+        """Of all engines that there ever were."""
+        engines = self._state.counts.engines
+        yield families.counts_by(
+            "gateway_engine_requests", "Requests sent, by engine.", "engine",
+            {engine_id: one.num_requests for engine_id, one in engines.items()},
+        )  # fmt: skip
+        yield families.counts_by(
+            "gateway_engine_retries", "Of these, sent to another one then.", "engine",
+            {engine_id: one.num_retried for engine_id, one in engines.items()},
+        )  # fmt: skip
+        yield families.counts(
+            "gateway_engine_ejections", "By engine and cause.", ("engine", "cause"),
+            [
+                ((engine_id, cause), number)
+                for engine_id, one in engines.items()
+                for cause, number in sorted(one.num_ejections.items())
+            ],
+        )  # fmt: skip
+        for name, text, attribute in (
+            ("first_token_seconds", "From sending a stream's request to its first token.",
+             "first_token_s"),
+            ("predicted_first_token_seconds", "As it was predicted.", "predicted_s"),
+            ("first_token_ratio", "Measured over predicted.", "ratio"),
+        ):  # fmt: skip
+            yield _histograms(
+                families, f"gateway_{name}", text,
+                {engine_id: getattr(one, attribute) for engine_id, one in engines.items()},
+            )  # fmt: skip
+
+    def _gateway(self, families: Families) -> Iterator[Metric]:
+        state, counts = self._state, self._state.counts
+        yield families.histogram("gateway_decision_seconds", counts.decision_s)
+        yield families.count(
+            "gateway_lost", "Streams that ended by an error after their first byte.",
+            counts.num_lost,
+        )  # fmt: skip
+        yield families.gauge(
+            "gateway_hears_controller", "1 while changes of the table arrive.",
+            float(state.hears_controller),
+        )  # fmt: skip
+        yield families.counts_by(
+            "gateway_ensures", "Engines asked to serve an adapter, by result.", "result",
+            state.ensures.num_by_result,
+        )  # fmt: skip
+        yield families.count(
+            "gateway_ensure_seconds", "That engines took to serve one.", state.ensures.total_s
+        )
+        yield families.counts_by(
+            "http_connections_ended", "Connections that the server ended, by why.", "reason",
+            counts.connections_ended,
+        )  # fmt: skip
+        http = CounterMetricFamily(
+            families.name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
+        )
+        for labels, count in sorted(counts.http_requests.items()):
+            http.add_metric(list(labels), count)
+        yield http
+
+
+def _histograms(
+    families: Families, name: str, text: str, by_engine: dict[str, Histogram]
+) -> Metric:
+    family = HistogramMetricFamily(families.name(name), text, labels=["model_name", "engine"])
+    for engine_id, histogram in sorted(by_engine.items()):
+        labels = [families.model_name, engine_id]
+        family.add_metric(labels, histogram.buckets(), histogram.total)
+    return family

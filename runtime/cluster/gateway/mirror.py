@@ -1,0 +1,83 @@
+"""An engine as it has told of itself, and what routers make of it. Pure."""
+
+from ..policy.reports import ServerCosts, ServerReport
+from ..wire import Accepted, EngineLoadState, EngineProfile, EngineState, PlacedAdapter
+
+# What is not known of a file's way from a peer: that of a network of 10 Gbit/s.
+_PEER_BYTES_PER_S = 1e9
+
+_NOTHING = EngineLoadState(
+    num_running_by_rank={}, num_waiting_by_rank={}, queued_prefill_tokens=0,
+    running_context_tokens=0, free_kv_tokens=0, promised_kv_tokens=0, total_kv_tokens=0,
+    queued_s=0.0, link_backlog_bytes=0,
+)  # fmt: skip
+
+
+class EngineMirror:
+    """What one gateway has been told on one stream of states, of which each tells what is new."""
+
+    def __init__(self, gateway_id: str) -> None:
+        self.incarnation: str | None = None
+        self.is_ready = False
+        self.load = _NOTHING
+        self.adapters: dict[str, PlacedAdapter] = {}
+        self._gateway_id = gateway_id
+        self._accepted = Accepted(last=0)
+        self._on_gpu = self._in_host = self._loading = frozenset[str]()
+
+    def take(self, state: EngineState) -> None:
+        """Take what an engine tells. O(what is new), and its adapters if some are."""
+        self.incarnation = state.incarnation
+        self.is_ready = state.is_ready
+        if state.load is not None:
+            self.load = state.load
+        if state.accepted is not None:
+            self._accepted = state.accepted.get(self._gateway_id, self._accepted)
+        if state.adapters or state.removed:
+            for name in state.removed:
+                self.adapters.pop(name, None)
+            self.adapters.update({one.name: one for one in state.adapters})
+            self._sort()
+
+    def lacks(self, number: int) -> bool:
+        """Whether the load does not have a request of this gateway in it."""
+        accepted = self._accepted
+        return number > accepted.last or number in accepted.missing
+
+    def report(self, now_s: float, *, is_open: bool, on_disk: frozenset[str]) -> ServerReport:
+        """What routers are told; ``on_disk``: adapters whose files the engine's agent has."""
+        load = self.load
+        return ServerReport(
+            told_s=now_s,
+            is_ready=is_open and self.is_ready,
+            num_running_by_rank=load.num_running_by_rank,
+            num_waiting_by_rank=load.num_waiting_by_rank,
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            running_context_tokens=load.running_context_tokens,
+            free_kv_tokens=load.free_kv_tokens,
+            total_kv_tokens=load.total_kv_tokens,
+            gpu_adapters=self._on_gpu,
+            host_adapters=self._in_host,
+            disk_adapters=on_disk,
+            loading_adapters=self._loading,
+            measured_over_predicted=load.measured_over_predicted,
+        )
+
+    def _sort(self) -> None:
+        placed = self.adapters.values()
+        self._on_gpu = frozenset(one.name for one in placed if one.level == "gpu")
+        self._in_host = frozenset(one.name for one in placed if one.level in ("cpu", "partial"))
+        self._loading = frozenset(one.name for one in placed if one.is_loading)
+
+
+def costs_of_engine(profile: EngineProfile) -> ServerCosts:
+    """What things cost at an engine, as it says."""
+    return ServerCosts(
+        model=profile.machine,
+        max_num_batched_tokens=profile.max_num_batched_tokens,
+        block_size=profile.block_size,
+        max_num_seqs=profile.max_num_seqs,
+        adapter_bytes_per_rank=profile.adapter_bytes_per_rank,
+        file_bytes_per_s=profile.file_bytes_per_s,
+        peer_bytes_per_s=_PEER_BYTES_PER_S,
+    )

@@ -1,0 +1,123 @@
+"""The router of one gateway: which engines it chooses from, and what a request is to it.
+
+The router is made when the first engine has said what it is, since some go by an SLO of it.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from ..policy.registry import RouterFacts, check_router, default_slo_tpot_s, make_router
+from ..policy.reports import RouteRequest, ServerCosts, ServerId, ServerReport, Shares
+from ..seat import RouterSeat
+from ..wire import AdapterEntry, EngineProfile
+from .bodies import BodyFacts, TokenRatio
+from .mirror import costs_of_engine
+
+_MAX_SESSION_CHARS = 256
+
+
+class Routing:
+    """Chooses engines. Times are the monotonic clock's."""
+
+    def __init__(self, router: str, num_gateways: int, rng: random.Random) -> None:
+        """Raises ``ConfigError`` if there is no such router."""
+        check_router(router)
+        self.ratio = TokenRatio()
+        self._router = router
+        self._num_gateways = num_gateways
+        self._rng = rng
+        self._seat: RouterSeat | None = None
+        self._shares: Shares = {}
+        self._costs: dict[EngineProfile, ServerCosts] = {}  # engines of one kind share them
+
+    def joined(self, server_id: ServerId, profile: EngineProfile, report: ServerReport) -> None:
+        """An engine is there, or is another process than before."""
+        if self._seat is None:
+            slo_tpot_s = default_slo_tpot_s(
+                profile.machine, profile.max_num_seqs, report.total_kv_tokens
+            )
+            facts = RouterFacts(num_routers=self._num_gateways, slo_tpot_s=slo_tpot_s)
+            self._seat = RouterSeat(make_router(self._router, facts), self._rng)
+            self._seat.placed(self._shares)
+        self._seat.joined(server_id, self._costs_of(profile), report)
+
+    def costs_are(self, server_id: ServerId, profile: EngineProfile) -> None:
+        """An engine has measured anew what things cost there."""
+        if self._seat is not None:
+            self._seat.costs_are(server_id, self._costs_of(profile))
+
+    def told(self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool]) -> None:
+        """See ``RouterSeat.told``."""
+        if self._seat is not None:
+            self._seat.told(server_id, report, lacks)
+
+    def left(self, server_id: ServerId) -> None:
+        """An engine is no longer there."""
+        if self._seat is not None:
+            self._seat.left(server_id)
+
+    def placed(self, shares: Shares) -> None:
+        """A placement says which engines have which adapters."""
+        self._shares = shares
+        if self._seat is not None:
+            self._seat.placed(shares)
+
+    def route_of(
+        self, facts: BodyFacts, entry: AdapterEntry | None, session: str | None, *, is_chat: bool
+    ) -> RouteRequest:
+        """Describe a request to the router; ``session``: as its header says."""
+        name = None if entry is None else entry.name
+        rank = 0 if entry is None else entry.rank
+        num_tokens = facts.num_ids
+        if num_tokens is None:
+            num_tokens = self.ratio.num_tokens(facts.text, name, is_chat=is_chat)
+        session = session or facts.session
+        return RouteRequest(
+            adapter_name=name,
+            num_prompt_tokens=max(num_tokens, 1),
+            predicted_output_tokens=float(self._output_tokens(facts, name)),
+            session=None if session is None else session[:_MAX_SESSION_CHARS],
+            rank=rank,
+            num_bytes=rank * self._bytes_per_rank,
+            beginnings=facts.beginnings(num_tokens),
+        )
+
+    def rank(self, route: RouteRequest) -> Sequence[ServerId]:
+        """Engines that are ready, best first."""
+        return () if self._seat is None else self._seat.rank(route, time.monotonic())
+
+    def sends(self, route: RouteRequest, server_id: ServerId) -> tuple[int, float]:
+        """It goes there. Return its number there, and the predicted seconds to its first token."""
+        assert self._seat is not None
+        now_s = time.monotonic()
+        predicted_s = self._seat.first_token_s(route, server_id, now_s)
+        return self._seat.sends(route, server_id, now_s), predicted_s
+
+    def withdraws(self, server_id: ServerId, number: int) -> None:
+        """It is not there any more."""
+        if self._seat is not None:
+            self._seat.withdraws(server_id, number)
+
+    def ended(self, name: str | None, num_tokens: int) -> None:
+        """An output had so many tokens."""
+        if self._seat is not None:
+            self._seat.ended(name, num_tokens)
+
+    @property
+    def _bytes_per_rank(self) -> int:
+        return next((costs.adapter_bytes_per_rank for costs in self._costs.values()), 0)
+
+    def _costs_of(self, profile: EngineProfile) -> ServerCosts:
+        costs = self._costs.get(profile)
+        if costs is None:
+            costs = self._costs[profile] = costs_of_engine(profile)
+        return costs
+
+    def _output_tokens(self, facts: BodyFacts, name: str | None) -> int:
+        predicted = facts.predicted_output_tokens
+        if predicted is None:
+            predicted = 1 if self._seat is None else self._seat.predicted_tokens(name)
+        if facts.max_output_tokens is not None:
+            predicted = min(predicted, facts.max_output_tokens)
+        return predicted * facts.num_choices

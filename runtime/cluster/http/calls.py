@@ -1,0 +1,88 @@
+"""How a process of a cluster asks another: one struct for another, within a deadline."""
+
+import asyncio
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from ...server.errors import ErrorBody, HttpError
+
+CONNECT_TIMEOUT_S = 2.0
+_MAX_CHARS_SHOWN = 200
+
+_T = TypeVar("_T")
+
+
+class UnreachableError(HttpError):
+    """Another process of the cluster is not there, is silent, or does not speak as it should.
+
+    To the client it is a 503: asking again may help. What another process refuses is an
+    ``HttpError`` with the status, code and message that it gave.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, code="unreachable")
+
+
+def make_session(key: str) -> aiohttp.ClientSession:
+    """Return a session that sends the cluster's key; whoever makes it closes it."""
+    return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"},
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+    )
+
+
+async def call(
+    session: aiohttp.ClientSession, url: str, body: msgspec.Struct | None, kind: type[_T],
+    *, timeout_s: float,
+) -> _T:  # fmt: skip
+    """POST ``body``, or GET without one, and return the answer, which is JSON of ``kind``.
+
+    Raises:
+        UnreachableError: No answer within ``timeout_s``, or none that is of ``kind``.
+        HttpError: The other side refused, and why.
+    """
+    status, answer = await fetch(session, url, body, timeout_s=timeout_s)
+    if status >= 400:
+        raise refusal_of(url, status, answer)
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except msgspec.DecodeError as error:
+        raise UnreachableError(f"{url} does not answer as corun does: {error}") from None
+
+
+async def fetch(
+    session: aiohttp.ClientSession, url: str, body: msgspec.Struct | None, *, timeout_s: float
+) -> tuple[int, bytes]:
+    """POST ``body``, or GET without one; return status and body of the answer, whatever they are.
+
+    Raises ``UnreachableError`` if there is none within ``timeout_s``.
+    """
+    method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
+    headers = {} if data is None else {"Content-Type": "application/json"}
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            session.request(method, url, data=data, headers=headers) as response,
+        ):
+            return response.status, await response.read()
+    except TimeoutError:
+        raise UnreachableError(f"{url} did not answer within {timeout_s:g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise UnreachableError(f"{url} cannot be reached: {_one_line(error)}") from None
+
+
+def refusal_of(url: str, status: int, answer: bytes) -> HttpError:
+    """Return the error that another process answered with."""
+    try:
+        error = msgspec.json.decode(answer, type=ErrorBody).error
+    except msgspec.DecodeError:
+        return UnreachableError(f"{url} answers {status}, and not as corun does")
+    return HttpError(status, error.message, code=error.code, param=error.param)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:_MAX_CHARS_SHOWN]

@@ -1,0 +1,104 @@
+"""Structs as server-sent events: ``data: JSON`` and an empty line; comments keep a stream alive."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from .calls import CONNECT_TIMEOUT_S, UnreachableError, refusal_of
+
+MAX_EVENT_BYTES = 64 * 2**20
+_CONTENT_TYPE = "text/event-stream"
+_COMMENT = b":\n\n"
+_END = b"\n\n"
+
+_T = TypeVar("_T")
+
+
+class EventStream:
+    """Writes to one client, who must read within a deadline."""
+
+    def __init__(self, request: web.Request, *, send_timeout_s: float) -> None:
+        self._request = request
+        self._send_timeout_s = send_timeout_s
+        self._response = web.StreamResponse(
+            headers={"Content-Type": _CONTENT_TYPE, "Cache-Control": "no-cache"}
+        )
+
+    async def begin(self) -> web.StreamResponse:
+        """Send the head; return the response, which the handler returns in the end."""
+        await self._response.prepare(self._request)
+        return self._response
+
+    async def send(self, value: msgspec.Struct) -> None:
+        """Send one event. Raises ``ConnectionError`` if the client has left, or does not read."""
+        await self._write(b"data: " + msgspec.json.encode(value) + _END)
+
+    async def comment(self) -> None:
+        """Send what says only that this side is there; raises as ``send`` does."""
+        await self._write(_COMMENT)
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client does not read") from None
+
+
+async def read_events(
+    session: aiohttp.ClientSession, url: str, kind: type[_T], *, silent_s: float
+) -> AsyncGenerator[_T, None]:
+    """Yield the events of a stream, each JSON of ``kind``; only an error ends it.
+
+    Close it (``contextlib.aclosing``) if you leave it before.
+
+    Raises:
+        UnreachableError: There is no stream, it ends, or is silent (no comment either) for so long.
+        HttpError: The other side refuses.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    try:
+        async with asyncio.timeout(max(silent_s, CONNECT_TIMEOUT_S)):
+            response = await session.get(url, headers={"Accept": _CONTENT_TYPE})
+        async with response:
+            if response.status >= 400:
+                async with asyncio.timeout(silent_s):
+                    raise refusal_of(url, response.status, await response.read())
+            if response.content_type != _CONTENT_TYPE:
+                raise UnreachableError(f"{url} is no stream of events, and so no corun")
+            async for event in _events_of(response.content, silent_s):
+                yield decoder.decode(event)
+    except TimeoutError:
+        raise UnreachableError(f"{url} was silent for {silent_s:g} s") from None
+    except msgspec.DecodeError as error:
+        raise UnreachableError(f"{url} does not speak as corun does: {error}") from None
+    except aiohttp.ClientPayloadError:
+        pass  # it has ended within an event
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise UnreachableError(f"{url} cannot be read: {text}") from None
+    raise UnreachableError(f"{url} has ended its stream")
+
+
+async def _events_of(content: aiohttp.StreamReader, silent_s: float) -> AsyncGenerator[bytes, None]:
+    """Yield the data of each event; comments have none."""
+    buffer = bytearray()
+    while True:
+        async with asyncio.timeout(silent_s):
+            chunk = await content.readany()
+        if not chunk:
+            return
+        buffer += chunk
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        while (end := buffer.find(_END)) >= 0:
+            event = bytes(buffer[:end])
+            del buffer[: end + len(_END)]
+            if event.startswith(b"data:"):
+                yield event.removeprefix(b"data:")

@@ -1,0 +1,120 @@
+"""What all HTTP servers of a cluster do alike: keys, structs in and out, errors, a graceful end.
+
+Errors have the shape of ``corun serve``'s (``runtime/server/errors.py``).
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ...errors import InvalidKeyError
+from ...server.access import Keys
+from ...server.errors import SHUTTING_DOWN, ErrorReply, HttpError, error_reply, routing_reply
+
+MAX_BODY_BYTES = 64 * 2**20  # of what processes of a cluster say to each other
+_BACKLOG = 2048
+_MIN_DRAIN_S = 0.01  # none at all would be no limit to aiohttp
+
+CheckRequest = Callable[[web.Request], None]  # raises what keeps a request out
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_T = TypeVar("_T")
+
+
+def make_app(
+    check: CheckRequest, routes: Iterable[web.AbstractRouteDef], *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> web.Application:  # fmt: skip
+    """Return an application whose every request passes ``check`` first."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check(request)
+            return await handler(request)
+        except asyncio.CancelledError:
+            raise
+        except web.HTTPException as error:
+            response = error_response(_reply_to(error, request, max_body_bytes))
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+            return response
+        except ConnectionError:
+            raise  # the client has left
+        except Exception as error:  # every request has an answer
+            return error_response(error_reply(error))
+
+    app = web.Application(middlewares=[answer], client_max_size=max_body_bytes)
+    app.add_routes(routes)
+    return app
+
+
+def cluster_key_check(key: str) -> CheckRequest:
+    """Let in who has the cluster's key, compared in constant time."""
+    keys = Keys((key,))
+
+    def check(request: web.Request) -> None:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        has_key = keys.have(given.strip().encode("utf-8", "surrogateescape"))
+        if scheme.lower() != "bearer" or not has_key:
+            raise InvalidKeyError("the cluster's key is missing or wrong (--cluster-key)")
+
+    return check
+
+
+async def read_struct(request: web.Request, kind: type[_T]) -> _T:
+    """Return the body, which is JSON of ``kind``. Raises ``HttpError`` if it is not."""
+    body = await request.read()
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        code, what = "invalid_value", str(error)
+    except msgspec.DecodeError as error:
+        code, what = "invalid_json", str(error)
+    raise HttpError(400, f"{request.path} takes a {kind.__name__} as JSON: {what}", code=code)
+
+
+def struct_response(value: msgspec.Struct) -> web.Response:
+    """Answer with a struct."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def error_response(reply: ErrorReply) -> web.Response:
+    """Answer with an error."""
+    return web.Response(
+        status=reply.status, body=reply.encode(), headers=reply.headers,
+        content_type="application/json",
+    )  # fmt: skip
+
+
+def shutting_down() -> HttpError:
+    """What a request is told that comes while its server ends."""
+    return HttpError(503, "this server takes no new requests and ends", code=SHUTTING_DOWN)
+
+
+async def serve_app(
+    app: web.Application, sock: socket.socket, stop: asyncio.Event, *, drain_timeout_s: float = 0.0
+) -> None:
+    """Serve on a bound socket until ``stop``; what runs then has so long, and is cut after."""
+    timeout_s = max(drain_timeout_s, _MIN_DRAIN_S)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=timeout_s)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock, backlog=_BACKLOG).start()
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _reply_to(error: web.HTTPException, request: web.Request, max_body_bytes: int) -> ErrorReply:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        text = f"the body is larger than {max_body_bytes} bytes"
+        return ErrorReply(413, text, "body_too_large")
+    return routing_reply(
+        error.status, error.reason, method=request.method, path=request.path,
+        allowed=error.headers.get("Allow", ""),
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""``corun serve`` as an engine: it says itself what it is and does, and speaks as gateways do."""
+
+from collections.abc import AsyncGenerator
+
+import aiohttp
+
+from ...server.answers import ModelCard, ModelList
+from ...server.errors import HttpError
+from ..http.calls import UnreachableError, call
+from ..http.events import read_events
+from ..wire import ENGINE_STATE_PATH, PROFILE_PATH, EngineCard, EngineProfile, EngineState
+from .corun_api import EngineApi
+from .kind import Dialect, SentRecord
+
+MODELS_PATH = "/v1/models"
+_TIMEOUT_S = 5.0
+_STREAM_SILENT_S = 30.0  # after which the stream is begun anew; the beats say much sooner
+
+
+class AsItIs:
+    """The ``Dialect`` of engines whose requests and answers are the gateway's own."""
+
+    def body(self, body: bytes) -> bytes:
+        return body
+
+    def events(self, data: bytes) -> bytes:
+        return data
+
+    def answer(self, status: int, body: bytes) -> bytes:
+        return body
+
+
+class CorunKind:
+    """The ``EngineKind`` of engines that tell themselves."""
+
+    can_pin = True
+    ready_path = "/ready"
+
+    def __init__(self) -> None:
+        self._dialect = AsItIs()
+
+    async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
+        url = card.url + PROFILE_PATH
+        try:
+            return await call(session, url, None, EngineProfile, timeout_s=_TIMEOUT_S)
+        except UnreachableError:
+            raise
+        except HttpError as error:
+            text = f"it does not speak corun's API ({error.status}: {error})"
+            raise HttpError(error.status, text, code=error.code) from None
+
+    async def base_cards(
+        self, session: aiohttp.ClientSession, card: EngineCard
+    ) -> tuple[ModelCard, ...]:
+        url = card.url + MODELS_PATH
+        models = await call(session, url, None, ModelList, timeout_s=_TIMEOUT_S)
+        return tuple(one for one in models.data if one.parent is None)
+
+    def states(
+        self, session: aiohttp.ClientSession, card: EngineCard, sent: SentRecord
+    ) -> AsyncGenerator[EngineState, None]:
+        url = card.url + ENGINE_STATE_PATH
+        return read_events(session, url, EngineState, silent_s=_STREAM_SILENT_S)
+
+    def adapters(self, session: aiohttp.ClientSession, url: str) -> EngineApi:
+        return EngineApi(session, url)
+
+    def dialect(self, model: str | None, asked: str | None) -> Dialect:
+        return self._dialect

@@ -1,0 +1,95 @@
+"""The routes for adapters that ``corun serve`` has for everybody, for agents and controller."""
+
+import contextlib
+from http import HTTPStatus
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from ...adapters.names import DRAINING
+from ...server.errors import HttpError
+from ..http.calls import call
+from ..http.events import read_events
+from ..wire import ENGINE_STATE_PATH, AdapterEntry, EngineState
+
+_LOAD_TIMEOUT_S = 120.0  # reads all of an adapter's files
+_CALL_TIMEOUT_S = 10.0
+
+
+class _Load(msgspec.Struct, frozen=True, omit_defaults=True):
+    lora_name: str
+    lora_path: str | None = None
+    load_inplace: bool | None = None
+    pinned: bool | None = None
+
+
+class _Unload(msgspec.Struct, frozen=True):
+    lora_name: str
+
+
+class _Use(msgspec.Struct, frozen=True):
+    """Of a name, and of its versions that drain."""
+
+    num_references: int
+    num_waiting: int
+    state: str = ""  # of a version that drains, none
+    draining: "tuple[_Use, ...]" = ()
+
+
+class EngineApi:
+    """One engine."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self.url = url
+
+    async def incarnation(self) -> str:
+        """Return what names this process of the engine. Raises ``HttpError``."""
+        states = read_events(
+            self._session, self.url + ENGINE_STATE_PATH, EngineState, silent_s=_CALL_TIMEOUT_S
+        )
+        async with contextlib.aclosing(states):
+            async for state in states:
+                return state.incarnation
+        raise AssertionError("a stream of events ends by an error")
+
+    async def load(self, entry: AdapterEntry, path: str) -> None:
+        """Have it serve a directory under a name, whatever the name was before.
+
+        Raises ``HttpError`` with the engine's own words, if it refuses.
+        """
+        body = _Load(lora_name=entry.name, lora_path=path, load_inplace=True, pinned=entry.pinned)
+        await self._post("load_lora_adapter", body, _LOAD_TIMEOUT_S)
+
+    async def pin(self, name: str, *, pinned: bool) -> None:
+        """Keep a name that it serves on the device, or no longer. Raises ``HttpError``."""
+        await self._post("load_lora_adapter", _Load(lora_name=name, pinned=pinned), _CALL_TIMEOUT_S)
+
+    async def unload(self, name: str) -> None:
+        """Have it take no new requests for a name; those it has go on. Raises ``HttpError``."""
+        try:
+            await self._post("unload_lora_adapter", _Unload(lora_name=name), _CALL_TIMEOUT_S)
+        except HttpError as error:
+            if error.status != HTTPStatus.NOT_FOUND:  # it does not serve the name anyway
+                raise
+
+    async def is_used(self, name: str, *, by_former: bool = False) -> bool:
+        """Whether requests for a name run or wait. Raises ``HttpError``.
+
+        ``by_former``: only those count that came before the name was unloaded or replaced.
+        """
+        url = f"{self.url}/v1/lora_adapters/{quote(name, safe='/')}"
+        try:
+            use = await call(self._session, url, None, _Use, timeout_s=_CALL_TIMEOUT_S)
+        except HttpError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return False
+            raise
+        is_former = use.state == DRAINING
+        counted = (use, *use.draining) if is_former or not by_former else use.draining
+        return any(one.num_references or one.num_waiting for one in counted)
+
+    async def _post(self, path: str, body: msgspec.Struct, timeout_s: float) -> None:
+        url = f"{self.url}/v1/{path}"
+        await call(self._session, url, body, dict, timeout_s=timeout_s)

@@ -1,0 +1,232 @@
+"""vLLM's server as an engine, as it is: what it does not tell is made of its profile and metrics.
+
+Adapters have names of their own there, ``NAME@DIGEST``: versions of vLLM know the KV that they keep
+by an adapter's name, so that a name whose content changed is answered from KV of the former one.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import aiohttp
+import msgspec
+
+from ....profiles.server import SeenServer
+from ...server.answers import ModelCard
+from ...server.errors import HttpError
+from ..http.calls import fetch
+from ..wire import (
+    Accepted,
+    EngineCard,
+    EngineLoadState,
+    EngineProfile,
+    EngineState,
+    PlacedAdapter,
+)
+from .corun import MODELS_PATH
+from .kind import Dialect, SentRecord
+from .vllm_api import VllmApi, name_of
+from .vllm_dialect import VllmDialect, vllm_refusal
+from .vllm_metrics import VllmMetrics, read_metrics
+
+METRICS_PATH = "/metrics"
+_HEALTH_PATH = "/health"
+_VERSION_PATH = "/version"
+_EVERY_S = 0.1
+_HEALTH_EVERY = 10  # states
+_IN_LINK_BYTES_PER_S = 1e12  # of files: the link of a profile has their time in it
+_POLL_TIMEOUT_S = 3.0  # gateways eject who is silent sooner; then all is asked anew
+
+
+class VllmModel(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of its ``/v1/models``."""
+
+    id: str
+    created: int = 0
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[VllmModel, ...]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class VllmKind:
+    """The ``EngineKind`` of vLLM from 0.9 on, with ``--enable-lora`` and runtime updating."""
+
+    can_pin = False  # it has no route for that
+    ready_path = _HEALTH_PATH
+
+    async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
+        """What was measured, of a server that is still like that."""
+        assert card.measured is not None
+        measured, server = card.measured, card.measured.server
+        name, seen = await look_at(session, card.url)
+        unlike = server.seen.unlike(seen)
+        if unlike is not None:
+            raise HttpError(
+                400, f"it is not what the profile was measured of: {unlike}", code="engine_refused",
+                param="profile",
+            )  # fmt: skip
+        return EngineProfile(
+            model=name,
+            base_fingerprint=server.base_fingerprint,
+            dtype=measured.dtype,
+            max_model_len=seen.max_model_len,
+            max_num_batched_tokens=server.max_num_batched_tokens,
+            max_num_seqs=server.max_num_seqs,
+            block_size=seen.block_size,
+            adapter_bytes_per_rank=measured.adapter_bytes_per_rank,
+            file_bytes_per_s=_IN_LINK_BYTES_PER_S,
+            kv_bytes_per_token=measured.kv_bytes_per_token,
+            machine=measured.machine,
+        )
+
+    async def base_cards(
+        self, session: aiohttp.ClientSession, card: EngineCard
+    ) -> tuple[ModelCard, ...]:
+        return tuple(
+            ModelCard(
+                id=one.id, created=one.created, root=one.root or one.id, parent=None,
+                max_model_len=one.max_model_len or 0,
+            )
+            for one in await base_models(session, card.url)
+        )  # fmt: skip
+
+    async def states(
+        self, session: aiohttp.ClientSession, card: EngineCard, sent: SentRecord
+    ) -> AsyncGenerator[EngineState, None]:
+        """Ask for its metrics ten times a second.
+
+        They are as old as its last step: what was sent since the last time is not in them yet.
+        """
+        told: dict[str, PlacedAdapter] = {}
+        before, beat = 0, 0
+        while True:
+            started_s = time.monotonic()
+            if beat % _HEALTH_EVERY == 0:
+                await _ask(session, card.url + _HEALTH_PATH)
+            number = sent.last_number
+            metrics = await metrics_of(session, card.url)
+            beat += 1
+            placed = _placed(sent, metrics)
+            yield EngineState(
+                incarnation=metrics.incarnation,
+                beat=beat,
+                is_ready=metrics.is_awake,
+                load=load_of(metrics, sent),
+                adapters=tuple(one for name, one in placed.items() if told.get(name) != one),
+                removed=tuple(name for name in told if name not in placed),
+                accepted={sent.gateway_id: Accepted(last=min(before, sent.last_number))},
+            )
+            told, before = placed, number
+            await asyncio.sleep(max(0.0, _EVERY_S - (time.monotonic() - started_s)))
+
+    def adapters(self, session: aiohttp.ClientSession, url: str) -> VllmApi:
+        return VllmApi(session, url)
+
+    def dialect(self, model: str | None, asked: str | None) -> Dialect:
+        return VllmDialect(model, asked)
+
+
+async def look_at(session: aiohttp.ClientSession, url: str) -> tuple[str, SeenServer]:
+    """What a server calls its base model, and what it is now.
+
+    Raises ``HttpError`` for one that is not there, or takes no adapters while it runs.
+    """
+    base, *_ = await base_models(session, url)
+    metrics = await metrics_of(session, url)
+    if not metrics.has_lora:
+        raise _refused("it serves no LoRA adapters: start it with --enable-lora")
+    await VllmApi(session, url).check_updates()
+    version = msgspec.json.decode(await _ask(session, url + _VERSION_PATH), type=_Version)
+    return base.id, SeenServer(
+        version=version.version,
+        base=base.root or base.id,
+        max_model_len=base.max_model_len or 0,
+        block_size=metrics.block_size,
+        kv_tokens=metrics.kv_tokens,
+        kv_dtype=metrics.kv_dtype,
+    )
+
+
+async def base_models(session: aiohttp.ClientSession, url: str) -> list[VllmModel]:
+    """The base model's names. Raises ``HttpError`` if there are none."""
+    try:
+        models = msgspec.json.decode(await _ask(session, url + MODELS_PATH), type=_Models)
+    except msgspec.DecodeError as error:
+        raise _refused(f"it is no vLLM: {MODELS_PATH} answers otherwise: {error}") from None
+    found = [one for one in models.data if one.parent is None]
+    if not found:
+        raise _refused(f"it is no vLLM: {MODELS_PATH} lists no base model")
+    return found
+
+
+async def metrics_of(session: aiohttp.ClientSession, url: str) -> VllmMetrics:
+    """Raises ``HttpError`` if they are not vLLM's."""
+    try:
+        return read_metrics(await _ask(session, url + METRICS_PATH))
+    except ValueError as error:
+        raise _refused(f"it is no vLLM that can be an engine: {error}") from None
+
+
+def load_of(metrics: VllmMetrics, sent: SentRecord) -> EngineLoadState:
+    """How much there is to do, as far as the metrics show it.
+
+    Which adapters run they say, but not how many requests each has. Its kernels take every row as
+    the largest adapter of the batch, and so are all rows counted here. Of prompts that wait only
+    the number is known: each is taken to be as long as the mean of those before.
+    """
+    entries = sent.entries()
+
+    def largest(names: frozenset[str]) -> int:
+        known = [entries.get(name_of(one)) for one in names]
+        return max((one.rank for one in known if one is not None), default=0)
+
+    rank = largest(metrics.running_adapters)
+    waiting_rank = largest(metrics.waiting_adapters) or rank
+    used_tokens = round(metrics.kv_usage * metrics.kv_tokens)
+    return EngineLoadState(
+        num_running_by_rank={rank: metrics.num_running} if metrics.num_running else {},
+        num_waiting_by_rank={waiting_rank: metrics.num_waiting} if metrics.num_waiting else {},
+        queued_prefill_tokens=round(metrics.num_waiting * metrics.mean_prompt_tokens),
+        running_context_tokens=used_tokens,
+        free_kv_tokens=metrics.kv_tokens - used_tokens,
+        promised_kv_tokens=0,
+        total_kv_tokens=metrics.kv_tokens,
+        queued_s=0.0,
+        link_backlog_bytes=0,
+    )
+
+
+def _placed(sent: SentRecord, metrics: VllmMetrics) -> dict[str, PlacedAdapter]:
+    """Those that were used last are on the device, as many as it has places there."""
+    entries = sent.entries()
+    names = [name for name in sent.used if name in entries]
+    on_device = set(names[-metrics.max_loras :])
+    on_device |= {name_of(one) for one in metrics.running_adapters}
+    return {
+        name: PlacedAdapter(
+            name=name, digest=entries[name].digest,
+            level="gpu" if name in on_device else "disk",
+            rank=entries[name].rank, num_bytes=entries[name].num_bytes,
+        )
+        for name in names
+    }  # fmt: skip
+
+
+async def _ask(session: aiohttp.ClientSession, url: str) -> bytes:
+    """Raises ``HttpError``."""
+    status, body = await fetch(session, url, None, timeout_s=_POLL_TIMEOUT_S)
+    if status >= 400:
+        raise vllm_refusal(url, status, body)
+    return body
+
+
+def _refused(text: str) -> HttpError:
+    return HttpError(400, text, code="engine_refused", param="url")

@@ -1,0 +1,82 @@
+"""Engines that others run: URLs, which are only looked at."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from http import HTTPStatus
+
+import aiohttp
+
+from ...errors import ConfigError
+from ..kinds.registry import kind_of
+from ..wire import EngineCard, EngineStatus
+from .launcher import DRAINING, EXITED, READY, StatusBoard
+
+_LOOK_TIMEOUT_S = 2.0
+
+
+class StaticLauncher:
+    """A ``EngineLauncher`` whose engines are there before it, and after."""
+
+    def __init__(
+        self, engines: Mapping[str, EngineCard], session: aiohttp.ClientSession, *,
+        look_every_s: float = 1.0,
+    ) -> None:  # fmt: skip
+        """``engines``: by id."""
+        self._engines = engines
+        self._session = session
+        self._look_every_s = look_every_s
+        self._board = StatusBoard()
+        self._looking: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, engine_id: str) -> None:
+        """Find the engine. Raises ``HttpError`` if there is none that speaks its kind's API."""
+        if engine_id not in self._engines:
+            raise ConfigError(f"engine {engine_id!r} has no URL, and is not started here")
+        if engine_id in self._looking:
+            return
+        card = self._engines[engine_id]
+        await kind_of(card.measured).profile(self._session, card)
+        self._board.set(
+            EngineStatus(engine_id=engine_id, url=card.url, state=READY, pid=0, cpu_list="")
+        )
+        self._looking[engine_id] = asyncio.ensure_future(self._look(card))
+
+    async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
+        """Forget it; who runs it ends it."""
+        task = self._looking.pop(engine_id, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._board.remove(engine_id)
+
+    def list(self) -> tuple[EngineStatus, ...]:
+        return self._board.list()
+
+    def watch(self) -> AsyncGenerator[EngineStatus, None]:
+        return self._board.watch()
+
+    async def close(self) -> None:
+        """Forget all of them."""
+        for engine_id in list(self._looking):
+            await self.stop(engine_id, drain_timeout_s=0.0)
+        self._board.close()
+
+    async def _look(self, card: EngineCard) -> None:
+        url = card.url + kind_of(card.measured).ready_path
+        while True:
+            await asyncio.sleep(self._look_every_s)
+            state, reason = await self._state_at(url)
+            self._board.change(card.engine_id, state=state, reason=reason)
+
+    async def _state_at(self, url: str) -> tuple[str, str | None]:
+        try:
+            async with (
+                asyncio.timeout(_LOOK_TIMEOUT_S),
+                self._session.get(url) as response,
+            ):
+                is_ready = response.status == HTTPStatus.OK
+                return READY if is_ready else DRAINING, None
+        except TimeoutError:
+            return EXITED, f"silent for {_LOOK_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return EXITED, str(error) or type(error).__name__

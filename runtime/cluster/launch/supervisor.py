@@ -1,0 +1,257 @@
+"""The processes of a cluster on one machine: begun in order, begun again, ended in order.
+
+Controller first, then the agent with its engines, then gateways; backwards at the end, so that
+what runs is answered. Neither tokens nor adapters come by here.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from ...config.notations import LoraModule
+from ...errors import ConfigError, CorunError
+from ...server.errors import HttpError
+from ...server.listening import StopSignals
+from ..http.calls import UnreachableError, call, make_session
+from ..place import tell, untell
+from ..process import EXIT_FAILED
+from ..settings import (
+    AgentSettings,
+    ControllerSettings,
+    GatewaySettings,
+    ProcessSettings,
+    RaySettings,
+)
+from ..wire import (
+    ADAPTERS_PATH,
+    ENGINES_PATH,
+    STATUS_PATH,
+    AdapterChange,
+    ClusterStatus,
+    EngineCard,
+    EngineChange,
+)
+from .child import KeptProcess
+from .launcher import EXITED
+from .static import StaticLauncher
+
+_ASK_EVERY_S = 0.1
+_CONTROLLER_START_S = 30.0
+_CALL_TIMEOUT_S = 10.0
+_LOAD_TIMEOUT_S = 180.0
+_GRACE_S = 5.0  # beside the time that running requests have
+
+_CONTROLLER = "corun.runtime.cluster.controller.__main__"
+_AGENT = "corun.runtime.cluster.agent.__main__"
+_NODES = "corun.runtime.cluster.machines.nodes"
+_GATEWAY = "corun.runtime.cluster.gateway.__main__"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """All that is to run. Without a controller: gateways of a cluster that runs elsewhere."""
+
+    name: str  # of the model, for people
+    url: str  # of the gateways
+    controller_url: str
+    cluster_key: str
+    gateways: tuple[GatewaySettings, ...]
+    state_dir: Path | None = None  # of the controller
+    controller: ControllerSettings | None = None
+    agent: AgentSettings | None = None
+    ray: RaySettings | None = None  # agents on other machines
+    engines: tuple[EngineCard, ...] = ()  # that others run
+    adapters: tuple[LoraModule, ...] = ()  # to be registered at start
+    pinned: tuple[str, ...] = ()  # names of them
+    drain_timeout_s: float
+
+
+class ClusterSupervisor:
+    """Runs one plan. On one event loop; ``run`` once."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._controllers = _processes(_CONTROLLER, [plan.controller])
+        self._agents = [*_processes(_NODES, [plan.ray]), *_processes(_AGENT, [plan.agent])]
+        self._gateways = _processes(_GATEWAY, plan.gateways)
+        self._has_begun = False
+        self._is_told = False
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def run(self, stop: StopSignals) -> int:
+        """Run until a signal: 0, or until a start fails: the exit status of what has failed.
+
+        Raises ``CorunError`` for engines that are refused.
+        """
+        async with make_session(self._plan.cluster_key) as session:
+            static = StaticLauncher({one.engine_id: one for one in self._plan.engines}, session)
+            watching = asyncio.ensure_future(_log_changes(static))
+            starting = asyncio.ensure_future(self._start(session, static))
+            stopped = asyncio.ensure_future(stop.first.wait())
+            ends: set[asyncio.Future[Any]] = {stopped, self._ended}
+            try:
+                await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                if starting.done() and not stopped.done():
+                    await starting  # raises what was refused
+                    self._has_begun = True
+                    _logger.info("serving %s at %s/v1", self._plan.name, self._plan.url)
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                return self._ended.result() if self._ended.done() else os.EX_OK
+            finally:
+                for task in (starting, stopped):
+                    task.cancel()
+                await asyncio.gather(starting, stopped, return_exceptions=True)
+                await self._end(stop)
+                await static.close()
+                await watching
+
+    async def _start(self, session: aiohttp.ClientSession, static: StaticLauncher) -> None:
+        plan = self._plan
+        self._begin(self._controllers)
+        if self._controllers:
+            await self._controller_answers(session)
+        else:
+            await self._find_controller(session)
+        if plan.state_dir is not None:
+            tell(plan.state_dir, plan.controller_url)
+            self._is_told = True
+        self._begin(self._agents)
+        for card in plan.engines:
+            await self._add(session, static, card)
+        await self._engine_is_ready(session)
+        for adapter in plan.adapters:
+            await self._register(session, adapter)
+        # Whoever sees them ready finds the adapters, too.
+        self._begin(self._gateways)
+        await self._gateway_is_ready(session)
+
+    async def _add(
+        self, session: aiohttp.ClientSession, static: StaticLauncher, card: EngineCard
+    ) -> None:
+        """Raises ``ConfigError`` for an engine that is none, or not one of these."""
+        try:
+            await static.start(card.engine_id)
+            change = EngineChange(action="add", url=card.url, measured=card.measured)
+            await self._ask(session, ENGINES_PATH, change)
+        except HttpError as error:
+            raise ConfigError(
+                f"--engine {card.url} cannot be one of the cluster: {error}"
+            ) from error
+
+    def _begin(self, processes: Iterable[KeptProcess]) -> None:
+        for process in processes:
+            process.start(self._exited)
+
+    def _exited(self, status: int) -> bool:
+        """Whether to start it again: once all has begun, whatever it was."""
+        if not self._has_begun and not self._ended.done():
+            self._ended.set_result(status if status > 0 else EXIT_FAILED)
+        return self._has_begun
+
+    async def _controller_answers(self, session: aiohttp.ClientSession) -> None:
+        deadline_s = time.monotonic() + _CONTROLLER_START_S
+        while True:
+            try:
+                await self._status(session)
+            except UnreachableError as error:
+                if time.monotonic() > deadline_s:
+                    raise CorunError(f"the controller does not answer: {error}") from error
+                await asyncio.sleep(_ASK_EVERY_S)
+            else:
+                return
+
+    async def _find_controller(self, session: aiohttp.ClientSession) -> None:
+        """Raises ``CorunError`` if none answers, ``ConfigError`` if it refuses the key."""
+        try:
+            await self._status(session)
+        except UnreachableError:
+            raise
+        except HttpError as error:
+            raise ConfigError(f"{self._plan.controller_url} refuses: {error}") from error
+
+    async def _engine_is_ready(self, session: aiohttp.ClientSession) -> None:
+        """Wait for the first, however long that takes: a start that fails ends its agent."""
+        while self._plan.controller is not None and not (await self._status(session)).engines:
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def _gateway_is_ready(self, session: aiohttp.ClientSession) -> None:
+        """Without a deadline: engines may take as long as they take."""
+        while True:
+            timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with session.get(f"{self._plan.url}/ready", timeout=timeout) as response:
+                    # With --health-needs-key it asks for one of a client's.
+                    if response.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                        return
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def _register(self, session: aiohttp.ClientSession, adapter: LoraModule) -> None:
+        change = AdapterChange(
+            action="load", name=adapter.name, path=adapter.path, load_inplace=True,
+            pinned=True if adapter.name in self._plan.pinned else None,
+        )  # fmt: skip
+        try:
+            await self._ask(session, ADAPTERS_PATH, change, timeout_s=_LOAD_TIMEOUT_S)
+        except HttpError as error:
+            _logger.error("the adapter %r is not served: %s", adapter.name, error)
+
+    async def _status(self, session: aiohttp.ClientSession) -> ClusterStatus:
+        url = self._plan.controller_url + STATUS_PATH
+        return await call(session, url, None, ClusterStatus, timeout_s=_CALL_TIMEOUT_S)
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, path: str, change: msgspec.Struct,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        """Raises ``HttpError`` if it is refused."""
+        url = self._plan.controller_url + path
+        await call(session, url, change, dict, timeout_s=timeout_s)
+
+    async def _end(self, stop: StopSignals) -> None:
+        """End all; at once after a second signal."""
+        ending = asyncio.ensure_future(self._end_in_order())
+        hurry = asyncio.ensure_future(stop.second.wait())
+        await asyncio.wait({ending, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            for process in (*self._gateways, *self._agents, *self._controllers):
+                process.kill()
+        hurry.cancel()
+        await ending
+
+    async def _end_in_order(self) -> None:
+        drain_s = self._plan.drain_timeout_s + _GRACE_S
+        await _all_end(self._gateways, drain_s)
+        for agents in self._agents:  # first on other machines: last copies move to this one
+            await _all_end([agents], 2 * drain_s)
+        if self._is_told and self._plan.state_dir is not None:
+            untell(self._plan.state_dir)
+        await _all_end(self._controllers, _GRACE_S)
+
+
+async def _all_end(processes: Sequence[KeptProcess], timeout_s: float) -> None:
+    await asyncio.gather(*(process.end(timeout_s) for process in processes))
+
+
+def _processes(module: str, settings: Sequence[ProcessSettings | None]) -> list[KeptProcess]:
+    return [KeptProcess(module, one) for one in settings if one is not None]
+
+
+async def _log_changes(launcher: StaticLauncher) -> None:
+    """Say what becomes of engines that others run."""
+    async for status in launcher.watch():
+        if status.state != EXITED:
+            _logger.info("engine %s is %s", status.engine_id, status.state)
+        elif status.reason is not None:  # else it is only not looked at any more
+            _logger.warning("engine %s is away: %s", status.engine_id, status.reason)

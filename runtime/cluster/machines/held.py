@@ -1,0 +1,278 @@
+"""An agent on a machine of Ray's: held by an actor, and no part of it.
+
+Processes of Ray end when its control store has been away for long, when a head starts anew without
+what it knew, and when their machine's raylet ends. An agent ends with none of these: whoever is the
+next to hold it finds it as it is. Unheld for two minutes it ends as a signal ends it, since Ray
+might have given its machine to somebody else.
+
+``python -m corun.runtime.cluster.machines.held``, with ``NodeSettings`` on its input, is the agent.
+A lock says that it runs, another one that somebody holds it: the kernel lets go of both, however
+their processes end.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from ...server.listening import bind, url_of
+from ..agent.run import run_agent
+from ..bundles import Bundle
+from ..division import MachineDivision
+from ..launch.local import divide_this_machine
+from ..process import run_process
+from ..settings import AgentSettings, NodeSettings
+
+STARTING, RUNNING, FAILED, ENDED = "starting", "running", "failed", "ended"
+_LOOK_EVERY_S = 0.5
+_RESTART_AFTER_S = (0.0, 1.0, 5.0, 10.0, 30.0)  # by how often in a row
+_LASTING_S = 60.0
+_HELD, _RUNS, _PLACE, _LOG, _ENDED = "held.lock", "runs.lock", "place.json", "log", "ended"
+_MAX_LOG_BYTES = 64 << 20
+_SHOWN_BYTES = 4096  # of a log's end, in which a reason is looked for
+_LOCK_TRIES, _LOCK_AGAIN_S = 5, 0.05
+_FIRST = "0"  # directory of a machine
+_MODULE = "corun.runtime.cluster.machines.held"
+
+_logger = logging.getLogger(__name__)
+
+
+class AgentPlace(msgspec.Struct, frozen=True):
+    """Where an agent is."""
+
+    agent_id: str
+    url: str
+    pid: int
+    bundle: Bundle
+    options_digest: str
+
+
+class HeldAgent(msgspec.Struct, frozen=True):
+    """An agent, and how it is."""
+
+    state: str  # starting | running | failed, and to be started again | ended, as it was told to
+    agent_id: str
+    place: AgentPlace | None = None
+    reason: str | None = None  # why it failed
+
+
+class AgentHolder:
+    """Has an agent run on this machine, in the first directory that nobody else holds.
+
+    Raises ``OSError`` if none can be made.
+    """
+
+    def __init__(self, settings: NodeSettings) -> None:
+        """``settings.state_dir``: of the cluster; each machine has a directory of its own there."""
+        root = Path(settings.state_dir) / settings.host
+        number = 0
+        while (lock := _locked(root / str(number) / _HELD, _LOCK_TRIES)) is None:
+            number += 1
+        self._lock = lock
+        self._directory = root / str(number)
+        self._settings = msgspec.structs.replace(
+            settings,
+            state_dir=str(self._directory),
+            agent_id=settings.host if number == 0 else f"{settings.host}.{number}",
+        )
+        self._digest = options_digest(self._settings)
+        (self._directory / _ENDED).unlink(missing_ok=True)
+        self._reason: str | None = None
+        threading.Thread(target=self._keep, name="corun-held", daemon=True).start()
+
+    def agent(self) -> HeldAgent:
+        """How it is now."""
+        place = self._place()
+        if place is not None and place.options_digest != self._digest:
+            place = None  # it is to end
+        if place is not None:
+            state = RUNNING
+        elif self._has_ended():
+            state = ENDED
+        else:
+            state = FAILED if self._reason else STARTING
+        return HeldAgent(
+            state=state, agent_id=self._settings.agent_id, place=place, reason=self._reason
+        )
+
+    def _keep(self) -> None:
+        """Find it running, or start it, and again when it ends by itself."""
+        tries, started_s = 0, time.monotonic()
+        while True:
+            if _is_locked(self._directory / _RUNS) or self._has_ended():
+                if time.monotonic() - started_s >= _LASTING_S:
+                    self._reason = None
+                place = self._place()
+                if place is not None and place.options_digest != self._digest:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(place.pid, signal.SIGTERM)
+                time.sleep(_LOOK_EVERY_S)
+                continue
+            if tries:
+                self._reason = self._last_words()
+                if time.monotonic() - started_s >= _LASTING_S:
+                    tries = 1
+                time.sleep(_RESTART_AFTER_S[min(tries - 1, len(_RESTART_AFTER_S) - 1)])
+            tries, started_s = tries + 1, time.monotonic()
+            try:
+                self._start()
+            except OSError as error:
+                self._reason = f"an agent cannot be started: {error}"
+
+    def _place(self) -> AgentPlace | None:
+        """Of the agent that runs, if one does, and says where."""
+        if not _is_locked(self._directory / _RUNS):
+            return None
+        try:
+            return msgspec.json.decode((self._directory / _PLACE).read_bytes(), type=AgentPlace)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _has_ended(self) -> bool:
+        """Whether an agent of these options was told to end, and has."""
+        try:
+            return (self._directory / _ENDED).read_text(encoding="ascii") == self._digest
+        except OSError:
+            return False
+
+    def _start(self) -> None:
+        """Start it as nobody's child; the lock that says that it runs is its own from now on."""
+        runs = _locked(self._directory / _RUNS)
+        if runs is None:
+            return
+        (self._directory / _PLACE).unlink(missing_ok=True)
+        path = self._directory / _LOG
+        if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
+            path.replace(path.with_suffix(".1"))
+        # Nothing of Ray's is an agent's business, but for the devices that it was given.
+        environment = {name: os.environ[name] for name in os.environ if name[:4] != "RAY_"}
+        with runs, path.open("ab") as log:
+            subprocess.run(
+                [sys.executable, "-P", "-m", _MODULE],
+                input=msgspec.json.encode(self._settings), stdout=log, stderr=log,
+                env=environment, start_new_session=True, pass_fds=(runs.fileno(),), check=False,
+            )  # fmt: skip
+
+    def _last_words(self) -> str:
+        path = self._directory / _LOG
+        with contextlib.suppress(OSError), path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _SHOWN_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+            words = [line for line in lines if "error" in line.lower()] or lines
+            if words:
+                return words[-1].removeprefix("corun: error: ")
+        return f"its agent has ended; see {path}"
+
+
+def options_digest(settings: NodeSettings) -> str:
+    """Return what starts of a cluster have in common whose agents are alike."""
+    alike = msgspec.structs.replace(
+        settings, controller_url="", run_id="", log_level="", agent_id="", host="", state_dir=""
+    )
+    return hashlib.sha256(msgspec.json.encode(alike)).hexdigest()[:16]
+
+
+async def run_held(settings: NodeSettings, stop: asyncio.Event) -> int | None:
+    """Run until ``stop``, until it is told to end, or until nobody has held it for long.
+
+    Raises ``ConfigError`` if this machine has too little of anything.
+    """
+    directory = Path(settings.state_dir)
+    bundle = settings.bundle
+    # A second agent on a machine knows nothing of the first one's cores.
+    is_shared = settings.unpinned or directory.name != _FIRST
+    division = divide_this_machine(
+        settings.engine, bundle.num_engines, unpinned=is_shared, num_cpus=bundle.num_cpus
+    )
+    digest = options_digest(settings)
+    if not is_shared:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setaffinity(0, division.others_cpus)
+    with bind(settings.host, 0) as kept:  # so the port is nobody else's
+        place = AgentPlace(
+            agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), bundle=bundle,
+            options_digest=digest,
+        )  # fmt: skip
+        _write(directory / _PLACE, msgspec.json.encode(place))
+        watching = asyncio.ensure_future(_end_unheld(directory / _HELD, settings.unheld_s, stop))
+        try:
+            agent = _agent_settings(settings, division, kept.getsockname()[1])
+            status = await run_agent(agent, stop)
+            if status is None and not watching.done():
+                _write(directory / _ENDED, digest.encode())
+            return status
+        finally:
+            watching.cancel()
+
+
+def _agent_settings(
+    settings: NodeSettings, division: MachineDivision, port: int
+) -> AgentSettings:  # fmt: skip
+    cache_bytes = settings.adapter_cache_bytes
+    if cache_bytes is None:
+        cache_bytes = shutil.disk_usage(settings.state_dir).free // 2
+    given = {} if settings.engine_command is None else {"engine_command": settings.engine_command}
+    return AgentSettings(
+        cluster_key=settings.cluster_key, log_level=settings.log_level, run_id=settings.run_id,
+        agent_id=settings.agent_id, controller_url=settings.controller_url, host=settings.host,
+        port=port, state_dir=settings.state_dir, division=division,
+        adapter_cache_bytes=cache_bytes, engine=settings.engine, serve=settings.serve,
+        num_places=settings.bundle.num_engines, **given,
+    )  # fmt: skip
+
+
+async def _end_unheld(path: Path, unheld_s: float, stop: asyncio.Event) -> None:
+    """Return, and have it end, once nobody has held it for so long."""
+    held_s = time.monotonic()
+    while time.monotonic() - held_s < unheld_s:
+        if _is_locked(path):
+            held_s = time.monotonic()
+        await asyncio.sleep(_LOOK_EVERY_S)
+    _logger.warning("nobody has held this agent for %g s: it ends", unheld_s)
+    stop.set()
+
+
+def _locked(path: Path, tries: int = 1) -> IO[bytes] | None:
+    """Return the file, locked; None if another process has it, not only looks whether it has."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = path.open("ab")
+    for number in range(tries):
+        time.sleep(_LOCK_AGAIN_S if number else 0.0)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+    file.close()
+    return None
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    new = path.with_suffix(".new")
+    new.write_bytes(data)
+    new.rename(path)
+
+
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(os.EX_OK)  # whoever started it waits for this one only
+    run_process(NodeSettings, run_held, is_bound=False)

@@ -1,0 +1,358 @@
+"""Keeps agents running on Ray's machines: ``python -m corun.runtime.cluster.machines.nodes``.
+
+The only process that speaks to Ray, and so the only one that ends with it. Begun again until Ray is
+back, it finds the actors that there are, and has those begun that there are not. What it is to keep
+it writes down: Ray without Redis forgets.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+
+from ...errors import ConfigError, CorunError
+from ...server.errors import HttpError
+from ..bundles import Bundle, Node, spread
+from ..http.calls import UnreachableError, call, make_session
+from ..process import run_process
+from ..settings import NodeSettings, RaySettings
+from ..wire import (
+    AGENT_END_PATH,
+    AGENT_JOIN_PATH,
+    MACHINES_PATH,
+    EndAgent,
+    Join,
+    MachinesOrders,
+    MachinesReport,
+)
+from .held import ENDED, FAILED, AgentPlace, HeldAgent, options_digest
+
+_NAME = "ray.json"
+_EVERY_S = 0.5
+_CALL_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 2.0  # of actors
+_LATE_S = 6.0  # a look at Ray that takes longer says that it is away
+_CONNECT_TIMEOUT_S = 60.0
+_LED_TIMEOUT_S = 15.0  # of an agent whose controller may just have ended
+_START_TIMEOUT_S = 120.0  # until Ray has a machine for the first agent
+_FORGET_TIMEOUT_S = 10.0
+_GRACE_S = 10.0
+_NUM_TAKEN = 100
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class ActorMachines(Protocol):
+    """Where agents may run: Ray's machines (``ray.py``). Each call may take as long as it takes."""
+
+    def nodes(self) -> list[Node]:
+        """All that are there."""
+        ...
+
+    def names(self) -> set[str]:
+        """Actors of this cluster: those that run, and those that are to run."""
+        ...
+
+    def begin(self, name: str, bundle: Bundle, settings: NodeSettings) -> None:
+        """Have an actor hold an agent on a machine that has what it takes, when there is one."""
+        ...
+
+    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, HeldAgent]:
+        """How actors' agents are, of those that say so in time."""
+        ...
+
+    def end(self, name: str) -> None:
+        """End an actor, and give its machine back."""
+        ...
+
+
+class _Wanted(msgspec.Struct):
+    """An actor that is to be there, and where its agent was last."""
+
+    bundle: Bundle
+    place: AgentPlace | None = None
+
+
+class _Notes(msgspec.Struct):
+    """What outlives this process."""
+
+    run_id: str
+    next_name: int = 0
+    wanted: dict[str, _Wanted] = msgspec.field(default_factory=dict)
+    taken: list[str] = msgspec.field(default_factory=list)  # wishes that have been done
+
+
+class NodesKeeper:
+    """Keeps the agents of one cluster. On one event loop, with one thread for Ray."""
+
+    def __init__(
+        self, settings: RaySettings, session: aiohttp.ClientSession,
+        stop: asyncio.Event, connect: Callable[[str, str], ActorMachines],
+    ) -> None:  # fmt: skip
+        self._settings = settings
+        self._session = session
+        self._connect = connect
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "corun-ray")
+        self._path = Path(settings.state_dir) / _NAME
+        self._notes = _read(self._path, settings.run_id)
+        self._agents: dict[str, HeldAgent] = {}  # as they were told of last
+        self._joined: dict[str, str] = {}  # the URL of an actor's agent
+        self._stop = stop
+        self._machines: ActorMachines | None = None  # once they are there
+        self._orders = MachinesOrders()
+        self._is_start = not self._notes.wanted  # and what fails, fails it
+        self._looked_s: float | None = None  # when Ray last answered all
+        self._reason: str | None = "it has not answered yet"
+
+    async def run(self) -> None:
+        """Keep them until told to stop, then end them.
+
+        Raises ``CorunError`` if Ray cannot be used, or a first agent cannot begin.
+        """
+        ending: asyncio.Task[Any] = asyncio.ensure_future(self._stop.wait())
+        working = [asyncio.ensure_future(work) for work in (self._keep(), self._keep_telling())]
+        try:
+            await asyncio.wait({ending, *working}, return_when=asyncio.FIRST_COMPLETED)
+            for task in working:
+                if task.done():
+                    task.result()
+        finally:
+            for task in (ending, *working):
+                task.cancel()
+            await asyncio.gather(ending, *working, return_exceptions=True)
+        await self._end()
+
+    # Ray.
+
+    async def _keep(self) -> None:
+        machines = await self._connected()
+        # Ray has put a handler of its own in place, which would show where each thread is.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        settings = self._settings
+        if self._is_start:
+            await self._adopt(machines)
+            bundles = [one.bundle for one in self._notes.wanted.values()]
+            missing = settings.num_engines - sum(one.num_engines for one in bundles)
+            if missing > 0:
+                self._add(await self._spread(machines, missing))
+        began_s = time.monotonic()
+        while True:
+            await self._look(machines)
+            is_alone = self._is_start and not self._joined
+            if is_alone and time.monotonic() - began_s > _START_TIMEOUT_S:
+                raise CorunError(
+                    f"Ray has had no machine for an agent for {_START_TIMEOUT_S:g} s: each takes "
+                    "all cores of one, and a GPU for each of its engines"
+                )
+            await self._grant(machines)
+            await asyncio.sleep(_EVERY_S)
+
+    async def _connected(self) -> ActorMachines:
+        settings = self._settings
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                found = await self._ask(self._connect, settings.address, settings.cluster_name)
+        except TimeoutError:
+            raise ConfigError(
+                f"--ray {settings.address} has let nobody in for {_CONNECT_TIMEOUT_S:g} s"
+            ) from None
+        self._machines = found
+        return found
+
+    async def _adopt(self, machines: ActorMachines) -> None:
+        """Take what an earlier start has left, and end what this one would not have so."""
+        names = await self._ask(machines.names)
+        deadline_s = time.monotonic() + _LED_TIMEOUT_S
+        while names:
+            found = await self._ask(machines.agents, names, _ANSWER_TIMEOUT_S)
+            places = {name: one.place for name, one in found.items() if one.place is not None}
+            if len(places) == len(names) or time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(_EVERY_S)
+        else:
+            return
+        for name, place in places.items():
+            await self._join(name, place)  # before anything is ended: it may be somebody else's
+        for name in names:
+            self._notes.next_name = max(self._notes.next_name, int(name) + 1)
+            found_at = places.get(name)
+            if found_at is not None and found_at.options_digest == self._digest(found_at.bundle):
+                _logger.info("agent %s is there from an earlier start", found_at.agent_id)
+                self._notes.wanted[name] = _Wanted(found_at.bundle, found_at)
+                continue
+            _logger.warning(
+                "actor %s of an earlier start %s, and is ended", name,
+                "says nothing" if found_at is None else "has other options",
+            )  # fmt: skip
+            await self._ask(machines.end, name)
+
+    async def _spread(self, machines: ActorMachines, num_engines: int) -> list[Bundle]:
+        nodes = await self._ask(machines.nodes)
+        taken = [one.bundle for one in self._notes.wanted.values()]
+        on_gpus = self._settings.node.engine.device != "cpu"
+        return spread(nodes, taken, num_engines, on_gpus=on_gpus)
+
+    def _add(self, bundles: list[Bundle]) -> None:
+        for bundle in bundles:
+            self._notes.wanted[str(self._notes.next_name)] = _Wanted(bundle)
+            self._notes.next_name += 1
+        self._write()
+
+    async def _look(self, machines: ActorMachines) -> None:
+        """Have those begun that Ray does not know, and hear where agents are."""
+        known = await self._ask(machines.names)
+        wanted = self._notes.wanted
+        for name in wanted.keys() - known:
+            bundle = wanted[name].bundle
+            _logger.info("Ray is to start an agent of %d engines: actor %s",
+                         bundle.num_engines, name)  # fmt: skip
+            await self._ask(machines.begin, name, bundle, self._settings.node)
+        agents = await self._ask(machines.agents, wanted, _ANSWER_TIMEOUT_S)
+        self._looked_s, self._reason = time.monotonic(), None
+        before, self._agents = self._agents, agents
+        for name, agent in agents.items():
+            if agent.state == FAILED and self._is_start:
+                raise ConfigError(f"an agent cannot begin on {agent.agent_id}: {agent.reason}")
+            if agent.state in (FAILED, ENDED) and agent != before.get(name):
+                _logger.warning("agent %s: %s", agent.agent_id, agent.reason or agent.state)
+            if agent.place is not None and self._joined.get(name) != agent.place.url:
+                await self._join(name, agent.place)
+                wanted[name].place = agent.place
+                self._write()
+
+    async def _grant(self, machines: ActorMachines) -> None:
+        """Do what is wished, an engine each, on machines that have no agent yet."""
+        for wish in self._orders.wishes:
+            if wish in self._notes.taken:
+                continue
+            try:
+                bundles = await self._spread(machines, 1)
+            except ConfigError as error:
+                self._reason = str(error)
+                return
+            self._notes.taken = [*self._notes.taken[-_NUM_TAKEN:], wish]
+            self._add(bundles)
+
+    async def _ask(self, question: Callable[..., _T], *arguments: Any) -> _T:
+        """Ask Ray in its thread, however long that takes."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, question, *arguments)
+
+    # Agents.
+
+    async def _join(self, name: str, place: AgentPlace) -> None:
+        """Have an agent report to this cluster's controller.
+
+        Raises ``ConfigError`` if it is another cluster's.
+        """
+        body = Join(controller_url=self._settings.controller_url)
+        deadline_s = time.monotonic() + _LED_TIMEOUT_S
+        while True:
+            try:
+                url = place.url + AGENT_JOIN_PATH
+                await call(self._session, url, body, Join, timeout_s=_CALL_TIMEOUT_S)
+            except UnreachableError as error:
+                _logger.warning("agent %s is not told of its controller: %s", place.agent_id, error)
+                return
+            except HttpError as error:
+                if error.code == "led_elsewhere" and time.monotonic() < deadline_s:
+                    await asyncio.sleep(_EVERY_S)
+                    continue
+                name = self._settings.cluster_name
+                raise ConfigError(
+                    f"a cluster {name!r} is there already ({error}); give another --cluster-name, "
+                    "or the key of that one as --cluster-key-file and end it first"
+                ) from None
+            self._joined[name] = place.url
+            return
+
+    def _digest(self, bundle: Bundle) -> str:
+        return options_digest(msgspec.structs.replace(self._settings.node, bundle=bundle))
+
+    async def _end(self) -> None:
+        """End all agents when their requests have, then their actors."""
+        places = [one.place for one in self._notes.wanted.values() if one.place is not None]
+        await asyncio.gather(*(self._end_agent(place) for place in places))
+        try:
+            async with asyncio.timeout(_FORGET_TIMEOUT_S):
+                is_there = self._machines is not None or not self._notes.wanted
+                for name in self._notes.wanted:
+                    if self._machines is not None:
+                        await self._ask(self._machines.end, name)
+        except TimeoutError:
+            is_there = False
+        if not is_there:
+            _logger.error(
+                "Ray does not answer: the engines have ended, and actors of %r stay, without any, "
+                "until the next start ends them", self._settings.cluster_name,
+            )  # fmt: skip
+        self._path.unlink(missing_ok=True)
+
+    async def _end_agent(self, place: AgentPlace) -> None:
+        url, body = place.url + AGENT_END_PATH, EndAgent(agent_id=place.agent_id)
+        deadline_s = time.monotonic() + self._settings.drain_timeout_s + _GRACE_S
+        with contextlib.suppress(HttpError):  # once it is gone
+            while time.monotonic() < deadline_s:
+                await call(self._session, url, body, EndAgent, timeout_s=_CALL_TIMEOUT_S)
+                await asyncio.sleep(_EVERY_S)
+            _logger.warning("agent %s does not end", place.agent_id)
+
+    # The controller.
+
+    async def _keep_telling(self) -> None:
+        """Say how it is, and hear what is wished. A controller that is gone is waited for."""
+        url = self._settings.controller_url + MACHINES_PATH
+        while True:
+            with contextlib.suppress(HttpError):
+                report = self._told()
+                self._orders = await call(
+                    self._session, url, report, MachinesOrders, timeout_s=_CALL_TIMEOUT_S
+                )
+                self._is_start = self._is_start and not self._orders.num_engines
+            await asyncio.sleep(_EVERY_S)
+
+    def _told(self) -> MachinesReport:
+        is_late = self._looked_s is None or time.monotonic() - self._looked_s > _LATE_S
+        reason = self._reason
+        if is_late and reason is None:
+            reason = f"it has not answered for {_LATE_S:g} s"
+        return MachinesReport(
+            kind="ray", is_up=not is_late, num_agents=len(self._notes.wanted), reason=reason,
+            num_held=0 if is_late else len(self._agents.keys() & self._notes.wanted.keys()),
+            taken=tuple(set(self._orders.wishes).intersection(self._notes.taken)),
+        )  # fmt: skip
+
+    def _write(self) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(self._notes))
+        new.rename(self._path)
+
+
+def _read(path: Path, run_id: str) -> _Notes:
+    """What an earlier process of the same start has noted."""
+    try:
+        notes = msgspec.json.decode(path.read_bytes(), type=_Notes)
+    except (OSError, msgspec.DecodeError):
+        return _Notes(run_id)
+    return notes if notes.run_id == run_id else _Notes(run_id)
+
+
+async def run_nodes(settings: RaySettings, stop: asyncio.Event) -> None:
+    """Keep a cluster's agents until ``stop``."""
+    from .ray import RayMachines  # which only this process loads, and those of Ray
+
+    async with make_session(settings.cluster_key) as session:
+        await NodesKeeper(settings, session, stop, RayMachines).run()
+
+
+if __name__ == "__main__":
+    run_process(RaySettings, run_nodes)

@@ -1,0 +1,135 @@
+"""All that is asked of Ray: which machines it has, and actors that hold agents there.
+
+Ray Core's public names only, and its object store for nothing: an actor gets its settings as an
+argument and says where its agent is; tokens and adapters go by HTTP. Imported by the process that
+keeps agents (``nodes.py``), and by Ray's on each machine.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util import list_named_actors, placement_group, remove_placement_group
+from ray.util.placement_group import get_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...errors import CorunError
+from ..bundles import Bundle, Node
+from ..settings import NodeSettings
+from .held import FAILED, AgentHolder, HeldAgent
+
+_NAMESPACE = "corun"
+_MAX_CHARS_SHOWN = 300
+
+
+class RayMachines:
+    """A connection to Ray. From one thread; each call may take as long as Ray is away.
+
+    Raises ``CorunError`` for what Ray does not do.
+    """
+
+    def __init__(self, address: str, cluster_name: str) -> None:
+        """Connect by the raylet of this machine."""
+        self._name = cluster_name
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of it
+        try:
+            ray.init(
+                address=address, namespace=_NAMESPACE, logging_level="ERROR", log_to_driver=False
+            )
+        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise CorunError(
+                f"Ray at {address} takes no driver from here: {_line(error)}"
+            ) from None
+
+    def nodes(self) -> list[Node]:
+        """All that are alive."""
+        found = []
+        for node in _answer(ray.nodes):
+            if node["Alive"]:
+                has = node["Resources"]
+                found.append(Node(has.get("CPU", 0.0), has.get("GPU", 0.0)))
+        return found
+
+    def names(self) -> set[str]:
+        """Actors of this cluster: those that run, and those that Ray is to run."""
+        start = f"{self._name}/"
+        names = _answer(list_named_actors)
+        return {name.removeprefix(start) for name in names if name.startswith(start)}
+
+    def begin(self, name: str, bundle: Bundle, settings: NodeSettings) -> None:
+        """Have Ray run an actor on a machine that has what it takes, when there is one."""
+        full = f"{self._name}/{name}"
+        try:
+            group = _answer(get_placement_group, full)  # of a try that was cut off
+        except ValueError:
+            group = _answer(placement_group, [bundle.resources()], name=full, lifetime="detached")
+        settings = msgspec.structs.replace(settings, bundle=bundle)
+        options = {
+            "name": full, "lifetime": "detached", "max_restarts": -1, "get_if_exists": True,
+            "num_cpus": bundle.num_cpus, "num_gpus": bundle.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=0
+            ),
+        }  # fmt: skip
+        actor = ray.remote(_HoldingActor).options(**options)
+        _answer(actor.remote, msgspec.json.encode(settings))
+
+    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, HeldAgent]:
+        """How actors' agents are, of those that say so in time, as none does without a machine."""
+        asked = {}
+        for name in names:
+            with contextlib.suppress(ValueError):  # it has just gone
+                actor = _answer(ray.get_actor, f"{self._name}/{name}")
+                asked[name] = _answer(actor.agent.remote)
+        deadline_s = time.monotonic() + timeout_s
+        found = {}
+        for name, answer in asked.items():
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                found[name] = msgspec.json.decode(ray.get(answer, timeout=left_s), type=HeldAgent)
+            except GetTimeoutError:
+                continue
+            except RayActorError as error:
+                if error.actor_init_failed:
+                    found[name] = HeldAgent(state=FAILED, agent_id=name, reason=_line(error))
+            except RayError as error:
+                raise CorunError(f"Ray does not answer: {_line(error)}") from None
+        return found
+
+    def end(self, name: str) -> None:
+        """Have Ray run it no longer, and give its machine back."""
+        full = f"{self._name}/{name}"
+        with contextlib.suppress(ValueError):
+            _answer(ray.kill, _answer(ray.get_actor, full))
+        with contextlib.suppress(ValueError):
+            _answer(remove_placement_group, _answer(get_placement_group, full))
+
+
+class _HoldingActor:
+    """The actor: holds an agent on the machine that it comes to."""
+
+    def __init__(self, settings: bytes) -> None:
+        found = msgspec.json.decode(settings, type=NodeSettings)
+        host = ray.util.get_node_ip_address()
+        self._holder = AgentHolder(msgspec.structs.replace(found, host=host))
+
+    def agent(self) -> bytes:
+        """How the agent is, as JSON."""
+        return msgspec.json.encode(self._holder.agent())
+
+
+def _answer(question: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What Ray answers. Raises ``ValueError`` for a name that it does not know, else ours."""
+    try:
+        return question(*arguments, **options)
+    except (RayError, RuntimeError, OSError) as error:
+        raise CorunError(f"Ray does not answer: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_CHARS_SHOWN] or type(error).__name__

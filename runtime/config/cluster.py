@@ -1,0 +1,236 @@
+"""Options of ``corun cluster`` and ``corun gateway`` beside those of ``corun serve``."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+from .option import check_config, option
+
+_CLUSTER = ("cluster",)
+_ADD = ("cluster", "cluster add")
+_GATEWAY = ("cluster", "gateway")
+# Those that ask a cluster that runs.
+_ASKING = ("cluster status", "cluster add", "cluster remove", "cluster drain")
+_KEYED = ("cluster", "gateway", *_ASKING)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+
+# Whose engines there are: the first one's tell themselves what they are, others need a profile.
+ENGINE_KINDS = ("corun", "vllm")
+
+# Options of ``corun serve`` that a cluster does not have, and who has their part.
+NOT_FOR_CLUSTERS: Mapping[str, str] = {
+    "lora_resolver": "adapters are found in its registry; load them over HTTP",
+    "lora_state_file": "its registry keeps adapters (--state-dir)",
+    "watch_lora_dir": "adapters are loaded over HTTP, and from --lora-dir at start",
+    "preload": "engines take adapters when they are first asked for",
+    "engine_cores": "it divides the cores of its machine",
+    "cpu_cores": "it divides the cores of its machine",
+}
+
+
+def check_url(text: str, flag: str) -> str:
+    """Return the URL of a server without its path. Raises ``ConfigError`` that names ``flag``."""
+    parts = urlsplit(text.rstrip("/").removesuffix("/v1"))
+    try:
+        is_url = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url or parts.path or parts.query:
+        raise ConfigError(f"{flag} is {text!r}, expected something like http://10.0.0.2:8000")
+    return f"http://{parts.netloc}"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenEngine:
+    """An engine that others run, as it is given."""
+
+    url: str
+    kind: str = ENGINE_KINDS[0]
+    profile: str | None = None  # a file; None = it tells itself what it is
+
+
+def parse_engine(text: str, flag: str = "--engine") -> GivenEngine:
+    """Read URL or URL,kind=KIND,profile=FILE. Raises ``ConfigError`` that names ``flag``."""
+    url, *pairs = text.split(",")
+    given = {"kind": ENGINE_KINDS[0]}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in ("kind", "profile") or not value:
+            raise ConfigError(f"{flag} is {text!r}, must be URL or URL,kind=KIND,profile=FILE")
+        given[key] = value
+    engine = GivenEngine(check_url(url, flag), **given)
+    if engine.kind not in ENGINE_KINDS:
+        known = ", ".join(ENGINE_KINDS)
+        raise ConfigError(f"{flag} {engine.url}: kind is {engine.kind!r}, must be one of {known}")
+    if engine.kind == ENGINE_KINDS[0] and engine.profile is not None:
+        raise ConfigError(f"{flag} {engine.url}: profile is for kind=vllm; corun tells its own")
+    if engine.kind != ENGINE_KINDS[0] and engine.profile is None:
+        raise ConfigError(
+            f"{flag} {engine.url}: kind={engine.kind} needs profile=FILE, which corun profile "
+            f"--url {engine.url} writes"
+        )
+    return engine
+
+
+def _check_engines(texts: tuple[str, ...], flag: str) -> None:
+    urls = [parse_engine(text, flag).url for text in texts]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ConfigError(f"{flag} names {url} twice")
+
+
+def check_ray(text: str | None, flag: str) -> tuple[str, int] | None:
+    """Return host and port of Ray's control store. Raises ``ConfigError``."""
+    if text is None:
+        return None
+    host, _, port = text.rpartition(":")
+    if not host.strip("[]") or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"{flag} is {text!r}, expected HOST:PORT of Ray's head, such as 10.0.0.1:6379"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _check_name(text: str, flag: str) -> None:
+    if not _NAME.fullmatch(text):
+        raise ConfigError(f"{flag} is {text!r}, must be letters, digits, '-', '_' and '.'")
+
+
+def parse_min_copies(texts: tuple[str, ...], flag: str = "--min-copies") -> dict[str, int]:
+    """Return how many copies each adapter has at least. Raises ``ConfigError``."""
+    found: dict[str, int] = {}
+    for text in texts:
+        name, separator, number = text.rpartition("=")
+        if not separator or not name or not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"{flag} is {text!r}, must be NAME=K, with K from 1 on")
+        if name in found:
+            raise ConfigError(f"{flag} names {name!r} twice")
+        found[name] = int(number)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What a cluster consists of, and where it is.
+
+    Raises ``ConfigError`` for a value of the wrong type or out of range.
+    """
+
+    engines: int | None = option(
+        None,
+        minimum=1,
+        maximum=1024,
+        help="Engines that run on this machine, or with --ray on Ray's.",
+        commands=_ADD,
+    )
+    engine: tuple[str, ...] = option(
+        (),
+        metavar="URL",
+        one_each=True,
+        help="An engine that others run, with the cluster's key as its --api-key and --admin-key; "
+        "adapters must be in directories that it sees, too. A vLLM server: "
+        "URL,kind=vllm,profile=FILE.",
+        check=_check_engines,
+        commands=_ADD,
+    )
+    ray: str | None = option(
+        None,
+        metavar="HOST:PORT",
+        help="Have Ray start the engines on its machines, of which this is one; as ray start "
+        "--address takes it.",
+        check=check_ray,
+        commands=_CLUSTER,
+    )
+    cluster_name: str = option(
+        "corun",
+        metavar="NAME",
+        help="With --ray: which of Ray's actors are this cluster's.",
+        check=_check_name,
+        commands=_CLUSTER,
+    )
+    gateways: int = option(
+        1,
+        minimum=1,
+        maximum=64,
+        help="Gateway processes, which share one port.",
+        commands=_GATEWAY,
+    )
+    router: str = option(
+        "predicted",
+        metavar="NAME",
+        help="Says which engine a request goes to (predicted, toppings, loraserve, p2c, ...).",
+        commands=_GATEWAY,
+    )
+    placement: str = option(
+        "sticky",
+        metavar="NAME",
+        help="Plans which engines have which adapters' files (sticky, loraserve, everywhere, ...).",
+        commands=_CLUSTER,
+    )
+    placement_interval_s: float = option(
+        120.0,
+        minimum=15,
+        maximum=3600,
+        help="So often a placement is planned anew.",
+        commands=_CLUSTER,
+    )
+    min_copies: tuple[str, ...] = option(
+        (),
+        metavar="NAME=K",
+        one_each=True,
+        help="Keep an adapter's files for at least K engines.",
+        check=parse_min_copies,
+        commands=_CLUSTER,
+    )
+    adapter_cache_gib: float | None = option(
+        None,
+        above=0,
+        help="Disk space for adapters' files on this machine, in GiB; default: half of what is "
+        "free there.",
+        commands=_CLUSTER,
+    )
+    state_dir: str | None = option(
+        None,
+        metavar="DIR",
+        help="Where the cluster's registry, its key and adapters' files are; default: "
+        "corun/cluster in XDG_STATE_HOME.",
+        commands=("cluster", *_ASKING),
+    )
+    cluster_key_file: str | None = option(
+        None,
+        metavar="FILE",
+        help="File with the key that the processes of the cluster show each other; default: "
+        "cluster.key in --state-dir, which is made if it is missing.",
+        commands=_KEYED,
+    )
+    cluster_host: str = option(
+        "127.0.0.1",
+        help="Address of this machine on which controller, agent and engines listen, for gateways "
+        "and agents of others; with --ray the one that leads to its machines.",
+        commands=_CLUSTER,
+    )
+    cluster_port: int = option(
+        0,
+        minimum=0,
+        maximum=65535,
+        help="Port of the controller there; 0 = any free one.",
+        commands=_CLUSTER,
+    )
+    unpinned: bool = option(
+        False,
+        help="Do not divide the cores of this machine: engines share them, and have no workers "
+        "that compute LoRA deltas.",
+        commands=_CLUSTER,
+    )
+    controller: str | None = option(
+        None,
+        metavar="URL",
+        help="Where the controller is; default: as --state-dir says.",
+        check=lambda url, flag: None if url is None else check_url(url, flag),
+        commands=("gateway", *_ASKING),
+    )
+
+    def __post_init__(self) -> None:
+        check_config(self)

@@ -1,0 +1,57 @@
+"""Which CUDA devices this process sees, and where they sit. Loads the driver, no other library."""
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from .facts import pci_numa_node
+
+_LOG = logging.getLogger(__name__)
+_LIBRARY = "libcuda.so.1"
+_ADDRESS_BYTES = 32  # "0000:3b:00.0", with room for longer domains
+_UUID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleDevice:
+    """One device."""
+
+    name: str  # as CUDA_VISIBLE_DEVICES takes it, whatever order it numbers them in
+    numa_node: int | None  # None = the machine does not say, or has one
+
+
+def read_cuda_devices(library: str = _LIBRARY) -> tuple[VisibleDevice, ...]:
+    """Return the devices that CUDA_VISIBLE_DEVICES leaves; () without a driver or a device."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return ()
+    return devices_of(driver)
+
+
+def devices_of(driver: Any) -> tuple[VisibleDevice, ...]:
+    """Return those that CUDA's driver, a library of C functions, tells of."""
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_device(driver, index) for index in range(count.value))
+
+
+def _device(driver: Any, index: int) -> VisibleDevice:
+    handle = ctypes.c_int()
+    uuid = (ctypes.c_ubyte * _UUID_BYTES)()
+    address = ctypes.create_string_buffer(_ADDRESS_BYTES)
+    if driver.cuDeviceGet(ctypes.byref(handle), index) or driver.cuDeviceGetUuid(uuid, handle):
+        _LOG.warning("CUDA device %d does not say what it is, and goes by its number", index)
+        return VisibleDevice(str(index), None)
+    node = None
+    if driver.cuDeviceGetPCIBusId(address, _ADDRESS_BYTES, handle) == 0:
+        node = pci_numa_node(address.value.decode("ascii"))
+    return VisibleDevice(_uuid_name(bytes(uuid)), node)
+
+
+def _uuid_name(uuid: bytes) -> str:
+    text = uuid.hex()
+    parts = (text[:8], text[8:12], text[12:16], text[16:20], text[20:])
+    return "GPU-" + "-".join(parts)

@@ -1,0 +1,28 @@
+"""Ray fails in part under a load, once each way: ``bench/ray_faults.py``, which has the bounds.
+
+How fast a first token is, only a quiet machine can say, and so the benchmark.
+"""
+
+import os
+import shutil
+
+import pytest
+from ray_faults import BOUNDS, exceeded_by, run_of
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("default"),  # Ray's are not ours
+]
+_WITH_REDIS = ("control-store-kill", "head-kill-redis")
+
+
+@pytest.mark.parametrize("fault", BOUNDS)
+def test_only_streams_of_what_died_are_cut(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "partition" and (os.geteuid() != 0 or shutil.which("ip") is None):
+        pytest.skip("network namespaces need root, and ip of iproute2")
+    if fault in _WITH_REDIS and shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server")
+    for name, value in os.environ.items():  # run_of sets some, for all processes of Ray
+        monkeypatch.setenv(name, value)
+    figures = run_of(fault)
+    assert [text for text in exceeded_by(fault, figures) if "p99" not in text] == []

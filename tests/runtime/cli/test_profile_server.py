@@ -1,0 +1,90 @@
+"""``corun profile --url``: from the command line to the file, and what it refuses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corun.profiles.profile import load_profile
+from corun.runtime.cli.main import main
+from corun.runtime.server.listening import bind, listen, url_of
+from support.architectures import save_model
+from support.recorded_vllm import VllmOptions, vllm_in_a_thread
+
+HERE = ("profile", "--url", "http://127.0.0.1:1", "--output", "p.json")
+TOLD = ("--max-num-batched-tokens", "128", "--max-num-seqs", "4")
+pytestmark = pytest.mark.usefixtures("own_logging")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("profile", "--url", "host"), "--url is 'host', expected something like http://"),
+        (HERE[:3], "needs --output, too: where the profile goes"),
+        (HERE, "needs --max-num-batched-tokens, too: what the server was started with"),
+        ((*HERE, *TOLD[:2]), "needs --max-num-seqs, too: what the server was started with"),
+        ((*HERE, *TOLD[:3], "many"), "--max-num-seqs is 'many', must be a whole number"),
+        ((*HERE, *TOLD, "--picture", "x"), "--picture is not for --url"),
+        ((*HERE, *TOLD, "--budget-s", "9"), "--budget-s is not for --url"),
+        ((*HERE, *TOLD, "--block-size", "32"), "--block-size is not for --url"),
+        ((*HERE, *TOLD), "--url http://127.0.0.1:1: http://127.0.0.1:1/v1/models cannot be"),
+        ((*HERE[:4], "/nowhere/p.json", *TOLD), "there is no directory /nowhere"),
+        (("profile", "--max-num-seqs", "4"), "--max-num-seqs is for a server, which --url names"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    lines = output.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("corun: error: ") and words in lines[0]
+    assert output.out == ""
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    options: dict[str, Any] = getattr(request, "param", {})
+    with vllm_in_a_thread(VllmOptions(max_lora_rank=16, **options)) as url:
+        yield url
+
+
+def test_a_server_that_is_silent_has_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as sock:
+        listen(sock)  # and nobody accepts
+        url = url_of(sock)
+        assert main(("profile", "--url", url, *HERE[3:], *TOLD)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"corun: error: --url {url}: {url}/v1/models did not answer within 3 s"
+
+
+def test_a_server_is_measured(
+    server: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path, model = tmp_path / "p.json", save_model("llama3-rope", tmp_path_factory.mktemp("model"))
+    assert main(("profile", str(model), "--url", server, "--output", str(path), *TOLD)) == 0
+    output = capsys.readouterr()
+    assert "on vllm 0.32.0, measured from outside in" in output.out
+    assert f"corun cluster --engine {server},kind=vllm,profile={path}" in output.out
+    assert "measuring takes about" in output.err and "adapters, decode: " in output.err
+    profile = load_profile(path)
+    assert profile.server is not None and profile.server.max_num_seqs == 4
+    assert len(profile.server.base_fingerprint) == 64
+    assert [one.rank for one in profile.budgets] == [8, 16]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [({"has_lora": False}, "--enable-lora"), ({"updates_loras": False}, "LORA_UPDATING=True"),
+     ({}, "which is not here: give MODEL")],
+    indirect=["server"],
+)  # fmt: skip
+def test_a_server_that_cannot_be_measured_is_refused(
+    server: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("profile", "--url", server, "--output", str(tmp_path / "p.json"), *TOLD)
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and line.startswith("corun: error: ")

@@ -1,0 +1,62 @@
+"""Operating points of live engines: what is simulated for them, and what is kept."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from corun.profiles.models import MachineModel
+from corun.runtime.cluster.controller import simulated_points
+from corun.runtime.cluster.controller.points import PointsTask, points_of
+from corun.runtime.cluster.controller.simulated_points import find_and_keep
+from corun.runtime.errors import CorunError
+from corun.runtime.sim.capacity import NoLimitError
+from support.fake_cluster import profile_of
+
+
+def task_of(folder: Path, **fields: Any) -> PointsTask:
+    profile = msgspec.structs.replace(profile_of(), **fields)
+    return PointsTask(profile, 1000, (4,), 2.0, str(folder))
+
+
+def test_points_are_found_for_an_engine_as_its_profile_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def find(setup: Any, ranks: Any, *, slo: Any, **_: Any) -> tuple[tuple[int, float], ...]:
+        told.append((setup, ranks, slo))
+        if slo is not None and len(told) == 1:
+            raise NoLimitError("it is borne")
+        return tuple((rank, 10.0 * rank) for rank in ranks)
+
+    monkeypatch.setattr(simulated_points, "find_points", find)
+    task = task_of(tmp_path)
+    find_and_keep(task)
+    # Whoever bears any load is placed by what it does at most.
+    assert [one[2] is None for one in told] == [False, True] and told[0][2].ttft_s == 2.0
+    setup, ranks, _ = told[0]
+    assert ranks == [4, 8, 16, 32, 64, 128]
+    assert (setup.machine.num_blocks, setup.machine.max_num_seqs) == (1000 // 16, 16)
+    assert setup.workload.lengths.prompt_divisor == 8  # prompts fit into 2048 tokens
+    assert asyncio.run(points_of(task))[4] == 40.0
+
+
+def test_a_profile_that_is_learned_has_its_points_found_once(tmp_path: Path) -> None:
+    learned = task_of(tmp_path, is_measured=False)
+    later = task_of(tmp_path, is_measured=False, machine=_slower(learned))
+    assert learned.path == later.path
+    assert task_of(tmp_path).path != task_of(tmp_path, machine=_slower(learned)).path
+
+
+def _slower(task: PointsTask) -> MachineModel:
+    return replace(task.profile.machine, turn_s=1.0)
+
+
+def test_without_an_answer_there_are_no_points(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.write_text("a file, where runs would be kept")
+    with pytest.raises(CorunError, match="no operating points were found: status 1"):
+        asyncio.run(points_of(task_of(folder)))

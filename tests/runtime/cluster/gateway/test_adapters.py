@@ -1,0 +1,189 @@
+"""Adapters of the cluster, as a gateway serves, lists and changes them, over real HTTP."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from corun.runtime.cluster.wire import AdapterChange, Ensure
+from corun.runtime.server.errors import HttpError
+from support.gateways import (
+    BASE,
+    GatewayCluster,
+    ScriptedEngine,
+    answer_at_once,
+    entry_of,
+    gateway_cluster,
+    refuse,
+)
+
+Work = Callable[[GatewayCluster], Awaitable[None]]
+
+
+def in_cluster(work: Work, *engines: ScriptedEngine, **options: object) -> None:
+    async def run() -> None:
+        async with gateway_cluster(*engines, **options) as cluster:  # type: ignore[arg-type]
+            await asyncio.wait_for(work(cluster), 30.0)
+
+    asyncio.run(run())
+
+
+def asked(cluster: GatewayCluster) -> list[tuple[str, str, int]]:
+    """Which engine was to serve what, at which revision."""
+    return [
+        (one.engine_id, one.adapter.name, one.adapter.revision) for one in cluster.controller.asked
+    ]
+
+
+def code_of(answer: tuple[int, bytes]) -> tuple[int, str]:
+    return answer[0], msgspec.json.decode(answer[1])["error"]["code"]
+
+
+def test_an_engine_is_asked_once_however_many_wait() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        opens = asyncio.Event()
+
+        async def wait(asked: Ensure) -> None:
+            await opens.wait()
+
+        cluster.controller.on_ensure = wait
+        waiting = [asyncio.ensure_future(cluster.complete(model="x")) for _ in range(5)]
+        waiting.append(asyncio.ensure_future(cluster.complete(model=f"{BASE}:x")))
+        await asyncio.sleep(0.1)
+        assert not cluster.engines[0].received
+        waiting.pop(0).cancel()  # whoever asked first leaves
+        await asyncio.sleep(0.05)
+        opens.set()
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 5
+        assert asked(cluster) == [("e0", "x", 1)]
+        assert (await cluster.complete(model="x"))[0] == 200
+        assert len(asked(cluster)) == 1
+        # From another revision on it is asked again, and after that of a new process.
+        await cluster.controller.tell(adapters=(entry_of("x", 2),))
+        assert (await cluster.complete(model="x"))[0] == 200
+        assert asked(cluster)[1:] == [("e0", "x", 2)]
+        cluster.engines[0].incarnation = "two"
+        await cluster.told()
+        assert (await cluster.complete(model="x"))[0] == 200
+        assert len(asked(cluster)) == 3
+
+    in_cluster(work, ScriptedEngine("e0"), adapters=(entry_of("x"),))
+
+
+def test_an_engine_that_cannot_serve_an_adapter_is_left_once() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        cluster.engines[1].queued_tokens = 10_000
+        await cluster.told()
+        full = HttpError(503, "the disk is full", code="no_space")
+
+        async def refuse_first(asked: Ensure) -> None:
+            if asked.engine_id == "e0":
+                raise full
+
+        cluster.controller.on_ensure = refuse_first
+        assert (await cluster.complete(model="x"))[0] == 200
+        assert [engine_id for engine_id, *_ in asked(cluster)] == ["e0", "e1"]
+
+        async def refuse_all(asked: Ensure) -> None:
+            raise HttpError(400, "rank 999 is too large", code="adapter_failed")
+
+        cluster.controller.on_ensure = refuse_all
+        await cluster.controller.tell(adapters=(entry_of("y"),))
+        assert code_of(await cluster.complete(model="y")) == (400, "adapter_failed")
+
+    in_cluster(work, ScriptedEngine("e0"), ScriptedEngine("e1"), adapters=(entry_of("x"),))
+
+
+def test_an_adapter_that_an_engine_has_dropped_is_asked_for_again() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        (engine,) = cluster.engines
+        assert (await cluster.complete(model="x"))[0] == 200
+        missing = refuse(404, "model_not_found")
+
+        async def once_more(request: object) -> object:
+            engine.answer = answer_at_once
+            return await missing(request)  # type: ignore[arg-type]
+
+        engine.answer = once_more  # type: ignore[assignment]
+        assert (await cluster.complete(model="x"))[0] == 200
+        assert len(asked(cluster)) == 2
+        await cluster.told()
+        del engine.adapters["x"]  # and says so
+        await cluster.told()
+        assert (await cluster.complete(model="x"))[0] == 200
+        assert len(asked(cluster)) == 3
+
+    in_cluster(work, ScriptedEngine("e0"), adapters=(entry_of("x"),))
+
+
+def test_names_that_cannot_be_served_are_refused_here() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        status, body = await cluster.complete(model="ware-house")
+        assert code_of((status, body)) == (404, "model_not_found")
+        assert b"warehouse" in body
+        assert code_of(await cluster.complete(model="loads")) == (503, "adapter_unavailable")
+        status, body = await cluster.complete(model="broken")
+        assert code_of((status, body)) == (400, "adapter_failed") and b"no such file" in body
+        await cluster.controller.tell(removed_adapters={"warehouse": 2})
+        assert code_of(await cluster.complete(model="warehouse")) == (404, "model_not_found")
+        assert not cluster.engines[0].received
+
+    in_cluster(
+        work,
+        ScriptedEngine("e0"),
+        adapters=(
+            entry_of("warehouse"),
+            entry_of("loads", state="loading"),
+            entry_of("broken", state="failed", reason="no such file"),
+        ),
+    )
+
+
+def test_adapters_are_listed_with_copies_and_levels() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        await cluster.complete(model="x")
+        await cluster.told()
+        _, models = await cluster.get("/v1/models")
+        assert [(one["id"], one["parent"]) for one in models["data"]] == [
+            (BASE, None), ("x", BASE), ("y", BASE),
+        ]  # fmt: skip
+        assert (await cluster.get("/v1/models/x"))[1]["root"] == "/adapters/x"
+        _, page = await cluster.get("/v1/lora_adapters?limit=1")
+        assert page["has_more"] and page["num_adapters"] == 2
+        (x,) = page["data"]
+        assert (x["name"], x["level"], x["engines"]) == ("x", "cpu", {"e0": "cpu"})
+        status, y = await cluster.get("/v1/lora_adapters/y")
+        assert status == 200 and (y["copies"], y["engines"]) == (["agent"], {})
+        assert (await cluster.get("/v1/lora_adapters/z"))[0] == 404
+
+    in_cluster(
+        work, ScriptedEngine("e0"),
+        adapters=(entry_of("x"), entry_of("y", digest="digest-on-agent")),
+    )  # fmt: skip
+
+
+def test_changes_go_to_the_controller_with_an_administrators_key_only() -> None:
+    async def post(cluster: GatewayCluster, key: str, path: str, **fields: object) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with cluster.session.post(
+            cluster.url + path, json=fields, headers=headers
+        ) as response:
+            return response.status
+
+    async def work(cluster: GatewayCluster) -> None:
+        load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+        assert await post(cluster, "user", load, lora_name="x", lora_path="/x") == 403
+        assert await post(cluster, "cluster-key", load, lora_name="x", lora_path="/x") == 401
+        assert await post(cluster, "cluster-key", "/v1/completions", prompt="x") == 401
+        assert await post(cluster, "user", "/v1/completions", prompt="x") == 200
+        fields = {"lora_name": "x", "lora_path": "/x", "load_inplace": True}
+        assert await post(cluster, "admin", load, **fields) == 200
+        assert await post(cluster, "admin", load, lora_name="x", pinned=True) == 200
+        assert await post(cluster, "admin", unload, lora_name="x") == 200
+        assert await post(cluster, "admin", load, lora_name="x") == 400
+        assert cluster.controller.changes == [
+            AdapterChange(action="load", name="x", path="/x", load_inplace=True),
+            AdapterChange(action="pin", name="x", pinned=True),
+            AdapterChange(action="unload", name="x"),
+        ]
+
+    in_cluster(work, ScriptedEngine("e0"), api_key=("user",), admin_key=("admin",))

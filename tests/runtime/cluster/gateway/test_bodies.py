@@ -1,0 +1,100 @@
+"""What is read of bodies, and what it comes to in tokens."""
+
+import json
+from typing import Any
+
+import pytest
+from corun.runtime.cluster.gateway.bodies import TokenRatio, read_facts, read_usage
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def _facts(*, is_chat: bool = False, **fields: Any) -> Any:
+    return read_facts(json.dumps(fields).encode(), is_chat=is_chat)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_ids", "num_choices"),
+    [
+        ("some text", None, 2),
+        ([5, 6, 7], 3, 2),
+        ([[5, 6], [7]], 3, 4),
+        (["one", "two", "three"], None, 6),
+        ([], None, 2),
+        (None, None, 2),
+        ({"a": 1}, None, 2),
+    ],
+)
+def test_prompts_are_counted(prompt: object, num_ids: int | None, num_choices: int) -> None:
+    facts = _facts(prompt=prompt, n=2)
+    assert (facts.num_ids, facts.num_choices) == (num_ids, num_choices)
+
+
+def test_limits_of_output_are_those_of_each_kind() -> None:
+    assert _facts(prompt="x").max_output_tokens == 16
+    assert _facts(prompt="x", max_tokens=5).max_output_tokens == 5
+    assert _facts(is_chat=True, messages=[]).max_output_tokens is None
+    both = _facts(is_chat=True, messages=[], max_tokens=5, max_completion_tokens=7)
+    assert both.max_output_tokens == 7
+    assert _facts(prompt="x", predicted_output_tokens=9).predicted_output_tokens == 9
+
+
+@given(
+    st.binary(max_size=64) | st.recursive(st.none(), st.lists).map(lambda v: json.dumps(v).encode())
+)
+def test_whatever_comes_is_forwarded(body: bytes) -> None:
+    for is_chat in (False, True):
+        facts = read_facts(body, is_chat=is_chat)
+        assert facts.model is None and facts.num_choices >= 1
+
+
+@pytest.mark.parametrize("value", [True, -1, 0, 2**40, 1.5, "3", [3], {"n": 3}])
+def test_fields_of_wrong_types_are_left_to_engines(value: object) -> None:
+    facts = _facts(prompt="x", n=value, max_tokens=value, model=5, user=["a"])
+    assert facts.num_choices == 1 and facts.max_output_tokens == 16
+    assert facts.model is None
+
+
+def test_a_body_that_is_too_deep_is_left_to_engines() -> None:
+    assert read_facts(b'{"prompt":' + b"[" * 100_000, is_chat=False).model is None
+
+
+def test_a_session_is_its_user_or_how_its_prompt_begins() -> None:
+    assert _facts(prompt="x", user="alice").session == "alice"
+    one, same, other = (_facts(prompt=text * 300).session for text in ("a", "a", "b"))
+    assert one == same != other
+    grown = _facts(prompt="a" * 300 + "and more").session
+    assert grown == one
+
+
+def test_beginnings_are_shared_as_far_as_texts_are() -> None:
+    first = _facts(prompt="a" * 2000)
+    second = _facts(prompt="a" * 1200 + "b" * 2800)
+    ours, theirs = first.beginnings(500), second.beginnings(1000)
+    shared = [one for one, other in zip(ours, theirs, strict=False) if one[0] == other[0]]
+    assert len(shared) == 5 and shared[-1][1] == pytest.approx(1024 * 500 / 2002, abs=1)
+    salted = _facts(prompt="a" * 2000, cache_salt="s").beginnings(500)
+    assert not {one for one, _ in ours} & {one for one, _ in salted}
+    assert not _facts(prompt="short").beginnings(1)
+    assert len(_facts(prompt="a" * 10**6).beginnings(10**5)) == 131
+
+
+def test_usage_is_read_where_no_text_can_pretend_to_be_it() -> None:
+    choices = [{"text": 'x "usage": {"prompt_tokens": 99, "completion_tokens": 99}'}]
+    answer = {"choices": choices, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+    assert read_usage(json.dumps(answer).encode()) == (7, 3)
+    assert read_usage(json.dumps(answer, separators=(",", ":")).encode()) == (7, 3)
+    assert read_usage(json.dumps({"choices": choices, "usage": None}).encode()) is None
+    assert read_usage(b"") is None
+
+
+def test_tokens_of_text_are_learned_by_adapter_and_kind() -> None:
+    ratio = TokenRatio()
+    text = b"x" * 1002
+    assert ratio.num_tokens(text, "a", is_chat=False) == 250
+    ratio.learn(text, 501, "a", is_chat=False)
+    assert ratio.num_tokens(text, "a", is_chat=False) == 500
+    assert ratio.num_tokens(text, "b", is_chat=False) == 500  # as others, before it has its own
+    assert ratio.num_tokens(text, "a", is_chat=True) == 250
+    ratio.learn(text, 1, "a", is_chat=False)  # a prompt of special tokens says nothing
+    assert ratio.num_tokens(b"", None, is_chat=False) == 1

@@ -1,0 +1,251 @@
+"""A gateway looks like one server: what goes in and comes out, over real HTTP."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+from aiohttp import web
+from corun.runtime.cluster.wire import GATEWAY_HEADER
+from support.fake_cluster import eventually
+from support.gateways import (
+    DONE,
+    EVENT,
+    GatewayCluster,
+    ScriptedEngine,
+    answer_at_once,
+    begin_stream,
+    gateway_cluster,
+    hang_up,
+    refuse,
+    stream_at_once,
+)
+
+Work = Callable[[GatewayCluster], Awaitable[None]]
+
+
+def in_cluster(work: Work, *engines: ScriptedEngine, **options: object) -> None:
+    async def run() -> None:
+        async with gateway_cluster(*(engines or (ScriptedEngine("e0"),)), **options) as cluster:  # type: ignore[arg-type]
+            await asyncio.wait_for(work(cluster), 30.0)
+
+    asyncio.run(run())
+
+
+def test_a_body_and_its_answer_are_forwarded_as_they_are() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        body = b'{ "model": "base" ,"prompt":"\\u00e9t\xc3\xa9", "unheard_of": [1, {"a": null}]}'
+        headers = {
+            "Content-Type": "application/json", "x-request-id": "mine", "traceparent": "00-a-b-01",
+        }  # fmt: skip
+        async with cluster.session.post(
+            f"{cluster.url}/v1/completions", data=body, headers=headers
+        ) as response:
+            answer = await response.read()
+            assert response.status == 200
+            assert response.headers["x-request-id"] == "mine"
+            assert response.content_type == "application/json"
+        assert msgspec.json.decode(answer)["choices"] == [{"index": 0, "text": " t t t"}]
+        (got,) = cluster.engines[0].received
+        assert (got.path, got.body) == ("/v1/completions", body)
+        assert got.headers["x-request-id"] == "mine"
+        assert got.headers["traceparent"] == "00-a-b-01"
+        assert got.headers["Authorization"] == "Bearer cluster-key"
+        gateway_id, _, number = got.headers[GATEWAY_HEADER].partition(":")
+        assert gateway_id.startswith("gateway-") and number == "1"
+
+    in_cluster(work)
+
+
+def test_a_stream_is_forwarded_event_by_event() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        status, body = await cluster.complete(stream=True)
+        assert (status, body) == (200, 3 * EVENT + DONE)
+        assert await cluster.metric("gateway_first_token_seconds_count", engine="e0") == 1.0
+
+    in_cluster(work, ScriptedEngine("e0", stream_at_once))
+
+
+def test_errors_of_an_engine_are_forwarded_and_not_tried_elsewhere() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            status, body = await cluster.complete(path=path)
+            assert status == 400 and b"the engine says invalid_value" in body
+        assert sum(len(engine.received) for engine in cluster.engines) == 4
+
+    refusing = refuse(400, "invalid_value")
+    in_cluster(work, ScriptedEngine("e0", refusing), ScriptedEngine("e1", refusing))
+
+
+def test_a_full_engine_is_left_once_and_a_full_cluster_says_when_to_come_again() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        full, other = cluster.engines
+        other.queued_tokens = 10_000  # so that the full one is tried first
+        await cluster.told()
+        assert (await cluster.complete())[0] == 200
+        assert (len(full.received), len(other.received)) == (1, 1)
+        assert await cluster.metric("gateway_engine_retries_total", engine="e0") == 1.0
+        other.answer = refuse(429, "overloaded")
+        async with cluster.session.post(
+            f"{cluster.url}/v1/completions", json={"prompt": "x"}
+        ) as response:
+            assert response.status == 429 and response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["type"] == "rate_limit_error"
+
+    in_cluster(work, ScriptedEngine("e0", refuse(429, "overloaded")), ScriptedEngine("e1"))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_no_client_has_seen_is_tried_elsewhere(is_stream: bool) -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        broken, whole = cluster.engines
+        whole.queued_tokens = 10_000
+        whole.answer = stream_at_once if is_stream else answer_at_once
+        await cluster.told()
+        status, body = await cluster.complete(stream=is_stream)
+        assert status == 200 and b"error" not in body
+        assert (len(broken.received), len(whole.received)) == (1, 1)
+
+    in_cluster(work, ScriptedEngine("e0", hang_up), ScriptedEngine("e1"))
+
+
+def test_an_answer_that_no_engine_completes_is_a_502() -> None:
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = 1000
+        await response.prepare(request)
+        await response.write(b'{"choices":')
+        return await hang_up(request)
+
+    async def work(cluster: GatewayCluster) -> None:
+        status, body = await cluster.complete()
+        error = msgspec.json.decode(body)["error"]
+        assert (status, error["code"]) == (502, "engine_lost")
+        assert "ended before this answer was complete" in error["message"]
+
+    in_cluster(work, ScriptedEngine("e0", half), ScriptedEngine("e1", half))
+
+
+def test_a_stream_that_breaks_ends_with_an_error_event_behind_whole_events() -> None:
+    async def breaks(request: web.Request) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(EVENT + EVENT[:20])
+        await asyncio.sleep(0.05)
+        return await hang_up(request)
+
+    async def work(cluster: GatewayCluster) -> None:
+        status, body = await cluster.complete(stream=True)
+        first, last, rest = body.split(b"\n\n")
+        assert status == 200 and first + b"\n\n" == EVENT and not rest
+        error = msgspec.json.decode(last.removeprefix(b"data: "))["error"]
+        assert error["code"] == "engine_lost" and "e0" in error["message"]
+
+    in_cluster(work, ScriptedEngine("e0", breaks))
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_client_that_leaves_is_told_to_the_engine(has_begun: bool) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = await begin_stream(request) if has_begun else web.StreamResponse()
+        for _ in range(1000):
+            if has_begun:
+                await response.write(EVENT)
+            await asyncio.sleep(0.02)
+            assert request.transport is not None
+        return response
+
+    async def work(cluster: GatewayCluster) -> None:
+        (engine,) = cluster.engines
+        asking = asyncio.ensure_future(cluster.complete(stream=True))
+        await eventually(lambda: bool(engine.received))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        left_s = asyncio.get_running_loop().time()
+        await eventually(lambda: engine.num_left == 1)
+        assert asyncio.get_running_loop().time() - left_s < 2.0  # ten times what is said
+        await eventually(lambda: engine.num_open == 0)
+
+    in_cluster(work, ScriptedEngine("e0", endless))
+
+
+def test_a_slow_reader_holds_back_its_own_stream_only() -> None:
+    num_written = 0
+
+    async def much(request: web.Request) -> web.StreamResponse:
+        nonlocal num_written
+        response = await begin_stream(request)
+        for _ in range(2000):
+            await response.write(EVENT * 200)  # 9 KiB
+            num_written += 1
+        await response.write(DONE)
+        return response
+
+    async def work(cluster: GatewayCluster) -> None:
+        (engine,) = cluster.engines
+        reader, writer = await asyncio.open_connection(
+            *cluster.url.removeprefix("http://").split(":"), limit=1 << 10
+        )
+        body = b'{"prompt": "x", "stream": true}'
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
+        await reader.readline()
+        while True:  # until the engine is held back, too
+            before = num_written
+            await asyncio.sleep(0.3)
+            if num_written == before:
+                break
+        assert num_written < 1900
+        engine.answer = stream_at_once
+        status, answer = await asyncio.wait_for(cluster.complete(stream=True), 5.0)
+        assert (status, answer) == (200, 3 * EVENT + DONE)
+        writer.close()
+
+    in_cluster(work, ScriptedEngine("e0", much))
+
+
+def test_a_connection_that_an_engine_has_closed_meanwhile_loses_nothing() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        (engine,) = cluster.engines
+        for _ in range(3):
+            assert (await cluster.complete())[0] == 200
+            engine.answer = close_after
+        assert len(engine.received) == 3
+
+    async def close_after(request: web.Request) -> web.StreamResponse:
+        response = await answer_at_once(request)
+        response.force_close()
+        return response
+
+    in_cluster(work)
+
+
+def test_tokens_of_streams_that_tell_no_usage_are_asked_for_now_and_then() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path != "/tokenize":
+            return await stream_at_once(request)
+        return web.json_response({"count": 100, "max_model_len": 2048, "tokens": []})
+
+    async def work(cluster: GatewayCluster) -> None:
+        (engine,) = cluster.engines
+        for _ in range(6):
+            await cluster.complete(stream=True, prompt="word " * 100)
+        await cluster.complete(stream=True, prompt=[1, 2, 3])
+        await eventually(lambda: len(engine.received) == 11)
+        asked = [one.body for one in engine.received if one.path == "/tokenize"]
+        assert [msgspec.json.decode(one) for one in asked] == 4 * [{"prompt": "word " * 100}]
+
+    in_cluster(work, ScriptedEngine("e0", answer))
+
+
+def test_a_gateway_says_which_routes_it_has() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        _, document = await cluster.get("/openapi.json")
+        assert {"/v1/completions", "/v1/lora_adapters/{name}", "/ready"} <= set(document["paths"])
+        assert "/v1/engine_state" not in document["paths"]
+        assert (await cluster.get("/version"))[0] == 200
+        assert (await cluster.get("/v1/engine_state"))[0] == 404
+        assert (await cluster.get("/v1/completions"))[0] == 405
+
+    in_cluster(work)

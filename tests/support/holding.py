@@ -1,0 +1,89 @@
+"""Holds an agent until it is killed: ``python -m support.holding``, settings on its input.
+
+Each line of its output is how the agent is, as JSON.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import psutil
+from corun.runtime.cluster.machines.held import AgentHolder, HeldAgent
+from corun.runtime.cluster.settings import NodeSettings
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.serve import ServeConfig
+
+from .launching import BARE_ENGINE, DEADLINE_S, KEY
+
+TESTS = Path(__file__).parents[1]
+
+
+def node_settings(directory: Path, controller_url: str, **fields: object) -> NodeSettings:
+    """Of an agent of one bare engine."""
+    values: dict[str, object] = {
+        "cluster_key": KEY, "controller_url": controller_url, "state_dir": str(directory),
+        "adapter_cache_bytes": 1 << 30, "engine": EngineConfig(model="m"),
+        "serve": ServeConfig(drain_timeout_s=2.0), "unpinned": True, "host": "127.0.0.1",
+        "engine_command": BARE_ENGINE, "unheld_s": 60.0,
+    }  # fmt: skip
+    return msgspec.convert(values | fields, NodeSettings)
+
+
+class Holding:
+    """A process that holds an agent, as an actor does."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.holding"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, cwd=TESTS,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        with self._process.stdin:
+            self._process.stdin.write(msgspec.json.encode(settings))
+
+    def until(self, state: str) -> HeldAgent:
+        """How the agent is, once it is that."""
+        assert self._process.stdout is not None
+        deadline_s = time.monotonic() + DEADLINE_S
+        for line in self._process.stdout:
+            agent = msgspec.json.decode(line, type=HeldAgent)
+            if agent.state == state:
+                return agent
+            assert time.monotonic() < deadline_s, agent
+        raise AssertionError("it has ended")
+
+    def kill(self) -> None:
+        """As Ray does."""
+        self._process.kill()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait(DEADLINE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.kill()
+
+
+def wait_gone(pid: int) -> None:
+    """Until a process has ended that is nobody's child here."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, pid
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    holder = AgentHolder(msgspec.json.decode(sys.stdin.buffer.read(), type=NodeSettings))
+    while True:
+        sys.stdout.write(msgspec.json.encode(holder.agent()).decode() + "\n")
+        sys.stdout.flush()
+        time.sleep(0.05)
