@@ -122,7 +122,7 @@ class TooManySequencesError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """The waiting queue is full."""
+    """The waiting queue is full, or the request has waited for longer than --max-queue-s."""
 
     status = 429
     code = "overloaded"

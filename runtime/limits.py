@@ -26,6 +26,7 @@ class HttpLimits:
     max_body_bytes: int = 32 << 20
     max_json_depth: int = 64
     max_messages: int = 4096  # of a conversation
+    max_logit_bias: int = 1024  # entries
     max_request_tokens: int = 4 << 20  # prompts x choices x tokens of output
     template: TemplateLimits = TemplateLimits()
     max_connections: int = 4096
@@ -58,8 +59,21 @@ def check_num_stops(num_stops: int, max_stop_strings: int) -> None:
         )
 
 
+def check_num_biases(num_biases: int, max_logit_bias: int) -> None:
+    """Raise ``RequestError`` for more biases than are added."""
+    if num_biases > max_logit_bias:
+        raise RequestError(
+            f"logit_bias has {num_biases} entries, at most {max_logit_bias} are served "
+            "(--max-logit-bias)",
+            param="logit_bias",
+        )
+
+
 def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
-    """Raise ``RequestError`` for a body that is too deep, or has too many messages."""
+    """Raise ``RequestError`` for a body that is too deep, or has too many messages or biases.
+
+    That is counted before anybody looks at each of them, which takes long.
+    """
     level: list[Any] = [data]
     for _ in range(limits.max_json_depth):
         level = [item for one in level for item in _containers(one)]
@@ -77,6 +91,9 @@ def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
             "(--max-messages)",
             param="messages",
         )
+    biases = data.get("logit_bias")
+    if isinstance(biases, dict):
+        check_num_biases(len(biases), limits.max_logit_bias)
 
 
 def _containers(value: Any) -> list[Any]:

@@ -74,6 +74,11 @@ class Request:
         return 0 if self.adapter is None else self.adapter.num_bytes
 
     @property
+    def adapter_rank(self) -> int:
+        """The largest of its adapter's targets; 0 = the base model."""
+        return 0 if self.adapter is None else self.adapter.rank
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)

@@ -1,7 +1,7 @@
 """What a request asks of the sampler. Plain data; knows nothing of HTTP or tensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .errors import RequestError
@@ -103,21 +103,21 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        for token_id in self.stop_token_ids:
-            _TOKEN_ID.check("stop_token_ids", token_id)
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
         if any(not text for text in self.stop):
             raise RequestError("a stop string is empty", param="stop")
         self._check_token_rules()
 
     def _check_token_rules(self) -> None:
         """Raise ``RequestError`` for what single tokens are asked to be and cannot."""
-        for token_id, bias in (self.logit_bias or {}).items():
-            _TOKEN_ID.check("logit_bias", token_id)
+        _check_token_ids("logit_bias", self.logit_bias or ())
+        for bias in (self.logit_bias or {}).values():
             _BIAS.check("logit_bias", bias)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
-        for token_id in (*(self.allowed_token_ids or ()), *sum(self.bad_words_ids, ())):
-            _TOKEN_ID.check("allowed_token_ids and bad_words_ids", token_id)
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids or ())
+        for token_ids in self.bad_words_ids:
+            _check_token_ids("bad_words_ids", token_ids)
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise RequestError(
                 f"{len(self.bad_words)} bad words were given, at most {MAX_BAD_WORDS} are served",
@@ -125,6 +125,13 @@ class SamplingParams:
             )
         if not all(self.bad_words) or not all(self.bad_words_ids):
             raise RequestError("a bad word is empty", param="bad_words")
+
+
+def _check_token_ids(name: str, token_ids: Collection[int]) -> None:
+    """Raise ``RequestError`` about ``name`` if one of them can be no token's. There may be many."""
+    if token_ids:
+        _TOKEN_ID.check(name, min(token_ids))
+        _TOKEN_ID.check(name, max(token_ids))
 
 
 def _string_tuple(value: "str | tuple[str, ...] | list[str] | None") -> tuple[str, ...]:

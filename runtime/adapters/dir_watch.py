@@ -1,13 +1,13 @@
 """Watches ``--lora-dir`` in a thread, and tells what has come, changed and gone there."""
 
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ...cpu_workers.affinity import place_thread
 from ..errors import AdapterError, ConfigError
 from .checkpoint import WEIGHTS_NAME, is_complete
 from .dir_changes import DirChanges, DirState, FoundAdapter
@@ -77,8 +77,7 @@ class LoraDirWatch:
 
     def _run(self) -> None:
         try:
-            if self._cpus:
-                os.sched_setaffinity(0, self._cpus)  # of this thread
+            place_thread(self._cpus)
             self._watch()
         except Exception as error:  # whatever the system has against it
             _LOG.warning(

@@ -1,6 +1,7 @@
 """Opens a PEFT directory for one model: what it is first, its tensors layer by layer."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -22,10 +23,13 @@ class OpenAdapter:
         self.spec = spec
         self.adapter = adapter
         self._checkpoint = checkpoint
-        kinds = [(tensor.name, tensor.dtype, tensor.shape) for tensor in checkpoint.tensors]
-        self._head = digest_head(spec.effective_fields(), kinds)
         self._digest: ContentDigest | None = None
         self._expected: ContentDigest | None = None
+
+    @cached_property
+    def _head(self) -> bytes:
+        kinds = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self._checkpoint.tensors]
+        return digest_head(self.spec.effective_fields(), kinds)
 
     @property
     def digest(self) -> ContentDigest:

@@ -6,6 +6,7 @@ file say the same. Values are checked when they are converted, where the arithme
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from ..errors import AdapterError
@@ -16,6 +17,7 @@ from .target_map import EXPERTS_REASON, Target, TargetMap
 from .tensor_names import PathIndex, PrefixChange, parse_tensor_name, refusal_of_name
 
 _MAX_LISTED = 8
+_MAX_KEPT = 32  # adapters' shapes that were resolved
 
 
 class ResolveError(AdapterError):
@@ -42,8 +44,16 @@ def resolve_adapter(
 ) -> ResolvedAdapter:
     """Match ``tensors`` with targets and check names, shapes, ranks and types.
 
-    Raises ``ResolveError`` with every problem found, or with a pattern that takes too long.
+    What adapters of one recipe have in common is found out once. Raises ``ResolveError`` with every
+    problem found, or with a pattern that takes too long.
     """
+    return _resolve(spec, tuple(tensors), target_map, max_rank)
+
+
+@lru_cache(_MAX_KEPT)
+def _resolve(
+    spec: LoraSpec, tensors: tuple[RawTensor, ...], target_map: TargetMap, max_rank: int
+) -> ResolvedAdapter:
     resolver = _Resolver(spec, target_map, max_rank)
     try:
         for tensor in tensors:

@@ -5,6 +5,7 @@ strict as the library: tensors cover the data without holes or overlaps.
 """
 
 import json
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -19,6 +20,8 @@ _ITEM_BYTES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 _METADATA = "__metadata__"
+_MAX_KEPT = 32  # headers that were read
+_MAX_KEPT_BYTES = 1 << 20  # of each; longer ones are read anew
 
 
 class HeaderError(ValueError):
@@ -28,8 +31,14 @@ class HeaderError(ValueError):
 def parse_header(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
     """The tensors that ``header`` describes, in the order of their names.
 
-    ``data_bytes``: what follows the header in the file. Raises ``HeaderError``.
+    ``data_bytes``: what follows the header in the file. Adapters of one recipe have one header,
+    which is read once. Raises ``HeaderError``.
     """
+    parse = _parse_once if len(header) <= _MAX_KEPT_BYTES else _parse
+    return parse(header, data_bytes)
+
+
+def _parse(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
     try:
         entries = json.loads(header.decode(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
@@ -40,6 +49,9 @@ def parse_header(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
     tensors = [_tensor(name, fields) for name, fields in entries.items()]
     _check_cover(tensors, data_bytes)
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
+
+
+_parse_once = lru_cache(_MAX_KEPT)(_parse)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

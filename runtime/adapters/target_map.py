@@ -24,7 +24,7 @@ class Target:
     output_start: int = 0  # first output column in the physical linear
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a model has one
 class TargetMap:
     """All targets of one model, and why other modules cannot be targets."""
 

@@ -14,15 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..adapters.peft_config import (
+    CONVENTION_NAMES,
+    GENERATION_CONFIG_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+)
 from ..errors import RequestError
 from .chat_template import RENDER_ERRORS, ChatTemplate
 from .codec import Codec
 
 _LOG = logging.getLogger(__name__)
 
-_TEMPLATE, _TOKENIZER = "chat_template.jinja", "tokenizer.json"
-_TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
-_FILES = (_TEMPLATE, _TOKENIZER_CONFIG, _TOKENIZER, _GENERATION_CONFIG)
 _LOOK_EVERY_S = 1.0  # whether files have changed
 _MAX_KNOWN = 4096  # folders
 _MAX_FILE_BYTES = 64 << 20  # tokenizers of large vocabularies have some
@@ -94,7 +98,7 @@ class AdapterConventions:
         return known.conventions
 
     def _look(self, folder: Path, known: _Known | None) -> _Known:
-        stamps = tuple(_stamp(folder / name) for name in _FILES)
+        stamps = tuple(_stamp(folder / name) for name in CONVENTION_NAMES)
         if known is not None and known.stamps == stamps:
             return _Known(stamps, known.conventions, time.monotonic())
         try:
@@ -108,12 +112,12 @@ class AdapterConventions:
         return _Known(stamps, conventions, time.monotonic())
 
     def _read(self, folder: Path) -> Conventions:
-        config = _read_json(folder / _TOKENIZER_CONFIG)
+        config = _read_json(folder / TOKENIZER_CONFIG_NAME)
         source = _template_source(folder, config)
-        eos_token_ids = _eos_token_ids(_read_json(folder / _GENERATION_CONFIG))
+        eos_token_ids = _eos_token_ids(_read_json(folder / GENERATION_CONFIG_NAME))
         if source is None and not eos_token_ids:
             return _NONE
-        reason = self._other_tokens(config, _read_json(folder / _TOKENIZER))
+        reason = self._other_tokens(config, _read_json(folder / TOKENIZER_NAME))
         if reason is not None:
             _LOG.warning("%s: its chat template and end tokens are not used: %s", folder, reason)
             return _NONE
@@ -161,7 +165,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return what transformers takes: a file of its own, or else a field of the configuration."""
     try:
-        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+        return (folder / TEMPLATE_NAME).read_text(encoding="utf-8")
     except FileNotFoundError:
         pass
     source = config.get("chat_template")

@@ -5,9 +5,9 @@ Knows nothing of HTTP, and of the engine only its client.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
 from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
@@ -16,6 +16,7 @@ from ..engine.messages import (
     AdaptersChanged,
     EngineStats,
     FromEngine,
+    MachineReport,
     ModelInfo,
     OperationDone,
     StepOutputs,
@@ -23,17 +24,21 @@ from ..engine.messages import (
 )
 from ..engine.tokenizer import load_tokenizer
 from ..errors import ConfigError, EngineDeadError
+from ..limits import TemplateLimits
 from ..sampling import SamplingParams
 from .adapter_conventions import AdapterConventions, Conventions
 from .codec import codec_from_spec, codec_of
+from .engine_watch import EngineWatches
 from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
-from .lora_directory import LoraDirectory, adapter_path
+from .lora_directory import LoraDirectory
 from .lora_resolvers import LoraResolver, make_resolver
 from .outputs import LoRARequest, RequestOutput
-from .request_client import RequestClient, Waker
-from .stats_client import StatsClient
+from .request_client import RequestClient
+from .stats_client import MachineClient, StatsClient
+from .template_sandbox import render_in_time
 from .tokenizer import Tokenizer
+from .waker import Waker
 
 
 class AsyncEngine:
@@ -57,16 +62,12 @@ class AsyncEngine:
         elif own_policies is None:
             client = ProcessClient(config)
         else:
-            raise ConfigError(
-                f"no other process can have {own_policies}: with own_process=True each policy must "
-                "be a name"
-            )
+            text = f"no other process can have {own_policies}: with own_process=True"
+            raise ConfigError(f"{text} each policy must be a name")
         self._set_up(client, None)
 
     @classmethod
-    def from_client(
-        cls, client: EngineClient, *, chat_template: str | None = None
-    ) -> "AsyncEngine":
+    def from_client(cls, client: EngineClient, *, chat_template: str | None = None) -> Self:
         """Use ``client``, not yet started; ``chat_template`` replaces the model's own."""
         engine = cls.__new__(cls)
         engine._set_up(client, chat_template)
@@ -76,6 +77,8 @@ class AsyncEngine:
         self._client = client
         self._chat_template = chat_template
         self._stats = StatsClient(client)
+        self._machine = MachineClient(client)
+        self.watches = EngineWatches()  # who wants to know when there is more of what it tells
         self._requests = RequestClient(client)
         self._loras = LoraClient(client)
         for where in client.config.lora_resolver:
@@ -105,6 +108,7 @@ class AsyncEngine:
         ready = await self._client.start(self._receive, self._die)
         self._loras.begin(ready.model.name, ready.adapters)
         self._model = ready.model
+        self._machine.take(ready.machine)
         self._tokenizer = await asyncio.to_thread(self._make_tokenizer, ready.tokenizer)
         self._conventions = AdapterConventions(
             self._tokenizer.codec, is_on=self._client.config.adapter_templates == "use"
@@ -126,7 +130,7 @@ class AsyncEngine:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
-    async def __aenter__(self) -> "AsyncEngine":
+    async def __aenter__(self) -> Self:
         try:
             await self.start()
         except BaseException:
@@ -134,12 +138,7 @@ class AsyncEngine:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.shutdown()
 
     @property
@@ -166,10 +165,9 @@ class AsyncEngine:
         if self._hf is None:
             config = self._client.config
             self._hf = load_tokenizer(
-                self.get_model_info().model_path,
-                revision=config.revision,
+                self.get_model_info().model_path, revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
-            )
+            )  # fmt: skip
         return self._hf
 
     def get_model_info(self) -> ModelInfo:
@@ -200,6 +198,20 @@ class AsyncEngine:
     def ask_stats(self) -> None:
         """Have the engine tell its gauges and totals as soon as it gets to it."""
         self._stats.ask()
+
+    async def refresh_machine(self, timeout_s: float) -> MachineReport:
+        """Return how long things take there; if that is learned, by now or as told before."""
+        return await self._machine.refresh_learned(timeout_s)
+
+    @property
+    def num_heartbeats(self) -> int:
+        """Of the engine's process so far, however long its steps are."""
+        return self._client.num_heartbeats
+
+    @property
+    def num_requests_told(self) -> int:
+        """How many engine requests there had been when the engine told its statistics."""
+        return self._stats.num_requests
 
     # Adapters.
 
@@ -253,16 +265,34 @@ class AsyncEngine:
         """What is known of the adapters here; names are resolved with it."""
         return self._loras.directory
 
-    async def conventions_of(self, lora: Lora) -> Conventions:
-        """Return what an adapter brings for conversations; None = the base model."""
-        assert self._conventions is not None, "the engine has not started"
-        return await self._conventions.of(None if lora is None else self._path_of(lora))
+    async def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], lora_request: Lora = None,
+        *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
+        """Return the prompt that a conversation makes, by the adapter's template if it has one.
 
-    def _path_of(self, lora: LoRARequest | str) -> str | None:
-        if isinstance(lora, LoRARequest):
-            return adapter_path(lora)
-        info = self.loras.get(lora)
-        return None if info is None else info.path
+        It brings its special tokens along: generate with ``add_special_tokens=False``. Raises
+        ``RequestError`` if the template refuses the messages or takes too long, and what
+        ``generate`` does for adapters.
+        """
+        await self.start()
+        await self._loras.resolve(lora_request)
+        render = partial(
+            (await self.renderer_of(lora_request)).apply_chat_template, messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
+        )  # fmt: skip
+        return await render_in_time(render, TemplateLimits())
+
+    async def renderer_of(self, lora: Lora) -> Tokenizer | Conventions:
+        """Return what has the chat template for an adapter's conversations; None = the base."""
+        conventions = await self._conventions_of(lora)
+        return self.tokenizer if conventions.template is None else conventions
+
+    async def _conventions_of(self, lora: Lora) -> Conventions:
+        assert self._conventions is not None, "the engine has not started"
+        return await self._conventions.of(self.loras.path_of(lora))
 
     # Requests.
 
@@ -289,17 +319,14 @@ class AsyncEngine:
         await self.start()
         await self._loras.resolve(lora_request)
         prepared = await self._requests.prepare(
-            prompt,
-            sampling_params,
-            request_id,
-            lora_request,
-            add_special_tokens=add_special_tokens,
-            cache_salt=cache_salt,
+            prompt, sampling_params, request_id, lora_request,
+            add_special_tokens=add_special_tokens, cache_salt=cache_salt,
             predicted_output_tokens=predicted_output_tokens,
-            eos_token_ids=(await self.conventions_of(lora_request)).eos_token_ids,
-        )
+            eos_token_ids=(await self._conventions_of(lora_request)).eos_token_ids,
+        )  # fmt: skip
         waker = Waker()
         generation = self._requests.open(prepared, lambda _: waker.set())
+        self.watches.sent(generation.request_id, self._requests.num_sent)
         try:
             while True:
                 await waker
@@ -327,15 +354,11 @@ class AsyncEngine:
             await self._loras.resolve(lora)
         for item in items:
             prepared = await self._requests.prepare(
-                item.prompt,
-                item.sampling_params,
-                None,
-                item.lora_request,
-                add_special_tokens=add_special_tokens,
-                cache_salt=cache_salt,
+                item.prompt, item.sampling_params, None, item.lora_request,
+                add_special_tokens=add_special_tokens, cache_salt=cache_salt,
                 predicted_output_tokens=predicted_output_tokens,
-                eos_token_ids=(await self.conventions_of(item.lora_request)).eos_token_ids,
-            )
+                eos_token_ids=(await self._conventions_of(item.lora_request)).eos_token_ids,
+            )  # fmt: skip
             batch.append(prepared)
             await asyncio.sleep(0)  # those that run get their tokens meanwhile
         return await self._requests.complete(batch)
@@ -350,21 +373,26 @@ class AsyncEngine:
         match message:
             case StepOutputs():
                 if message.stats is not None:
-                    self._stats.take(message.stats)
+                    self._stats.take_told(message.stats, message.num_requests)
+                    self.watches.changed()
                 self._stats.take_load(message.load)
                 self._requests.take(message)
             case OperationDone():
                 self._loras.operation_done(message)
             case AdaptersChanged(adapters, removed):
                 self._loras.directory.update(adapters, removed)
+                self.watches.changed([*(one.name for one in adapters), *removed])
+            case MachineReport():
+                self._machine.take(message)
 
     def _die(self, error: EngineDeadError) -> None:
         if self._error is None:
             self._error = error
             self._dead.set()
             self._loras.fail_all(error)
-            self._stats.stop_waiting()
             self._requests.fail_all(error)
+            for told in (self._stats, self._machine):
+                told.stop_waiting()
 
     def _check_alive(self) -> None:
         if self._error is not None:

@@ -8,7 +8,7 @@ batches.
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -88,6 +88,11 @@ class Engine:
         """Return the engine's latest gauges and totals."""
         return self._engine.get_stats()
 
+    @property
+    def stats_age_s(self) -> float:
+        """Seconds since the engine told its gauges, and what is new of adapters."""
+        return self._engine.stats_age_s
+
     # Adapters.
 
     def add_lora(
@@ -120,6 +125,23 @@ class Engine:
         return self._engine.list_loras()
 
     # Requests.
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        lora_request: Lora = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt that a conversation makes; see ``AsyncEngine.apply_chat_template``."""
+        render = self._engine.apply_chat_template(
+            messages, lora_request, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        return self._thread.run(render)
 
     def generate(
         self,

@@ -15,7 +15,7 @@ from ..config.engine import EngineConfig
 from ..engine.loop import OwnPolicies
 from ..engine.messages import AddRequest, ModelInfo
 from ..errors import RequestError
-from ..limits import check_prompt_length
+from ..limits import check_num_biases, check_prompt_length
 from ..sampling import SamplingParams
 from .lora_directory import check_lora_request
 from .outputs import LoRARequest
@@ -102,14 +102,18 @@ def truncate_prompt(
 
 
 def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: int) -> None:
-    """Raise ``RequestError`` for tokens that the model has not, or too many biases."""
+    """Raise ``RequestError`` for tokens that the model has not, or too many of them."""
     biases = params.logit_bias or {}
-    if len(biases) > max_logit_bias:
-        raise RequestError(
-            f"logit_bias has {len(biases)} entries, at most {max_logit_bias} are served "
-            "(--max-logit-bias)",
-            param="logit_bias",
-        )
+    check_num_biases(len(biases), max_logit_bias)
+    listed = {
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, listed_ids in listed.items():
+        if len(listed_ids) > vocab_size:
+            raise RequestError(
+                f"{name} has {len(listed_ids)} entries, the vocabulary has {vocab_size}", param=name
+            )
     named: dict[str, Iterable[int]] = {
         "logit_bias": biases,
         "allowed_token_ids": params.allowed_token_ids or (),

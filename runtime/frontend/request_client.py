@@ -4,13 +4,11 @@ An open request is one ``Generation``; what the engine says of it is looked up h
 Knows an engine only as its client; nothing of adapters or of the engine's start and end.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ..engine.client import EngineClient
 from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, StepOutputs
@@ -31,35 +29,7 @@ from .inputs import (
 )
 from .outputs import RequestOutput
 from .tokenizer import Tokenizer
-
-
-class Waker:
-    """An event for one waiter, cheaper than asyncio's: it has no queue.
-
-    ``await`` it in the loop that it was made in; that clears it.
-    """
-
-    __slots__ = ("_future", "_is_set", "_loop")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[None] | None = None
-        self._is_set = False
-
-    def set(self) -> None:
-        """Wake the waiter, or spare it the next wait."""
-        self._is_set = True
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
-
-    def __await__(self) -> Generator[Any, None, None]:
-        if not self._is_set:
-            self._future = self._loop.create_future()
-            try:
-                yield from self._future
-            finally:
-                self._future = None
-        self._is_set = False
+from .waker import Waker
 
 
 class RequestClient:
@@ -130,6 +100,11 @@ class RequestClient:
             cache_salt=cache_salt,
             predicted_output_tokens=predicted_output_tokens,
         )
+
+    @property
+    def num_sent(self) -> int:
+        """Engine requests so far, of which the engine takes one after the other."""
+        return self._num_sent
 
     def open(self, prepared: PreparedRequest, notify: Notify) -> Generation:
         """Send one engine request per choice; whoever opens it closes it, however it ended.

@@ -1,34 +1,22 @@
-"""The ASGI application: routes, authentication, errors of routing, counts of requests."""
+"""The ASGI application: its routes."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
-import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from ..errors import AdminKeyNeededError, InvalidKeyError
-from .access import PROBE_PATHS
+from ..engine_state import ENGINE_STATE_PATH, PROFILE_PATH
 from .basic_routes import BasicRoutes
 from .chat import ChatEndpoint
 from .completions import CompletionEndpoint
-from .connection import SURPLUS
-from .errors import ClientGoneError, HttpError, error_response, routing_error
 from .lora_routes import LoraRoutes
-from .openapi import openapi_document
-from .request_ids import HEADER, given_id, new_id
+from .middleware import AuthMiddleware, Handler, guarded, plain_app
+from .openapi import openapi_json
 from .state import ServerState
-
-# Of the routes that have a parameter, by its name.
-_PATTERNS = {"model": "/v1/models/{model}", "name": "/v1/lora_adapters/{name}"}
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-
-
-Handler = Callable[[Request], Awaitable[Response]]
+from .state_routes import StateRoutes
 
 
 def build_app(state: ServerState) -> ASGIApp:
@@ -37,162 +25,46 @@ def build_app(state: ServerState) -> ASGIApp:
         "/v1/completions": CompletionEndpoint(state),
         "/v1/chat/completions": ChatEndpoint(state),
     }
-    starlette = Starlette(
-        routes=_routes(state, generating),
-        exception_handlers={HTTPException: _on_routing_error},
+    return AuthMiddleware(
+        plain_app(_routes(state, generating)),
+        generating,
+        access=state.settings.access,
+        max_connections=state.settings.limits.max_connections,
+        on_answered=state.metrics.answered,
     )
-    starlette.router.redirect_slashes = False
-    return AuthMiddleware(starlette, generating, state)
 
 
 def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route]:
-    basic, lora = BasicRoutes(state), LoraRoutes(state)
+    basic, lora, states = BasicRoutes(state), LoraRoutes(state), StateRoutes(state)
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
-        Route("/v1/models", _guarded(basic.list_models)),
-        Route("/v1/models/{model:path}", _guarded(basic.get_model)),
-        Route("/v1/lora_adapters", _guarded(lora.list_all)),
-        Route("/v1/lora_adapters/{name:path}", _guarded(lora.get)),
-        Route("/health", _guarded(basic.health)),
-        Route("/ready", _guarded(basic.ready)),
-        Route("/metrics", _guarded(basic.metrics)),
-        Route("/version", _guarded(basic.version)),
-        Route("/openapi.json", _guarded(_openapi_handler(state, lambda: routes))),
-        Route("/tokenize", _guarded(basic.tokenize), methods=["POST"]),
-        Route("/detokenize", _guarded(basic.detokenize), methods=["POST"]),
+        Route("/v1/models", guarded(basic.list_models)),
+        Route("/v1/models/{model:path}", guarded(basic.get_model)),
+        Route("/v1/lora_adapters", guarded(lora.list_all)),
+        Route("/v1/lora_adapters/{name:path}", guarded(lora.get)),
+        Route("/health", guarded(basic.health)),
+        Route("/ready", guarded(basic.ready)),
+        Route("/metrics", guarded(basic.metrics)),
+        Route(ENGINE_STATE_PATH, guarded(states.engine_state)),
+        Route(PROFILE_PATH, guarded(states.profile)),
+        Route("/version", guarded(basic.version)),
+        Route("/openapi.json", guarded(_openapi_handler(state, lambda: routes))),
+        Route("/tokenize", guarded(basic.tokenize), methods=["POST"]),
+        Route("/detokenize", guarded(basic.detokenize), methods=["POST"]),
     ]
     for prefix in ("/v1", ""):
-        routes.append(Route(f"{prefix}/load_lora_adapter", _guarded(lora.load), methods=["POST"]))
+        routes.append(Route(f"{prefix}/load_lora_adapter", guarded(lora.load), methods=["POST"]))
         routes.append(
-            Route(f"{prefix}/unload_lora_adapter", _guarded(lora.unload), methods=["POST"])
+            Route(f"{prefix}/unload_lora_adapter", guarded(lora.unload), methods=["POST"])
         )
     return routes
 
 
 def _openapi_handler(state: ServerState, routes: Callable[[], Iterable[Route]]) -> Handler:
     """Return the handler of the document, which is made when it is first asked for."""
-
-    @cache
-    def document() -> bytes:
-        settings = state.settings
-        named = [
-            (method, route.path.replace(":path}", "}"))
-            for route in routes()
-            for method in sorted((route.methods or set()) - {"HEAD"})
-        ]
-        return msgspec.json.encode(
-            openapi_document(named, settings.version, unknown_fields=settings.unknown_fields)
-        )
+    document = cache(lambda: openapi_json(routes(), state.settings))
 
     async def handler(request: Request) -> Response:
         return Response(document(), media_type="application/json")
 
     return handler
-
-
-async def _on_routing_error(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException)
-    return routing_error(exc, method=request.method, path=request.url.path)
-
-
-def _guarded(handler: Handler) -> Handler:
-    """Answer the errors of ``handler``, bugs too.
-
-    Starlette's own way for bugs ends with the exception in uvicorn, which closes the connection
-    under the client's next request.
-    """
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientGoneError:
-            return Response(status_code=400)  # the client has gone
-        except Exception as exc:
-            return error_response(exc)
-
-    return endpoint
-
-
-class AuthMiddleware:
-    """Checks the key and counts requests. Adds one plain call to each message of an answer.
-
-    The endpoints that generate are called without Starlette in between, whose layers would be gone
-    through again for every token of a stream.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        generating: Mapping[str, ASGIApp],
-        state: ServerState,
-    ) -> None:
-        self._app = app
-        self._generating = generating
-        self._access = state.settings.access
-        self._max_connections = state.settings.limits.max_connections
-        self._metrics = state.metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        recorder = _Recorder(scope, send)
-        try:
-            self._access.check(scope["method"], scope["path"], headers)
-            self._check_connections(scope)
-            await self._app_for(scope)(scope, receive, recorder)
-        except (InvalidKeyError, AdminKeyNeededError, HttpError) as exc:
-            await error_response(exc)(scope, receive, recorder)
-        finally:
-            self._count(scope, recorder.status)
-
-    def _check_connections(self, scope: Scope) -> None:
-        if SURPLUS in scope.get("extensions", ()) and scope["path"] not in PROBE_PATHS:
-            raise HttpError(
-                503,
-                f"more than {self._max_connections} connections are open (--max-connections)",
-                code="too_many_connections",
-            )
-
-    def _app_for(self, scope: Scope) -> ASGIApp:
-        endpoint = self._generating.get(scope["path"])
-        if endpoint is None or scope["method"] != "POST":
-            return self._app
-        scope["endpoint"] = endpoint  # as a router does, for the count
-        return endpoint
-
-    def _count(self, scope: Scope, status: int | None) -> None:
-        """Count under the route's pattern, so that clients cannot invent labels."""
-        method = scope["method"] if scope["method"] in _METHODS else "other"
-        endpoint = scope.get("endpoint")
-        handler = "other" if endpoint is None or status == 405 else _pattern(scope)
-        labels = (method, handler, "disconnected" if status is None else str(status))
-        self._metrics.http_requests[labels] += 1
-
-
-def _pattern(scope: Scope) -> str:
-    """Return the route's path without what its parameters stood for."""
-    for parameter in scope.get("path_params") or ():
-        return _PATTERNS[parameter]
-    return str(scope["path"])
-
-
-class _Recorder:
-    """Passes messages on, remembers the status, and names what has no name; no coroutine."""
-
-    __slots__ = ("_scope", "_send", "status")
-
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope = scope
-        self._send = send
-        self.status: int | None = None
-
-    def __call__(self, message: Message) -> Awaitable[None]:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = message["headers"]
-            if all(name != HEADER for name, _ in headers):
-                name = given_id(self._scope) or new_id()
-                message["headers"] = [*headers, (HEADER, name.encode())]
-        return self._send(message)

@@ -112,7 +112,7 @@ class BasicRoutes:
         if body.messages is None:
             text, add_special_tokens = str(body.prompt), body.add_special_tokens is not False
         else:
-            renderer = await self._state.renderer_of(target.adapter_name)
+            renderer = await self._state.engine.renderer_of(target.adapter_name)
             text = await render_in_time(
                 partial(body.render, renderer, body.messages), self._state.settings.limits.template
             )

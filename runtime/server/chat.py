@@ -75,10 +75,13 @@ class ChatEndpoint(GenerationEndpoint):
             logprobs=request.num_logprobs,
             logprobs_field="top_logprobs",
         )
+        self.check_num_sequences(1, sampling.n)
         tokenizer = self.state.engine.tokenizer
         text = await render_in_time(
             partial(
-                request.render, await self.state.renderer_of(target.adapter_name), request.messages
+                request.render,
+                await self.state.engine.renderer_of(target.adapter_name),
+                request.messages,
             ),
             self.state.settings.limits.template,
         )

@@ -35,6 +35,12 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = given("Show the log-probability of each token, and of so many others.")
     echo: bool | None = given("Write the prompt before its texts.")
 
+    @property
+    def num_prompts(self) -> int:
+        """How many there are, if it is prompts that were given."""
+        value = self.prompt
+        return len(value) if value and isinstance(value, list) and _is_prompt(value[0]) else 1
+
     def prompts(self) -> list[Prompt]:
         """Return the prompts one by one. Raises ``HttpError`` for any other shape."""
         value = self.prompt
@@ -44,7 +50,7 @@ class CompletionRequest(GenerationFields):
             raise wrong_type("prompt", value, "a string, a list of strings or token ids")
         if not value:
             raise HttpError(400, "prompt is empty", code="empty_prompt", param="prompt")
-        if isinstance(value[0], (str, list)):
+        if _is_prompt(value[0]):
             return [_checked(item, f"prompt[{i}]", like=value[0]) for i, item in enumerate(value)]
         return [_checked(value, "prompt")]
 
@@ -60,13 +66,14 @@ class CompletionEndpoint(GenerationEndpoint):
         request.check_stream_options()
         request.check_scores(has_echo=bool(request.echo) and request.logprobs is not None)
         target = await self.state.resolve(request.model)
-        prompts = request.prompts()
         sampling = request.sampling_params(
             self.state.engine.get_model_info().default_sampling,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=request.logprobs,
             logprobs_field="logprobs",
         )
+        self.check_num_sequences(request.num_prompts, sampling.n)
+        prompts = request.prompts()
         if request.echo and request.logprobs is not None:
             sampling = dataclasses.replace(
                 sampling, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0)
@@ -171,6 +178,11 @@ class _CompletionChunks(ChunkEncoder):
             stop_reason=choice.stop_reason,
             token_ids=choice.new_token_ids if self._with_token_ids else msgspec.UNSET,
         )
+
+
+def _is_prompt(value: object) -> bool:
+    """Whether it is a whole prompt, and not a token of one."""
+    return isinstance(value, str | list)
 
 
 def _checked(value: object, path: str, *, like: object = None) -> Prompt:

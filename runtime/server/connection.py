@@ -7,6 +7,7 @@ refuse them.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..limits import HttpLimits
 from .errors import ErrorReply
-from .metrics import ServerMetrics
-from .request_ids import HEADER, new_id
+from .request_ids import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: there are too many connections
 _MAX_HEAD_BYTES = 64 << 10
@@ -28,7 +28,7 @@ class Connection(HttpToolsProtocol):
     """Made by uvicorn for each connection, from a subclass that has the two attributes."""
 
     limits: HttpLimits
-    metrics: ServerMetrics
+    num_ended: Counter[str]  # connections that were ended here, by why
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -116,15 +116,17 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, reply: ErrorReply) -> None:
         """Answer without the application, and close."""
         self._stop_request_timer()
-        self.metrics.connections_ended[reply.code] += 1
+        self.num_ended[reply.code] += 1
         cycle = self.cycle
         is_between = self._is_reading_head and (cycle is None or cycle.response_complete)
         if is_between or (cycle is not None and not cycle.response_started):
             body = reply.encode()
+            # Once its head has come, a request may have a name of its client's.
+            name = (None if is_between else given_id(self.scope)) or new_id()
             self.transport.write(
                 b"%bcontent-type: application/json\r\ncontent-length: %d\r\n%b: %b\r\n"
                 b"connection: close\r\n\r\n%b"
-                % (STATUS_LINE[reply.status], len(body), HEADER, new_id().encode(), body)
+                % (STATUS_LINE[reply.status], len(body), HEADER, name.encode(), body)
             )
         self.transport.close()
 
@@ -151,10 +153,10 @@ class Connection(HttpToolsProtocol):
             self._unsent_timer = None
 
     def _cut(self, reason: str) -> None:
-        self.metrics.connections_ended[reason] += 1
+        self.num_ended[reason] += 1
         self.transport.abort()
 
 
-def connection_class(limits: HttpLimits, metrics: ServerMetrics) -> type[Connection]:
+def connection_class(limits: HttpLimits, num_ended: Counter[str]) -> type[Connection]:
     """Return the class of one server's connections, as uvicorn takes it."""
-    return type("ServerConnection", (Connection,), {"limits": limits, "metrics": metrics})
+    return type("ServerConnection", (Connection,), {"limits": limits, "num_ended": num_ended})

@@ -17,9 +17,11 @@ from ..frontend.outputs import CompletionOutput, RequestOutput
 from ..limits import check_num_output_tokens, check_num_sequences
 from .body import read_body
 from .errors import ClientGoneError
+from .gateways import GatewayRequest
 from .generation_request import ParsedRequest
 from .keep_alive import kept_alive
 from .metrics import ServerMetrics
+from .open_requests import ended_by_disconnect
 from .request_ids import answer_id
 from .responses import (
     AdapterStartInfo,
@@ -32,7 +34,7 @@ from .responses import (
     usage_of,
 )
 from .sse import DONE_EVENT, ChunkEncoder, ResponseWriter
-from .state import ServerState, ended_by_disconnect
+from .state import ServerState
 
 
 class PromptRun:
@@ -119,21 +121,30 @@ class GenerationEndpoint(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
         writer = ResponseWriter(scope, receive, send)
+        origin: GatewayRequest | None = None
         try:
+            origin = self.state.gateways.open(scope["headers"])
             self.state.check_accepting()
             with self.state.open_requests.track() as request:
                 body = await read_body(scope, receive, self.state.settings.limits.max_body_bytes)
                 with ended_by_disconnect(receive, request):
-                    await self._answer(body, writer)
+                    await self._answer(body, writer, origin)
         except ClientGoneError:
             return
         except Exception as exc:
             await writer.write_error(exc)
+        finally:
+            if origin is not None:
+                origin.ended()
 
-    async def _answer(self, body: bytes, writer: ResponseWriter) -> None:
+    async def _answer(
+        self, body: bytes, writer: ResponseWriter, origin: GatewayRequest | None
+    ) -> None:
         request_id = answer_id(self.id_prefix, writer.request_id)
         writer.request_id = writer.request_id or request_id
         request = await self.parse(body, request_id)
+        if origin is not None:
+            origin.expects([_prompt_id(request, index) for index in range(len(request.prompts))])
         writer.wants_timing = bool(request.body.return_timing)
         try:
             self._check_size(request)
@@ -146,14 +157,20 @@ class GenerationEndpoint(ABC):
                 exc.param = self.prompt_field
             raise
 
+    def check_num_sequences(self, num_prompts: int, num_choices: int) -> None:
+        """Raise ``TooManySequencesError`` for more than can ever run and wait.
+
+        Subclasses ask before they look at each prompt.
+        """
+        check_num_sequences(
+            num_prompts,
+            num_choices,
+            max_num_seqs=self.state.settings.max_num_seqs,
+            max_num_waiting=self.state.engine.get_model_info().max_num_waiting,
+        )
+
     def _check_size(self, request: ParsedRequest) -> None:
         model = self.state.engine.get_model_info()
-        check_num_sequences(
-            len(request.prompts),
-            request.sampling.n,
-            max_num_seqs=self.state.settings.max_num_seqs,
-            max_num_waiting=model.max_num_waiting,
-        )
         check_num_output_tokens(
             len(request.prompts),
             request.sampling.n,
@@ -222,11 +239,10 @@ class GenerationEndpoint(ABC):
         encoder: ChunkEncoder | None,
         writer: ResponseWriter,
     ) -> None:
-        request_id = request.envelope.id
         outputs = self.state.engine.generate(
             request.prompts[index],
             request.sampling,
-            request_id if len(request.prompts) == 1 else f"{request_id}-{index}",
+            _prompt_id(request, index),
             lora_request=request.adapter_name,
             cache_salt=request.body.cache_salt or "",
             predicted_output_tokens=request.body.predicted_output_tokens,
@@ -256,6 +272,11 @@ class GenerationEndpoint(ABC):
         timings = [_choice_timing(run, choice) for run in runs for choice in run.latest.outputs]
         inside_s = min((one.time_to_first_token_s for one in timings if one), default=first_s)
         return Timing(first_s, total_s, max(0.0, first_s - inside_s), timings, starts)
+
+
+def _prompt_id(request: ParsedRequest, index: int) -> str:
+    """As which the engine knows one prompt of a request."""
+    return request.envelope.id if len(request.prompts) == 1 else f"{request.envelope.id}-{index}"
 
 
 def _choice_timing(run: PromptRun, choice: CompletionOutput) -> ChoiceTiming | None:

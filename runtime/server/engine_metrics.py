@@ -1,11 +1,14 @@
 """What ``/metrics`` shows of the engine: read from it at the scrape."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client.core import Metric
 
 from ..engine.messages import EngineStats, ModelInfo
 from .families import Families
+
+_STEP_TOKENS = tuple(1 << power for power in range(16))  # bounds of the tokens of steps
 
 
 def engine_families(
@@ -27,6 +30,13 @@ def engine_families(
 def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
     yield families.gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
     yield families.gauge("num_requests_running", "Requests that run.", stats.num_running)
+    num_deferred = min(stats.num_deferred, stats.num_waiting)  # which is newer
+    yield families.gauges(
+        "num_requests_waiting_by_reason",
+        "Those that wait, for memory and seats (capacity), or for what else must come (deferred).",
+        ("reason",),
+        [(("capacity",), stats.num_waiting - num_deferred), (("deferred",), num_deferred)],
+    )
     yield families.gauge(
         "kv_cache_usage_perc", "KV blocks that requests hold; 1 means all.", stats.kv_cache_usage
     )
@@ -115,6 +125,13 @@ def _prefixes(families: Families, stats: EngineStats) -> Iterator[Metric]:
         "prompt_tokens_by_source", "Prompt tokens by where their KV came from first.",
         "source", sources,
     )  # fmt: skip
+    yield families.count(
+        "prompt_tokens_cached", "Those of them that were not computed.", num_found + num_copied
+    )
+    yield families.counts_by(
+        "prompt_tokens_cached_by_source", "And where their KV was found.",
+        "source", {"device": num_found, "host": num_copied},
+    )  # fmt: skip
     num_sought = sum(sources.values())
     yield families.count(
         "prefix_cache_queries", "Prompt tokens whose KV was sought.", num_sought
@@ -155,6 +172,15 @@ def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
 
 
 def _totals(families: Families, stats: EngineStats) -> Iterator[Metric]:
+    num_up_to = accumulate(stats.steps_by_tokens.get(bound, 0) for bound in _STEP_TOKENS)
+    buckets = [
+        (str(float(bound)), float(number))
+        for bound, number in zip(_STEP_TOKENS, num_up_to, strict=True)
+    ]
+    num_steps = float(sum(stats.steps_by_tokens.values()))
+    yield families.buckets(
+        "iteration_tokens_total", [*buckets, ("+Inf", num_steps)], stats.num_step_tokens
+    )
     workers = stats.cpu_workers
     for name, text, value in (
         ("engine_steps", "Steps of the engine.", stats.num_steps),

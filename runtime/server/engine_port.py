@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..adapters.info import AdapterInfo
-from ..engine.messages import EngineStats, ModelInfo
+from ..engine.messages import EngineStats, MachineReport, ModelInfo
+from ..frontend.engine_watch import EngineWatches
 from ..frontend.lora_directory import LoraDirectory
 from ..frontend.outputs import LoRARequest, RequestOutput
 from ..sampling import SamplingParams
@@ -26,15 +27,6 @@ class RendererPort(Protocol):
         **template_arguments: Any,
     ) -> str:
         """Render a conversation. Raises ``RequestError`` if the template refuses it."""
-        ...
-
-
-class ConventionsPort(RendererPort, Protocol):
-    """What an adapter brings for conversations."""
-
-    @property
-    def template(self) -> object | None:
-        """None = it has none, and that of the base is used."""
         ...
 
 
@@ -62,8 +54,8 @@ class EnginePort(Protocol):
         """The tokenizer, with the chat template."""
         ...
 
-    async def conventions_of(self, lora: str | None) -> ConventionsPort:
-        """Return what an adapter brings for conversations; None = the base model."""
+    async def renderer_of(self, lora: str | None) -> RendererPort:
+        """Return what has the chat template for an adapter's conversations; None = the base."""
         ...
 
     def generate(
@@ -102,6 +94,25 @@ class EnginePort(Protocol):
 
     def ask_stats(self) -> None:
         """Have the engine tell them as soon as it gets to it."""
+        ...
+
+    @property
+    def num_requests_told(self) -> int:
+        """How many engine requests there had been when the engine told its statistics."""
+        ...
+
+    async def refresh_machine(self, timeout_s: float) -> MachineReport:
+        """Return how long things take there; as told before if the engine takes too long."""
+        ...
+
+    @property
+    def num_heartbeats(self) -> int:
+        """Of the engine's process, which go on while a step computes."""
+        ...
+
+    @property
+    def watches(self) -> EngineWatches:
+        """Who is told of requests that were sent, and of what the engine tells of itself."""
         ...
 
     @property

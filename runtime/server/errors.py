@@ -114,6 +114,18 @@ class ErrorReply:
             self.status, "invalid_request_error" if self.status < 500 else "internal_server_error"
         )
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What its status calls for beside it."""
+        headers = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = str(RETRY_AFTER_S)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 413 or self.code == SHUTTING_DOWN:
+            headers["Connection"] = "close"
+        return headers
+
     def encode(self) -> bytes:
         """Return ``{"error": {...}}`` as JSON."""
         error = ErrorDetail(self.message, self.type, self.param, self.code)
@@ -151,28 +163,28 @@ def error_response(exc: BaseException) -> Response:
 
 def response_of(reply: ErrorReply) -> Response:
     """Return ``reply`` as an HTTP response with the headers that its status calls for."""
-    headers = {}
-    if reply.status in (429, 503):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    if reply.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if reply.status == 413 or reply.code == SHUTTING_DOWN:
-        headers["Connection"] = "close"
     return Response(
-        reply.encode(), status_code=reply.status, headers=headers, media_type="application/json"
-    )
+        reply.encode(), status_code=reply.status, headers=reply.headers,
+        media_type="application/json",
+    )  # fmt: skip
 
 
 def routing_error(exc: HTTPException, *, method: str, path: str) -> Response:
     """Return the response for what Starlette's router refuses: unknown paths and methods."""
     allowed = (exc.headers or {}).get("Allow", "")
-    if exc.status_code == 404:
-        reply = ErrorReply(404, f"there is no endpoint {path}", "unknown_url")
-    elif exc.status_code == 405:
-        reply = ErrorReply(405, f"{path} takes {allowed}, not {method}", "method_not_allowed")
-    else:
-        reply = ErrorReply(exc.status_code, exc.detail, RequestError.code)
+    reply = routing_reply(exc.status_code, exc.detail, method=method, path=path, allowed=allowed)
     response = response_of(reply)
     for name, value in (exc.headers or {}).items():
         response.headers[name] = value
     return response
+
+
+def routing_reply(
+    status: int, detail: str, *, method: str, path: str, allowed: str = ""
+) -> ErrorReply:
+    """Describe what a framework's router refuses; ``allowed``: the methods, of a 405."""
+    if status == 404:
+        return ErrorReply(404, f"there is no endpoint {path}", "unknown_url")
+    if status == 405:
+        return ErrorReply(405, f"{path} takes {allowed}, not {method}", "method_not_allowed")
+    return ErrorReply(status, detail, RequestError.code)

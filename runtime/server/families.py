@@ -76,10 +76,14 @@ class Families:
 
     def histogram(self, name: str, histogram: Histogram) -> Metric:
         """Return one histogram."""
+        return self.buckets(name, histogram.buckets(), histogram.total)
+
+    def buckets(self, name: str, buckets: Sequence[tuple[str, float]], total: float) -> Metric:
+        """Return a histogram by its upper bounds, up to each of which so many values were."""
         family = HistogramMetricFamily(
             self.name(name), name.replace("_", " "), labels=["model_name"]
         )
-        family.add_metric([self.model_name], histogram.buckets(), histogram.total)
+        family.add_metric([self.model_name], buckets, total)
         return family
 
     def counts_by(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:

@@ -22,6 +22,8 @@ _MISS_CUTOFF = 0.85  # how alike an unknown name is to a served one that is mean
 
 _logger = logging.getLogger(__name__)
 
+_Unknown = set[tuple[str, int]]  # names that one body has brought, each with the id of its table
+
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
@@ -221,7 +223,7 @@ class UnknownFields:
         self._sift(body, table, (), set())
 
     def _sift(
-        self, data: dict[str, Any], table: FieldTable, at: tuple[int | str, ...], unknown: set[str]
+        self, data: dict[str, Any], table: FieldTable, at: tuple[int | str, ...], unknown: _Unknown
     ) -> None:
         for name in [name for name in data if name not in table.served]:
             value = data.pop(name)
@@ -246,12 +248,13 @@ class UnknownFields:
                         self._sift(item, nested, (*at, name, index), unknown)
 
     def _note(
-        self, name: str, table: FieldTable, location: tuple[int | str, ...], unknown: set[str]
+        self, name: str, table: FieldTable, location: tuple[int | str, ...], unknown: _Unknown
     ) -> None:
         """Count one unknown field, or raise."""
         path = field_path(location)
-        if name not in unknown:  # comparing takes long
-            unknown.add(name)
+        seen = (name, id(table))  # what is unknown in one kind of object may be near in another
+        if seen not in unknown:  # comparing takes long
+            unknown.add(seen)
             if len(unknown) > MAX_UNKNOWN_NAMES:
                 raise _unknown(path, f"it is one of more than {MAX_UNKNOWN_NAMES} unknown ones")
             near = near_names(name.lower().replace("-", "_"), table.served, cutoff=_MISS_CUTOFF)

@@ -22,8 +22,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _logger = logging.getLogger(__name__)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
     """Return a socket bound to ``host`` and ``port`` (0 = any free one), not listening yet.
+
+    ``shares_port``: others of this user that say so, too, may listen there.
 
     Raises ``ConfigError`` that names the flag to change.
     """
@@ -35,6 +37,8 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
         sock.setblocking(False)
     except OSError as exc:

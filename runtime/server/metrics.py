@@ -5,16 +5,14 @@ bounded: outcomes, routes and status codes are closed sets, adapters are capped.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import generate_latest
 
+from .access import PROBE_PATHS
 from .adapter_metrics import AdapterCounts, adapter_families
 from .engine_metrics import engine_families
 from .engine_port import EnginePort
@@ -50,6 +48,7 @@ class ServerMetrics:
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
+        self.http_s: defaultdict[tuple[str, str], float] = defaultdict(float)  # that they took
         self.connections_ended: Counter[str] = Counter(  # without an answer of the application
             header_timeout=0, body_timeout=0, head_too_large=0, invalid_http=0, slow_reader=0,
             too_many_connections=0,
@@ -60,6 +59,13 @@ class ServerMetrics:
         self._families = Families(settings.metrics_prefix, model_name)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        if settings.metrics_prefix == _VLLM:
+            ProcessCollector(registry=self._registry)
+
+    def answered(self, method: str, route: str, status: str, took_s: float) -> None:
+        """A request has been answered, or its client has left before."""
+        self.http_requests[method, route, status] += 1
+        self.http_s[method, route] += took_s
 
     def render(self) -> bytes:
         """Return the exposition, whose content type is ``CONTENT_TYPE``."""
@@ -85,10 +91,6 @@ class ServerMetrics:
         yield from adapter_families(
             self._families, stats, engine.list_loras(), self._settings.max_num_seqs
         )
-        if self._settings.metrics_prefix == _VLLM:
-            yield self._families.gauge(
-                "gpu_cache_usage_perc", "As kv_cache_usage_perc.", stats.kv_cache_usage
-            )
         yield from self._requests()
         families = self._families
         yield families.histogram("time_to_first_token_seconds", self.first_token_s)
@@ -96,7 +98,33 @@ class ServerMetrics:
         yield families.histogram("e2e_request_latency_seconds", self.request_s)
         yield from self.requests.families(families)
         if self._settings.metrics_prefix == _VLLM:  # older boards of theirs have older names
+            yield families.gauge(
+                "gpu_cache_usage_perc", "As kv_cache_usage_perc.", stats.kv_cache_usage
+            )
             yield families.histogram("time_per_output_token_seconds", self.inter_token_s)
+            yield from self._http_without_prefix()
+
+    def _http_without_prefix(self) -> Iterator[Metric]:
+        """Yield what its server's instrumentation shows of requests that are no probes."""
+        requests, number = Counter[tuple[str, str, str]](), Counter[tuple[str, str]]()
+        for (method, route, status), count in self.http_requests.items():
+            if route not in PROBE_PATHS:
+                kind = f"{status[0]}xx" if status.isdigit() else status
+                requests[method, route, kind] += count
+                number[method, route] += count
+        counts = CounterMetricFamily(
+            "http_requests", "HTTP requests.", labels=["method", "handler", "status"]
+        )
+        for labels, count in sorted(requests.items()):
+            counts.add_metric(labels, count)
+        yield counts
+        seconds = SummaryMetricFamily(
+            "http_request_duration_seconds", "Until their answers had ended.",
+            labels=["method", "handler"],
+        )  # fmt: skip
+        for key, count in sorted(number.items()):
+            seconds.add_metric(key, count, self.http_s[key])
+        yield seconds
 
     def _requests(self) -> Iterator[Metric]:
         families = self._families

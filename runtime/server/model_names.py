@@ -1,6 +1,6 @@
 """Which model a request means: the base under its served names, an adapter, or base:adapter."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from ..adapters.info import AdapterInfo
@@ -43,7 +43,7 @@ class ModelNames:
         loras.check_usable(meant)
         return ResolvedModel(model, meant)
 
-    def adapter_meant(self, model: str | None, loras: LoraDirectory) -> str | None:
+    def adapter_meant(self, model: str | None, loras: Container[str]) -> str | None:
         """Return the adapter that ``model`` names, known or not; None = the base model."""
         if model is None or model in self.base_names:
             return None

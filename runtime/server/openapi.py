@@ -6,16 +6,30 @@ from typing import Any
 
 import msgspec
 from pydantic.json_schema import models_json_schema
+from starlette.routing import Route
 
 from ..sampling import RANGES, Range
 from .body import RequestModel
 from .errors import ErrorBody, error_codes
 from .route_docs import ROUTE_DOCS, RouteDoc
+from .settings import AppSettings
 
 _REFERENCE = "#/components/schemas/{}"
 # Fields that ``SamplingParams`` has under another name.
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 _PARAMETER = re.compile(r"{(\w+)}")
+
+
+def openapi_json(routes: Iterable[Route], settings: AppSettings) -> bytes:
+    """Return the document of a server with ``routes``, as JSON."""
+    named = [
+        (method, route.path.replace(":path}", "}"))
+        for route in routes
+        for method in sorted((route.methods or set()) - {"HEAD"})
+    ]
+    return msgspec.json.encode(
+        openapi_document(named, settings.version, unknown_fields=settings.unknown_fields)
+    )
 
 
 def openapi_document(
@@ -94,9 +108,11 @@ def _operation(method: str, path: str, doc: RouteDoc, schemas: dict[Any, Any]) -
 
 
 def _responses(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    content: dict[str, Any] = {}
     if doc.answer is not None:
-        content = {"application/json": {"schema": schemas[doc.answer]}}
+        content["application/json"] = {"schema": schemas[doc.answer]}
+    elif doc.event is None:
+        content["text/plain"] = {"schema": {"type": "string"}}
     if doc.event is not None:
         content["text/event-stream"] = {"itemSchema": _event_schema(doc, schemas)}
     responses: dict[str, Any] = {"200": {"description": doc.summary, "content": content}}
@@ -116,10 +132,14 @@ def _responses(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _event_schema(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
-    chunk = {
+    contents = [schemas[doc.event]]
+    if doc.answer is not None:
+        contents.append(schemas[ErrorBody])
+    data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [schemas[doc.event], schemas[ErrorBody]]},
+        "contentSchema": {"anyOf": contents},
     }
-    data = {"anyOf": [{"const": "[DONE]"}, chunk]}  # the last one is that, or an error
+    if doc.answer is not None:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}  # the last one is that, or an error
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

@@ -6,7 +6,7 @@ from typing import Any
 from ..config.engine import EngineConfig
 from ..config.option import option_specs
 from ..config.serve import ServeConfig
-from ..sampling import MAX_CHOICES, MAX_LOGPROBS
+from ..sampling import MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS
 from .adapter_listing import MAX_PAGE
 from .body import RequestModel
 from .chat import ChatRequest
@@ -28,6 +28,7 @@ from .route_docs import ROUTE_DOCS
 # Options that bound what is asked.
 _LIMIT_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_waiting", "max_queue_s", "max_stop_strings"),
+    "max_logit_bias",
     *("max_body_mib", "max_json_depth", "max_messages", "max_request_tokens"),
     *("template_timeout_s", "max_template_chars"),
     *(
@@ -101,13 +102,15 @@ def limits_markdown() -> str:
     rows = [
         ("choices of a prompt (`n`)", str(MAX_CHOICES), ""),
         ("log-probabilities of other tokens", str(MAX_LOGPROBS), ""),
+        ("`bad_words` of a request", str(MAX_BAD_WORDS), ""),
         ("unknown fields of a body, by name", str(MAX_UNKNOWN_NAMES), ""),
         ("adapters on a page", str(MAX_PAGE), ""),
     ]
     for spec in (*option_specs(EngineConfig), *option_specs(ServeConfig)):
         if spec.name in _LIMIT_OPTIONS:
-            default = "the model's" if spec.default is None else f"{spec.default}"
-            rows.append((spec.help.rstrip("."), default, f"`{spec.flag}`"))
+            what = spec.help.rstrip(".").partition("; default: ")
+            default = "no limit" if spec.default is None else f"{spec.default}"
+            rows.append((what[0], what[2] or default, f"`{spec.flag}`"))
     return _table(("limit of", "is", "option"), rows)
 
 

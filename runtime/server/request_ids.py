@@ -2,8 +2,8 @@
 
 import re
 import uuid
-
-from starlette.types import Scope
+from collections.abc import Mapping
+from typing import Any
 
 HEADER = b"x-request-id"
 # Of a client's own: what may stand in headers, logs and JSON as it is.
@@ -15,7 +15,7 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-def given_id(scope: Scope) -> str | None:
+def given_id(scope: Mapping[str, Any]) -> str | None:
     """Return the client's own, if it sent one that can be used."""
     for name, value in scope["headers"]:
         if name == HEADER and _GIVEN.fullmatch(value):

@@ -20,6 +20,7 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         self._num_prompt_tokens = Histogram(NUM_TOKENS_BOUNDS)
+        self._num_computed_tokens = Histogram(NUM_TOKENS_BOUNDS)  # of the prompt
         self._num_generated_tokens = Histogram(NUM_TOKENS_BOUNDS)
         self._max_generated_tokens = Histogram(NUM_TOKENS_BOUNDS)
         self._queue_s = Histogram(REQUEST_BOUNDS_S)
@@ -32,7 +33,10 @@ class RequestMetrics:
         """Take the last output of a prompt, and when its first and its last token came."""
         nums_tokens = [choice.num_tokens for choice in output.outputs]
         most_tokens = max(nums_tokens)
-        self._num_prompt_tokens.observe(len(output.prompt_token_ids))
+        num_prompt_tokens = len(output.prompt_token_ids)
+        num_cached = min(choice.num_cached_tokens for choice in output.outputs)
+        self._num_prompt_tokens.observe(num_prompt_tokens)
+        self._num_computed_tokens.observe(num_prompt_tokens - num_cached)
         for num_tokens in nums_tokens:
             self._num_generated_tokens.observe(num_tokens)
         self._max_generated_tokens.observe(most_tokens)
@@ -50,6 +54,7 @@ class RequestMetrics:
         """Yield them all."""
         for name, histogram in (
             ("prompt_tokens", self._num_prompt_tokens),
+            ("prefill_kv_computed_tokens", self._num_computed_tokens),
             ("generation_tokens", self._num_generated_tokens),
             ("max_num_generation_tokens", self._max_generated_tokens),
             ("queue_time_seconds", self._queue_s),

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..adapters.info import LEVELS
+from ..engine_state import ENGINE_STATE_PATH, PROFILE_PATH, EngineProfile, EngineState
 from .adapter_listing import MAX_PAGE, AdapterCard
 from .answers import DetokenizedText, Health, ModelCard, ModelList, Readiness, Tokens, Version
 from .basic_routes import DetokenizeRequest, TokenizeRequest
@@ -26,8 +27,8 @@ class RouteDoc:
     summary: str
     body: type[RequestModel] | None = None
     query: Mapping[str, _Schema] = field(default_factory=dict)
-    answer: Any = None  # of JSON, by its type; None = text
-    event: Any = None  # of a stream, by its type
+    answer: Any = None  # of JSON, by its type; None = a stream alone, or text
+    event: Any = None  # of a stream, by its type; without an answer it has no end
     errors: tuple[int, ...] = ()  # statuses of answers that are an ErrorBody
     unhealthy: Any = None  # of status 503, if that is no ErrorBody
 
@@ -111,6 +112,14 @@ ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
         summary="200 while new requests are taken.", answer=Readiness, errors=(*_KEY, 503)
     ),
     ("GET", "/metrics"): RouteDoc(summary="Prometheus metrics.", errors=_KEY),
+    ("GET", ENGINE_STATE_PATH): RouteDoc(
+        summary="Load, adapters and a heartbeat of the engine, as they change: for routers.",
+        event=EngineState, errors=_KEY,
+    ),
+    ("GET", PROFILE_PATH): RouteDoc(
+        summary="What the engine is, and how long things take there.",
+        answer=EngineProfile, errors=_KEY,
+    ),
     ("GET", "/version"): RouteDoc(summary="The version of corun.", answer=Version, errors=_KEY),
     ("GET", "/openapi.json"): RouteDoc(
         summary="What this page says, for programs.", answer=dict[str, Any], errors=_KEY

@@ -1,7 +1,7 @@
 """What the HTTP application is told. Imported before anything of HTTP."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ... import __version__
 from ..config.engine import EngineConfig
@@ -29,6 +29,7 @@ class AppSettings:
     allowed_lora_dirs: Sequence[str] = ()  # where what is loaded may lie; empty = anywhere
     block_size: int = 16  # tokens
     max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
     version: str = "unknown"
 
     @classmethod
@@ -41,17 +42,19 @@ class AppSettings:
             access=access,
             metrics_prefix=serve_config.metrics_prefix,
             unknown_fields=serve_config.unknown_fields,
-            limits=_limits(serve_config),
+            limits=replace(limits_of(serve_config), max_logit_bias=engine_config.max_logit_bias),
             sse_keep_alive_s=serve_config.sse_keep_alive_s,
             allow_lora_updates=serve_config.allow_runtime_lora_updating or bool(access.admin),
             allowed_lora_dirs=serve_config.allowed_lora_dirs,
             block_size=engine_config.block_size,
             max_num_seqs=engine_config.max_num_seqs,
+            max_num_batched_tokens=engine_config.max_num_batched_tokens,
             version=__version__,
         )
 
 
-def _limits(config: ServeConfig) -> HttpLimits:
+def limits_of(config: ServeConfig) -> HttpLimits:
+    """Return what clients may hold and send, as the options say."""
     return HttpLimits(
         max_body_bytes=config.max_body_mib << 20,
         max_json_depth=config.max_json_depth,

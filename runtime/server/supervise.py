@@ -4,36 +4,23 @@ Owns the order of ending: refuse new requests, let the running ones finish, cut 
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
-
-import uvicorn
 
 from ..errors import EngineDeadError
 from .app import build_app
-from .connection import connection_class
 from .errors import SHUTTING_DOWN, HttpError
+from .http_server import make_http_server
 from .listening import StopSignals, listen, url_of
 from .state import ServerState
 
 _EXIT_ENGINE_DEAD = 1
 _DEATH_GRACE_S = 1.0  # for the engine's own errors to reach their clients
 _CUT_GRACE_S = 1.0  # for the errors of requests that were cut
-_CLOSE_TIMEOUT_S = 2  # whole seconds; for connections whose client does not read
 
 _logger = logging.getLogger(__name__)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def supervise(
@@ -44,7 +31,9 @@ async def supervise(
     Raises ``ConfigError`` if the port was taken since it was bound.
     """
     listen(sock)
-    server = _Server(_uvicorn_config(state))
+    server = make_http_server(
+        build_app(state), state.settings.limits, state.metrics.connections_ended
+    )
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     died = asyncio.ensure_future(state.engine.wait_dead())
     stopped = asyncio.ensure_future(stop.first.wait())
@@ -61,7 +50,7 @@ async def supervise(
         if error is not None:
             exit_code = _EXIT_ENGINE_DEAD
             await _report_death(state, error)
-        server.should_exit = True
+        state.is_ending = server.should_exit = True
         server.force_exit = stop.second.is_set()
         await serving
         return exit_code
@@ -69,21 +58,6 @@ async def supervise(
         for task in (serving, died, stopped):
             task.cancel()
         await asyncio.gather(serving, died, stopped, return_exceptions=True)
-
-
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
-    return uvicorn.Config(
-        build_app(state),
-        http=connection_class(state.settings.limits, state.metrics),
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,  # addresses of clients are not used
-        server_header=False,
-        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-    )
 
 
 def _announce(state: ServerState, url: str) -> None:

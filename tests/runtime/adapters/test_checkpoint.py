@@ -92,6 +92,16 @@ def test_damaged_header(tmp_path: Path, header: bytes, num_data_bytes: int) -> N
         read(write_header(tmp_path, header, bytes(num_data_bytes)))
 
 
+def test_one_header_before_other_data_is_another_file(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "good").mkdir()
+    for value in (b"1", b"2"):
+        ((_, data),) = read(write_header(tmp_path / "good", header, value * 8))
+        assert bytes(data) == value * 8
+    with pytest.raises(AdapterError, match="truncated or damaged"):
+        read(write_header(tmp_path, header, b"1" * 7))
+
+
 def test_no_tensors(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="holds no tensors"):
         read(write_header(tmp_path, b"{}"))

@@ -83,6 +83,21 @@ def test_pairs_are_found_by_target_index() -> None:
     assert max_tensor_bytes(make_map(), 64) == 6 * 4 * 64 * (_IN + _OUT)
 
 
+def test_what_adapters_of_one_recipe_have_in_common_is_found_out_once() -> None:
+    target_map = make_map()
+
+    def again(target_map: TargetMap = target_map, **fields: Any) -> ResolvedAdapter:
+        spec = make_spec(**fields)
+        return resolve_adapter(spec, [*all_pairs()], target_map, max_rank=64)
+
+    first = again()
+    assert again() is first
+    assert again(lora_alpha=16.0).targets[0].scaling == 4.0
+    assert again(make_map("gpt_neox.")).targets[0].target.path.startswith("gpt_neox.")
+    with pytest.raises(ResolveError, match="--max-lora-rank"):
+        resolve_adapter(make_spec(), all_pairs(), target_map, max_rank=3)
+
+
 @pytest.mark.parametrize(
     "prefix",
     [

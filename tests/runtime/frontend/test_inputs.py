@@ -9,9 +9,10 @@ import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.loop import OwnPolicies
 from corun.runtime.engine.messages import AddRequest
-from corun.runtime.errors import ConfigError
+from corun.runtime.errors import ConfigError, RequestError
 from corun.runtime.frontend.inputs import (
     PreparedRequest,
+    check_token_rules,
     choice_seed,
     default_sampling,
     engine_sampling,
@@ -63,6 +64,16 @@ def test_one_engine_request_per_choice() -> None:
     assert [request.sampling.seed for request in requests] == [
         choice_seed(9, index) for index in range(3)
     ]
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
+def test_no_more_tokens_are_listed_than_the_model_has(name: str) -> None:
+    fits: dict[str, Any] = {name: [1] * 8}
+    check_token_rules(SamplingParams(**fits), vocab_size=8, max_logit_bias=9)
+    more: dict[str, Any] = {name: [1] * 9}
+    with pytest.raises(RequestError, match=f"{name} has 9 entries, the vocabulary has 8") as caught:
+        check_token_rules(SamplingParams(**more), vocab_size=8, max_logit_bias=9)
+    assert caught.value.param == name
 
 
 def test_max_tokens_is_what_the_context_takes_at_most() -> None:

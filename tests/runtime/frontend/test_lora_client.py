@@ -13,7 +13,7 @@ from corun.runtime.engine.client import ThreadClient
 from corun.runtime.errors import AdapterError, ConfigError, CorunError, UnknownModelError
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.lora_client import LoraClient
-from corun.runtime.frontend.lora_resolvers import make_resolver
+from corun.runtime.frontend.lora_resolvers import HubResolver, make_resolver
 from corun.runtime.frontend.outputs import LoRARequest
 from support.fake_core import FACTORY
 
@@ -144,6 +144,13 @@ def test_nobody_is_asked_for_what_no_adapter_can_be_called(tokenizer_dir: str, n
 def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--lora-resolver directory:.*no such directory"):
         make_resolver(f"directory:{tmp_path / 'no'}")
+
+
+def test_a_hub_says_in_one_line_that_it_is_offline() -> None:
+    """As the tests are (HF_HUB_OFFLINE)."""
+    with pytest.raises(UnknownModelError, match="offline mode is enabled") as caught:
+        asyncio.run(HubResolver().resolve_lora("base", "acme/no-such-adapter"))
+    assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_loaded_is_not_tried_again_at_once(run: Callable[..., None]) -> None:

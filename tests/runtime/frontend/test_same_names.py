@@ -6,8 +6,10 @@ from dataclasses import fields
 import pytest
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.engine import Engine
+from corun.runtime.frontend.outputs import CompletionOutput, RequestOutput
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.server.chat import ChatRequest
+from corun.runtime.server.chat_messages import ConversationFields
 from corun.runtime.server.completions import CompletionRequest
 from corun.runtime.server.lora_routes import LoadRequest, UnloadRequest
 from corun.runtime.server.route_docs import ROUTE_DOCS
@@ -16,10 +18,7 @@ SAMPLING = {field.name for field in fields(SamplingParams)}
 # What only the form of an HTTP request and of its answer has, and what stands for it in Python.
 OF_HTTP = {
     "model": "lora_request",
-    "messages": "get_tokenizer",
-    "add_generation_prompt": "get_tokenizer",
-    "continue_final_message": "get_tokenizer",
-    "chat_template_kwargs": "get_tokenizer",
+    **dict.fromkeys(("messages", *ConversationFields.model_fields), "Engine.apply_chat_template"),
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs",
     "stream": "AsyncEngine.generate",
@@ -44,8 +43,10 @@ METHODS = {
     "/detokenize": "get_tokenizer",
     "/metrics": "get_stats",
     # Of the server itself.
-    "/health": None, "/ready": None, "/version": None, "/openapi.json": None,
+    "/v1/engine_state": None, "/v1/profile": None, "/health": None, "/ready": None,
+    "/version": None, "/openapi.json": None,
 }  # fmt: skip
+CLASSES = {kind.__name__: kind for kind in (AsyncEngine, CompletionOutput, Engine, RequestOutput)}
 
 
 def parameters_of(engine: type, method: str) -> set[str]:
@@ -57,6 +58,26 @@ def test_every_field_is_a_parameter(request_class: type[CompletionRequest | Chat
     wanted = set(request_class.model_fields) - SAMPLING - OF_HTTP.keys() - {"prompt"}
     for engine in (Engine, AsyncEngine):
         assert wanted - {"request_id"} <= parameters_of(engine, "generate"), engine
+
+
+def test_what_stands_for_a_field_is_there() -> None:
+    for field, stand_in in OF_HTTP.items():
+        owner, _, attribute = stand_in.rpartition(".")
+        if owner:
+            assert attribute in {*dir(CLASSES[owner]), *inspect.get_annotations(CLASSES[owner])}
+        else:
+            assert stand_in in SAMPLING | parameters_of(Engine, "generate"), field
+
+
+def test_conversations_are_written_by_the_same_names() -> None:
+    wanted = {"messages", "lora_request", *ConversationFields.model_fields}
+    for engine in (Engine, AsyncEngine):
+        assert parameters_of(engine, "apply_chat_template") - {"self"} == wanted
+
+
+def test_how_old_statistics_are_is_told() -> None:
+    for engine in (Engine, AsyncEngine):
+        assert isinstance(inspect.getattr_static(engine, "stats_age_s"), property)
 
 
 def test_every_parameter_of_sampling_is_a_field() -> None:

@@ -17,6 +17,8 @@ NEW = EngineStats(num_steps=7)
 class Asked:
     """An engine that is asked, and answers when the test does."""
 
+    num_heartbeats = 0
+
     config = EngineConfig(model="none")
 
     def __init__(self) -> None:

@@ -93,9 +93,13 @@ def test_a_body_that_does_not_come(
 ) -> None:
     server = start_server(FakeEngine(), limits=HttpLimits(body_timeout_s=0.1))
     with connected(server) as sock:
-        sock.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        sock.sendall(
+            b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+            b"x-request-id: mine\r\n\r\n{"
+        )
         answer = rest(sock)
         assert error_of(answer) == (408, "body_timeout") and b"--body-timeout-s" in answer
+        assert b"x-request-id: mine\r\n" in answer
     wait_until(lambda: not len(server.state.open_requests))
 
 
@@ -256,7 +260,7 @@ class Unread:
         self.metrics: ServerMetrics = state.metrics
         config = uvicorn.Config(build_app(state), log_config=None, lifespan="off", ws="none")
         loop: Any = self.loop
-        connection: Connection = connection_class(LIMITS, self.metrics)(
+        connection: Connection = connection_class(LIMITS, self.metrics.connections_ended)(
             config, uvicorn.server.ServerState(), {}, loop
         )
         connection.connection_made(cast(Any, self.transport))

@@ -142,6 +142,14 @@ def test_a_near_miss_is_an_error_under_each_policy(
     assert len([line for line in caplog.messages if "novel" in line]) == (policy == "warn")
 
 
+def test_what_is_unknown_in_the_body_may_be_a_near_miss_in_a_message(http: httpx.Client) -> None:
+    message = {"role": "user", "content": "hi", "contents": "hi"}
+    answer = http.post(CHAT, json=chat(contents=1) | {"messages": [message]})
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("unknown_field", "messages[0].contents")
+    assert "'content'" in error["message"]
+
+
 def test_very_many_unknown_fields_are_refused_at_once(http: httpx.Client) -> None:
     names = {f"{number:05}zzzz": 1 for number in range(6000)}
     answer = http.post(CHAT, content=json.dumps(chat(**names)))

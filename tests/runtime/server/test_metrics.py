@@ -1,5 +1,6 @@
 """What ``/metrics`` shows, from the engine and from the requests that were answered."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from corun.runtime.adapters.info import Residency
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LoadStats
 from prometheus_client.parser import text_string_to_metric_families
 from support.fake_engine import make_adapter
+from support.product import ROOT
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -203,6 +205,10 @@ def test_hits_of_prompts_show_in_the_metrics(http: httpx.Client, engine: Any) ->
     assert samples["corun:external_prefix_cache_hits_total", (model,)] == 20
     assert samples["corun:prefix_cache_queries_total", (model,)] == 100
     assert samples["corun:prefix_cache_hits_total", (model,)] == 50
+    assert samples["corun:prompt_tokens_cached_total", (model,)] == 70
+    by_source = "corun:prompt_tokens_cached_by_source_total"
+    assert samples[by_source, (model, ("source", "device"))] == 50
+    assert samples[by_source, (model, ("source", "host"))] == 20
 
 
 def test_evictions_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
@@ -251,4 +257,57 @@ def test_what_boards_of_vllm_read(start_server: Callable[..., Any], engine: Any)
     assert samples["vllm:time_per_output_token_seconds_count", model] == 2 * 7
     assert samples["vllm:gpu_cache_usage_perc", model] == 0.25
     assert samples["vllm:max_gpu_lora_adapters", model] == 0  # no room was told
+    assert samples["vllm:request_prefill_kv_computed_tokens_sum", model] == 8
     assert not any(name.startswith("corun") for name, _ in samples)
+
+
+def test_what_inference_pickers_read(start_server: Callable[..., Any], engine: Any) -> None:
+    """Each name with its labels that the page of Kubernetes says they find."""
+    page = (ROOT / "runtime/cluster/KUBERNETES.md").read_text(encoding="utf-8")
+    table = re.findall(r"`((?:num_req|kv_cache|cache_conf|lora_)\w*)(\{[^}]*\})?`", page)
+    server = start_server(type(engine)(), metrics_prefix="vllm")
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        samples = read_metrics(http)
+    shown = {name: {label for label, _ in labels} for name, labels in samples}
+    assert len(table) >= 6
+    for name, labels in table:
+        assert set(labels.strip("{}").split(", ")) - {""} <= shown[f"vllm:{name}"], name
+
+
+def test_what_those_of_its_server_process_read(
+    start_server: Callable[..., Any], engine: Any
+) -> None:
+    server = start_server(type(engine)(), metrics_prefix="vllm")
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        for body in ({"prompt": "hi"}, {"prompt": "hi"}, {}):
+            http.post("/v1/completions", json=body)
+        http.get("/health")
+        samples = read_metrics(http)
+    route = (("handler", "/v1/completions"), ("method", "POST"))
+    for status, number in (("2xx", 2), ("4xx", 1)):
+        assert samples["http_requests_total", (*route, ("status", status))] == number
+    assert samples["http_request_duration_seconds_count", route] == 3
+    assert samples["http_request_duration_seconds_sum", route] > 0
+    assert not any(
+        ("handler", "/health") in labels for name, labels in samples if name[:4] == "http"
+    )
+    for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "start_time_seconds"):
+        assert samples[f"process_{name}", ()] > 0
+
+
+def test_why_requests_wait_and_how_large_steps_are(http: httpx.Client, engine: Any) -> None:
+    engine.stats = EngineStats(
+        num_waiting=5, num_deferred=2, steps_by_tokens={1: 3, 64: 2}, num_step_tokens=103
+    )
+    samples = read_metrics(http)
+    model = ("model_name", "tiny")
+    waiting = "corun:num_requests_waiting_by_reason"
+    assert samples[waiting, (model, ("reason", "capacity"))] == 3
+    assert samples[waiting, (model, ("reason", "deferred"))] == 2
+    steps = "corun:iteration_tokens_total"
+    for bound, number in (("1.0", 3), ("32.0", 3), ("64.0", 5), ("+Inf", 5)):
+        assert samples[f"{steps}_bucket", (("le", bound), model)] == number
+    assert (samples[f"{steps}_count", (model,)], samples[f"{steps}_sum", (model,)]) == (5, 103)
+    engine.stats = EngineStats(num_waiting=1, num_deferred=2)  # told a little later
+    samples = read_metrics(http)
+    assert samples[waiting, (model, ("reason", "capacity"))] == 0

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,11 @@ def test_the_document_has_every_route(http: httpx.Client) -> None:
     assert len(set(operations)) == len(operations)
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTE_DOCS)
+# What has no end, ``test_state_routes.py`` listens to.
+ENDING = [route for route, doc in ROUTE_DOCS.items() if doc.event is None or doc.answer is not None]
+
+
+@pytest.mark.parametrize(("method", "path"), ENDING)
 def test_answers_are_what_it_says(lora_http: httpx.Client, method: str, path: str) -> None:
     doc = ROUTE_DOCS[method, path]
     response = ask(lora_http, method, path)
@@ -107,7 +112,7 @@ def test_a_bound_of_fields_is_said(start_server: Callable[..., Any], engine: Any
 
 def test_errors_are_what_it_says(http: httpx.Client, engine: Any) -> None:
     engine.fail_after_tokens = 0
-    for method, path in ROUTE_DOCS:
+    for method, path in ENDING:
         codes = error_codes()
         for fields in ({}, {"return_timing": True}, {"model": "nobody"}, {"n": "x"}):
             response = ask(http, method, path, **fields)
@@ -119,12 +124,20 @@ def test_errors_are_what_it_says(http: httpx.Client, engine: Any) -> None:
             assert response.status_code in ROUTE_DOCS[method, path].errors
 
 
-def test_every_code_is_in_the_table(repository: Path) -> None:
+@pytest.mark.parametrize("of_clusters", [False, True])
+def test_every_code_is_in_the_table(repository: Path, of_clusters: bool) -> None:
+    """Those of clusters are in a table of their own."""
+    known, clusters = set(error_codes()), repository / "runtime/cluster"
+    if of_clusters:
+        text = (clusters / "README.md").read_text(encoding="utf-8")
+        known |= set(re.findall(r"^\| `(\w+)` \| \d", text, re.MULTILINE))
     used = set()
     for path in (repository / "runtime").rglob("*.py"):
+        if path.is_relative_to(clusters) != of_clusters:
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg == "code":
                 used |= {value.value for value in [node.value] if isinstance(value, ast.Constant)}
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "ErrorReply":
                 used |= {one.value for one in node.args[2:3] if isinstance(one, ast.Constant)}
-    assert used <= set(error_codes())
+    assert used and not used - known

@@ -16,7 +16,7 @@ from support.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeTokenizer
 
 LIMITS = HttpLimits(
     max_body_bytes=10_000, max_json_depth=4, max_messages=3, max_request_tokens=MAX_MODEL_LEN,
-    template=TemplateLimits(timeout_s=0.05, max_chars=100),
+    max_logit_bias=2, template=TemplateLimits(timeout_s=0.05, max_chars=100),
 )  # fmt: skip
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "hi", "max_tokens": 4}
@@ -42,8 +42,12 @@ class TemplateTokenizer(FakeTokenizer):
         (CHAT, {"messages": MESSAGES, "n": 2}, "max_tokens", f"{2 * MAX_MODEL_LEN} tokens"),
         (COMPLETIONS, {"prompt": ["a"] * 5, "max_tokens": 1000}, "max_tokens", "5 prompts"),
         (COMPLETIONS, GOOD | {"stop": ["a"] * 17}, "stop", "--max-stop-strings"),
+        # Counted before they are looked at one by one.
+        (CHAT, {"messages": MESSAGES, "logit_bias": dict.fromkeys("abc")}, "logit_bias",
+         "3 entries, at most 2 are served (--max-logit-bias)"),
+        (COMPLETIONS, {"prompt": ["a"] * 400 + [5]}, "prompt", "401 prompts"),
     ],
-)
+)  # fmt: skip
 def test_what_is_too_much(
     start_server: Callable[..., Any], path: str, body: dict[str, Any], param: str | None, words: str
 ) -> None:
@@ -89,9 +93,9 @@ def test_the_defaults_are_those_of_the_options() -> None:
         template_timeout_s=5, max_template_chars=6, max_connections=7, header_timeout_s=8,
         max_unsent_kib=9, unsent_timeout_s=10, body_timeout_s=11,
     )  # fmt: skip
-    assert AppSettings.of(EngineConfig(), config, Access()).limits == HttpLimits(
+    assert AppSettings.of(EngineConfig(max_logit_bias=12), config, Access()).limits == HttpLimits(
         max_body_bytes=1 << 20, max_json_depth=2, max_messages=3, max_request_tokens=4,
         template=TemplateLimits(timeout_s=5.0, max_chars=6), max_connections=7,
         header_timeout_s=8.0, max_unsent_bytes=9 << 10, unsent_timeout_s=10.0,
-        body_timeout_s=11.0,
+        body_timeout_s=11.0, max_logit_bias=12,
     )  # fmt: skip

@@ -152,9 +152,10 @@ from pathlib import Path
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.engine.messages import (
-    AbortRequests, AddRequests, EngineStats, ModelInfo, Ready, RequestUpdate, StepOutputs,
-    TokenizerSpec,
+    AbortRequests, AddRequests, EngineStats, MachineReport, ModelInfo, Ready, RequestUpdate,
+    StepOutputs, TokenizerSpec,
 )
+from corun.runtime.scheduler.step_times import LearnedTimes
 from corun.runtime.server.run import serve
 
 class Client:
@@ -169,7 +170,8 @@ class Client:
             eos_token_ids=(0,), default_sampling={}, kv_capacity_tokens=1, memory_bytes=1,
             max_num_waiting=1, model_path="words", device_choices={}, backends={},
             summary=("a summary of the model",),
-        ), (), TokenizerSpec(Path(sys.argv[1]).read_text(), {}, None))
+        ), (), MachineReport(LearnedTimes(1).machine_model(), 1e8, 1, is_measured=False),
+            TokenizerSpec(Path(sys.argv[1]).read_text(), {}, None))
 
     def send(self, message):
         match message:

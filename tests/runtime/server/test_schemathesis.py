@@ -16,7 +16,11 @@ CHECKS = (
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 )
-FITTING = [(method, path, GenerationMode.POSITIVE) for method, path in ROUTE_DOCS]
+FITTING = [
+    (method, path, GenerationMode.POSITIVE)
+    for (method, path), doc in ROUTE_DOCS.items()
+    if doc.event is None or doc.answer is not None  # else it has no end
+]
 # A route that takes nothing can be given nothing wrong.
 UNFITTING = [
     (method, path, GenerationMode.NEGATIVE)
@@ -25,7 +29,8 @@ UNFITTING = [
 ]
 
 
-@pytest.mark.parametrize("num_cases", [25, pytest.param(200, marks=pytest.mark.full)])
+# 200 a route, those that fit and those that do not; what takes nothing is one case.
+@pytest.mark.parametrize("num_cases", [100, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("method", "path", "mode"), FITTING + UNFITTING)
 def test_every_answer_fits_the_document(
     start_server: Callable[..., Any],

@@ -47,6 +47,8 @@ class CharacterTokenizer(FakeTokenizer):
 class PlayedClient:
     """Satisfies ``EngineClient``: an engine that does what the test says."""
 
+    num_heartbeats = 0
+
     def __init__(self) -> None:
         self.config = EngineConfig()
         self.open_ids: list[int] = []
@@ -55,7 +57,8 @@ class PlayedClient:
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
         self._tell = on_message
-        return Ready(FakeEngine().get_model_info(), ())
+        engine = FakeEngine()
+        return Ready(engine.get_model_info(), (), engine.machine)
 
     def send(self, message: ToEngine) -> None:
         if isinstance(message, AddRequests):
