@@ -146,13 +146,20 @@ class _Receiver(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None and not self._is_ok:
-            exc = RuntimeError(self._head.decode() or "the connection was closed without an answer")
+            exc = RuntimeError(_refusal(self._head))
         if self.ended.done():  # who waited has been cancelled
             return
         if exc is None:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(exc)
+
+
+def _refusal(answer: bytes) -> str:
+    """One line: the status of an answer, and its body."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    said = b" ".join((head.partition(b"\r\n")[0], *body.split()))
+    return said.decode(errors="replace").strip() or "the connection was closed without an answer"
 
 
 def http_sender(host: str, port: int, *, api_key: str = "") -> Send:

@@ -41,12 +41,11 @@ from load import (
     http_sender,
     make_jobs,
     open_loop,
-    timed_loop,
 )
 from models import make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, report
 from streams import HttpStreams, NullStreams, bounds, measure
-from workload_jobs import jobs_of
+from workload_jobs import jobs_of, send_all
 
 REQUIRED_HTTP_SHARE = 0.9
 # (clients, prompt tokens, output tokens, requests)
@@ -212,8 +211,11 @@ def url_sender(url: str) -> Send:
     return http_sender(address.hostname or "127.0.0.1", address.port or 80)
 
 
-async def measure_workload(arguments: Any) -> None:
-    """Requests of a workload, as they are simulated. Raises ``ConfigError``."""
+async def measure_workload(arguments: Any) -> bool:
+    """Send the requests of a workload, as they are simulated; say whether all were answered.
+
+    Raises ``ConfigError``.
+    """
     spec = read_workload(arguments.workload)
     workload = draw_workload(spec, trace_directory(arguments.traces))
     if not (arguments.models or workload.names):
@@ -221,11 +223,15 @@ async def measure_workload(arguments: Any) -> None:
     jobs = jobs_of(workload, arguments.models, arguments.vocab_size)
     arrivals_s = [request.arrival_s for request in workload.requests]
     start = time.perf_counter()
-    samples = await timed_loop(url_sender(arguments.url), jobs, arrivals_s)
+    samples, failures = await send_all(url_sender(arguments.url), jobs, arrivals_s)
     figures = describe(samples, time.perf_counter() - start)
+    if failures:
+        sys.stderr.write(f"serve.py: {len(failures)} of {len(jobs)} failed: {failures[0]}\n")
     asked = {"url": arguments.url, "workload": arguments.workload, "seed": spec.seed,
              "requests": len(jobs), "span_s": round(arrivals_s[-1], 3)}  # fmt: skip
-    report("serve", asked, {"open": figures}, {})
+    bounds = {"every request is answered": not failures}
+    report("serve", asked, {"open": figures, "num_failed": len(failures)}, dict(bounds))
+    return not failures
 
 
 async def measure_url(arguments: Any) -> None:
@@ -276,7 +282,8 @@ def main() -> None:
         asyncio.run(measure_streams(arguments))
     elif arguments.workload:
         try:
-            asyncio.run(measure_workload(arguments))
+            if not asyncio.run(measure_workload(arguments)):
+                sys.exit(1)
         except ConfigError as error:
             parser.error(str(error))
     else:

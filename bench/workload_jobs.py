@@ -1,10 +1,10 @@
 """A workload of the simulator as jobs for a live server."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
-from load import Job
+from load import Job, Sample, Send, timed_loop
 
 _FIRST_TOKEN = 3  # those below it are special in many vocabularies
 
@@ -27,6 +27,25 @@ def jobs_of(workload: Workload, models: Sequence[str], vocab_size: int) -> list[
         )
         for number, request in enumerate(workload.requests)
     ]
+
+
+async def send_all(
+    send: Send, jobs: Sequence[Job], arrivals_s: Sequence[float]
+) -> tuple[list[Sample], list[str]]:
+    """Send each job when it is due: samples of those that are answered, and why others are not."""
+    failures: dict[int, str] = {}  # by job: a load goes on without those that are refused
+
+    async def try_to_send(job: Job, on_tokens: Callable[[int], None]) -> None:
+        try:
+            await send(job, on_tokens)
+        except (OSError, RuntimeError) as error:
+            failures[id(job)] = f"{job.model}: {error}"
+
+    samples = await timed_loop(try_to_send, jobs, arrivals_s)
+    answered = [
+        sample for job, sample in zip(jobs, samples, strict=True) if id(job) not in failures
+    ]
+    return answered, list(failures.values())
 
 
 def _prompt(own: str, request: WorkloadRequest, content_tokens: int, vocab_size: int) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ..cluster.demand import names_at
 from ..cluster.policy.reports import RouteRequest, ServerReport
 from ..errors import RequestError
 from ..machine.gc_control import collection_paused
@@ -18,7 +19,7 @@ from .agenda import Agenda
 from .clock import VirtualClock
 from .cluster_placement import placement_of
 from .cluster_replayed import ClusterReplayed
-from .cluster_router import seats_of
+from .cluster_router import costs_of, seats_of
 from .cluster_server import ClusterServer, Due, Sent
 from .cluster_spec import ClusterSpec
 from .engine import SimulationOptions, adapter_name
@@ -28,7 +29,6 @@ from .replay import RequestRecord
 from .workloads import Workload
 
 _MOVES_EVERY_S = 1.0  # by hand: so often routers may move what waits
-
 
 # Called with the seconds from the start and all servers, open or not, now and then.
 LookAtServers = Callable[[float, Sequence[ClusterServer]], None]
@@ -92,6 +92,7 @@ class _Cluster:
             spec.peer_bytes_per_s,
         )
         self._placement = placement_of(machine, workload, spec)
+        self._costs = costs_of(machine, spec.peer_bytes_per_s)
         self._seats = seats_of(machine, spec)
         self._sent: dict[int, Sent] = {}  # all requests that have arrived, but for refused ones
         self._num_arrived = 0
@@ -257,6 +258,7 @@ class _Cluster:
         """A request uses its adapter's file no more: others may have room now."""
         if sent.route.adapter_name is not None:
             self._stores.release(server.index, sent.route.adapter_name)
+            self._evict_dropped()
         if self._unrouted:
             self._route_again()
 
@@ -290,11 +292,15 @@ class _Cluster:
 
     # Files.
 
-    def _expect_copy(self, server: ClusterServer) -> None:
-        """A copy to it may have begun, and others may have made way."""
+    def _evict_dropped(self) -> None:
+        """Engines forget adapters whose files are gone."""
         for index, name in self._stores.take_dropped():
             self._servers[index].evict(name)
             self._expect(self._servers[index])
+
+    def _expect_copy(self, server: ClusterServer) -> None:
+        """A copy to it may have begun, and others may have made way."""
+        self._evict_dropped()
         due = (self._stores.end_s(server.index), Due.COPY)
         self._agenda.expect("copy", server.index, due, partial(self._copied, server))
 
@@ -317,7 +323,7 @@ class _Cluster:
         shares = self._placement.step([server.server_id for server in there])
         for seat in self._seats:
             seat.placed(shares)
-        names = self._placement.names_at()
+        names = names_at(shares)
         for server in there:
             self._stores.follow(server.index, names[server.server_id], self._clock())
             self._expect_copy(server)
@@ -343,7 +349,7 @@ class _Cluster:
         server.is_open = True
         report = server.report(self._clock(), self._stores.names_on(server.index))
         for seat in self._seats:
-            seat.joined(server.server_id, report)
+            seat.joined(server.server_id, self._costs, report)
 
     def _join_late(self, server: ClusterServer) -> None:
         self._num_joins_to_come -= 1

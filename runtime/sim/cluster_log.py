@@ -17,7 +17,7 @@ class ClusterFigures:
 
     largest_over_mean_load: float  # of servers, by their open requests over the whole run
     num_routed: tuple[int, ...]  # by server
-    most_files: int  # of adapters, at the end, on the server with the most
+    most_files: int  # of adapters at once, on the server with the most: see ``StoreUse``
     largest_store_bytes: int  # at once, on one server
     fetched_bytes: int  # from peers
     num_moved: int
@@ -56,7 +56,7 @@ class ServerLoads(msgspec.Struct):
         return ClusterFigures(
             largest_over_mean_load=max(loads) / mean if mean else 1.0,
             num_routed=replayed.num_routed,
-            most_files=max(one.num_files for one in replayed.stores),
+            most_files=max(one.most_files for one in replayed.stores),
             largest_store_bytes=max(one.largest_bytes for one in replayed.stores),
             fetched_bytes=sum(one.fetched_bytes for one in replayed.stores),
             num_moved=replayed.num_moved,

@@ -2,16 +2,16 @@
 
 import enum
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...profiles.link import Direction
 from ..cluster.policy.reports import RouteRequest, ServerId, ServerReport
+from ..engine.load_state import OpenWork
 from ..engine.messages import EngineStats, RequestUpdate
 from ..errors import RequestError
 from ..plan import AdapterId, AdapterTransfer
-from ..request import Request, RequestStatus
+from ..request import RequestStatus
 from .clock import VirtualClock
 from .engine import SimulatedParts, SimulationOptions, build_simulated_parts, request_of
 from .machines import SimulatedMachine
@@ -159,10 +159,13 @@ class ClusterServer:
         return [sent for engine_id, sent in self._sent.items() if engine_id not in held]
 
     def report(self, told_s: float, files: frozenset[str]) -> ServerReport:
-        """What routers are told; ``files``: adapters in its store. O(open requests + adapters)."""
+        """What routers are told; ``files``: adapters in its store. O(what runs + adapters)."""
         self.has_changed = False
         memory, block_size = self._parts.scheduler.memory, self._machine.block_size
-        loads = _Loads(self._parts.scheduler.requests, self._sent.values())
+        work = OpenWork(self._parts.scheduler)
+        for one in self._sent.values():
+            if one.needs_file:
+                work.wait(one.route.rank, one.route.num_prompt_tokens)
         free_blocks = min(
             memory.pool.num_unused_blocks, memory.budget.backed_bytes // memory.pool.block_bytes
         )
@@ -170,10 +173,10 @@ class ClusterServer:
         return ServerReport(
             told_s=told_s,
             is_ready=self.is_open,
-            num_running_by_rank=loads.num_running,
-            num_waiting_by_rank=loads.num_waiting,
-            queued_prefill_tokens=loads.queued_tokens,
-            running_context_tokens=loads.context_tokens,
+            num_running_by_rank=work.num_running_by_rank,
+            num_waiting_by_rank=work.num_waiting_by_rank,
+            queued_prefill_tokens=work.queued_tokens,
+            running_context_tokens=work.context_tokens,
             free_kv_tokens=free_blocks * block_size,
             total_kv_tokens=memory.pool.num_blocks * block_size,
             gpu_adapters=frozenset(map(self._name_of, memory.cache.resident_ids())),
@@ -222,27 +225,3 @@ class ClusterServer:
             (self._on_host.add if host.contains(digest) else self._on_host.discard)(digest)
         host.changed.clear()
         return frozenset(self._on_host)
-
-
-class _Loads:
-    """Sums over an engine's open requests, and those that wait for files."""
-
-    def __init__(self, requests: Iterable[Request], sent: Iterable[Sent]) -> None:
-        running, waiting = self.num_running, self.num_waiting = Counter[int](), Counter[int]()
-        queued_tokens = context_tokens = 0
-        for request in requests:
-            rank = 0 if request.adapter is None else request.adapter.rank
-            num_computed = request.num_computed_tokens
-            if request.status is RequestStatus.RUNNING:
-                running[rank] += 1
-                context_tokens += num_computed
-                if num_computed < len(request.prompt_token_ids):
-                    queued_tokens += len(request.prompt_token_ids) - num_computed
-            else:
-                waiting[rank] += 1
-                queued_tokens += request.num_known_tokens - request.num_known_prefix_tokens
-        for one in sent:
-            if one.needs_file:
-                waiting[one.route.rank] += 1
-                queued_tokens += one.route.num_prompt_tokens
-        self.queued_tokens, self.context_tokens = queued_tokens, context_tokens

@@ -9,7 +9,7 @@ from ...profiles.find import state_directory
 from ...profiles.models import LinkModel
 from ...profiles.profile import Profile, ProfileError, load_profile
 from ..cluster.policy.placement.registry import check_placement
-from ..cluster.policy.registry import RouterFacts, make_router
+from ..cluster.policy.registry import check_router
 from ..coldstart.strategy import LoadStrategy
 from ..config.engine import EngineConfig
 from ..config.notations import parse_num_bytes, parse_queues
@@ -80,17 +80,26 @@ def options_of(config: EngineConfig) -> SimulationOptions:
     )
 
 
-def cluster_of(config: SimulateConfig) -> ClusterSpec | None:
+def cluster_of(config: SimulateConfig, given: frozenset[str]) -> ClusterSpec | None:
     """The servers and their routers; None = one server alone, which nobody routes to.
 
-    Raises ``ConfigError`` if there is no such router or placement.
+    Raises ``ConfigError`` if there is no such router or placement, or if an option that is
+    ``given`` would change nothing.
     """
-    if config.servers == 1 and config.router is None and config.placement is None:
+    if config.placement is None and "placement_every_s" in given:
+        raise ConfigError("--placement-every-s is given, but no --placement")
+    if config.placement is None and config.store_bytes is None and "peer_gib_per_s" in given:
+        raise ConfigError(
+            "--peer-gib-per-s is given, but each server has all files: give --store-bytes or "
+            "--placement, too"
+        )
+    is_routed = config.router is not None or config.routers > 1 or config.state_age_s > 0.0
+    if config.servers == 1 and not is_routed and config.placement is config.store_bytes is None:
         return None
     if config.placement is not None:
         check_placement(config.placement)
     router = config.router or DEFAULT_ROUTER
-    make_router(router, RouterFacts(num_routers=config.routers, slo_tpot_s=1.0))
+    check_router(router)
     return ClusterSpec(
         servers=(ServerLife(),) * config.servers,
         router=router,
@@ -117,7 +126,7 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
     return SimulatedMachine(
         name=_title(profile),
         model=profile.model,
-        memory_bytes=int(profile.free_bytes * config.memory_fraction),
+        memory_bytes=_memory_bytes(profile, config),
         kv_bytes_per_token=shape.kv_bytes_per_token,
         adapter_bytes_per_rank=profile.budgets[0].adapter_bytes // profile.budgets[0].rank,
         group_targets=tuple(
@@ -127,9 +136,20 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        mix_decode_with_prefill=profile.subject.machine.device == "cpu",  # as the engine does
+        mix_decode_with_prefill=_mixes(profile),
         max_rank=max(budget.rank for budget in profile.budgets),
     )
+
+
+def _memory_bytes(profile: Profile, config: EngineConfig) -> int:
+    """For KV and adapters: a part of what is free, or what a server has for KV alone."""
+    share = config.memory_fraction if profile.server is None else 1.0
+    return int(profile.free_bytes * share)
+
+
+def _mixes(profile: Profile) -> bool:
+    """Whether rows that decode share passes with others, as they do in an engine on the CPU."""
+    return profile.server is not None or profile.subject.machine.device == "cpu"
 
 
 def _title(profile: Profile) -> str:

@@ -24,6 +24,7 @@ from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from ..scheduler.predictor import HistoryPredictor, OutputPredictor
 from ..scheduler.registry import make_policy
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_pace import StepPace
 from ..scheduler.step_times import ProfiledTimes, StepTimes
 from .clock import VirtualClock
 from .executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
@@ -108,7 +109,7 @@ def build_simulated_parts(
     adapters = _facts(machine, workload.ranks)
     registry = _registry(adapters)
     output_tokens = _OutputTokens(workload.requests)
-    scheduler = _make_scheduler(machine, options, output_tokens)
+    scheduler = make_simulated_scheduler(machine, options, output_tokens)
     executor = LatencyExecutor(
         replace(machine, model=slowed(machine.model, options.factors)),
         output_tokens,
@@ -124,6 +125,7 @@ def build_simulated_parts(
             base_fingerprint=machine.name,
             dtype="simulated",
             max_steps_in_flight=options.max_steps_in_flight,
+            machine=machine.model,
         ),
         clock=clock,
     )
@@ -213,9 +215,14 @@ def _fill_host(core: EngineCore, adapters: Sequence[AdapterFacts]) -> None:
             core.end_registration(place.place_id, facts.digest)
 
 
-def _make_scheduler(
-    machine: SimulatedMachine, options: SimulationOptions, output_tokens: Mapping[RequestId, int]
-) -> Scheduler:
+def make_simulated_scheduler(
+    machine: SimulatedMachine, options: SimulationOptions, output_tokens: Mapping[RequestId, int],
+    pace: StepPace | None = None,
+) -> Scheduler:  # fmt: skip
+    """Make the scheduler of an engine on ``machine``, who knows it as it is modelled.
+
+    ``output_tokens``: for a predictor that looks; ``pace``: told how long steps took.
+    """
     config = SchedulerConfig(
         max_num_batched_tokens=machine.max_num_batched_tokens,
         max_num_seqs=machine.max_num_seqs,
@@ -233,7 +240,7 @@ def _make_scheduler(
     )  # fmt: skip
     return Scheduler(
         config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,
-        predictor=options.make_predictor(output_tokens), times=times,
+        predictor=options.make_predictor(output_tokens), times=times, pace=pace,
     )  # fmt: skip
 
 

@@ -1,20 +1,20 @@
 """What came of a simulated run, in figures."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConfigError
 from .cluster_replayed import ClusterReplayed
 from .engine import SimulationOptions, simulate
 from .machines import SimulatedMachine
 from .replay import Replayed, RequestRecord
 from .workloads import Workload, WorkloadRequest
 
-DROPPED_SHARE = 0.05  # of the requests: while the engine fills
+_DROPPED_SHARE = 0.05  # of the requests: while the engine fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,18 @@ def figures_of(
 ) -> Figures:
     """What came of ``workload``; ``machine`` says how long its requests take alone.
 
-    Of many servers sums and means, but for lanes, which are those of the first one.
+    Of many servers sums and means, but for lanes, which are those of the first one. Raises
+    ``ConfigError`` if there is no request left to count.
     """
     servers = replayed.servers if isinstance(replayed, ClusterReplayed) else (replayed,)
-    num_dropped = math.ceil(DROPPED_SHARE * len(workload.requests))
-    records = [record for record in replayed.records if record.request_id > num_dropped]
+    records = counted(replayed.records, len(workload.requests))
+    if not records:
+        refused = ", ".join(f"{number} for their {of}" for of, number in replayed.refused.items())
+        raise ConfigError(
+            f"no request is left to count: {len(workload.requests)} came to {machine.name}, which "
+            f"refused {refused or 'none'}; --max-num-batched-tokens and --memory-gib say how large "
+            "they may be, --workload how large they are"
+        )
     ttft_s = first_tokens_s(records, replayed.duration_s)
     is_cold = np.array([record.is_cold for record in records])
     requests = [workload.requests[record.request_id - 1] for record in records]
@@ -104,6 +111,12 @@ def figures_of(
         busy_share=busy_s / all_s,
         link_busy_share=sum(one.busy_s for one in to_device) / all_s,
     )
+
+
+def counted(records: Iterable[RequestRecord], num_requests: int) -> list[RequestRecord]:
+    """Those that figures are of: not the first ones of so many that arrived."""
+    num_dropped = _DROPPED_SHARE * num_requests
+    return [record for record in records if record.request_id > num_dropped]
 
 
 def first_tokens_s(records: Sequence[RequestRecord], cut_s: float) -> NDArray[np.float64]:

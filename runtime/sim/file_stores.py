@@ -23,8 +23,10 @@ class _Store:
     coming: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the first is under way
     end_s: float = math.inf  # of the copy under way
     num_users: Counter[str] = field(default_factory=Counter)
+    most_files: int = 0
     largest_bytes: int = 0
     fetched_bytes: int = 0
+    planned: Set[str] | None = None  # files that are to be here; None = nobody has said which
     names: frozenset[str] | None = None  # of files; None = to be made
 
     def __post_init__(self) -> None:
@@ -35,7 +37,7 @@ class _Store:
 class StoreUse:
     """What a server's store came to."""
 
-    num_files: int  # at the end
+    most_files: int  # at once; where they are planned, from the first plan on
     largest_bytes: int  # that it held at once, what was to come among it
     fetched_bytes: int
 
@@ -44,7 +46,8 @@ class FileStores:
     """The stores of all servers, by their indices.
 
     Least recently used files make way, but never the last copy, one that a request uses, or one
-    that is to come. Bytes are reserved when a copy is ordered.
+    that is to come. Where it is planned which files a server has, others go as soon as they may.
+    Bytes are reserved when a copy is ordered.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class FileStores:
         users = self._stores[server].num_users
         assert users[name] > 0, name
         users[name] -= 1
+        self._drop_unplanned(server, name)
 
     def fetch(self, server: int, name: str, now_s: float) -> None:
         """Order a copy, unless it is there or was ordered. ``can_take`` must hold."""
@@ -134,12 +138,14 @@ class FileStores:
     def follow(self, server: int, names: Set[str], now_s: float) -> None:
         """Order what it is to have, as far as there is room, and let go of what it is not to.
 
-        What is in use and last copies stay, and may go another time.
+        What is in use and last copies stay, until they are neither.
         """
         store = self._stores[server]
-        for other in [name for name in store.files if name not in names]:
-            if store.num_users[other] == 0 and self._num_copies[other] > 1:
-                self._drop(server, other)
+        is_first, store.planned = store.planned is None, names
+        for other in list(store.files):
+            self._drop_unplanned(server, other)
+        if is_first:
+            store.most_files = len(store.files)
         for name in sorted(names - store.files.keys()):
             if self.can_take(server, name):
                 self.fetch(server, name, now_s)
@@ -155,6 +161,8 @@ class FileStores:
         store.fetched_bytes += self._sizes[name]
         self._arrived(store, name)
         self._copy_next(store, now_s)
+        for other in range(len(self._stores)):  # which may have been the last copy until now
+            self._drop_unplanned(other, name)
         return name
 
     def take_dropped(self) -> list[tuple[int, str]]:
@@ -175,12 +183,15 @@ class FileStores:
             fitting = [one for one in others if self.can_take(one, name)]
             if not any(name in self._stores[one].coming for one in fitting) and fitting:
                 most = max(fitting, key=lambda one: (self._stores[one].free_bytes, -one))
+                target = self._stores[most]
+                if target.planned is not None:
+                    target.planned = target.planned | {name}  # until the next plan says where
                 self.fetch(most, name, now_s)
 
     def close(self, server: int) -> StoreUse:
         """The server is gone, with all that it had."""
         store = self._stores[server]
-        used = StoreUse(len(store.files), store.largest_bytes, store.fetched_bytes)
+        used = StoreUse(store.most_files, store.largest_bytes, store.fetched_bytes)
         self._num_copies.subtract(store.files.keys())
         self._stores[server] = _Store(0)
         return used
@@ -192,12 +203,23 @@ class FileStores:
         if lack <= 0:
             return victims
         for other in store.files:
-            if store.num_users[other] == 0 and self._num_copies[other] > 1:
+            if self._may_go(store, other):
                 victims.append(other)
                 lack -= self._sizes[other]
                 if lack <= 0:
                     return victims
         return None
+
+    def _may_go(self, store: _Store, name: str) -> bool:
+        return store.num_users[name] == 0 and self._num_copies[name] > 1
+
+    def _drop_unplanned(self, server: int, name: str) -> None:
+        """Let go of a file that the server is not to have, if it has it and may."""
+        store = self._stores[server]
+        if store.planned is None or name in store.planned or name not in store.files:
+            return
+        if self._may_go(store, name):
+            self._drop(server, name)
 
     def _reserve(self, store: _Store, name: str) -> None:
         store.free_bytes -= self._sizes[name]
@@ -207,6 +229,7 @@ class FileStores:
     def _arrived(self, store: _Store, name: str) -> None:
         store.files[name] = None
         store.names = None
+        store.most_files = max(store.most_files, len(store.files))
         self._num_copies[name] += 1
 
     def _copy_next(self, store: _Store, now_s: float) -> None:

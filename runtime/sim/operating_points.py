@@ -9,6 +9,7 @@ from pathlib import Path
 from ...profiles.find import state_directory
 from ..cluster.policy.placement.registry import goes_by_demand
 from ..errors import ConfigError
+from .capacity import NoLimitError
 from .cluster_spec import ClusterSpec
 from .planning import FIRST_SHARE, Slo, capacities, saturated
 from .study import SimulatedRun, Study
@@ -16,17 +17,16 @@ from .workload_spec import AdapterSpec
 from .workloads import draw_workload
 
 _NUM_ADAPTERS = 25  # of one rank
-_NUM_REQUESTS = 300
+NUM_REQUESTS = 300
 
 
 def with_points(
     cluster: ClusterSpec, setup: SimulatedRun, slo_ttft_s: float | None, percentile: float,
-    on_progress: Callable[[str], None],
+    num_processes: int, on_progress: Callable[[str], None],
 ) -> ClusterSpec:  # fmt: skip
     """``cluster`` with operating points of each rank of ``setup``'s workload, if it needs them.
 
-    Raises ``ConfigError`` without an SLO, and ``NoLimitError`` if some rank holds it, or misses it,
-    at whatever load.
+    Raises ``ConfigError`` without an SLO, or if some rank holds it, or misses it, at whatever load.
     """
     if cluster.placement is None or not goes_by_demand(cluster.placement):
         return cluster
@@ -37,28 +37,60 @@ def with_points(
         )
     ranks = tuple(sorted(set(setup.workload.adapters.ranks)))
     # What decides nothing here must not have it searched for again.
-    alone = replace(
-        setup, cluster=None, log_digest="",
-        workload=replace(
-            setup.workload, rps=1.0, seed=0, json_lines=None, requests=_NUM_REQUESTS,
-            duration_s=None,
-        ),
-    )  # fmt: skip
-    return replace(cluster, points=_points(alone, ranks, Slo(slo_ttft_s, percentile), on_progress))
+    workload = replace(
+        setup.workload, rps=1.0, seed=0, json_lines=None, requests=NUM_REQUESTS, duration_s=None
+    )
+    alone = replace(setup, cluster=None, log_digest="", workload=workload)
+    slo = Slo(slo_ttft_s, percentile)
+    try:
+        points = _points(alone, ranks, slo, num_processes, on_progress)
+    except NoLimitError as error:
+        raise ConfigError(
+            f"--placement {cluster.placement} goes by what a server bears of each rank, and one of "
+            f"them holds, or misses, --slo-ttft-s {slo_ttft_s:g} at any load ({error})"
+        ) from error
+    return replace(cluster, points=points)
 
 
 @cache
 def _points(
-    setup: SimulatedRun, ranks: Sequence[int], slo: Slo, on_progress: Callable[[str], None]
-) -> tuple[tuple[int, float], ...]:
-    """Tokens/s by rank, of prompts and outputs together."""
+    setup: SimulatedRun, ranks: Sequence[int], slo: Slo, num_processes: int,
+    on_progress: Callable[[str], None],
+) -> tuple[tuple[int, float], ...]:  # fmt: skip
     folder = state_directory(dict(os.environ), Path.home()).with_name("operating_points")
+    return find_points(
+        setup, ranks, slo, folder, num_processes=num_processes, on_progress=on_progress
+    )
+
+
+def find_points(
+    setup: SimulatedRun, ranks: Sequence[int], slo: Slo | None, folder: Path, *,
+    num_processes: int, on_progress: Callable[[str], None],
+) -> tuple[tuple[int, float], ...]:  # fmt: skip
+    """Tokens/s by rank, of prompts and outputs together.
+
+    Args:
+        setup: One server; its rate and adapters do not matter.
+        ranks: Ascending.
+        slo: What it must hold; None = nothing: what it does when all arrive at once.
+        folder: Where runs are kept, to be found again.
+        num_processes: That simulate side by side.
+        on_progress: Told each line of progress.
+
+    Raises:
+        NoLimitError: Some rank holds the SLO, or misses it, at whatever load.
+        ResourceError: A run cannot be kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     setups = {str(rank): [_of_rank(setup, rank)] for rank in ranks}
-    with Study(folder, os.cpu_count() or 1, on_progress) as study:
-        start_rps = FIRST_SHARE * saturated(study, setups[str(ranks[-1])][0])
-        found = capacities(study, setups, slo, start_rps)
-    return tuple((rank, found[str(rank)].median_rps * _mean_tokens(setup)) for rank in ranks)
+    with Study(folder, num_processes, on_progress) as study:
+        if slo is None:
+            rates_rps = {rank: saturated(study, one) for rank, (one,) in setups.items()}
+        else:
+            start_rps = FIRST_SHARE * saturated(study, setups[str(ranks[-1])][0])
+            found = capacities(study, setups, slo, start_rps)
+            rates_rps = {rank: one.median_rps for rank, one in found.items()}
+    return tuple((rank, rates_rps[str(rank)] * _mean_tokens(setup)) for rank in ranks)
 
 
 def _of_rank(setup: SimulatedRun, rank: int) -> SimulatedRun:

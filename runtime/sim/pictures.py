@@ -4,6 +4,7 @@ Each has what was found as its title, axes with units, lines that are named wher
 its foot what was simulated. No text lies over another one.
 """
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def draw_first_tokens(
         shares = 100.0 * np.arange(1, len(times_s) + 1) / len(times_s)
         page.axes.step(times_s, shares, where="post", color=color, linewidth=1.8)
         p95_s = float(np.percentile(times_s, 95))
+        page.axes.plot([p95_s], [95.0], color=color, marker="o", markersize=5)
         page.name_line(95.0, f"{name}: 95 % in {p95_s:.3g} s", color)
     page.axes.axhline(95.0, color=_GREY, linewidth=0.8, linestyle=":")
     if slo_s is not None:
@@ -159,6 +161,13 @@ def _cycle() -> Sequence[str]:
     return _COLORS
 
 
+def _wrapped(text: str, width: int) -> str:
+    """In lines, of which none begins with a number's unit or within a name."""
+    kept = re.sub(r"(?<=\d) ", "\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(kept, width, break_on_hyphens=False)
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
 class _Page:
     """A picture with one pair of axes, room for names at its right, and a foot."""
 
@@ -168,12 +177,10 @@ class _Page:
         self.figure: Any = Figure(figsize=(_WIDTH, _HEIGHT), dpi=110)
         self.axes: Any = self.figure.add_axes((0.085, 0.19, 0.655, 0.66))
         self._names: list[tuple[float, str, str]] = []
-        lines = textwrap.wrap(title, _TITLE_CHARACTERS)
-        self.figure.text(0.02, 0.975, "\n".join(lines), fontsize=12, va="top", weight="bold")
-        self.figure.text(
-            0.02, 0.02, "\n".join(textwrap.wrap(foot, _FOOT_CHARACTERS)), fontsize=8, va="bottom",
-            color=_GREY,
-        )  # fmt: skip
+        lines = _wrapped(title, _TITLE_CHARACTERS)
+        self.figure.text(0.02, 0.975, lines, fontsize=12, va="top", weight="bold")
+        lines = _wrapped(foot, _FOOT_CHARACTERS)
+        self.figure.text(0.02, 0.02, lines, fontsize=8, va="bottom", color=_GREY)
         self.axes.set_xlabel(x_name, fontsize=_POINTS + 1)
         self.axes.set_ylabel(y_name, fontsize=_POINTS + 1)
         self.axes.tick_params(labelsize=_POINTS)

@@ -53,7 +53,7 @@ def saturated(study: Study, setup: SimulatedRun) -> float:
 def capacities(
     study: Study, setups: Mapping[str, Sequence[SimulatedRun]], slo: Slo, start_rps: float
 ) -> dict[str, Capacity]:
-    """Find the largest loads of all setups, by name, side by side.
+    """Find the largest loads of all setups, by name, side by side: none waits for another.
 
     Args:
         study: Runs them.
@@ -69,11 +69,16 @@ def capacities(
         for name, of_name in setups.items()
         for setup in of_name
     }
-    while wanted := [search.wanted for search in searches.values() if search.wanted is not None]:
-        outcomes = study.run(wanted)
-        for search in searches.values():
-            if search.wanted is not None:
-                search.take(outcomes[search.wanted])
+    of_run = {search.wanted: search for search in searches.values()}
+
+    def then(one: SimulatedRun, outcome: RunOutcome) -> SimulatedRun | None:
+        search = of_run.pop(one)
+        search.take(outcome)
+        if search.wanted is not None:
+            of_run[search.wanted] = search
+        return search.wanted
+
+    study.run([search.wanted for search in searches.values() if search.wanted is not None], then)
     found = defaultdict[str, list[_Search]](list)
     for (name, _), search in searches.items():
         found[name].append(search)

@@ -19,6 +19,7 @@ from .variants import spread_of
 
 RESULT_NAME = "result.json"
 RUNS_NAME = "runs"
+_PICTURES = tuple(f"{name}.png" for name in ("first_tokens", "memory", "parts", "load", "servers"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,15 @@ def missed_by_one(results: Results) -> Iterator[str]:
                 f"{setup.name}: P{results.percentile:g} misses {slo_s:g} s by one request alone, "
                 f"which took {times_s[-1]:.3g} s; more requests say more"
             )
+
+
+def cut_short(results: Results) -> Iterator[str]:
+    """Yield a line if some runs were cut before all their requests had ended."""
+    if any(outcome.figures.num_unfinished for outcome in results.outcomes.values()):
+        yield (
+            f"Runs were cut {results.cells[0].setups[0].horizon_s:g} s after their last arrival "
+            "(--horizon-s); what had not ended by then is unfinished, and counts with that time."
+        )
 
 
 # Of each cell the median over seeds.
@@ -170,7 +180,10 @@ def _servers(results: Results) -> str:
     }
     if clusters == {None}:
         return ""
-    return f" ({texts.pop()})" if len(texts) == 1 else " (several servers)"
+    if len(texts) == 1:
+        return f" ({texts.pop()})"
+    numbers = sorted({1 if one is None else len(one.servers) for one in clusters})
+    return f" (servers: {', '.join(map(str, numbers))})"
 
 
 def write_results(folder: Path, results: Results, *, may_draw: bool) -> list[Path]:
@@ -225,10 +238,14 @@ def prepared_folder(path: Path, digest: str, *, is_forced: bool) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         if not mark.exists() and any(path.iterdir()) and not is_forced:
             raise ConfigError(f"--out {path} holds other files; name another folder, or --force")
-        if mark.exists() and mark.read_text() != digest and not is_forced:
-            raise ConfigError(
-                f"--out {path} holds the results of another study; name another folder, or --force"
-            )
+        if mark.exists() and mark.read_text() != digest:
+            if not is_forced:
+                raise ConfigError(
+                    f"--out {path} holds the results of another study; name another folder, or "
+                    "--force"
+                )
+            for name in (RESULT_NAME, *_PICTURES):  # this study may not make all of them
+                (path / name).unlink(missing_ok=True)
         mark.write_text(digest)
         (path / RUNS_NAME).mkdir(exist_ok=True)
     except OSError as error:
@@ -242,7 +259,7 @@ def draw(folder: Path, results: Results) -> list[Path]:
     loads = sorted({cell.rate_rps for cell in results.cells})
     # One load, where the policies differ most: the largest.
     shown = [cell for cell in results.cells if cell.rate_rps == loads[-1]]
-    paths = [folder / name for name in ("first_tokens.png", "memory.png", "parts.png")]
+    *paths, load_path, servers_path = (folder / name for name in _PICTURES)
     times_s = {
         _label(cell): np.concatenate([ttft_s(o) for o in results.of(cell)]) for cell in shown
     }
@@ -251,11 +268,11 @@ def draw(folder: Path, results: Results) -> list[Path]:
     _draw_memory(results, shown[0], at_foot, paths[1])
     _draw_parts(results, shown[0], at_foot, paths[2])
     if len(loads) > 1:
-        paths.append(folder / "load.png")
-        _draw_loads(results, at_foot, paths[-1])
+        paths.append(load_path)
+        _draw_loads(results, at_foot, load_path)
     if results.of(shown[0])[0].cluster is not None:
-        paths.append(folder / "servers.png")
-        _draw_servers(results, shown[0], at_foot, paths[-1])
+        paths.append(servers_path)
+        _draw_servers(results, shown[0], at_foot, servers_path)
     return paths
 
 

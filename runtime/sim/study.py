@@ -5,7 +5,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from .cluster_replayed import ClusterReplayed
 from .cluster_spec import ClusterSpec
 from .configure import options_of
 from .engine import simulate
-from .figures import DROPPED_SHARE, Figures, figures_of
+from .figures import Figures, counted, figures_of
 from .machines import SimulatedMachine
 from .replay import Replayed, RequestRecord
 from .workload_spec import WorkloadSpec
@@ -127,13 +127,11 @@ def run(one: SimulatedRun) -> RunOutcome:
         )  # fmt: skip
         memory = MemoryLog(loads.every_s, loads.time_s, loads.num_bytes)
         cluster = ClusterOutcome(loads.figures(replayed), loads)
-    num_dropped = DROPPED_SHARE * len(workload.requests)
     return RunOutcome(
         figures_of(replayed, workload, one.machine),
         tuple(
             _outcome(record, workload, replayed.duration_s)
-            for record in replayed.records
-            if record.request_id > num_dropped
+            for record in counted(replayed.records, len(workload.requests))
         ),
         memory,
         workload.has_trace,
@@ -153,6 +151,10 @@ def _outcome(record: RequestRecord, workload: Workload, cut_s: float) -> Request
         (end_s - record.arrival_s) / request.output_tokens,
         record.parts_s,
     )
+
+
+# Called with a run and what it came to: returns what is to be run because of that, if anything.
+Then = Callable[[SimulatedRun, RunOutcome], SimulatedRun | None]
 
 
 class Study:
@@ -183,24 +185,34 @@ class Study:
         self._pool = None
         gc.collect()  # its semaphores go with it, and not at an exit that may be in haste
 
-    def run(self, runs: Iterable[SimulatedRun]) -> dict[SimulatedRun, RunOutcome]:
+    def run(
+        self, runs: Iterable[SimulatedRun], then: Then = lambda one, outcome: None
+    ) -> dict[SimulatedRun, RunOutcome]:
         """Return what all of them came to, those that are kept as they are.
 
+        ``then``: told what each came to; may return one more, which nobody else waits for.
         Raises what a run raises, and ``ResourceError`` if an outcome cannot be kept.
         """
         assert self._pool is not None, "inside a with statement"
         runs = list(dict.fromkeys(runs))
-        found = {one: outcome for one in runs if (outcome := self._read(one)) is not None}
-        missing = [one for one in runs if one not in found]
-        began_s = time.monotonic()
-        futures = {self._pool.submit(run, one): one for one in missing}
-        for number, future in enumerate(as_completed(futures), start=1):
-            done = futures[future]
-            found[done] = future.result()
-            self._write(done, found[done])
-            left_s = (time.monotonic() - began_s) / number * (len(missing) - number)
-            self._on_progress(f"{number} of {len(missing)} runs, {left_s:.0f} s left: {done.name}")
-        return {one: found[one] for one in runs}
+        found: dict[SimulatedRun, RunOutcome] = {}
+        futures: dict[Future[RunOutcome], SimulatedRun] = {}
+        wanted, num_done, began_s = runs, 0, time.monotonic()
+        while wanted or futures:
+            ended = {one: outcome for one in wanted if (outcome := self._read(one)) is not None}
+            futures |= {self._pool.submit(run, one): one for one in wanted if one not in ended}
+            for future in () if ended else wait(futures, return_when=FIRST_COMPLETED).done:
+                one = futures.pop(future)
+                ended[one] = future.result()
+                self._write(one, ended[one])
+                num_done += 1
+                left_s = (time.monotonic() - began_s) / num_done * len(futures)
+                num_runs = num_done + len(futures)
+                self._on_progress(f"{num_done} of {num_runs} runs, {left_s:.0f} s left: {one.name}")
+            found |= ended
+            following = [then(one, outcome) for one, outcome in ended.items()]
+            wanted = [one for one in following if one is not None]
+        return {one: found[one] for one in (*runs, *found)}
 
     def _path(self, folder: Path, one: SimulatedRun) -> Path:
         return folder / f"{one.digest}.json"

@@ -52,7 +52,16 @@ def test_events_are_counted_however_they_are_cut() -> None:
         assert sum(tokens_of([whole[:cut], whole[cut:]])) == 3, cut
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 503 Busy\r\n\r\nfull", b""])
-def test_other_answers_are_errors(answer: bytes) -> None:
-    with pytest.raises(RuntimeError, match=r"full|without an answer"):
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            b"HTTP/1.1 503 Busy\r\nretry-after: 1\r\n\r\nfull,\ncome later\n",
+            "503 Busy full, come later",
+        ),
+        (b"", "the connection was closed without an answer"),
+    ],
+)
+def test_other_answers_are_errors_of_one_line(answer: bytes, said: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{said}$"):
         tokens_of([answer])

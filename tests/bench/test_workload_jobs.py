@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
 from load import Job, timed_loop
-from workload_jobs import jobs_of
+from workload_jobs import jobs_of, send_all
 
 _WORKLOAD = Workload(
     (
@@ -58,3 +58,18 @@ def test_jobs_are_sent_when_they_are_due_and_samples_come_in_their_order() -> No
     assert all(at_s >= arrival_s for (at_s, _), arrival_s in zip(sent, arrivals_s, strict=True))
     with pytest.raises(ValueError, match="shorter"):
         asyncio.run(timed_loop(send, jobs, arrivals_s[:-1]))
+
+
+def test_a_load_goes_on_without_requests_that_are_refused() -> None:
+    jobs = jobs_of(_WORKLOAD, (), 1000)
+
+    async def send(job: Job, on_tokens: Callable[[int], None]) -> None:
+        if job is jobs[1]:
+            raise RuntimeError("HTTP/1.1 429 full")
+        if job is jobs[2]:
+            raise ConnectionRefusedError("nobody listens")
+        on_tokens(job.output_tokens)
+
+    samples, failures = asyncio.run(send_all(send, jobs, [0.0] * len(jobs)))
+    assert [sample.num_tokens for sample in samples] == [4, 1]
+    assert failures == ["z: HTTP/1.1 429 full", "y: nobody listens"]

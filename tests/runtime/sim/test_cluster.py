@@ -136,7 +136,7 @@ def test_a_request_waits_for_its_adapters_files() -> None:
     # The file first, then the load and the step, as seen from its arrival.
     assert there.first_token_s == pytest.approx(9.0 + 0.5 + LOAD_S + prefill_s(500))
     assert replayed.stores[1].fetched_bytes == FILE_BYTES
-    assert replayed.stores[0].num_files == 3
+    assert replayed.stores[0].most_files == 3
 
 
 def test_a_store_stays_within_its_bytes() -> None:
@@ -221,7 +221,7 @@ def test_who_leaves_hands_over_what_only_it_has() -> None:
     replayed = cluster(
         requests, servers=lives, store_bytes=4 * FILE_BYTES, peer_bytes_per_s=FILE_BYTES / 0.5
     )
-    assert replayed.stores[1].num_files == 3
+    assert replayed.stores[1].most_files == 3
     assert {2, 3, 4} <= {one.request_id for one in replayed.servers[1].records}
     assert all((one.first_token_s or 99.0) < 7.0 for one in replayed.records)
 

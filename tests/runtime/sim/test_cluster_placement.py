@@ -10,7 +10,7 @@ from corun.runtime.cluster.policy.placement.plan import (
 )
 from corun.runtime.cluster.policy.reports import ServerId, Shares
 from corun.runtime.sim.cluster import replay_cluster
-from corun.runtime.sim.cluster_placement import ClusterPlacement
+from corun.runtime.sim.cluster_placement import SimulatedPlacement
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions
 from corun.runtime.sim.machines import MACHINES
@@ -31,12 +31,12 @@ class Noting(PlacementPolicy):
 
 
 def test_it_plans_by_what_came_in_the_steps_before() -> None:
-    adapters = [AdapterDemand(name=name, rank=8, num_bytes=1, tokens_per_s=6.0) for name in "ab"]
     policy = Noting()
-    placement = ClusterPlacement(policy, adapters, 10, every_s=2.0)
+    placement = SimulatedPlacement(
+        policy, {"a": 8, "b": 8}, 1, {"a": 6.0, "b": 6.0}, store_bytes=10, every_s=2.0
+    )
     ids = [ServerId("x"), ServerId("y")]
     assert placement.step(ids) == {"a": {"x": 1.0}, "b": {"x": 1.0}}
-    assert placement.names_at() == {"x": {"a", "b"}}
     placement.note("a", 10, 2)
     placement.step(ids)
     placement.step(ids)
@@ -60,7 +60,7 @@ def test_with_a_placement_servers_keep_the_files_that_are_planned() -> None:
             MACHINES["tp4-llama7b-exact"], requests, SimulationOptions(), spec
         )
         assert all(record.finish_reason in ("stop", "length") for record in replayed.records)
-        most[name] = max(one.num_files for one in replayed.stores)
+        most[name] = max(one.most_files for one in replayed.stores)
     assert most[None] == most["everywhere"] == 50
     assert most["contiguous"] in (12, 13)
     assert 13 <= most["sticky"] <= 50

@@ -89,6 +89,16 @@ def drawn_texts(figure: Figure) -> list[Text]:
     return [one for one in texts if one.get_visible() and one.get_text().strip()]
 
 
+def test_a_number_keeps_its_unit_and_a_name_is_whole(tmp_path: Path, saved: list[Figure]) -> None:
+    title = f"{'x' * 79} 1.92 s with {'y' * 60} scheduling-policy=corun"
+    pictures.draw_load_curve(
+        {"a": [LoadPoint(1.0, 1, 1, 1)]}, 95, None, title, FOOT, tmp_path / "p"
+    )
+    (written,) = [one.get_text() for one in drawn_texts(saved[0]) if one.get_text()[0] == "x"]
+    first_words = [line.split()[0] for line in written.splitlines()]
+    assert first_words == ["x" * 79, "1.92", "scheduling-policy=corun"]
+
+
 @pytest.mark.parametrize("draw", [first_tokens, loads, memory, parts, servers, idle_servers])
 def test_no_text_lies_over_another(
     draw: Callable[[Path], None], tmp_path: Path, saved: list[Figure]
