@@ -12,13 +12,14 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TYPING := $(VENV)/typing
 
-.PHONY: help serve test test-full test-clients lint types format clean
+.PHONY: help serve test test-full test-clients test-ray lint types format clean
 
 help:
 	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
 	@echo "make test               format, lint, types, spelling and tests, as CI runs them"
 	@echo "make test-full          the same, and kernels on every lower level of instructions"
 	@echo "make test-clients       other projects' clients against corun serve, installed for it"
+	@echo "make test-ray           clusters over Ray, which is installed for it: as root also partitions"
 	@echo "make lint | types       only these checks"
 	@echo "make format             rewrite the code in the house format"
 	@echo "make clean              remove $(VENV) and everything built"
@@ -36,6 +37,11 @@ test-full: lint types
 # Other projects' clients, unchanged, each in an environment of its own (tests/clients/README.md).
 test-clients: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 0 --clients --timeout 2400 tests/clients $(ARGS)
+
+# A head of Ray and three nodes on this machine, of which one thing after the other fails.
+test-ray: $(VENV)/.installed-dev
+	$(PIP_INSTALL) -e '.[ray]'
+	$(BIN)/python -m pytest -n 0 --ray --timeout 600 tests/over_ray $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

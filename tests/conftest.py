@@ -25,6 +25,12 @@ _STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
 _ROOT = Path(__file__).parent.parent
+# Markers of what runs only with the option of that name.
+_WITH_OPTION = {
+    "full": "repeats other tests: make test-full",
+    "clients": "installs clients: make test-clients",
+    "ray": "runs Ray: make test-ray",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--clients",
         action="store_true",
         help="run also clients of other projects, which are installed for it",
+    )
+    parser.addoption(
+        "--ray", action="store_true", help="run also what needs Ray, which is installed for it"
     )
     parser.addoption(
         "--record", action="store_true", help="with --clients: record anew what they send"
@@ -73,14 +82,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        for item in items:
-            if item.get_closest_marker("full") is not None:
-                item.add_marker(pytest.mark.skip(reason="repeats other tests: make test-full"))
-    if not config.getoption("--clients"):
-        for item in items:
-            if item.get_closest_marker("clients") is not None:
-                item.add_marker(pytest.mark.skip(reason="installs clients: make test-clients"))
+    for marker, reason in _WITH_OPTION.items():
+        if not config.getoption(f"--{marker}"):
+            for item in items:
+                if item.get_closest_marker(marker) is not None:
+                    item.add_marker(pytest.mark.skip(reason=reason))
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
     if gpu_items and not _has_cuda():
         for item in gpu_items:

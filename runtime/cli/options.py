@@ -1,9 +1,10 @@
-"""``corun options``: the option table of the README, and the tables of the page of routes."""
+"""``corun options``: tables of options for the README and the page of clusters, and of routes."""
 
 import argparse
 import re
 from pathlib import Path
 
+from ..config.cluster import ClusterConfig
 from ..config.engine import EngineConfig
 from ..config.option import OptionSpec, option_specs
 from ..config.serve import ServeConfig
@@ -31,8 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def options_markdown() -> str:
     """Return a table with one line per option of ``corun serve``, ending in a newline."""
+    return _table(EngineConfig, ServeConfig)
+
+
+def cluster_options_markdown() -> str:
+    """Return a table of what ``corun cluster`` and ``corun gateway`` have beside them."""
+    return _table(ClusterConfig)
+
+
+def _table(*config_classes: type) -> str:
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    for config_class in (EngineConfig, ServeConfig):
+    for config_class in config_classes:
         lines.extend(_row(spec) for spec in option_specs(config_class))
     return "\n".join(lines) + "\n"
 
@@ -44,7 +54,7 @@ def update_tables(document: str) -> str:
     """
     from ..server.reference import TABLES  # which loads what serves
 
-    tables = {"options": options_markdown, **TABLES}
+    tables = {"options": options_markdown, "cluster": cluster_options_markdown, **TABLES}
 
     def replaced(found: re.Match[str]) -> str:
         name = found[2]

@@ -32,6 +32,13 @@ _REPORT_EVERY_S = 2.0  # where lines cannot be overwritten
 def run(arguments: argparse.Namespace) -> int:
     """Measure, save, draw, and print the table and the lines to paste; return the exit code."""
     configure_logging("warning")  # a line of progress says how it goes
+    if arguments.url is not None:
+        from .profile_server import run_server
+
+        return run_server(arguments)
+    for flag in ("max_num_seqs", "adapters_dir", "server_key"):
+        if getattr(arguments, flag, None) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} is for a server, which --url names")
     (config,) = build_configs(
         vars(arguments), (EngineConfig,), environment=os.environ, command="profile"
     )

@@ -20,6 +20,7 @@ from ..sim.results import (
     RUNS_NAME,
     Cell,
     Results,
+    cut_short,
     foot,
     missed_by_one,
     prepared_folder,
@@ -46,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         digest = hashlib.sha256("".join(one.digest for one in setups).encode()).hexdigest()
         folder = prepared_folder(Path(config.out), digest, is_forced=config.force)
     kept = None if folder is None else folder / RUNS_NAME
-    with Study(kept, config.jobs or os.cpu_count() or 1, ProgressLine().say) as study:
+    with Study(kept, _num_processes(config), ProgressLine().say) as study:
         outcomes = study.run(setups)
     results = Results(cells, outcomes, config.workload, config.percentile, engine.slo_ttft_s)
-    for line in (*table(results), *missed_by_one(results)):
+    for line in (*table(results), *missed_by_one(results), *cut_short(results)):
         print(line)
     print(foot(results))
     if folder is not None:
@@ -65,8 +66,9 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
     rates_rps = rates_of(config, workloads[0])
     check_number(len(variants), len(rates_rps), config.seeds)
     for variant, workload in zip(variants, workloads, strict=True):
-        machine = machine_of(variant.engine.profile, variant.engine, given | variant.compared)
-        cluster = cluster_of(variant.config)
+        named = given | variant.compared
+        machine = machine_of(variant.engine.profile, variant.engine, named)
+        cluster = cluster_of(variant.config, named)
         for rate_rps in rates_rps:
             setups = [
                 SimulatedRun(
@@ -83,10 +85,15 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
             ]
             if cluster is not None:
                 placed = with_points(
-                    cluster, setups[0], engine.slo_ttft_s, config.percentile, ProgressLine().say
-                )
+                    cluster, setups[0], engine.slo_ttft_s, config.percentile,
+                    _num_processes(config), ProgressLine().say,
+                )  # fmt: skip
                 setups = [replace(setup, cluster=placed) for setup in setups]
             yield Cell(variant.name, tuple(setups))
+
+
+def _num_processes(config: SimulateConfig) -> int:
+    return config.jobs or os.cpu_count() or 1
 
 
 def _name(variant: Variant, spec: WorkloadSpec) -> str:

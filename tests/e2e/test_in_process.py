@@ -78,6 +78,25 @@ def test_parameters_and_adapters_per_prompt(engine: Engine) -> None:
     assert mixed[0].outputs[0].finish_reason == "length"
 
 
+def test_conversations_by_the_template_of_the_base_and_of_an_adapter(
+    engine: Engine, tmp_path: Path
+) -> None:
+    hello = [{"role": "user", "content": "hello"}]
+    assert engine.apply_chat_template(hello) == chat_prompt("hello")
+    own = tmp_path / "own"
+    shutil.copytree(demo_adapters_path() / "upper", own)
+    (own / "chat_template.jinja").write_text("{{ messages[0].content }}{{ mark }}")
+    lora = LoRARequest("own", 20, str(own))
+    for named in (lora, "own"):
+        text = engine.apply_chat_template(hello, named, chat_template_kwargs={"mark": "!"})
+        assert text == "hello!"
+    open_end = engine.apply_chat_template(hello, continue_final_message=True)
+    assert open_end.endswith("hello")
+    with pytest.raises(UnknownModelError, match="nobody"):
+        engine.apply_chat_template(hello, "nobody")
+    engine.remove_lora("own")
+
+
 def test_token_ids_choices_and_logprobs(engine: Engine) -> None:
     ids = engine.get_tokenizer().encode("One evening", add_special_tokens=False)
     params = SamplingParams(n=3, seed=4, temperature=1.0, max_tokens=12, logprobs=2)

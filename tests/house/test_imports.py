@@ -24,6 +24,7 @@ _ALLOWED_IMPORTS = {
     "runtime": (
         "runtime",
         "cpu_workers.process_life",  # how a process begins and ends: standard library only
+        "cpu_workers.affinity",  # how a thread is pinned: the same
         "cpu_workers.kernels.simd.isa",  # names of levels and their environment
         "shm.arena_ranges",  # which ranges of anything are free: pure
         "profiles.busy",
@@ -37,6 +38,7 @@ _ALLOWED_IMPORTS = {
         "profiles.picture",
         "profiles.profile",
         "profiles.report",
+        "profiles.server",
         "profiles.step_time",
     ),
     # Composition: only this puts policy and mechanism together.
@@ -132,6 +134,18 @@ def test_only_what_runs_the_model_knows_that_passes_are_replayed() -> None:
         if not name_of(path).startswith(("gpu/replay/", "gpu/execution/"))
         for item in imports_of(path)
         if is_below(item.target, "gpu.replay")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_server_knows_nothing_of_clusters() -> None:
+    """Only clusters themselves, simulated ones and their commands import any of it."""
+    wrong = [
+        f"{item.file}:{item.line} imports {item.target}"
+        for path in product_files()
+        if not name_of(path).startswith(("runtime/cluster/", "runtime/sim/", "runtime/cli/"))
+        for item in imports_of(path)
+        if is_below(item.target, "runtime.cluster")
     ]
     assert not wrong, "\n".join(wrong)
 

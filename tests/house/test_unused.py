@@ -78,8 +78,9 @@ def _named_by_strings(path: Path) -> Iterator[str]:
 
 
 def test_every_module_is_used() -> None:
-    """From the package itself, the command line and the benchmarks on, by imports and names."""
-    left = ["", "runtime.cli.main", "runtime.cli.__main__"]
+    """From the package itself, its processes and the benchmarks on, by imports and names."""
+    left = ["", "runtime.cli.main"]
+    left += [name for name in modules() if name.endswith(".__main__")]  # processes are modules
     for path in files_of("bench"):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("corun"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from corun.runtime.cli.main import main
-from corun.runtime.demo import demo_adapters_path
+from corun.runtime.demo import demo_adapters_path, demo_text_path
 from support.architectures import ARCHITECTURES
 from support.peft_adapters import save_adapter
 
@@ -39,3 +39,30 @@ def test_no_model_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("corun: error: ")
+
+
+def test_needs_something_to_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 2
+    assert "needs an ADAPTER, or --quantization" in capsys.readouterr().err
+
+
+def test_what_fewer_bits_cost_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text(demo_text_path().read_text()[:600])
+    assert main(["check", "--quantization", "int8", "--text", str(text)]) == 0
+    title, *figures = capsys.readouterr().out.splitlines()
+    assert "corun-demo in int8, against bfloat16, over" in title
+    assert [line.split()[0] for line in figures] == ["weights", "perplexity", "next"]
+    assert "MiB before (57%)" in figures[0]
+    agreement = float(figures[2].split("after ")[1].split("%")[0])
+    assert 90 < agreement <= 100
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"\xff", "codec"), (b"", "nothing to predict")])
+def test_texts_that_cannot_be_compared_on(
+    tmp_path: Path, content: bytes, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(content)
+    assert main(["check", "--quantization", "int8", "--text", str(text)]) == 2
+    assert reason in capsys.readouterr().err

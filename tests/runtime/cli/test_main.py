@@ -1,5 +1,6 @@
 """The command line: what is parsed, what is refused, and how fast help comes."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from corun.runtime.cli.main import main
+from corun.runtime.cli.main import EXIT_UNREAD, main
 from corun.runtime.cli.parser import parse_arguments
 from corun.runtime.cli.serve import serve_configs
 from corun.runtime.config.demo import with_demo
@@ -177,6 +178,33 @@ def test_help_loads_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("buffering", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("command", ["options", "env"])
+def test_a_command_whose_reader_ends_leaves_quietly(command: str, buffering: str) -> None:
+    script = Path(sys.executable).with_name("corun")
+    environment = os.environ | {"PYTHONUNBUFFERED": buffering}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        done = subprocess.run(
+            [script, command], stdout=output, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert done.stderr == ""
+    assert done.returncode == (EXIT_UNREAD if buffering or command == "options" else 0)
+
+
+def test_a_broken_pipe_of_its_own_is_told() -> None:
+    script = (
+        "from corun.runtime.cli import main\n"
+        "def broken():\n    raise BrokenPipeError('its own')\n"
+        "main.main = broken\n"
+        "main.console()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "its own" in done.stderr
 
 
 def test_module_and_console_script_agree() -> None:

@@ -12,7 +12,11 @@ from corun.runtime.server.reference import TABLES
 
 BEGIN = "<!-- options: written by `corun options --update FILE` -->"
 END = "<!-- end of options -->"
-PAGES = {"README.md": {"options"}, "runtime/server/README.md": set(TABLES)}
+PAGES = {
+    "README.md": {"options"},
+    "runtime/cluster/README.md": {"cluster"},
+    "runtime/server/README.md": set(TABLES),
+}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -30,6 +34,19 @@ def test_every_option_has_a_line_and_a_sentence() -> None:
         assert spec.help.endswith(".")
 
 
+def test_every_limit_of_requests_is_on_the_page() -> None:
+    of_http = [
+        spec.flag for spec in option_specs(ServeConfig)
+        if spec.name.startswith("max_") or spec.name.endswith("timeout_s")
+    ]  # fmt: skip
+    of_engine = ("--max-model-len", "--max-num-waiting", "--max-queue-s", "--max-stop-strings",
+                 "--max-logit-bias")  # fmt: skip
+    rows = TABLES["limits"]().splitlines()
+    for flag in {*of_http, *of_engine} - {"--drain-timeout-s"}:
+        assert [row for row in rows if row.endswith(f"| `{flag}` |")], flag
+    assert [row for row in rows if "| no limit | `--max-queue-s` |" in row]
+
+
 def test_update_replaces_only_the_table() -> None:
     document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     updated = update_tables(document)
@@ -40,7 +57,7 @@ def test_update_replaces_only_the_table() -> None:
 def test_update_needs_its_marks() -> None:
     with pytest.raises(ConfigError, match="missing"):
         update_tables("no marks")
-    with pytest.raises(ConfigError, match="no table 'other'; known: options, routes"):
+    with pytest.raises(ConfigError, match="no table 'other'; known: options, cluster, routes"):
         update_tables(
             f"{BEGIN}\n{END}\n".replace("options:", "other:").replace("of options", "of other")
         )

@@ -1,6 +1,7 @@
 """``corun simulate`` and ``corun plan`` from end to end, small, and what they refuse."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def test_a_comparison_over_loads(
     other = [*arguments[:-2], "--requests", "20", "--out", str(out)]
     assert main(other) == 2
     assert "results of another study" in capsys.readouterr().err
-    assert main([*other, "--force"]) == 0
+    # What that has no picture of is not left there from before.
+    assert main(["simulate", "--workload", workload, *SMALL, *other[-4:], "--force"]) == 0
+    assert "load.png" not in {path.name for path in out.iterdir()}
+    assert "Simulated" in capsys.readouterr().out
 
 
 def test_many_servers(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +75,7 @@ def test_many_servers(workload: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     table = lines(capsys)
     assert table[0].endswith("busiest/mean  most files  GB fetched  moved")
     assert [line.split()[0] for line in table[1:3]] == ["router=predicted", "router=random"]
-    assert "(several servers)" in table[3]
+    assert "(servers: 3)" in table[3]
     result = json.loads((out / "result.json").read_text())
     servers = result["cells"][0]["runs"][0]["servers"]
     assert sum(servers["num_routed"]) == 30 and len(servers["num_routed"]) == 3
@@ -106,8 +110,9 @@ def test_a_log_on_its_own_clock(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_overload_is_cut_and_counted(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["simulate", "--workload", workload, *SMALL, "--rps", "1000", "--horizon-s", "0.5"]
     assert main(arguments) == 0
-    head, row, *_ = lines(capsys)
+    head, row, *more = lines(capsys)
     assert head.split()[-1] == "unfinished" and int(row.split()[-1]) > 0
+    assert more[0].startswith("Runs were cut 0.5 s after their last arrival (--horizon-s)")
 
 
 def test_an_slo_that_one_request_misses_is_said(
@@ -125,6 +130,32 @@ def test_an_slo_that_one_request_misses_is_said(
         arguments = ["simulate", "--workload", str(path), *SMALL, "--slo-ttft-s", "0.3"]
         assert main(arguments) == 0
         assert ("by one request alone" in capsys.readouterr().out) is is_said
+
+
+def test_a_log_of_one_request_is_simulated_and_one_that_never_fits_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.jsonl"
+    row = {"arrival_s": 0, "model": "a", "prompt_tokens": 100, "output_tokens": 5}
+    path.write_text(json.dumps(row))
+    assert main(["simulate", "--workload", str(path), *SMALL]) == 0
+    assert lines(capsys)[1].split()[0] == "own"
+    path.write_text(json.dumps(row | {"prompt_tokens": 10**6}))
+    assert main(["simulate", "--workload", str(path), *SMALL]) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert "no request is left to count: 1 came to a40-llama7b, which refused 1" in error
+
+
+def test_without_matplotlib_there_are_tables(
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "out"
+    assert main(["simulate", "--workload", workload, *SMALL, "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "Simulated, not measured" in said.out and "no pictures: " in said.err
+    assert (out / "result.json").exists() and not list(out.glob("*.png"))
 
 
 def test_this_machine_as_it_was_measured(
@@ -172,6 +203,9 @@ def test_placements_side_by_side(
     ]  # fmt: skip
     assert main(arguments) == 2
     assert "--placement loraserve goes by what" in capsys.readouterr().err
+    assert main([*arguments, "--slo-ttft-s", "1e-6"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "one of them holds, or misses, --slo-ttft-s 1e-06 at any load" in error
     assert main([*arguments, "--slo-ttft-s", "2"]) == 0
     table = lines(capsys)
     assert [line.split()[0] for line in table[1:3]] == ["placement=loraserve", "placement=random"]
@@ -210,6 +244,12 @@ def test_placements_side_by_side(
         (["simulate", "--rps", "1", "--router", "predict"], "did you mean 'predicted'"),
         (["simulate", "--rps", "1", "--compare", "router=p2c,p3c"], "--router is 'p3c'"),
         (["simulate", "--rps", "1", "--store-bytes", "x"], "must be a number of bytes"),
+        # One server, too, has a store if somebody says so.
+        (["simulate", "--rps", "1", "--store-bytes", "1MiB"], "the largest adapter has 201326592"),
+        (["simulate", "--rps", "1", "--placement-every-s", "9"], "but no --placement"),
+        (["simulate", "--rps", "1", "--servers", "2", "--peer-gib-per-s", "1"], "has all files"),
+        (["simulate", "--rps", "-1"], "--rps is -1.0, must be"),
+        (["simulate", "--rps", "1", "--slo-ttft-s", "0"], "--slo-ttft-s is 0.0, must be"),
         (["simulate", "--rsp", "1"], "did you mean --rps"),
         (["plan"], "Give --slo-ttft-s X"),
         (["plan", "--slo-ttft-s", "-1"], "--slo-ttft-s is -1.0"),
@@ -222,8 +262,9 @@ def test_what_is_refused(
     command, *rest = arguments
     options = [] if "--profile" in rest else ["--profile", "a40-llama7b"]
     assert main([command, *rest, *options]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message in error
+    said = capsys.readouterr()
+    (error,) = said.err.strip().splitlines()
+    assert message in error and not said.out
 
 
 def test_an_slo_that_no_load_holds(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
