@@ -69,7 +69,8 @@ ROW_FORMATS = {"uint16": FLOAT32_ROWS, "int8": CODED_ROWS[8], "uint8": CODED_ROW
 
 
 def _format(emit: Emitter) -> RowFormat:
-    return ROW_FORMATS[emit.tag.name]
+    """By pairs there is none: what is compiled of one is never run (``is_made_anew``)."""
+    return ROW_FORMATS.get(emit.tag.name, FLOAT32_ROWS)
 
 
 @emits(result=types.boolean)
@@ -163,7 +164,7 @@ def _choose_chunk(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
     def in_codes(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
         _code(tag, x, row)
 
-    return in_float32 if tag == types.uint16 else in_codes
+    return in_codes if tag in (types.int8, types.uint8) else in_float32
 
 
 @emits("x", "row")
