@@ -169,7 +169,7 @@ def _equip(
     table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where)
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # whose kernels are those of quantised weights, too
-    if linears is None or not linears.takes_all(model):
+    if linears is None or dtype != torch.bfloat16 or not linears.takes_all(model):
         make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype)
     weights = _replace_linears(model, context, make_linear, target_map, linears, on_progress)
     fused_kernels_name = select_fused_kernels(

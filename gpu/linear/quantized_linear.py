@@ -1,15 +1,20 @@
-"""Products on the CPU with weights of 8 or 4 bits through corun's own kernel."""
+"""Products on the CPU with weights of 8 or 4 bits: through corun's own kernel, or as they are."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ...cpu_workers.kernels.simd import layout
 from ..device import huge_pages
+from ..forward.launcher import current_launcher
 from .numba_backend import KernelLinear
 from .quantized import QuantizedWeight
+
+_WEIGHTS_AT_ONCE = 1 << 20  # that are dequantised for a moment
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,14 @@ class PackedWeight:
             zero_points = layout.pack_zero_points(zero_points)
         return cls(weight.bits, out_features, in_features, blocks, zero_points)
 
-    def unpacked(self) -> QuantizedWeight:
-        """What it was packed from: a copy."""
-        codes, scales = layout.unpack_quantized(self.blocks, self.out_features, self.bits)
+    def unpacked(self, first_panel: int = 0, num_panels: int | None = None) -> QuantizedWeight:
+        """What it was packed from, or the rows of some panels of it: a copy."""
+        panels = slice(first_panel, None if num_panels is None else first_panel + num_panels)
+        out_features = self.out_features - first_panel * layout.quantized_panel_columns()
+        codes, scales = layout.unpack_quantized(self.blocks[panels], out_features, self.bits)
         zero_points = self.zero_points
         if zero_points is not None:
-            zero_points = layout.unpack_zero_points(zero_points, self.out_features)
+            zero_points = layout.unpack_zero_points(zero_points[panels], out_features)
         return QuantizedWeight(self.bits, codes, scales, zero_points)
 
 
@@ -81,3 +88,42 @@ class QuantizedLinear(KernelLinear):
         Not rounded it is ``packed.unpacked().dequantized()``, float32.
         """
         return torch.from_numpy(self.packed.unpacked().dequantized()).bfloat16()
+
+
+class DequantizedLinear:
+    """Holds only the packed matrix, and makes it full again at each product, some rows at a time.
+
+    x and results are of any floating type, and x is not rounded: what the kernels are held to, and
+    what serves types that they do not compute.
+    """
+
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
+        """Take over ``packed``; bias: [out_features] or None."""
+        self.packed = packed
+        self.name = f"dequantised int{packed.bits}"
+        self.bias = None if bias is None else bias.detach()
+        rows = max(1, _WEIGHTS_AT_ONCE // packed.in_features)
+        self._panels_at_once = max(1, rows // layout.quantized_panel_columns())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised matrix, float32, made at each access."""
+        return torch.from_numpy(self.packed.unpacked().dequantized())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias; see ``LinearBackend``."""
+        launcher, packed = current_launcher(), self.packed
+        tokens = x.reshape(-1, packed.in_features)
+        y = launcher.new_output((len(tokens), packed.out_features), x.dtype)
+        # Not noted, or a replay would hold all that was dequantised.
+        launcher.call_in_every_pass(partial(self._multiply, tokens, y))
+        return y.view(*x.shape[:-1], packed.out_features)
+
+    def _multiply(self, tokens: torch.Tensor, y: torch.Tensor) -> None:
+        start = 0
+        for panel in range(0, len(self.packed.blocks), self._panels_at_once):
+            part = self.packed.unpacked(panel, self._panels_at_once).dequantized()
+            rows = slice(start, start + len(part))
+            bias = None if self.bias is None else self.bias[rows]
+            y[:, rows] = F.linear(tokens, torch.from_numpy(part).to(y.dtype), bias)
+            start += len(part)

@@ -23,9 +23,10 @@ from ...cpu_workers.kernels.simd.layout import quantized_panel_columns as panel_
 from ...runtime.adapters.target_map import EXPERTS_REASON
 from ...runtime.config.engine import EngineConfig
 from ...runtime.errors import ConfigError, ModelError
+from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, remembered
 from ..linear.quantized import QuantizedWeight, quantize
-from ..linear.quantized_linear import PackedWeight, QuantizedLinear
+from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
 from .load import ModelSource, RestOfModel, load_model
 from .skeleton import build_skeleton
 from .stored_quantization import (
@@ -109,16 +110,18 @@ _BITS = {"int8": 8, "int4": 4}
 def check_dtype(dtype: torch.dtype, *, is_chosen: bool) -> torch.dtype:
     """The type that a quantised model computes in, beside its integers.
 
-    ``dtype``: what it is without. Raises ``ConfigError`` if the user has chosen another one.
+    ``dtype``: what it is without; ``is_chosen``: by the user, who gets it.
     """
-    if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        if is_chosen:
-            raise ConfigError(
-                f"--dtype {name} does not go with quantised weights, whose products are of "
-                "bfloat16; use --dtype bfloat16"
-            )
-        _LOG.info("the model is of %s; with quantised weights it is served in bfloat16", name)
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.bfloat16:
+        return dtype
+    if is_chosen:
+        _LOG.warning(
+            "--dtype %s with quantised weights dequantises them for each product, which is exact "
+            "and many times slower than --dtype bfloat16", name,
+        )  # fmt: skip
+        return dtype
+    _LOG.info("the model is of %s; with quantised weights it is served in bfloat16", name)
     return torch.bfloat16
 
 
@@ -187,25 +190,28 @@ class QuantizedLinears:
         """Whether no linear of ``model`` stays as it is."""
         return all(path in self._bits for path in _linears(model))
 
-    def make(self, path: str, linear: nn.Linear) -> QuantizedLinear | None:
+    def make(self, path: str, linear: nn.Linear) -> LinearBackend | None:
         """The backend of the linear at ``path``; None if it stays as it is. ``ModelError``."""
         if path not in self._bits:
             return None
         if self._directory is not None and self._kept is None:
             self._kept = self._open_kept(self._directory)
+        has_kernel = linear.weight.dtype == torch.bfloat16
         arrays = None if self._kept is None else self._kept.read(path)
         if arrays is None:
             weight = self._weight(path, linear)
             packed = PackedWeight.of(weight)
-            self._check_products(path, packed, weight)
+            if has_kernel:
+                self._check_products(path, packed, weight)
         else:
             packed = _from_arrays(arrays, linear.out_features, linear.in_features)
-            if all(packed.bits != one.bits for one in self._made.values()):
+            if has_kernel and all(packed.bits != one.bits for one in self._made.values()):
                 self._check_products(path, packed, packed.unpacked())
             self._num_read += 1
         self._made[path] = packed
         # Not the bias itself, which would keep all of its file mapped.
-        return QuantizedLinear(packed, None if linear.bias is None else linear.bias.clone())
+        bias = None if linear.bias is None else linear.bias.clone()
+        return (QuantizedLinear if has_kernel else DequantizedLinear)(packed, bias)
 
     def finish(self, full_bytes: Mapping[str, int]) -> Weights:
         """Keep what was made for the next start.

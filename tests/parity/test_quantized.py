@@ -12,10 +12,11 @@ from corun import Engine, LoRARequest, SamplingParams
 from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, check, make_case, prompts, split_at
 from support.model_profiles import Figures
-from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase
+from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, largest_error
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
+MAX_RELATIVE_ERROR = 1e-4
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 # Of what the weights themselves have lost in 4 bits: activations are in 8 there.
 MAX_OVER_WEIGHTS = 1.1
@@ -66,6 +67,21 @@ def test_cold_adapters(split_layer: int, tmp_path: Path) -> None:
         check(case, answers)
         assert engine.assisted
         engine.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_float32_is_what_is_left_of_the_weights(quantization: str, tmp_path: Path) -> None:
+    """Nothing else is rounded then, and so the bound is that of full weights."""
+    case = ParityCase("llama3-rope", tmp_path, quantization=quantization)
+    names = [None, *case.adapters]
+    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
+    with Engine(
+        model=str(case.directory), device="cpu", dtype="float32", quantization=quantization,
+        lm_head_quantization=quantization, max_num_batched_tokens=16, memory_gib=0.05,
+    ) as engine:  # fmt: skip
+        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, loras)
+    for name, output in zip(names, outputs, strict=True):
+        assert largest_error(case, output, name) <= MAX_RELATIVE_ERROR
 
 
 def test_4_bits_cost_little_more_than_their_weights(tmp_path: Path) -> None:

@@ -102,10 +102,15 @@ def test_options_that_contradict_are_refused(
         plan(config, **options)
 
 
-def test_products_are_of_bfloat16() -> None:
+def test_products_are_of_bfloat16_unless_another_type_is_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert check_dtype(torch.float16, is_chosen=False) == torch.bfloat16
-    with pytest.raises(ConfigError, match="--dtype float32 does not go with"):
-        check_dtype(torch.float32, is_chosen=True)
+    assert check_dtype(torch.bfloat16, is_chosen=True) == torch.bfloat16
+    assert "slower" not in caplog.text
+    assert check_dtype(torch.float32, is_chosen=True) == torch.float32
+    assert "--dtype float32 with quantised weights" in caplog.text
+    assert "many times slower" in caplog.text
 
 
 def test_kv_of_other_bits_has_another_name(model: Path) -> None:
