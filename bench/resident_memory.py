@@ -8,13 +8,14 @@ weights take. With and without an output head that is tied to the embedding. The
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from corun import Engine, SamplingParams
 from models import llama_config, save_model
 from paired import report
@@ -31,30 +32,44 @@ def resident_bytes() -> int:
     raise RuntimeError("the kernel does not tell VmRSS")
 
 
-def serve_and_print(model: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What an engine has in memory, and what of it are weights and adapters."""
+
+    resident_bytes: int
+    held_bytes: int
+
+
+def serve_and_print(options: dict[str, Any]) -> None:
     """In a process of its own: start, answer, print."""
-    with Engine(model=model, dtype="bfloat16", memory_gib=0.25, max_model_len=256) as engine:
+    if "lora_dir" in options:
+        options["preload"] = ("all",)
+    with Engine(dtype="bfloat16", memory_gib=0.25, max_model_len=256, **options) as engine:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         engine.generate([list(range(3, 35))], params)
-        print(engine.get_model_info().summary[0])
-        print(resident_bytes())
+        info = engine.get_model_info()
+        print(info.summary[0])
+        adapter_bytes = sum(adapter.num_bytes for adapter in engine.list_loras())
+        print(resident_bytes(), info.weight_bytes + adapter_bytes)
 
 
-def measured_bytes(model: Path) -> int:
-    """Resident memory of an engine that serves ``model``."""
-    command = [sys.executable, __file__, "--serve", str(model)]
+def measured_memory(model: Path, **options: Any) -> Memory:
+    """Of an engine that serves ``model``."""
+    told = {"model": str(model), **{name: str(value) for name, value in options.items()}}
+    command = [sys.executable, __file__, "--serve", json.dumps(told)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     print(output, end="", flush=True)
-    return int(output.split()[-1])
+    resident, held = output.split()[-2:]
+    return Memory(int(resident), int(held))
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", metavar="OPTIONS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
-        serve_and_print(arguments.serve)
+        serve_and_print(json.loads(arguments.serve))
         return
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
@@ -62,12 +77,13 @@ def main() -> None:
         tiny = llama_config(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
         tiny.vocab_size = 96
         save_model(tiny, Path(directory) / "tiny")
-        tiny_bytes = measured_bytes(Path(directory) / "tiny")
+        tiny_bytes = measured_memory(Path(directory) / "tiny").resident_bytes
         for name, is_tied in (("untied", False), ("tied", True)):
             path = Path(directory) / name
             config = llama_config(tie_word_embeddings=is_tied)
-            weight_bytes = save_model(config, path) * torch.bfloat16.itemsize
-            used_bytes = measured_bytes(path) - tiny_bytes
+            save_model(config, path)
+            memory = measured_memory(path)
+            weight_bytes, used_bytes = memory.held_bytes, memory.resident_bytes - tiny_bytes
             figures[name] = {
                 "weights_mib": round(weight_bytes / _MIB, 1),
                 "resident_mib": round(used_bytes / _MIB, 1),

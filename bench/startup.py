@@ -84,12 +84,12 @@ def judge(warm_s: Sequence[float], controls_s: Sequence[float]) -> bool | None:
     return None if max(controls_s) > MAX_CONTROL_RANGE * min(controls_s) else False
 
 
-def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str]) -> Start:
+def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *options: str) -> Start:
     """Start a server, wait until it is ready, and stop it."""
     port = free_port()
     command = [
         sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
-        str(lora_dir), "--port", str(port),
+        str(lora_dir), "--port", str(port), *options,
     ]  # fmt: skip
     start_s = time.perf_counter()
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
