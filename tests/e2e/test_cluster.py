@@ -191,7 +191,8 @@ def test_tokens_do_not_need_the_controller_which_comes_back(cluster: CommandedCl
     with cluster.client(API_KEY) as client:
         for adapter in ADAPTERS:
             answer(client, adapter, question.text)
-        wait_until(lambda: cluster.num_engines() == 2, 20)
+        # Engines are known from before, agents once they have reported.
+        wait_until(lambda: cluster.num_engines() == 2 and bool(cluster.status().agents), 20)
         names = {one["id"] for one in client.get("/v1/models").json()["data"]}
     assert {one.name for one in cluster.status().adapters} == set(ADAPTERS) == names - {BASE}
 
