@@ -7,6 +7,7 @@ weights and compiled kernels, go in turn likewise. Memory is what each engine ho
 model of a few kilobytes, against the bytes of its weights and adapters. The last line is JSON.
 
     python bench/quantized.py [--parts speed,starts,memory] [--pairs 7] [--kinds int8 int4]
+        [--cpu-isa avx2] [--clients 1 8 16]
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from corun import AsyncEngine
-from corun.cpu_workers.kernels.simd.isa import process_isa
+from corun.cpu_workers.kernels.simd.isa import AUTO, NAMES, process_isa
 from load import Workload, closed_loop, make_jobs
 from models import llama_config, make_adapters, make_model, save_model
 from paired import MAX_CONTROL_SPREAD, Ratio, compare, report
@@ -33,7 +34,7 @@ BOUNDS = {
     "int8": {1: 1.35, 8: 1.2, 16: 1.2},
     "int4": {1: 1.7, 8: 1.55, 16: 1.5},
 }
-_LOOPS = {clients: loop for clients, *loop in ((1, 128, 32, 5), *CLOSED_LOOPS)}
+_LOOPS = {clients: loop for clients, *loop in ((1, 128, 32, 10), *CLOSED_LOOPS)}
 _FULL = "bfloat16"
 _MIB = 2**20
 
@@ -50,7 +51,7 @@ def is_reached(ratio: Ratio, least: float, control: Ratio) -> bool | None:
 
 
 async def measure_speed(
-    model: Path, lora_dir: Path, adapters: tuple[str, ...], kinds: list[str], num_pairs: int
+    model: Path, lora_dir: Path, adapters: tuple[str, ...], asked: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, bool | None]]:
     """Tokens/s of every number of clients and kind."""
     figures: dict[str, Any] = {}
@@ -61,10 +62,10 @@ async def measure_speed(
             kind: await stack.enter_async_context(
                 AsyncEngine(
                     own_process=True, model=str(model), lora_dir=str(lora_dir), preload=("all",),
-                    dtype=_FULL, **_options(kind),
+                    dtype=_FULL, cpu_isa=asked.cpu_isa, **_options(kind),
                 )
             )
-            for kind in (_FULL, *kinds)
+            for kind in (_FULL, *asked.kinds)
         }  # fmt: skip
 
         def rate_of(kind: str, clients: int) -> Callable[[], float]:
@@ -80,7 +81,7 @@ async def measure_speed(
 
             return run
 
-        for clients in _LOOPS:
+        for clients in asked.clients:
             rates = {kind: rate_of(kind, clients) for kind in engines}
             for rate in rates.values():
                 await asyncio.to_thread(rate)  # the first captures passes and touches memory
@@ -88,11 +89,11 @@ async def measure_speed(
             control = None
             for kind in engines:
                 ratio, own, _ = await asyncio.to_thread(
-                    compare, rates[kind], rates[_FULL], num_pairs, progress=f"{clients}, {kind}"
+                    compare, rates[kind], rates[_FULL], asked.pairs, progress=f"{clients}, {kind}"
                 )
                 control = control or ratio
                 cell[kind] = {
-                    "tokens_per_s": round(sorted(own)[num_pairs // 2], 1),
+                    "tokens_per_s": round(sorted(own)[asked.pairs // 2], 1),
                     f"over {_FULL}": ratio.to_json(),
                 }
                 if kind != _FULL:
@@ -159,8 +160,13 @@ def main() -> None:
     parser.add_argument("--parts", default="speed,starts,memory")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", choices=BOUNDS, default=[*BOUNDS])
+    parser.add_argument("--clients", type=int, nargs="+", choices=_LOOPS, default=[*_LOOPS])
+    parser.add_argument(
+        "--cpu-isa", choices=NAMES, default=AUTO, help="of the engines whose speed is measured"
+    )
     arguments = parser.parse_args()
-    figures: dict[str, Any] = {"instructions": process_isa().name}
+    isa = process_isa().name if arguments.cpu_isa == AUTO else arguments.cpu_isa
+    figures: dict[str, Any] = {"instructions": isa}
     bounds: dict[str, bool | None] = {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -170,9 +176,7 @@ def main() -> None:
         adapters = tuple(make_adapters(model, lora_dir))
         kinds, num_pairs = arguments.kinds, arguments.pairs
         parts: dict[str, Callable[[], tuple[dict[str, Any], dict[str, bool | None]]]] = {
-            "speed": lambda: asyncio.run(
-                measure_speed(model, lora_dir, adapters, kinds, num_pairs)
-            ),
+            "speed": lambda: asyncio.run(measure_speed(model, lora_dir, adapters, arguments)),
             "starts": lambda: measure_starts(model, lora_dir, kinds, num_pairs),
             "memory": lambda: measure_memory(directory, model, lora_dir, kinds),
         }
