@@ -2,11 +2,11 @@
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..whole_file import write_whole
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,10 +61,8 @@ class AdapterStateFile:
         """A reader never sees half of it. A full disk costs the memory, not the adapter."""
         adapters = [asdict(one) for one in self._adapters.values()]
         text = json.dumps({"version": _VERSION, "adapters": adapters}, indent=1)
-        part = self._path.with_name(self._path.name + ".new")
         try:
-            part.write_text(text + "\n", encoding="utf-8")
-            os.replace(part, self._path)
+            write_whole(self._path, f"{text}\n".encode())
         except OSError as error:
             _LOG.error(
                 "--lora-state-file %s cannot be written, so the next start will not know of the "

@@ -10,6 +10,7 @@ import msgspec
 from ...profiles.find import state_directory
 from ..config.cluster import ClusterConfig
 from ..errors import ConfigError, CorunError
+from ..whole_file import write_whole
 
 _PLACE_NAME = "cluster.json"
 _KEY_NAME = "cluster.key"
@@ -62,10 +63,7 @@ def read_key(config: ClusterConfig) -> str:
 
 def tell(directory: Path, controller_url: str) -> None:
     """Write down where the controller is, for ``corun cluster status`` and the like."""
-    path = directory / _PLACE_NAME
-    new = path.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(_Place(controller_url)))
-    new.rename(path)
+    write_whole(directory / _PLACE_NAME, msgspec.json.encode(_Place(controller_url)))
 
 
 def untell(directory: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from ...whole_file import write_whole
+
 _logger = logging.getLogger(__name__)
 
 
@@ -35,9 +37,7 @@ class EngineNotes:
 
     def write(self, num_ids: int, engine_ids: list[str]) -> None:
         """Note both. A disk that is full costs no engine, only this."""
-        new = self._path.with_suffix(".new")
         try:
-            new.write_bytes(msgspec.json.encode(_Notes(self._run_id, num_ids, engine_ids)))
-            new.rename(self._path)
+            write_whole(self._path, msgspec.json.encode(_Notes(self._run_id, num_ids, engine_ids)))
         except OSError as error:
             _logger.warning("which engines there are cannot be noted in %s: %s", self._path, error)

@@ -28,6 +28,7 @@ from typing import IO
 import msgspec
 
 from ...server.listening import bind, url_of
+from ...whole_file import write_whole
 from ..agent.run import run_agent
 from ..bundles import Bundle
 from ..division import MachineDivision
@@ -205,13 +206,13 @@ async def run_held(settings: NodeSettings, stop: asyncio.Event) -> int | None:
             agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), bundle=bundle,
             options_digest=digest,
         )  # fmt: skip
-        _write(directory / _PLACE, msgspec.json.encode(place))
+        write_whole(directory / _PLACE, msgspec.json.encode(place))
         watching = asyncio.ensure_future(_end_unheld(directory / _HELD, settings.unheld_s, stop))
         try:
             agent = _agent_settings(settings, division, kept.getsockname()[1])
             status = await run_agent(agent, stop)
             if status is None and not watching.done():
-                _write(directory / _ENDED, digest.encode())
+                write_whole(directory / _ENDED, digest.encode())
             return status
         finally:
             watching.cancel()
@@ -264,12 +265,6 @@ def _is_locked(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def _write(path: Path, data: bytes) -> None:
-    new = path.with_suffix(".new")
-    new.write_bytes(data)
-    new.rename(path)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import msgspec
 
 from ...errors import ConfigError, CorunError
 from ...server.errors import HttpError
+from ...whole_file import write_whole
 from ..bundles import Bundle, Node, spread
 from ..http.calls import UnreachableError, call, make_session
 from ..process import run_process
@@ -332,9 +333,7 @@ class NodesKeeper:
         )  # fmt: skip
 
     def _write(self) -> None:
-        new = self._path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(self._notes))
-        new.rename(self._path)
+        write_whole(self._path, msgspec.json.encode(self._notes))
 
 
 def _read(path: Path, run_id: str) -> _Notes:

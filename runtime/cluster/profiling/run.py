@@ -18,6 +18,7 @@ from ....profiles.meter import Meter, OnReport
 from ....profiles.profile import Profile, ProfileError
 from ....profiles.server import BaseModel, MeasuredServer, SeenServer
 from ...server.errors import HttpError
+from ...whole_file import write_whole
 from ..http.calls import make_session
 from ..kinds.vllm import look_at, metrics_of
 from ..kinds.vllm_api import VllmApi
@@ -201,10 +202,7 @@ class _Run:
         part: dict[str, Any] = {name: _nested(found)}
         self._times = replace(self._times, **part)
         kept = _Kept(self._server, self._task.effort.name, self._times)
-        path = self._task.kept_path
-        new = path.with_name(path.name + ".new")
-        new.write_bytes(msgspec.json.encode(kept))
-        new.replace(path)
+        write_whole(self._task.kept_path, msgspec.json.encode(kept))
 
     def _load(self, rank: int) -> Case:
         """Under a name that it never had: what it has once, it does not read again."""
