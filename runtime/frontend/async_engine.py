@@ -26,6 +26,7 @@ from ..engine.tokenizer import load_tokenizer
 from ..errors import ConfigError, EngineDeadError
 from ..limits import TemplateLimits
 from ..sampling import SamplingParams
+from ..tasks import cancel_all
 from .adapter_conventions import AdapterConventions, Conventions
 from .codec import codec_from_spec, codec_of
 from .engine_watch import EngineWatches
@@ -124,8 +125,7 @@ class AsyncEngine:
         """End the engine; open requests fail with ``EngineDeadError``. Idempotent."""
         self._die(EngineDeadError("the engine was shut down"))
         if self._starting is not None and not self._starting.done():
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+            await cancel_all(self._starting)
         await self._client.close()
         if self._tokenizer is not None:
             self._tokenizer.close()

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from ..errors import EngineDeadError
+from ..tasks import cancel_all
 
 THREAD_PREFIX = "corun-"  # of the names of all threads that an engine has
 
@@ -76,10 +77,7 @@ class LoopThread:
             await last
         except Exception:
             _logger.exception("an engine could not be closed in order")
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await cancel_all(*(asyncio.all_tasks() - {asyncio.current_task()}))
         await self._loop.shutdown_asyncgens()
         await asyncio.sleep(0)  # what has just been closed is told so
         self._loop.stop()

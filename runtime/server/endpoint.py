@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ..errors import RequestError
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from ..limits import check_num_output_tokens, check_num_sequences
+from ..tasks import cancel_all
 from .body import read_body
 from .errors import ClientGoneError
 from .gateways import GatewayRequest
@@ -226,9 +227,7 @@ class GenerationEndpoint(ABC):
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(*tasks)
         return runs
 
     async def _run_prompt(

@@ -19,6 +19,7 @@ from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from ..machine.gc_control import collection_paused, keep_imported
+from ..tasks import cancel_all
 from .access import Access
 from .listening import StopSignals, allow_descriptors, bind, handled_signals
 from .settings import AppSettings
@@ -89,8 +90,7 @@ async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) 
     if starting.done():
         starting.result()
         return True
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
+    await cancel_all(starting)
     return False
 
 

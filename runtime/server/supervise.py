@@ -10,6 +10,7 @@ import socket
 from typing import Any
 
 from ..errors import EngineDeadError
+from ..tasks import cancel_all
 from .app import build_app
 from .errors import SHUTTING_DOWN, HttpError
 from .http_server import make_http_server
@@ -55,9 +56,7 @@ async def supervise(
         await serving
         return exit_code
     finally:
-        for task in (serving, died, stopped):
-            task.cancel()
-        await asyncio.gather(serving, died, stopped, return_exceptions=True)
+        await cancel_all(serving, died, stopped)
 
 
 def _announce(state: ServerState, url: str) -> None:
@@ -80,9 +79,7 @@ async def _drain(
     hurry = asyncio.ensure_future(stop.second.wait())
     ends: list[asyncio.Future[Any]] = [idle, hurry, died]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for task in (idle, hurry):
-        task.cancel()
-    await asyncio.gather(idle, hurry, return_exceptions=True)
+    await cancel_all(idle, hurry)
     if len(requests) and not died.done():
         _logger.warning("%d requests did not finish and are ended", len(requests))
         requests.end_all(

@@ -10,6 +10,7 @@ import msgspec
 
 from ...errors import CorunError
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..http.calls import UnreachableError
 from ..launch.launcher import EXITED, READY, STARTING, EngineLauncher
 from ..wire import EngineStatus
@@ -53,10 +54,7 @@ class EngineFleet:
             yield
         finally:
             self._wanted.clear()
-            tasks = [watching, *self._tasks]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(watching, *self._tasks)
             await self._launcher.close()
 
     def statuses(self) -> tuple[EngineStatus, ...]:

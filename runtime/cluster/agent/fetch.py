@@ -13,6 +13,7 @@ import msgspec
 
 from ...errors import AdapterError
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..wire import AdapterEntry, Manifest, PeerFetches
 from .store import AdapterFileStore, Release, check_digest
 from .transfer import PeerError, PeerFiles, WrongContentError
@@ -53,10 +54,7 @@ class Fetcher:
 
     async def close(self) -> None:
         """Cancel what is under way; threads end by themselves, when their peers are silent."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*self._running.values())
 
     def _ended(self, digest: str, task: "asyncio.Task[None]") -> None:
         del self._running[digest]

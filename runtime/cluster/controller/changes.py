@@ -14,6 +14,7 @@ import msgspec
 from ...adapters.names import FAILED, LOADING, READY, check_adapter_name, taken_name, unknown_name
 from ...errors import AdapterError, CorunError, RequestError
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..http.calls import UnreachableError
 from ..wire import AdapterChange, AdapterEntry
 from .commands import Commands
@@ -89,9 +90,7 @@ class AdapterChanges:
 
     async def close(self) -> None:
         """End what is under way; it is done again where that is needed."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(*self._tasks)
 
     # Load and reload.
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 
 from ...errors import CorunError
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..http.calls import UnreachableError
 from ..wire import AdapterEntry, EngineCard, EngineChange
 from .commands import Commands
@@ -76,10 +77,7 @@ class EngineChanges:
 
     async def close(self) -> None:
         """End what is under way."""
-        running = [*self._tasks, *self._moving.values()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(*self._tasks, *self._moving.values())
 
     async def _start(self, change: EngineChange) -> None:
         """On the machine with the fewest engines, or on one more."""

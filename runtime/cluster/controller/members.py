@@ -16,6 +16,7 @@ import msgspec
 
 from ...errors import CorunError
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..http.calls import UnreachableError
 from ..kinds.registry import kind_of
 from ..launch.launcher import DRAINING, READY
@@ -227,9 +228,7 @@ class Members:
 
     async def close(self) -> None:
         """End what is under way."""
-        for task in self._probes.values():
-            task.cancel()
-        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+        await cancel_all(*self._probes.values())
 
     # How an engine comes in.
 

@@ -12,6 +12,7 @@ from contextlib import aclosing, suppress
 import aiohttp
 
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..http.calls import call
 from ..http.events import read_events
 from ..wire import (
@@ -57,10 +58,9 @@ class ControllerLink:
                 group.create_task(self._keep_telling())
                 group.create_task(self._keep_checking())
         finally:
-            for link, task in self._tasks.items():
-                task.cancel()
+            for link in self._tasks:
                 link.close()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await cancel_all(*self._tasks.values())
 
     async def change(self, change: AdapterChange) -> AdapterEntry:
         """Have the controller do it; return what the name stands for, or stood for.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import aiohttp
 
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..http.calls import UnreachableError, call
 from ..wire import AGENT_ENSURE_PATH, ENSURE_PATH, AdapterEntry, Ensure, Ensured
 from .links import EngineLink
@@ -52,9 +53,7 @@ class Ensures:
 
     async def close(self) -> None:
         """Wait for nothing any more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(*self._tasks)
 
     async def _run(
         self, link: EngineLink, entry: AdapterEntry, future: "asyncio.Future[Ensured]"

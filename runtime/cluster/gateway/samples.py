@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ..http.calls import call
 from .bodies import TokenRatio
 from .links import EngineLink
@@ -54,9 +55,7 @@ class TokenSamples:
 
     async def close(self) -> None:
         """Ask nothing more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(*self._tasks)
 
     async def _ask(self, link: EngineLink, text: bytes, name: str | None, *, is_chat: bool) -> None:
         field = "messages" if is_chat else "prompt"

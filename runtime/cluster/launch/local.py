@@ -27,6 +27,7 @@ from ...errors import ConfigError, ResourceError
 from ...machine.devices import read_cuda_devices
 from ...machine.facts import read_machine_facts
 from ...server.listening import bind
+from ...tasks import cancel_all
 from ..division import EngineNeeds, EngineShare, MachineDivision, divide_machine
 from ..process import ended, exit_words, spawn
 from ..wire import EngineStatus
@@ -145,8 +146,7 @@ class LocalLauncher:
         try:
             status = await ended(process)
         finally:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+            await cancel_all(waiting)
             sock.close()
         self._board.change(engine_id, state=EXITED, url=None, pid=0, reason=exit_words(status))
 

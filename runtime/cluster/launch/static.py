@@ -7,6 +7,7 @@ from http import HTTPStatus
 import aiohttp
 
 from ...errors import ConfigError
+from ...tasks import cancel_all
 from ..kinds.registry import kind_of
 from ..wire import EngineCard, EngineStatus
 from .launcher import DRAINING, EXITED, READY, StatusBoard
@@ -45,8 +46,7 @@ class StaticLauncher:
         """Forget it; who runs it ends it."""
         task = self._looking.pop(engine_id, None)
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all(task)
         self._board.remove(engine_id)
 
     def list(self) -> tuple[EngineStatus, ...]:

@@ -22,6 +22,7 @@ from ...config.notations import LoraModule
 from ...errors import ConfigError, CorunError
 from ...server.errors import HttpError
 from ...server.listening import StopSignals
+from ...tasks import cancel_all
 from ..http.calls import UnreachableError, call, make_session
 from ..place import tell, untell
 from ..process import EXIT_FAILED
@@ -110,9 +111,7 @@ class ClusterSupervisor:
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 return self._ended.result() if self._ended.done() else os.EX_OK
             finally:
-                for task in (starting, stopped):
-                    task.cancel()
-                await asyncio.gather(starting, stopped, return_exceptions=True)
+                await cancel_all(starting, stopped)
                 await self._end(stop)
                 await static.close()
                 await watching

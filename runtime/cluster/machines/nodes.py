@@ -20,6 +20,7 @@ import msgspec
 
 from ...errors import ConfigError, CorunError
 from ...server.errors import HttpError
+from ...tasks import cancel_all
 from ...whole_file import write_whole
 from ..bundles import Bundle, Node, spread
 from ..http.calls import UnreachableError, call, make_session
@@ -127,9 +128,7 @@ class NodesKeeper:
                 if task.done():
                     task.result()
         finally:
-            for task in (ending, *working):
-                task.cancel()
-            await asyncio.gather(ending, *working, return_exceptions=True)
+            await cancel_all(ending, *working)
         await self._end()
 
     # Ray.
