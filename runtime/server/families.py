@@ -1,6 +1,6 @@
 """Families of ``/metrics``: names with the prefix, the model's label, and what they hold."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -90,3 +90,15 @@ class Families:
         """Return totals by one label, in its order."""
         samples = [((value,), count) for value, count in sorted(counts.items())]
         return self.counts(name, text, (label,), samples)
+
+    def http(
+        self, ended: Mapping[str, int], requests: Mapping[tuple[str, str, str], int]
+    ) -> Iterator[Metric]:
+        """Yield connections by why they ended, and requests by method, route and status."""
+        text = "Connections that the server ended, by why."
+        yield self.counts_by("http_connections_ended", text, "reason", ended)
+        labels = ["method", "handler", "status"]
+        family = CounterMetricFamily(self.name("http_requests"), "HTTP requests.", labels=labels)
+        for values, count in sorted(requests.items()):
+            family.add_metric(values, count)
+        yield family

@@ -139,13 +139,4 @@ class ServerMetrics:
             "unknown_fields", "Fields of bodies that were ignored, not being known.",
             self._unknown_fields.num_seen,
         )  # fmt: skip
-        yield families.counts_by(
-            "http_connections_ended", "Connections that the server ended, by why.", "reason",
-            self.connections_ended,
-        )  # fmt: skip
-        http = CounterMetricFamily(
-            families.name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
-        )
-        for labels, count in sorted(self.http_requests.items()):
-            http.add_metric(list(labels), count)
-        yield http
+        yield from families.http(self.connections_ended, self.http_requests)

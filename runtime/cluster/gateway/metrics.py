@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
 from ...server.families import Families
@@ -105,16 +105,7 @@ class GatewayMetrics:
         yield families.count(
             "gateway_ensure_seconds", "That engines took to serve one.", state.ensures.total_s
         )
-        yield families.counts_by(
-            "http_connections_ended", "Connections that the server ended, by why.", "reason",
-            counts.connections_ended,
-        )  # fmt: skip
-        http = CounterMetricFamily(
-            families.name("http_requests"), "HTTP requests.", labels=["method", "handler", "status"]
-        )
-        for labels, count in sorted(counts.http_requests.items()):
-            http.add_metric(list(labels), count)
-        yield http
+        yield from families.http(counts.connections_ended, counts.http_requests)
 
 
 def _histograms(
