@@ -21,7 +21,6 @@ class Target:
     in_features: int
     out_features: int
     physical_path: str  # the module that computes it; a fused one computes several targets
-    output_start: int = 0  # first output column in the physical linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a model has one

@@ -79,7 +79,7 @@ def test_targets_are_the_linears_of_the_layers(name: str) -> None:
             target.out_features,
         )
         assert f".{target.layer}." in target.path
-        assert (target.physical_path, target.output_start) == (target.path, 0)
+        assert target.physical_path == target.path
     linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
     head = {path for path in target_map.refused if "head" in path or "embed_out" in path}
     assert {target.path for target in target_map.targets} == linears - head
