@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 import psutil
@@ -60,12 +61,7 @@ async def engine_kill(cluster: LiveCluster, names: Sequence[str], seed: int) -> 
 
         replaced_s = await until(replaced, START_TIMEOUT_S)
         await asyncio.sleep(_AFTER_S)
-    cut = cut_of(load, engine_id)
-    return failures(load, engine_id) | {
-        "streams cut": len(cut),
-        "avoided s": max([0.0, *(one.started_s - killed_s for one in cut)]),
-        "replaced s": replaced_s,
-    }
+    return killed(load, engine_id, killed_s) | {"replaced s": replaced_s}
 
 
 async def engine_stop(cluster: LiveCluster, names: Sequence[str], seed: int) -> Figures:
@@ -76,35 +72,12 @@ async def engine_stop(cluster: LiveCluster, names: Sequence[str], seed: int) -> 
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         for process in family:
             process.suspend()
-        stopped_s = time.monotonic()
-
-        async def ejected() -> bool:
-            return engine_id not in await cluster.usable()
-
-        async def let_go() -> bool:
-            return (await cluster.by_engine("in_flight"))[engine_id] == 0
-
-        await until(ejected, _STOPPED_S)
-        ejected_s = time.monotonic() - stopped_s
-        await until(let_go, _STOPPED_S)
-        let_go_s = time.monotonic() - stopped_s
-        await asyncio.sleep(max(0.0, _STOPPED_S - let_go_s))
+        away = await while_away(cluster, engine_id, _STOPPED_S)
         for process in family:
             process.resume()
-
-        async def back() -> bool:
-            return engine_id in await cluster.usable()
-
-        back_s = await until(back, START_TIMEOUT_S)
+        back_s = await until(lambda: is_usable(cluster, engine_id), START_TIMEOUT_S)
         await asyncio.sleep(_AFTER_S)
-    cut = cut_of(load, engine_id)
-    return failures(load, engine_id) | {
-        "streams cut": len(cut),
-        "ejected s": ejected_s,
-        "open ended or retried s": let_go_s,
-        "last error s": max([0.0, *(one.ended_s - stopped_s for one in cut)]),
-        "back s": back_s,
-    }
+    return away.figures(load) | {"back s": back_s}
 
 
 async def client_leaves(cluster: LiveCluster, names: Sequence[str], seed: int) -> Figures:
@@ -146,6 +119,58 @@ async def engines_come_and_go(cluster: LiveCluster, names: Sequence[str], seed: 
     return failures(load, None) | {"without a copy": without_copy, "changes": 2 * _NUM_CHANGES}
 
 
+def killed(load: Load, engine_id: str, killed_s: float) -> Figures:
+    """How a load has fared of which an engine was killed then."""
+    cut = _cut_of(load, engine_id)
+    return failures(load, engine_id) | {
+        "streams cut": len(cut),
+        "avoided s": max([0.0, *(one.started_s - killed_s for one in cut)]),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """How the gateway has fared with an engine that says nothing, since when."""
+
+    engine_id: str
+    since_s: float
+    ejected_s: float  # after that
+    let_go_s: float  # likewise
+
+    def figures(self, load: Load) -> Figures:
+        """Of the load that ran meanwhile."""
+        cut = _cut_of(load, self.engine_id)
+        return failures(load, self.engine_id) | {
+            "streams cut": len(cut),
+            "ejected s": self.ejected_s,
+            "open ended or retried s": self.let_go_s,
+            "last error s": max([0.0, *(one.ended_s - self.since_s for one in cut)]),
+        }
+
+
+async def while_away(cluster: LiveCluster, engine_id: str, away_s: float) -> Away:
+    """Watch an engine that has just fallen silent for so long."""
+    since_s = time.monotonic()
+
+    async def ejected() -> bool:
+        return not await is_usable(cluster, engine_id)
+
+    async def let_go() -> bool:
+        return (await cluster.by_engine("in_flight"))[engine_id] == 0
+
+    await until(ejected, away_s)
+    ejected_s = time.monotonic() - since_s
+    await until(let_go, away_s)
+    let_go_s = time.monotonic() - since_s
+    await asyncio.sleep(max(0.0, away_s - let_go_s))
+    return Away(engine_id, since_s, ejected_s, let_go_s)
+
+
+async def is_usable(cluster: LiveCluster, engine_id: str) -> bool:
+    """Whether it is sent requests."""
+    return engine_id in await cluster.usable()
+
+
 async def _some_engine(cluster: LiveCluster, seed: int) -> tuple[str, int]:
     """One in turn, that gets requests."""
     usable = sorted(await cluster.usable())
@@ -166,7 +191,7 @@ def _age(engine_id: str) -> int:
     return int(engine_id.rpartition("-")[2])
 
 
-def cut_of(load: Load, engine_id: str) -> list[Outcome]:
+def _cut_of(load: Load, engine_id: str) -> list[Outcome]:
     """Streams that ended with an error event of this engine."""
     return [one for one in load.outcomes if one.kind == ERROR and one.engine == engine_id]
 

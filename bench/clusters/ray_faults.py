@@ -12,7 +12,7 @@ import psutil
 from corun.runtime.server.errors import HttpError
 from support.ray_cluster import SEPARATE_HOST, RayCluster
 
-from .engine_faults import RATE_RPS, Figures, cut_of, failures
+from .engine_faults import RATE_RPS, Figures, failures, is_usable, killed, while_away
 from .live import LiveCluster, until
 from .streams import Load, body_maker, load_of
 
@@ -102,31 +102,12 @@ async def partition(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Fig
             if one.url is not None and SEPARATE_HOST in one.url
         ]
         ray.cut_off()
-        cut_s = time.monotonic()
-
-        async def ejected() -> bool:
-            return engine_id not in await cluster.usable()
-
-        async def let_go() -> bool:
-            return (await cluster.by_engine("in_flight"))[engine_id] == 0
-
-        await until(ejected, _PARTITION_S)
-        ejected_s = time.monotonic() - cut_s
-        await until(let_go, _PARTITION_S)
-        let_go_s = time.monotonic() - cut_s
-        await asyncio.sleep(max(0.0, _PARTITION_S - let_go_s))
+        away = await while_away(cluster, engine_id, _PARTITION_S)
         ray.let_in()
-        back_s = await until(lambda: _is_usable(cluster, engine_id), WHOLE_TIMEOUT_S)
+        back_s = await until(lambda: is_usable(cluster, engine_id), WHOLE_TIMEOUT_S)
         await _whole(ray, cluster, NUM_ENGINES)
         await asyncio.sleep(_AFTER_S)
-    cut = cut_of(load, engine_id)
-    return failures(load, engine_id) | {
-        "streams cut": len(cut),
-        "ejected s": ejected_s,
-        "open ended or retried s": let_go_s,
-        "last error s": max([0.0, *(one.ended_s - cut_s for one in cut)]),
-        "back s": back_s,
-    }
+    return away.figures(load) | {"back s": back_s}
 
 
 async def _node_kill(
@@ -150,12 +131,7 @@ async def _node_kill(
 
         replaced_s = await until(replaced, WHOLE_TIMEOUT_S)
         await asyncio.sleep(_AFTER_S)
-    cut = cut_of(load, engine_id)
-    return failures(load, engine_id) | {
-        "streams cut": len(cut),
-        "avoided s": max([0.0, *(one.started_s - killed_s for one in cut)]),
-        "replaced s": replaced_s,
-    }
+    return killed(load, engine_id, killed_s) | {"replaced s": replaced_s}
 
 
 async def _whole(ray: RayCluster, cluster: LiveCluster, num_engines: int) -> float:
@@ -176,10 +152,6 @@ async def _whole(ray: RayCluster, cluster: LiveCluster, num_engines: int) -> flo
 async def _is_down(cluster: LiveCluster) -> bool:
     machines = (await cluster.status()).machines
     return machines is not None and not machines.is_up
-
-
-async def _is_usable(cluster: LiveCluster, engine_id: str) -> bool:
-    return engine_id in await cluster.usable()
 
 
 async def _has_ended(pid: int) -> bool:
