@@ -26,7 +26,7 @@ from ...config.variables import PREFIX
 from ...errors import ConfigError, ResourceError
 from ...machine.devices import read_cuda_devices
 from ...machine.facts import read_machine_facts
-from ...server.listening import bind
+from ...server.listening import bind, url_of
 from ...tasks import cancel_all
 from ..division import EngineNeeds, EngineShare, MachineDivision, divide_machine
 from ..process import ended, exit_words, spawn
@@ -140,9 +140,7 @@ class LocalLauncher:
     async def _follow(
         self, engine_id: str, process: "subprocess.Popen[bytes]", sock: socket.socket
     ) -> None:
-        host, port = sock.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        waiting = asyncio.ensure_future(self._wait_ready(engine_id, url))
+        waiting = asyncio.ensure_future(self._wait_ready(engine_id, url_of(sock)))
         try:
             status = await ended(process)
         finally:
