@@ -1,7 +1,18 @@
-"""How what runs beside others on an event loop is ended."""
+"""What runs beside others on an event loop, and how it is ended."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
+
+
+class TaskSet(set[asyncio.Future[None]]):
+    """Those that nobody awaits: each is held until it has ended."""
+
+    def begin(self, work: Awaitable[None]) -> None:
+        """Have it run, from the loop's next turn on."""
+        task = asyncio.ensure_future(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:

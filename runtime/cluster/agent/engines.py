@@ -10,7 +10,7 @@ import msgspec
 
 from ...errors import CorunError
 from ...server.errors import HttpError
-from ...tasks import cancel_all
+from ...tasks import TaskSet, cancel_all
 from ..http.calls import UnreachableError
 from ..launch.launcher import EXITED, READY, STARTING, EngineLauncher
 from ..wire import EngineStatus
@@ -44,7 +44,7 @@ class EngineFleet:
         self._served: dict[str, ServedAdapters] = {}
         self._ready_s: dict[str, float] = {}
         self._has_been_ready = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -99,7 +99,7 @@ class EngineFleet:
             raise HttpError(404, f"there is no engine {engine_id!r} here", code="unknown_engine")
         if self._wanted.pop(engine_id, None) is not None:
             self._note()
-        self._begin(self._stop(engine_id, drain_timeout_s))
+        self._tasks.begin(self._stop(engine_id, drain_timeout_s))
 
     async def drain_all(self, drain_timeout_s: float) -> None:
         """Have all end when their requests have, and wait for that."""
@@ -124,7 +124,7 @@ class EngineFleet:
         async for status in self._launcher.watch():
             self.changed.set()
             if status.state == READY and status.url is not None:
-                self._begin(self._ready(status.engine_id, status.url))
+                self._tasks.begin(self._ready(status.engine_id, status.url))
             elif status.state == EXITED:
                 self._served.pop(status.engine_id, None)
                 if status.engine_id in self._wanted:
@@ -157,7 +157,7 @@ class EngineFleet:
         _logger.warning(
             "engine %s ended (%s), and starts again in %g s", engine_id, status.reason, after_s
         )
-        self._begin(self._restart(engine_id, after_s))
+        self._tasks.begin(self._restart(engine_id, after_s))
 
     async def _restart(self, engine_id: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -167,12 +167,7 @@ class EngineFleet:
             await self._launcher.start(engine_id)
         except CorunError as error:
             _logger.error("engine %s: %s", engine_id, error)
-            self._begin(self._restart(engine_id, _RESTART_AFTER_S[-1]))
-
-    def _begin(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._tasks.begin(self._restart(engine_id, _RESTART_AFTER_S[-1]))
 
 
 def _starting(status: EngineStatus) -> EngineStatus:

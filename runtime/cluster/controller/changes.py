@@ -7,14 +7,13 @@ was not answered.
 
 import asyncio
 import logging
-from collections.abc import Awaitable
 
 import msgspec
 
 from ...adapters.names import FAILED, LOADING, READY, check_adapter_name, taken_name, unknown_name
 from ...errors import AdapterError, CorunError, RequestError
 from ...server.errors import HttpError
-from ...tasks import cancel_all
+from ...tasks import TaskSet, cancel_all
 from ..http.calls import UnreachableError
 from ..wire import AdapterChange, AdapterEntry
 from .commands import Commands
@@ -42,7 +41,7 @@ class AdapterChanges:
         self._commands = commands
         self._locks: dict[str, asyncio.Lock] = {}
         self._unloads: dict[str, tuple[int, set[str]]] = {}  # name: revision, who has dropped it
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def recover(self) -> None:
         """Take what was there before a restart; what was begun is undone."""
@@ -133,7 +132,7 @@ class AdapterChanges:
         self._unloads.pop(name, None)
         self._table.put_adapter(entry)
         await self._table.confirmed(_ACKS_TIMEOUT_S)
-        self._begin(self._follow(entry, first))
+        self._tasks.begin(self._follow(entry, first))
         return entry
 
     async def _same(self, old: AdapterEntry, change: AdapterChange, path: str) -> AdapterEntry:
@@ -173,7 +172,7 @@ class AdapterChanges:
         revision = self._registry.unloads()[name]
         self._table.remove_adapter(name, revision)
         self._unloads[name] = (revision, set())
-        self._begin(self._try_to_unload(name))
+        self._tasks.begin(self._try_to_unload(name))
 
     async def _follow(self, entry: AdapterEntry, first: str) -> None:
         """Have the other engines that serve the name take the new content, one by one."""
@@ -256,11 +255,6 @@ class AdapterChanges:
             names = [one.name for one in self._registry.adapters()]
             raise unknown_name(name, names, param="lora_name")
         return entry
-
-    def _begin(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _shown(entry: AdapterEntry, base: str, base_now: str | None) -> AdapterEntry:

@@ -6,11 +6,10 @@ One event loop.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable
 
 from ...errors import CorunError
 from ...server.errors import HttpError
-from ...tasks import cancel_all
+from ...tasks import TaskSet, cancel_all
 from ..http.calls import UnreachableError
 from ..wire import AdapterEntry, EngineCard, EngineChange
 from .commands import Commands
@@ -43,7 +42,7 @@ class EngineChanges:
         self._commands = commands
         self._machines = machines
         self._moving: dict[str, asyncio.Future[None]] = {}  # agents whose last copies move
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     async def apply(self, change: EngineChange) -> None:
         """Do what is asked. Raises ``HttpError`` that says why not: then all is as before."""
@@ -103,7 +102,7 @@ class EngineChanges:
             await self._table.confirmed(_ACKS_TIMEOUT_S)
             if card.agent_id is None:
                 self._registry.remove_engine(card.url)
-                self._begin(self._forget_when_idle(card))
+                self._tasks.begin(self._forget_when_idle(card))
                 return
             if card.agent_id in self._members.leaving():
                 await self._move(card.agent_id)
@@ -194,8 +193,3 @@ class EngineChanges:
                     await asyncio.sleep(_LOOK_EVERY_S)
         except TimeoutError:
             raise UnreachableError(f"nobody says that it keeps the last copy of {name!r}") from None
-
-    def _begin(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

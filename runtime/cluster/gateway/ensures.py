@@ -8,7 +8,7 @@ from collections.abc import Callable
 import aiohttp
 
 from ...server.errors import HttpError
-from ...tasks import cancel_all
+from ...tasks import TaskSet, cancel_all
 from ..http.calls import UnreachableError, call
 from ..wire import AGENT_ENSURE_PATH, ENSURE_PATH, AdapterEntry, Ensure, Ensured
 from .links import EngineLink
@@ -29,7 +29,7 @@ class Ensures:
         self._controller_url = controller_url
         self._table = table
         self._waiting: dict[tuple[str, str, int], asyncio.Future[Ensured]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._sources_used: Counter[str] = Counter()  # by calls that are under way
 
     async def ensure(self, link: EngineLink, entry: AdapterEntry) -> Ensured:
@@ -46,9 +46,7 @@ class Ensures:
         if future is None:
             future = self._waiting[key] = asyncio.get_running_loop().create_future()
             future.add_done_callback(_retrieved)
-            task = asyncio.ensure_future(self._run(link, entry, future))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.begin(self._run(link, entry, future))
         return await asyncio.shield(future)
 
     async def close(self) -> None:

@@ -1,6 +1,5 @@
 """How many tokens texts have, where no answer says so: engines are asked about a few of them."""
 
-import asyncio
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -9,7 +8,7 @@ import aiohttp
 import msgspec
 
 from ...server.errors import HttpError
-from ...tasks import cancel_all
+from ...tasks import TaskSet, cancel_all
 from ..http.calls import call
 from .bodies import TokenRatio
 from .links import EngineLink
@@ -40,7 +39,7 @@ class TokenSamples:
         self._session = session
         self._ratio = ratio
         self._num_seen: Counter[tuple[str | None, bool]] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def saw(self, link: EngineLink, text: bytes, name: str | None, *, is_chat: bool) -> None:
         """An engine has answered a request with this text; ``name``: the adapter that it has."""
@@ -49,9 +48,7 @@ class TokenSamples:
         if not is_one_text or len(text) > _MAX_TEXT_BYTES:
             return
         if number <= _FIRST or number % _ONE_IN == 0:
-            task = asyncio.ensure_future(self._ask(link, text, name, is_chat=is_chat))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.begin(self._ask(link, text, name, is_chat=is_chat))
 
     async def close(self) -> None:
         """Ask nothing more."""
