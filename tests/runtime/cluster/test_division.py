@@ -8,38 +8,10 @@ from corun.runtime.cluster.division import (
 )
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.devices import VisibleDevice
-from corun.runtime.machine.facts import MachineFacts, NumaNode
+from corun.runtime.machine.facts import MachineFacts
 from hypothesis import given
 from hypothesis import strategies as st
-
-GIB = 2**30
-Cpus = tuple[int, ...]
-
-
-def machine(
-    cores: tuple[Cpus, ...], *, nodes: tuple[Cpus, ...] = (), allowed: Cpus | None = None,
-    quota: float | None = None,
-) -> MachineFacts:  # fmt: skip
-    cpus = tuple(sorted(cpu for core in cores for cpu in core))
-    return MachineFacts(
-        memory_total_bytes=64 * GIB,
-        memory_limit_bytes=None,
-        memory_available_bytes=48 * GIB,
-        allowed_cpus=cpus if allowed is None else allowed,
-        cpu_quota=quota,
-        cpu_model="x",
-        numa_nodes=tuple(NumaNode(i, node) for i, node in enumerate(nodes or (cpus,))),
-        core_cpus=cores,
-        shm_total_bytes=0,
-        shm_available_bytes=0,
-    )
-
-
-# 16 CPUs: two sockets of four cores with two threads each, numbered as Linux does.
-SIXTEEN = machine(
-    tuple((i, i + 8) for i in range(8)),
-    nodes=((*range(4), *range(8, 12)), (*range(4, 8), *range(12, 16))),
-)
+from support.machines import GIB, TWO_SOCKETS, machine
 
 
 def divide(
@@ -67,9 +39,9 @@ def check_disjoint(division: MachineDivision, facts: MachineFacts) -> None:
 
 @pytest.mark.parametrize("workers", [False, True])
 def test_two_engines_on_16_cpus_share_none(workers: bool) -> None:
-    division = divide(SIXTEEN, 2, workers=workers)
-    check_disjoint(division, SIXTEEN)
-    near = [set(node.cpus) for node in SIXTEEN.numa_nodes]
+    division = divide(TWO_SOCKETS, 2, workers=workers)
+    check_disjoint(division, TWO_SOCKETS)
+    near = [set(node.cpus) for node in TWO_SOCKETS.numa_nodes]
     assert all(set(division.shares[i].cpus) <= near[i] for i in range(2))
     if workers:
         assert [share.engine_cpus for share in division.shares] == [(0, 8), (4, 12)]
@@ -78,8 +50,8 @@ def test_two_engines_on_16_cpus_share_none(workers: bool) -> None:
 
 def test_engines_sit_near_their_devices() -> None:
     devices = (VisibleDevice("GPU-a", 1), VisibleDevice("GPU-b", 1))
-    division = divide(SIXTEEN, 2, devices=devices, workers=True)
-    check_disjoint(division, SIXTEEN)
+    division = divide(TWO_SOCKETS, 2, devices=devices, workers=True)
+    check_disjoint(division, TWO_SOCKETS)
     assert [share.device for share in division.shares] == list(devices)
     assert [share.cpus for share in division.shares] == [(4, 5, 12, 13), (6, 7, 14, 15)]
     assert division.others_cpus == (0, 1, 2, 3, 8, 9, 10, 11)
@@ -87,8 +59,8 @@ def test_engines_sit_near_their_devices() -> None:
 
 def test_a_node_that_is_too_small_gives_way_to_all_of_them() -> None:
     devices = tuple(VisibleDevice(f"GPU-{i}", 0) for i in range(3))
-    division = divide(SIXTEEN, 3, devices=devices, workers=True)
-    check_disjoint(division, SIXTEEN)
+    division = divide(TWO_SOCKETS, 3, devices=devices, workers=True)
+    check_disjoint(division, TWO_SOCKETS)
     assert all(len(share.worker_cpus) == 1 for share in division.shares)
 
 
@@ -118,20 +90,20 @@ def test_unpinned_engines_share_all_and_say_so() -> None:
 
 def test_an_engine_has_a_device_to_itself() -> None:
     with pytest.raises(ConfigError, match="2 CUDA devices"):
-        divide(SIXTEEN, 3, devices=(VisibleDevice("a", 0), VisibleDevice("b", 1)))
+        divide(TWO_SOCKETS, 3, devices=(VisibleDevice("a", 0), VisibleDevice("b", 1)))
 
 
 def test_memory_is_shared_equally_beside_the_weights() -> None:
-    division = divide(SIXTEEN, 2, weights_bytes=8 * GIB)
+    division = divide(TWO_SOCKETS, 2, weights_bytes=8 * GIB)
     assert [share.memory_bytes for share in division.shares] == [16 * GIB] * 2
     with pytest.raises(ConfigError, match="for weights alone"):
-        divide(SIXTEEN, 2, weights_bytes=24 * GIB)
-    beside = divide(SIXTEEN, 2, devices=(VisibleDevice("a", 0), VisibleDevice("b", 1)))
+        divide(TWO_SOCKETS, 2, weights_bytes=24 * GIB)
+    beside = divide(TWO_SOCKETS, 2, devices=(VisibleDevice("a", 0), VisibleDevice("b", 1)))
     assert [share.host_kv_bytes for share in beside.shares] == [3 * GIB] * 2
 
 
 def test_it_says_which_core_is_whose() -> None:
-    assert divide(SIXTEEN, 2, workers=True).lines() == (
+    assert divide(TWO_SOCKETS, 2, workers=True).lines() == (
         "engine 0: CPU 0,8, workers on 1-2, 24 GiB",
         "engine 1: CPU 4,12, workers on 5-7, 24 GiB",
         "gateways, controller and agent: CPU 3,11",

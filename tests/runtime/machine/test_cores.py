@@ -3,33 +3,10 @@
 import pytest
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
-from corun.runtime.machine.facts import MachineFacts, NumaNode
+from corun.runtime.machine.facts import MachineFacts
 from hypothesis import given
 from hypothesis import strategies as st
-
-Cpus = tuple[int, ...]
-
-
-def machine(
-    cores: tuple[Cpus, ...],
-    *,
-    nodes: tuple[Cpus, ...] = (),
-    allowed: Cpus | None = None,
-    quota: float | None = None,
-) -> MachineFacts:
-    cpus = tuple(sorted(cpu for core in cores for cpu in core))
-    return MachineFacts(
-        memory_total_bytes=1,
-        memory_limit_bytes=None,
-        memory_available_bytes=1,
-        allowed_cpus=cpus if allowed is None else allowed,
-        cpu_quota=quota,
-        cpu_model="x",
-        numa_nodes=tuple(NumaNode(i, node) for i, node in enumerate(nodes or (cpus,))),
-        core_cpus=cores,
-        shm_total_bytes=0,
-        shm_available_bytes=0,
-    )
+from support.machines import TWO_SOCKETS, Cpus, machine
 
 
 def plan(
@@ -42,13 +19,6 @@ def plan(
     return plan_cores(
         facts, CoreRequest(worker_cpus=workers, engine_cpus=engine, off_reason=off), node
     )
-
-
-# Two sockets of four cores with two threads each, numbered as Linux does.
-TWO_SOCKETS = machine(
-    tuple((i, i + 8) for i in range(8)),
-    nodes=((*range(4), *range(8, 12)), (*range(4, 8), *range(12, 16))),
-)
 
 
 def test_auto_takes_one_thread_of_each_core_near_the_accelerator() -> None:
