@@ -5,7 +5,7 @@ An adapter's directory is a text here: it is its content, and the digest is made
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -416,6 +416,18 @@ async def running_controller(
         finally:
             stop.set()
             await serving_it
+
+
+def in_cluster(
+    tmp_path: Path, work: Callable[[RunningCluster], Awaitable[None]], **fields: Any
+) -> None:
+    """Do ``work`` with a controller, whose settings are ``fields``."""
+
+    async def run() -> None:
+        async with running_controller(tmp_path / "state", **fields) as cluster:
+            await work(cluster)
+
+    asyncio.run(run())
 
 
 async def _answers(cluster: RunningCluster, serving_it: "asyncio.Future[None]") -> None:

@@ -424,3 +424,15 @@ async def gateway_cluster(
         finally:
             stop.set()
             await running
+
+
+def in_cluster(
+    work: Callable[[GatewayCluster], Awaitable[None]], *engines: ScriptedEngine, **options: Any
+) -> None:
+    """Do ``work`` with a gateway in front of ``engines``, or of one; see ``gateway_cluster``."""
+
+    async def run() -> None:
+        async with gateway_cluster(*(engines or (ScriptedEngine("e0"),)), **options) as cluster:
+            await asyncio.wait_for(work(cluster), 30.0)
+
+    asyncio.run(run())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -21,19 +20,10 @@ from support.fake_cluster import (
     RunningCluster,
     digest_of,
     eventually,
+    in_cluster,
     profile_of,
     running_controller,
 )
-
-Work = Callable[[RunningCluster], Awaitable[None]]
-
-
-def in_cluster(tmp_path: Path, work: Work) -> None:
-    async def run() -> None:
-        async with running_controller(tmp_path / "state") as cluster:
-            await work(cluster)
-
-    asyncio.run(run())
 
 
 def test_a_load_is_answered_when_one_engine_serves_it_and_all_gateways_know(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """Engines that are to be started on machines that somebody else finds."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from corun.runtime.cluster.controller import machines
 from corun.runtime.cluster.wire import MACHINES_PATH, MachinesOrders, MachinesReport
 from corun.runtime.server.errors import HttpError
-from support.fake_cluster import RunningCluster, running_controller
+from support.fake_cluster import RunningCluster, in_cluster
 
 UP = MachinesReport(kind="ray", is_up=True, num_agents=1, num_held=1)
 DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is away")
@@ -19,14 +18,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for long."""
     monkeypatch.setattr(machines, "_TAKE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(machines, "_SILENT_S", 0.3)
-
-
-def in_cluster(tmp_path: Path, work: Callable[[RunningCluster], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with running_controller(tmp_path / "state") as cluster:
-            await work(cluster)
-
-    asyncio.run(run())
 
 
 async def told(cluster: RunningCluster, report: MachinesReport) -> MachinesOrders:

@@ -1,31 +1,22 @@
 """Live placement: demand becomes copies, and then shares."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from corun.runtime.cluster.controller.points import FoundPoints, PointsTask
 from corun.runtime.cluster.wire import Ensure
 from corun.runtime.server.errors import HttpError
+from support import fake_cluster
 from support.fake_cluster import (
     RunningCluster,
     digest_of,
     eventually,
     profile_of,
-    running_controller,
 )
 
-Work = Callable[[RunningCluster], Awaitable[None]]
-
-
-def in_cluster(tmp_path: Path, work: Work, **fields: Any) -> None:
-    async def run() -> None:
-        async with running_controller(tmp_path, placement_interval_s=0.1, **fields) as cluster:
-            await work(cluster)
-
-    asyncio.run(run())
+in_cluster = partial(fake_cluster.in_cluster, placement_interval_s=0.1)
 
 
 def test_copies_come_before_routes_change(tmp_path: Path) -> None:
@@ -66,8 +57,8 @@ def test_routes_go_only_to_copies_that_have_come(tmp_path: Path) -> None:
 
 
 def test_sticky_goes_by_demand_and_by_what_engines_bear(tmp_path: Path) -> None:
-    folder = tmp_path / "operating_points"
-    folder.mkdir()
+    folder = tmp_path / "state" / "operating_points"
+    folder.mkdir(parents=True)
     task = PointsTask(profile_of(), 1000, (8,), 10.0, str(folder))
     task.path.write_bytes(msgspec.json.encode(FoundPoints({8: 100.0})))
 

@@ -1,7 +1,6 @@
 """Adapters of the cluster, as a gateway serves, lists and changes them, over real HTTP."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import msgspec
 from corun.runtime.cluster.wire import AdapterChange, Ensure
@@ -12,19 +11,9 @@ from support.gateways import (
     ScriptedEngine,
     answer_at_once,
     entry_of,
-    gateway_cluster,
+    in_cluster,
     refuse,
 )
-
-Work = Callable[[GatewayCluster], Awaitable[None]]
-
-
-def in_cluster(work: Work, *engines: ScriptedEngine, **options: object) -> None:
-    async def run() -> None:
-        async with gateway_cluster(*engines, **options) as cluster:  # type: ignore[arg-type]
-            await asyncio.wait_for(work(cluster), 30.0)
-
-    asyncio.run(run())
 
 
 def asked(cluster: GatewayCluster) -> list[tuple[str, str, int]]:

@@ -1,7 +1,6 @@
 """A gateway looks like one server: what goes in and comes out, over real HTTP."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -15,21 +14,11 @@ from support.gateways import (
     ScriptedEngine,
     answer_at_once,
     begin_stream,
-    gateway_cluster,
     hang_up,
+    in_cluster,
     refuse,
     stream_at_once,
 )
-
-Work = Callable[[GatewayCluster], Awaitable[None]]
-
-
-def in_cluster(work: Work, *engines: ScriptedEngine, **options: object) -> None:
-    async def run() -> None:
-        async with gateway_cluster(*(engines or (ScriptedEngine("e0"),)), **options) as cluster:  # type: ignore[arg-type]
-            await asyncio.wait_for(work(cluster), 30.0)
-
-    asyncio.run(run())
 
 
 def test_a_body_and_its_answer_are_forwarded_as_they_are() -> None:

@@ -1,7 +1,6 @@
 """Engines that are gone, stopped or on their way out, over real HTTP."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
@@ -15,20 +14,10 @@ from support.gateways import (
     ScriptedEngine,
     begin_stream,
     entry_of,
-    gateway_cluster,
+    in_cluster,
     refuse,
     stream_at_once,
 )
-
-Work = Callable[[GatewayCluster], Awaitable[None]]
-
-
-def in_cluster(work: Work, *engines: ScriptedEngine, **options: object) -> None:
-    async def run() -> None:
-        async with gateway_cluster(*engines, **options) as cluster:  # type: ignore[arg-type]
-            await asyncio.wait_for(work(cluster), 30.0)
-
-    asyncio.run(run())
 
 
 class Slow:
