@@ -29,6 +29,7 @@ import httpx
 import psutil
 from churn import held
 from cold.workload import SIZES
+from corun.runtime.tasks import cancel_all
 from load import percentile
 from models import ALL_TARGETS, save_adapter, save_model
 from paired import MAX_CONTROL_SPREAD, Ratio, ratio_of, report
@@ -124,9 +125,7 @@ class Overload:
         beside = [self._offer(), self._scrape()] if is_overloaded else []
         tasks = [asyncio.create_task(one) for one in beside]
         await self._wait_for(streams, _OUTPUT_TOKENS)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
         for one in streams:
             one.leave()
         await self.settled()

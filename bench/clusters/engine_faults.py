@@ -12,6 +12,7 @@ import aiohttp
 import psutil
 from corun.runtime.cluster.http.events import read_events
 from corun.runtime.cluster.wire import ENGINE_STATE_PATH, EngineState
+from corun.runtime.tasks import cancel_all
 
 from .live import START_TIMEOUT_S, LiveCluster, until
 from .streams import ERROR, REFUSED, SILENT, Load, Outcome, body_maker, load_of
@@ -253,15 +254,12 @@ async def _left(cluster: LiveCluster, names: Sequence[str], *, after_first: bool
                 await asyncio.sleep(_LEAVE_AFTER_S)
                 assert not first.is_set(), "the first token has come"
             left_s = time.monotonic()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            await cancel_all(asking)
         assert await is_busy(), "it has ended by itself"
         await until(is_free, 10.0, every_s=0.002)
         return time.monotonic() - left_s
     finally:
-        for task in watching:
-            task.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
+        await cancel_all(*watching)
 
 
 async def _read(

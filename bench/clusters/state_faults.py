@@ -22,6 +22,7 @@ from corun.runtime.cluster.wire import (
     Ensured,
 )
 from corun.runtime.server.listening import bind, url_of
+from corun.runtime.tasks import cancel_all
 from support.latency_engine import save_tiny_adapter
 
 from .engine_faults import RATE_RPS, Figures
@@ -180,8 +181,7 @@ async def _bad_peer(
         try:
             yield asked
         finally:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            await cancel_all(reporting)
             await cluster.report(_without_copies(report))
             stop.set()
             await serving

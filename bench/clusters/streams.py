@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from corun.runtime.tasks import cancel_all
 
 OK, ERROR, REFUSED, SILENT = "ok", "error", "refused", "silent"
 _ENGINE = re.compile(r"engine (\S+) ended before")
@@ -113,8 +114,7 @@ async def load_of(
         try:
             yield load
         finally:
-            beginning.cancel()
-            await asyncio.gather(beginning, return_exceptions=True)
+            await cancel_all(beginning)
             if load.tasks:
                 await asyncio.wait(load.tasks, timeout=_DEADLINE_S)
 

@@ -65,6 +65,7 @@ from corun.runtime.cluster.wire import (
 )
 from corun.runtime.server.errors import HttpError
 from corun.runtime.server.listening import bind
+from corun.runtime.tasks import cancel_all
 
 from .agents import KEY, serving
 from .profiles import PROFILE
@@ -310,12 +311,7 @@ class RunningCluster:
         """One more, which has the whole table."""
         gateway = FakeGateway(gateway_id, **fields)
         task = asyncio.ensure_future(gateway.listen(self._session, self.url))
-
-        async def leave() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-        self._stack.push_async_callback(leave)
+        self._stack.push_async_callback(cancel_all, task)
         await eventually(lambda: gateway.sequence > 0)
         return gateway
 
