@@ -147,7 +147,7 @@ def main() -> None:
             print(f"single stream: {figures['single_stream_ms']}", flush=True)
         assembly = build_engine(config, on_progress=lambda _: None, own_process=True)
         print("\n".join(assembly.info.summary), flush=True)
-        engine = SteppedEngine(assembly.core, adapters, steps)
+        engine = SteppedEngine(assembly, adapters, steps)
         for batch in arguments.batches:
             cell = figures[f"batch {batch}"] = measure(engine, batch, arguments.pairs)
             print(f"batch {batch}: {cell}", flush=True)

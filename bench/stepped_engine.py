@@ -16,6 +16,7 @@ from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.wrapper import CorunLinear
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.replay.captured_pass import CapturedPass, KernelCalls, TorchOperation
+from corun.runtime.engine.assembly.build import EngineAssembly
 from corun.runtime.engine.core import EngineCore
 from corun.runtime.engine.messages import AddRequest
 from models import VOCAB_SIZE
@@ -36,10 +37,11 @@ class Steps:
 class SteppedEngine:
     """An engine, and requests to it."""
 
-    def __init__(self, core: Any, adapters: list[str], steps: Steps) -> None:
-        self._core: EngineCore = core
-        self._executor = core._executor
-        self._model = self._executor._runner.model
+    def __init__(self, assembly: EngineAssembly, adapters: list[str], steps: Steps) -> None:
+        self._core: Any = assembly.core
+        self._executor = assembly.parts.executor
+        self._loaded = assembly.parts.loaded
+        self._model = self._loaded.model
         self._adapters = adapters
         self._steps = steps
         self._rng = random.Random(steps.seed)
@@ -122,7 +124,6 @@ class SteppedEngine:
         return times
 
     def _parts(self) -> Iterator[Part]:
-        runner = self._executor._runner
         table = AttentionInterface._global_mapping
         # What is replayed goes by none of the modules below; `--decode-graphs off` shows these.
         yield "kernels, replayed", KernelCalls, "run"
@@ -131,8 +132,8 @@ class SteppedEngine:
         yield "linears", InputGroup, "_base_products"
         yield "linears: Python around the groups", InputGroup, "product"
         yield "LoRA", ResidentDeltas, "add"
-        yield "attention", runner._hook._backend, "forward"
-        yield "attention: Python of the hook", table, runner._hook.name
+        yield "attention", self._loaded.attention_backend, "forward"
+        yield "attention: Python of the hook", table, self._loaded.hook.name
         yield "lowering", executor_module, "lower"
         yield "sampler", Sampler, "sample"
         yield "executor", self._executor, "submit"
