@@ -93,6 +93,10 @@ class MachineModel:
     # The engine's core around a step, in which the device computes nothing, and more for each row.
     turn_s: float = 0.0
     turn_row_s: float = 0.0
+    # Likewise for each request, to take it in and to let it go, and for each load, to plan and to
+    # begin it.
+    request_s: float = 0.0
+    load_s: float = 0.0
     decode_token_share: float = 1.0  # as how many tokens of the curve a decode row counts
 
     def invoke_s(self, num_tokens: int) -> float:

@@ -94,7 +94,8 @@ def _steps(profile: Profile) -> str:
         f"beside that {_time(model.host_step_s)} + {_time(model.host_row_s)} per row, "
         f"{_time(model.prefill_s_per_token_key)} per prefill token and key, "
         f"{_time(model.decode_s_per_key)} per key in decode, {_fit(profile.step_fit)}; around it "
-        f"the engine takes {_time(model.turn_s)} + {_time(model.turn_row_s)} per row"
+        f"the engine takes {_time(model.turn_s)} + {_time(model.turn_row_s)} per row, "
+        f"{_time(model.request_s)} for a request that comes and {_time(model.load_s)} for a load"
     )
 
 

@@ -15,6 +15,7 @@ from ..adapter import AdapterFacts
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,
+    AdapterTransfer,
     KvTransfer,
     NewRequest,
     Outcome,
@@ -223,10 +224,13 @@ class LatencyExecutor:
 
     def _turn_s(self, plan: StepPlan) -> float:
         """What the engine's core takes for a step; before the step, which comes to the same."""
+        model = self._model
+        num_loads = sum(isinstance(transfer, AdapterTransfer) for transfer in plan.transfers)
+        beside_s = model.request_s * len(plan.new_requests) + model.load_s * num_loads
         if not plan.sub_batches:
-            return 0.0
+            return beside_s
         num_rows = sum(len(batch.request_ids) for batch in plan.sub_batches)
-        return self._model.turn_s + self._model.turn_row_s * num_rows
+        return beside_s + model.turn_s + model.turn_row_s * num_rows
 
     def _expect_end(self) -> None:
         """Say (again) when the running step ends: loads that it waits for may be later."""

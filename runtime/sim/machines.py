@@ -115,6 +115,8 @@ def slowed(model: MachineModel, factors: Factors) -> MachineModel:
         read_s=model.read_s * step,
         turn_s=model.turn_s * step,
         turn_row_s=model.turn_row_s * step,
+        request_s=model.request_s * step,
+        load_s=model.load_s * step,
     )
 
 

@@ -230,11 +230,28 @@ def _measure(
             Listener(listener.on_estimate, listener.on_report),
             CpuUseSampler(cpus).use,
         )
-        turn_s, turn_row_s = measure_turns(loaded)
-        model = replace(profile.model, turn_s=turn_s, turn_row_s=turn_row_s)
-        return replace(profile, model=model)
     finally:
         device.close()
+    return _with_turns(config, loaded, placement, profile)
+
+
+def _with_turns(
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, profile: Profile
+) -> Profile:
+    """``profile`` with what the engine takes around steps."""
+    from ....gpu.device.select import DeviceOptions, make_device
+
+    options = DeviceOptions.of(config, placement.background_cpus)
+    device = make_device(loaded.model.device, options)
+    try:
+        times = measure_turns(loaded, device, profile.model, profile.min_group_bytes)
+    finally:
+        device.close()
+    model = replace(
+        profile.model, turn_s=times.turn_s, turn_row_s=times.row_s,
+        request_s=times.request_s, load_s=times.load_s,
+    )  # fmt: skip
+    return replace(profile, model=model)
 
 
 def _max_context(config: EngineConfig, loaded: "LoadedModel") -> int:

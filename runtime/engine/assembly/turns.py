@@ -1,60 +1,102 @@
-"""How long the engine's own turn takes around a step: to plan it, and to take in its results.
+"""How long the engine takes around steps, in which the device computes nothing.
 
-Measured between real steps, for what a step has read and written is what a turn no longer finds in
-the caches.
+That is its own turn, to plan a step and to take in its results; beside it what a request costs that
+comes, and what a load costs that begins. Measured between real steps, for what a step has read and
+written is what a turn no longer finds in the caches.
 """
 
+import contextlib
+import itertools
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....profiles.curve import median
+from ....profiles.models import MachineModel
 from ....profiles.profile import ProfileError
+from ...adapter import AdapterFacts, AdapterLayers
 from ...adapters.registry import AdapterRegistry
+from ...coldstart.cold_start import PlannedColdStarts
+from ...coldstart.link import group_of_layers
+from ...coldstart.planner import Planner, PlannerConfig
+from ...coldstart.strategy import LoadStrategy
+from ...memory.host_cache import HostCache
 from ...memory.make import MemorySizes, make_device_memory
 from ...memory.reload_cost import ReloadCosts
-from ...plan import AdapterId, Executor, Result, StepPlan
+from ...plan import AdapterId, AdapterTransfer, Executor, HostPlace, Result, StepPlan
 from ...sampling import SamplingParams
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.policy import PolicyFacts
 from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.step_times import LearnedTimes
+from ...scheduler.step_times import ProfiledTimes
 from ..core import CoreConfig, EngineCore
 from ..messages import AddRequest
+from .made_up_adapter import MadeUpAdapter
 
 if TYPE_CHECKING:
+    from ....gpu.adapters.arrival import AdapterLoad
+    from ....gpu.adapters.host import HostAdapters
+    from ....gpu.device.host_memory import TorchDevice
     from ....gpu.execution.assemble import LoadedModel
 
 _FEW_ROWS, _MANY_ROWS = 1, 8
 _NUM_TURNS = 32  # of each number of rows
+_NUM_REQUESTS = 15  # with the adapter on the device, and as many without
 _PROMPT_TOKENS = 8
+_MAX_TOKEN_ID = 250  # of any vocabulary
 _TIMEOUT_S = 60.0  # of all turns with so many rows
+_ADAPTER = "made up"
+_RANK = 8  # how long it is copied is no matter
+_SLAB_ADAPTERS = 8  # one, and what loads go through, each smaller
 
 
-def measure_turns(loaded: "LoadedModel") -> tuple[float, float]:
-    """Seconds of a turn beside the executor's part, and how many each row adds.
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    """Seconds; see ``MachineModel``."""
 
-    Raises ``ProfileError`` if a step fails.
+    turn_s: float
+    row_s: float
+    request_s: float
+    load_s: float
+
+
+def measure_turns(
+    loaded: "LoadedModel", device: "TorchDevice", model: MachineModel, min_group_bytes: int
+) -> TurnTimes:
+    """Turns beside what the device computes.
+
+    Args:
+        loaded: Computes.
+        device: With no operation enqueued yet; stays the caller's.
+        model: What has been measured so far: the engine plans with it.
+        min_group_bytes: Of layers that are copied together.
+
+    Raises ``ProfileError`` if a step or a load fails.
     """
-    from ....gpu.execution.assemble import make_runner
-    from ....profiles.measure.steps import make_step_executor
-
-    block_size = loaded.layout.block_size
-    context_tokens = _PROMPT_TOKENS + 2 * _NUM_TURNS
-    num_blocks = _MANY_ROWS * (1 + -(-context_tokens // block_size))
-    executor = make_step_executor(loaded, make_runner(loaded, num_blocks), context_tokens)
-    try:
-        watched = _Watched(executor)
-        core = _core(watched, loaded, num_blocks, context_tokens)
-        few_s, many_s = (_turn_s(core, watched, rows) for rows in (_FEW_ROWS, _MANY_ROWS))
-    finally:
-        executor.close()
+    with contextlib.ExitStack() as undo:
+        bench = _Bench(loaded, device, model, min_group_bytes, undo)
+        few_s, many_s = (bench.turn_s(rows) for rows in (_FEW_ROWS, _MANY_ROWS))
+        bench.register()
+        bench.request_s()  # what is made once
+        warm_s, cold_s = [], []
+        for _ in range(_NUM_REQUESTS):
+            warm_s.append(bench.request_s())
+            bench.evict()
+            cold_s.append(bench.request_s())
     row_s = max(0.0, many_s - few_s) / (_MANY_ROWS - _FEW_ROWS)
-    return max(0.0, few_s - row_s * _FEW_ROWS), row_s
+    request_s = median(warm_s)
+    return TurnTimes(
+        turn_s=max(0.0, few_s - row_s * _FEW_ROWS),
+        row_s=row_s,
+        request_s=max(0.0, request_s - few_s),
+        load_s=max(0.0, median(cold_s) - request_s),
+    )
 
 
 class _Watched:
-    """An executor, and the seconds that it has had."""
+    """An executor, and the seconds that it has had for rows, or to wait."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -63,7 +105,8 @@ class _Watched:
     def submit(self, plan: StepPlan) -> None:
         start_s = time.perf_counter()
         self._executor.submit(plan)
-        self.inside_s += time.perf_counter() - start_s
+        if plan.sub_batches:  # a load alone begins while nothing is computed
+            self.inside_s += time.perf_counter() - start_s
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
         start_s = time.perf_counter()
@@ -78,55 +121,153 @@ class _Watched:
         self._executor.close()
 
 
-def _core(
-    executor: Executor, loaded: "LoadedModel", num_blocks: int, context_tokens: int
-) -> EngineCore:
-    """An engine's core with the default policies, for requests of the base model."""
+class _Bench:
+    """An engine's core with the default policies, over steps that are real."""
+
+    def __init__(
+        self, loaded: "LoadedModel", device: "TorchDevice", model: MachineModel,
+        min_group_bytes: int, undo: contextlib.ExitStack,
+    ) -> None:  # fmt: skip
+        """``undo`` takes it apart."""
+        from ....gpu.execution.assemble import make_executor, make_runner
+        from ....gpu.execution.executor import AdapterFetch
+
+        self._host = _make_host(loaded, device, min_group_bytes)
+        undo.callback(self._host.close)
+        ids = itertools.count(1)
+        self._registry = AdapterRegistry(lambda: AdapterId(next(ids)))
+        self._request_ids = itertools.count(1)
+        block_size = loaded.layout.block_size
+        context_tokens = _PROMPT_TOKENS + 2 * _NUM_TURNS
+        num_blocks = _MANY_ROWS * (1 + -(-context_tokens // block_size))
+        executor = make_executor(
+            loaded, make_runner(loaded, num_blocks), AdapterFetch(self._fetch, self._host.evict),
+            eos_token_ids=(), max_model_len=context_tokens,
+        )  # fmt: skip
+        undo.callback(executor.close)
+        self._executor = _Watched(executor)
+        scheduler = _scheduler(loaded, self._host, model, num_blocks, context_tokens)
+        self._core = EngineCore(
+            scheduler, self._executor, self._registry,
+            CoreConfig(base_fingerprint="", dtype="bfloat16"), clock=time.monotonic,
+        )  # fmt: skip
+
+    def turn_s(self, num_rows: int) -> float:
+        """Of turns that have so many rows decode; the core is idle before and after."""
+        self._add(num_rows, _NUM_TURNS + 2)
+        return median(self._turns_s()[1:-1])  # the first has the prompts, the last ends all
+
+    def register(self) -> None:
+        """Let requests name the adapter, which is in the host's memory."""
+        place: HostPlace | None = None
+
+        def make_room(layer_bytes: Sequence[int]) -> HostPlace | None:
+            nonlocal place
+            place = self._core.place_registration(layer_bytes).place
+            return place
+
+        adapter = self._host.register(_ADAPTER, make_room)
+        assert place is not None and adapter.is_kept, "the arena was made for it"
+        self._core.end_registration(place.place_id, adapter.digest)
+        layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
+        facts = AdapterFacts(
+            adapter.digest, adapter.rank, adapter.num_bytes,
+            host_bytes=adapter.host_bytes, layers=layers,
+        )  # fmt: skip
+        load_id = self._registry.begin_loading(_ADAPTER, _ADAPTER)
+        self._registry.ready(_ADAPTER, _ADAPTER, load_id, facts)
+
+    def request_s(self) -> float:
+        """A request of one token, from its coming to its end, with what its load tells of."""
+        start_s = time.perf_counter()
+        self._add(1, 1, _ADAPTER)
+        return time.perf_counter() - start_s + sum(self._turns_s())
+
+    def evict(self) -> None:
+        """Take the adapter off the device."""
+        assert self._core.evict_adapter(_ADAPTER), "nothing uses it"
+        self._turns_s()
+
+    def _add(self, number: int, max_tokens: int, adapter: str | None = None) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+        for request_id in itertools.islice(self._request_ids, number):
+            # Of tokens that no request had before, so that no KV is found.
+            prompt = (request_id % _MAX_TOKEN_ID,) * _PROMPT_TOKENS
+            self._core.add_request(AddRequest(request_id, prompt, sampling, adapter))
+
+    def _turns_s(self) -> list[float]:
+        """All until the core is idle: seconds beside the executor's."""
+        core, executor = self._core, self._executor
+        turns_s = []
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while core.has_work:
+            start_s, inside_s = time.perf_counter(), executor.inside_s
+            updates = core.step(_TIMEOUT_S)
+            turns_s.append(time.perf_counter() - start_s - (executor.inside_s - inside_s))
+            failed = [update.error for update in updates if update.error is not None]
+            if failed or time.monotonic() > deadline_s:
+                reason = failed[0] if failed else f"steps do not end within {_TIMEOUT_S:g} s"
+                raise ProfileError(f"the engine's turns cannot be measured: {reason}")
+        return turns_s
+
+    def _fetch(self, transfer: AdapterTransfer) -> "AdapterLoad":
+        assert transfer.host is not None, transfer
+        version = self._registry.version(transfer.adapter_id)
+        return self._host.fetch(version.digest, version.path, transfer.host)
+
+
+def _make_host(
+    loaded: "LoadedModel", device: "TorchDevice", min_group_bytes: int
+) -> "HostAdapters":
+    """With room for the adapter, on the host and, where memory is taken once, on the device."""
+    from ....gpu.adapters.copier import SlabSize
+    from ....gpu.adapters.host import ArenaSize, HostAdapters
+
+    num_bytes = MadeUpAdapter(loaded.target_map, _RANK).adapter.num_bytes(loaded.dtype.itemsize)
+    slab_bytes = _SLAB_ADAPTERS * num_bytes
+    slab = SlabSize(slab_bytes, _RANK) if loaded.model.device.type == "cuda" else None
+    return HostAdapters(
+        device, loaded.lora_backend, loaded.dtype, loaded.model.device, loaded.target_map,
+        ArenaSize(_SLAB_ADAPTERS * num_bytes, is_elastic=False, slab=slab),
+        lambda _: MadeUpAdapter(loaded.target_map, _RANK),
+        lambda layer_bytes: group_of_layers(layer_bytes, min_group_bytes),
+    )  # fmt: skip
+
+
+def _scheduler(
+    loaded: "LoadedModel", host: "HostAdapters", model: MachineModel, num_blocks: int,
+    context_tokens: int,
+) -> Scheduler:  # fmt: skip
+    """With the default policies, as an engine has it that plans with ``model``."""
     layout = loaded.layout
-    num_bytes = num_blocks * layout.block_bytes
+    slab_bytes, arena_bytes = host.slab_bytes, host.arena.capacity_bytes
+    adapter_bytes = arena_bytes if slab_bytes is None else slab_bytes
+    num_bytes = num_blocks * layout.block_bytes + adapter_bytes
     config = SchedulerConfig(
         max_num_batched_tokens=_MANY_ROWS * _PROMPT_TOKENS,
         max_num_seqs=_MANY_ROWS,
         max_model_len=context_tokens,
         block_size=layout.block_size,
     )
-    times = LearnedTimes(config.max_num_batched_tokens)
+    times = ProfiledTimes(model, config.max_num_batched_tokens)
     sizes = MemorySizes(
         capacity_bytes=num_bytes,
         num_blocks=num_blocks,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
         max_model_len=context_tokens,
+        slab_bytes=slab_bytes,
     )
     costs = ReloadCosts(
-        times, layout.block_size, config.max_num_batched_tokens, None, is_assisted=False
+        times, layout.block_size, config.max_num_batched_tokens, model.link, is_assisted=False
     )  # fmt: skip
     facts = PolicyFacts(
         times=times,
         capacity_tokens=num_blocks * layout.block_size,
         bytes_per_token=layout.block_bytes / layout.block_size,
     )
-    memory = make_device_memory(sizes, "corun", costs)
-    scheduler = Scheduler(config, make_policy("corun", facts), memory, (), times=times)
-    return EngineCore(
-        scheduler, executor, AdapterRegistry(lambda: AdapterId(1)),
-        CoreConfig(base_fingerprint="", dtype=str(loaded.dtype)), clock=time.monotonic,
-    )  # fmt: skip
-
-
-def _turn_s(core: EngineCore, executor: _Watched, num_rows: int) -> float:
-    """Of turns that have so many rows decode; the core is idle before and after."""
-    sampling = SamplingParams(temperature=0, max_tokens=_NUM_TURNS + 2, ignore_eos=True, seed=0)
-    for row in range(1, num_rows + 1):
-        core.add_request(AddRequest(row, (row,) * _PROMPT_TOKENS, sampling))
-    turns_s = []
-    deadline_s = time.monotonic() + _TIMEOUT_S
-    while core.has_work:
-        start_s, inside_s = time.perf_counter(), executor.inside_s
-        updates = core.step(_TIMEOUT_S)
-        turns_s.append(time.perf_counter() - start_s - (executor.inside_s - inside_s))
-        failed = [update.error for update in updates if update.error is not None]
-        if failed or time.monotonic() > deadline_s:
-            reason = failed[0] if failed else f"steps do not end within {_TIMEOUT_S:g} s"
-            raise ProfileError(f"the engine's turns cannot be measured: {reason}")
-    return median(turns_s[1:-1])  # the first has the prompts, the last ends all
+    memory = make_device_memory(sizes, "corun", costs, HostCache(arena_bytes))
+    # A request that begins before its load has ended would be computed beside it.
+    planner = Planner(model, PlannerConfig(forced=LoadStrategy.ASYNC_LOAD))
+    cold_starts = PlannedColdStarts(planner, (0,), memory.transfers)
+    return Scheduler(config, make_policy("corun", facts), memory, (), cold_starts, times=times)

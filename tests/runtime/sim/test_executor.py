@@ -74,6 +74,20 @@ def test_a_plan_without_rows_ends_at_once() -> None:
     assert driven.clock() == 1.0  # nothing else happens: it has waited
 
 
+def test_the_engine_takes_its_time_for_turns_rows_requests_and_loads() -> None:
+    model = replace(NO_LATENCY, turn_s=1.0, turn_row_s=0.5, request_s=2.0, load_s=4.0)
+    driven = DrivenExecutor(model)
+    driven.submit(row(1, 0, 4), new=(request(1, 4),))
+    assert driven.results(10.0)[-1] == (2.0 + 1.5 + 4.0, stepped(1, (1, ORDINARY_TOKEN)))
+    driven.submit(transfers=(load(1),))  # that moves while the engine goes on
+    assert driven.results(13.0) == [(11.0, progress(1)), (12.0, arrived(1))]
+    assert driven.results(20.0) == [(14.0, stepped(2))]
+    driven = DrivenExecutor(slowed(model, Factors(step=2.0)))
+    driven.submit(row(1, 0, 4), new=(request(1, 4),), transfers=(load(1),))
+    ends_s = [at_s for at_s, one in driven.results() if isinstance(one, StepResult)]
+    assert ends_s == [2 * (2.0 + 4.0 + 1.5 + 4.0)]
+
+
 def test_two_loads_share_the_link_and_report_their_groups() -> None:
     driven = DrivenExecutor()
     driven.submit(transfers=(load(1),))
