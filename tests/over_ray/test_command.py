@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import psutil
 import pytest
 from corun.runtime.cluster.wire import STATUS_PATH, ClusterStatus
 from corun.runtime.demo import chat_prompt, demo_adapters_path
@@ -64,6 +65,13 @@ class Command:
         key = (self.state_dir / "cluster.key").read_text(encoding="ascii").strip()
         return {"Authorization": f"Bearer {key}"}
 
+    def keeper(self) -> psutil.Process:
+        """Its process that speaks to Ray."""
+        module = "corun.runtime.cluster.machines.nodes"
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (found,) = [one for one in children if module in one.cmdline()]
+        return found
+
     def error(self) -> str:
         """The one line with which it ends, with 2."""
         assert self.process.wait(START_TIMEOUT_S) == 2, self.log()
@@ -107,6 +115,7 @@ def test_answers_are_those_of_its_engines_and_nothing_is_left(
         status = command.status()
         engines = [engine.url for engine in status.engines]
         assert len({agent.url for agent in status.agents if agent.engines}) == NUM_ENGINES
+        assert command.keeper().nice() >= max(agent.nice() for agent in held_agents())
         for adapter in ADAPTERS:
             (question,) = questions(adapter, adapter, 1)
             through = [tokens(url, {}, adapter, question.text) for _ in range(4)]

@@ -12,6 +12,7 @@ import msgspec
 
 from ..http.calls import UnreachableError
 from ..wire import MachinesOrders, MachinesReport
+from .registry import Registry
 
 _SILENT_S = 3.0
 _TAKE_TIMEOUT_S = 5.0
@@ -20,19 +21,21 @@ _TAKE_TIMEOUT_S = 5.0
 class Machines:
     """The last report, and wishes for engines that nobody has taken yet."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry  # has the wishes, too: a controller may end before they are taken
         self._clock = clock
         self._report: MachinesReport | None = None
         self._heard_s = 0.0
-        self._wishes: dict[str, asyncio.Event] = {}  # set once it is taken
+        # Set once it is taken.
+        self._wishes = {wish: asyncio.Event() for wish in registry.wishes()}
 
     def hear(self, report: MachinesReport, num_engines: int) -> MachinesOrders:
         """Take a report; return what is to be started. ``num_engines``: that are ready."""
         self._report, self._heard_s = report, self._clock()
         for wish in report.taken:
-            taken = self._wishes.pop(wish, None)
-            if taken is not None:
-                taken.set()
+            if wish in self._wishes:
+                self._registry.end_wish(wish)
+                self._wishes.pop(wish).set()
         return MachinesOrders(wishes=tuple(self._wishes), num_engines=num_engines)
 
     def state(self) -> MachinesReport | None:
@@ -47,9 +50,11 @@ class Machines:
     async def start_engine(self) -> None:
         """Have an engine started on another machine.
 
-        Raises ``UnreachableError`` if that must wait: it is noted, and done when it can be.
+        Raises ``UnreachableError`` if that must wait: it is noted, and done when it can be; and
+        ``ResourceError`` if it cannot be noted.
         """
         wish, taken = uuid.uuid4().hex, asyncio.Event()
+        self._registry.add_wish(wish)
         self._wishes[wish] = taken
         try:
             async with asyncio.timeout(_TAKE_TIMEOUT_S):

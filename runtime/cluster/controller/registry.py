@@ -199,7 +199,7 @@ class Registry:
         if known == (run_id,):
             return
         with self._change() as db:
-            for table in ("engines", "members", "agents", "run"):
+            for table in ("engines", "wishes", "members", "agents", "run"):
                 db.execute(f"DELETE FROM {table}")  # noqa: S608 - the names above
             db.execute("INSERT INTO run VALUES (?)", (run_id,))
 
@@ -217,6 +217,22 @@ class Registry:
         """One less."""
         with self._change() as db:
             db.execute("DELETE FROM engines WHERE url = ?", (url,))
+
+    # Engines that are wished for, on machines that somebody else finds.
+
+    def wishes(self) -> list[str]:
+        """All that nobody has taken yet, the oldest first."""
+        return [wish for (wish,) in self._db.execute("SELECT wish FROM wishes ORDER BY rowid")]
+
+    def add_wish(self, wish: str) -> None:
+        """One more."""
+        with self._change() as db:
+            db.execute("INSERT INTO wishes VALUES (?)", (wish,))
+
+    def end_wish(self, wish: str) -> None:
+        """One less."""
+        with self._change() as db:
+            db.execute("DELETE FROM wishes WHERE wish = ?", (wish,))
 
     # Engines that get requests, whoever runs them, and agents.
 

@@ -41,6 +41,8 @@ CREATE TABLE members (
 CREATE TABLE agents (agent_id TEXT PRIMARY KEY, url TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE run (run_id TEXT NOT NULL);
 """
+# Since then; files of before get them.
+_MORE = "CREATE TABLE IF NOT EXISTS wishes (wish TEXT NOT NULL)"
 _NAME, _LOCK_NAME = "registry.sqlite", "controller.lock"
 
 
@@ -115,6 +117,7 @@ def _opened(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(found)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")  # a revision must not come again after an outage
+        db.execute(_MORE)
     except (sqlite3.Error, OSError) as error:
         if db is not None:
             db.close()

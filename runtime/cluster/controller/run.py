@@ -70,7 +70,7 @@ async def _parts(
         members = Members(table, session, time.monotonic, on_base=show)
         commands = Commands(table, members, pool, session)
         changes = AdapterChanges(registry, table, members, commands)
-        machines = Machines()
+        machines = Machines(registry)
         engine_changes = EngineChanges(registry, table, members, pool, commands, machines)
         placing = Placing(
             PlacementSettings(

@@ -7,7 +7,7 @@ import pytest
 from corun.runtime.cluster.controller import machines
 from corun.runtime.cluster.wire import MACHINES_PATH, MachinesOrders, MachinesReport
 from corun.runtime.server.errors import HttpError
-from support.fake_cluster import RunningCluster, in_cluster
+from support.fake_cluster import RunningCluster, in_cluster, running_controller
 
 UP = MachinesReport(kind="ray", is_up=True, num_agents=1, num_held=1)
 DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is away")
@@ -64,6 +64,20 @@ def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: boo
         assert (await told(cluster, UP)).wishes == ()
 
     in_cluster(tmp_path, work)
+
+
+def test_what_must_wait_is_done_though_the_controller_ends_before(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_controller(tmp_path) as cluster:
+            await told(cluster, DOWN)
+            with pytest.raises(HttpError, match="it is noted"):
+                await cluster.engines("add")
+        async with running_controller(tmp_path) as cluster:
+            assert len(await take(cluster, UP)) == 1
+        async with running_controller(tmp_path) as cluster:
+            assert (await told(cluster, UP)).wishes == (), "once"
+
+    asyncio.run(run())
 
 
 def test_an_agent_is_drained_with_all_its_engines(tmp_path: Path) -> None:

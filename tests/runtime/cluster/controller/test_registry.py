@@ -1,5 +1,6 @@
 """What the registry keeps, through crashes between any two steps; and what it refuses."""
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -47,6 +48,9 @@ def test_all_is_there_again(tmp_path: Path) -> None:
     registry.begin_run("one")
     registry.add_engine(EngineCard(engine_id="http://e", url="http://e"))
     registry.set_members([], {"a": "http://a"})
+    for wish in ("b", "a", "c"):
+        registry.add_wish(wish)
+    registry.end_wish("a")
     start = registry.start
     registry.close()
     registry = opened(tmp_path, 600.0)
@@ -56,9 +60,19 @@ def test_all_is_there_again(tmp_path: Path) -> None:
     assert registry.last_shares() == {"x": {"a-0": 1.0}}
     registry.begin_run("one")
     assert [one.url for one in registry.engines()] == ["http://e"] and registry.start == start + 1
-    assert registry.agents() == {"a": "http://a"}
+    assert registry.agents() == {"a": "http://a"} and registry.wishes() == ["b", "c"]
     registry.begin_run("two")
-    assert registry.engines() == [] and registry.agents() == {}
+    assert registry.engines() == [] and registry.agents() == {} and registry.wishes() == []
+    registry.close()
+
+
+def test_a_file_from_before_there_were_wishes_gets_them(tmp_path: Path) -> None:
+    opened(tmp_path, 60.0).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "registry.sqlite")) as db:
+        db.execute("DROP TABLE wishes")
+    registry = opened(tmp_path, 60.0)
+    registry.add_wish("a")
+    assert registry.wishes() == ["a"]
     registry.close()
 
 
