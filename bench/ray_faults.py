@@ -31,8 +31,10 @@ _NUM_ADAPTERS = 8
 _NUM_NODES = 3
 
 _NO_FAILURE = {"lost before first byte": 0.0, "silent ends": 0.0, "others cut": 0.0}
+CONTROL = "nothing"
 # Most that each figure may be; what is not here is only told.
 BOUNDS: Mapping[str, Figures] = {
+    CONTROL: _NO_FAILURE,
     "control-store-kill": _NO_FAILURE | {"p99 ratio": 1.1, "whole again s": 60.0},
     "raylet-kill": _NO_FAILURE | {"replaced s": 60.0},
     "node-kill": _NO_FAILURE | {"avoided s": 0.5, "replaced s": 60.0},
@@ -51,6 +53,7 @@ LEAST: Mapping[str, Figures] = {
 }
 
 _FAULTS: Mapping[str, Callable[[RayCluster, LiveCluster, list[str]], Awaitable[Figures]]] = {
+    CONTROL: ray_faults.nothing,
     "control-store-kill": ray_faults.control_store_kill,
     "raylet-kill": ray_faults.raylet_kill,
     "node-kill": ray_faults.node_kill,

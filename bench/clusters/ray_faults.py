@@ -24,6 +24,15 @@ _BASELINE_S, _AWAY_S, _PARTITION_S = 40.0, 60.0, 10.0
 _Names = Sequence[str]
 
 
+async def nothing(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
+    """Nothing fails: by how much first tokens differ between two times of one load anyway."""
+    async with _load(cluster, names) as load:
+        began_s = time.monotonic()
+        await asyncio.sleep(_BASELINE_S + _AWAY_S)
+        ended_s = time.monotonic()
+    return failures(load, None) | _p99s(load, began_s + _BASELINE_S, ended_s)
+
+
 async def control_store_kill(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
     """The control store is away for a minute: nothing is started, and everything else goes on."""
     async with _load(cluster, names) as load:
@@ -43,13 +52,8 @@ async def control_store_kill(ray: RayCluster, cluster: LiveCluster, names: _Name
         await _whole(ray, cluster, NUM_ENGINES + 1)  # and the one that was wished
         whole_s = time.monotonic() - back_s
         await asyncio.sleep(_AFTER_S)
-    return failures(load, None) | {
-        "p99 before s": _p99(load, killed_s - _BASELINE_S, killed_s),
-        "p99 away s": _p99(load, killed_s, back_s),
-        "p99 ratio": _p99(load, killed_s, back_s) / _p99(load, killed_s - _BASELINE_S, killed_s),
-        "start refused": is_refused,
-        "whole again s": whole_s,
-    }
+    of_store = {"start refused": is_refused, "whole again s": whole_s}
+    return failures(load, None) | _p99s(load, killed_s, back_s) | of_store
 
 
 async def raylet_kill(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Figures:
@@ -160,6 +164,14 @@ async def _has_ended(pid: int) -> bool:
 
 def _load(cluster: LiveCluster, names: _Names) -> AbstractAsyncContextManager[Load]:
     return load_of(cluster.url, RATE_RPS, body_maker(names), seed=0)
+
+
+def _p99s(load: Load, away_s: float, back_s: float) -> Figures:
+    """Before something goes away, and while it is."""
+    before_s = _p99(load, away_s - _BASELINE_S, away_s)
+    while_away_s = _p99(load, away_s, back_s)
+    ratio = while_away_s / before_s
+    return {"p99 before s": before_s, "p99 away s": while_away_s, "p99 ratio": ratio}
 
 
 def _p99(load: Load, from_s: float, to_s: float) -> float:
