@@ -46,27 +46,3 @@ def measure_prefill(
         tuple(relative_spread(values) for values in steps.values()),
         tuple(f"a prefill of {name} tokens" for name in measured.left_out),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTimes:
-    """Curve over rows of one token, seconds."""
-
-    step_s: Curve  # the fastest
-    spreads: tuple[float, ...]
-    left_out: tuple[str, ...]
-
-
-def measure_decode(
-    passes: Passes, num_rows: Sequence[int], repeats: Repeats, on_progress: Progress
-) -> DecodeTimes:
-    """So many rows of one token each."""
-    cases = [Case(str(n), partial(passes.forward_s, passes.decode_rows(n))) for n in num_rows]
-    measured = measure_rounds(
-        cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress
-    )
-    return DecodeTimes(
-        Curve.rising({int(name): min(values) for name, values in measured.values.items()}),
-        tuple(relative_spread(values) for values in measured.values.values()),
-        tuple(f"a decode step of {name} rows" for name in measured.left_out),
-    )

@@ -6,7 +6,7 @@ from ..busy import CpuUse, busy_reasons
 from ..derive import min_group_bytes, tokens_per_worker
 from ..models import GroupModel, LoraModel, MachineModel
 from ..profile import DeltaPoint, Profile, Quality, RankBudget, Subject
-from .base import BaseTimes, DecodeTimes
+from .base import BaseTimes
 from .delta_bench import GroupShape
 from .deltas import DeltaTimes
 from .effort import REFERENCE_RANK, Effort
@@ -25,7 +25,6 @@ class Parts:
     num_workers: int
     max_tokens: int  # of a step
     base: BaseTimes
-    decode: DecodeTimes
     steps: WholeStepTimes
     link: LinkTimes
     deltas: DeltaTimes
@@ -38,8 +37,7 @@ class Parts:
     def quality(self, use: CpuUse) -> Quality:
         """From how all parts went."""
         measured = (
-            self.base, self.decode, self.steps, self.link, self.deltas,
-            self.lora_decode, self.lora_prefill,
+            self.base, self.steps, self.link, self.deltas, self.lora_decode, self.lora_prefill,
             *(() if self.invocation is None else (self.invocation,)),
         )  # fmt: skip
         spreads = [spread for part in measured for spread in part.spreads]
@@ -105,7 +103,7 @@ def _model(
     invocation = parts.invocation
     model = MachineModel(
         num_layers=subject.shape.num_layers,
-        step_s=parts.base.step_s,
+        step_s=parts.steps.prefill_s,
         groups=groups,
         invocation_s=0.0 if invocation is None else invocation.fixed_s,
         lora=LoraModel(
@@ -125,6 +123,5 @@ def _model(
     )
     steps = parts.steps
     return with_steps(
-        model, steps.record.fit.plane, parts.base.step_s, parts.decode.step_s,
-        steps.typical_over_fastest,
-    )  # fmt: skip
+        model, steps.record.fit.plane, steps.prefill_s, steps.decode_s, steps.typical_over_fastest
+    )

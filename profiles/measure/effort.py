@@ -31,7 +31,6 @@ class Effort:
     concurrency: tuple[int, ...]
     max_adapters_bytes: int  # that adapters of a batch take on the device
     base: Repeats
-    decode: Repeats
     steps: Repeats
     deltas: Repeats
     invocation: Repeats
@@ -39,7 +38,7 @@ class Effort:
     lora_decode: Repeats
     lora_prefill: Repeats
     parts: tuple[str, ...] = (
-        "base", "decode", "steps", "link", "deltas", "invocation", "lora_decode", "lora_prefill",
+        "base", "steps", "link", "deltas", "invocation", "lora_decode", "lora_prefill",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -87,8 +86,7 @@ QUICK = Effort(
     concurrency=(1, 2),
     max_adapters_bytes=256 * _MIB,
     base=Repeats(7.0, 3, 7),
-    decode=Repeats(1.5, 3, 7),
-    steps=Repeats(3.0, 3, 10),
+    steps=Repeats(4.5, 3, 10),
     deltas=Repeats(4.5, 3, 7),
     invocation=Repeats(2.0, 3, 15),
     link=Repeats(1.5, 3, 15),
@@ -114,8 +112,7 @@ THOROUGH = Effort(
     concurrency=(1, 2, 4),
     max_adapters_bytes=1024 * _MIB,
     base=Repeats(60.0, 5, 15),
-    decode=Repeats(20.0, 5, 15),
-    steps=Repeats(60.0, 5, 15),
+    steps=Repeats(80.0, 5, 15),
     deltas=Repeats(45.0, 5, 15),
     invocation=Repeats(15.0, 7, 31),
     link=Repeats(10.0, 7, 31),

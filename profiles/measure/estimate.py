@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ..rounds import Repeats
 from .effort import BATCH_SIZES, Effort
-from .step_shapes import StepShape, num_needed
+from .step_shapes import StepShape, first_of_size, num_needed
 
 _START_S = 2.0  # of a process with its libraries
 
@@ -28,10 +28,10 @@ def expected_s(
         step_s(min(n, max_tokens)) for n in effort.prefill_tokens for _ in effort.prefill_ranks
     ]
     batches = [step_s(n) for n in BATCH_SIZES for _ in range(effort.num_batches)]
+    first = first_of_size(shapes)  # which have a forward beside them
     costs = {
         "base": [step_s(n) for n in cut(effort.step_tokens, max_tokens)],
-        "decode": [step_s(n) for n in effort.decode_rows],
-        "steps": [step_s(shape.total_tokens) for shape in shapes],
+        "steps": [(1 + (shape in first)) * step_s(shape.total_tokens) for shape in shapes],
         "lora_decode": batches,
         "lora_prefill": prefill,
     }

@@ -18,7 +18,7 @@ from ..busy import CpuUse
 from ..meter import Meter, OnReport
 from ..profile import Profile, ProfileError, Subject
 from .bank import AdapterBank
-from .base import BaseTimes, DecodeTimes, measure_decode, measure_prefill
+from .base import BaseTimes, measure_prefill
 from .compose import Parts, compose
 from .delta_bench import DeltaTask
 from .deltas import DeltaTimes, measure_deltas
@@ -29,7 +29,7 @@ from .link import LinkBench, LinkTimes
 from .lora import LoraBench, LoraTimes
 from .passes import Passes
 from .shape import model_groups
-from .step_shapes import StepSizes, step_shapes
+from .step_shapes import StepShape, StepSizes, step_shapes
 from .steps import StepBench, WholeStepTimes, make_step_executor
 from .stopwatch import stopwatch_of
 
@@ -112,8 +112,8 @@ class _Profiler(contextlib.ExitStack):
         )  # fmt: skip
         self._listener.on_estimate(sum(expected.values()))
         meter = Meter(expected, self._listener.on_report, time.monotonic)
-        base, decode = self._base(meter)
-        steps = self._step_times(base, decode, meter)
+        base = self._base(meter)
+        steps = self._step_times(base, meter)
         link = self._link_times(meter)
         deltas = self._deltas(meter)
         invocation, off = self._invocation(deltas, meter)
@@ -122,7 +122,7 @@ class _Profiler(contextlib.ExitStack):
             groups=self._groups.shapes,
             num_workers=0 if invocation is None else len(self._bench.worker_cpus),
             max_tokens=self._bench.max_tokens,
-            base=base, decode=decode, steps=steps, link=link, deltas=deltas,
+            base=base, steps=steps, link=link, deltas=deltas,
             invocation=invocation, off=off,
             lora_decode=lora_decode, lora_prefill=lora_prefill, bytes_per_rank=bytes_per_rank,
         )  # fmt: skip
@@ -169,7 +169,13 @@ class _Profiler(contextlib.ExitStack):
             runner, loaded.lora_backend, stopwatch_of(self._where),
             vocab_size=vocab_size, num_groups=len(self._groups.shapes),
         )  # fmt: skip
-        return passes, StepBench(executor, block_size, vocab_size)
+
+        def forward_s(shape: StepShape) -> float:
+            if shape.is_decode:
+                return passes.forward_s(passes.decode_rows(len(shape.num_tokens)))
+            return passes.forward_s(passes.prefill_rows(shape.total_tokens))
+
+        return passes, StepBench(executor, forward_s, block_size, vocab_size)
 
     def _trial(self) -> Callable[[int], float]:
         """Seconds of a forward of any number of tokens, roughly: the line through two."""
@@ -182,23 +188,14 @@ class _Profiler(contextlib.ExitStack):
         slope = max(0.0, times_s[1] - times_s[0]) / max(1, many - few)
         return lambda num_tokens: times_s[0] + slope * max(0, num_tokens - few)
 
-    def _base(self, meter: Meter) -> tuple[BaseTimes, DecodeTimes]:
-        effort = self._effort
-        return (
-            measure_prefill(
-                self._passes, cut(effort.step_tokens, self._bench.max_tokens), effort.base,
-                meter.begin("base", "base model, prefill"),
-            ),
-            measure_decode(
-                self._passes, effort.decode_rows, effort.decode,
-                meter.begin("decode", "base model, decode"),
-            ),
-        )  # fmt: skip
+    def _base(self, meter: Meter) -> BaseTimes:
+        tokens = cut(self._effort.step_tokens, self._bench.max_tokens)
+        on_progress = meter.begin("base", "base model, prefill")
+        return measure_prefill(self._passes, tokens, self._effort.base, on_progress)
 
-    def _step_times(self, base: BaseTimes, decode: DecodeTimes, meter: Meter) -> WholeStepTimes:
+    def _step_times(self, base: BaseTimes, meter: Meter) -> WholeStepTimes:
         on_progress = meter.begin("steps", "whole steps")
-        curves = base.step_s, decode.step_s
-        return self._steps.measure(self._shapes, curves, self._effort.steps, on_progress)
+        return self._steps.measure(self._shapes, base.step_s, self._effort.steps, on_progress)
 
     def _link_times(self, meter: Meter) -> LinkTimes:
         on_progress = meter.begin("link", "link to the device")

@@ -39,6 +39,11 @@ class StepShape:
         return self.num_tokens.count(1)
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it has no others."""
+        return self.num_decodes == len(self.num_tokens)
+
+    @property
     def decode_keys(self) -> int:
         """That these rows look at."""
         return sum(start + 1 for n, start in self._rows() if n == 1)
@@ -85,8 +90,13 @@ def step_shapes(sizes: StepSizes) -> list[StepShape]:
 
 def num_needed(shapes: Sequence[StepShape]) -> int:
     """Of ``step_shapes``, those up to the smallest with prefill in it: they show every term."""
-    least = min(s.total_tokens for s in shapes if s.num_decodes < len(s.num_tokens))
+    least = min(s.total_tokens for s in shapes if not s.is_decode)
     return sum(shape.total_tokens <= least for shape in shapes)
+
+
+def first_of_size(shapes: Sequence[StepShape]) -> set[StepShape]:
+    """One for each number of rows that decode, and one for each other number of tokens."""
+    return set({(s.is_decode, s.total_tokens): s for s in reversed(shapes)}.values())
 
 
 def step_point(shape: StepShape, prefill_s: Curve, decode_s: Curve) -> tuple[float, ...]:
@@ -103,7 +113,7 @@ def step_point(shape: StepShape, prefill_s: Curve, decode_s: Curve) -> tuple[flo
         keys, and keys of rows that decode, both beyond those of that forward.
     """
     num_tokens, num_rows = shape.total_tokens, len(shape.num_tokens)
-    if shape.num_decodes == num_rows:
+    if shape.is_decode:
         curve_s, curve_keys = decode_s.at(num_rows), _decode_curve_keys(num_rows)
         return curve_s, float(num_rows), 0.0, float(shape.decode_keys - curve_keys)
     beyond = shape.prefill_keys - num_keys(num_tokens, 0)

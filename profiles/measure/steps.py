@@ -1,8 +1,9 @@
 """Whole steps, as an engine's executor runs them: what they take beside the model's products."""
 
 import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -32,16 +33,18 @@ from ..curve import Curve, median
 from ..fit import fit_with_held_out
 from ..profile import FitRecord, ProfileError
 from ..rounds import Case, Progress, Repeats, measure_rounds
-from .step_shapes import StepShape, num_needed, step_point
+from .step_shapes import StepShape, first_of_size, num_needed, step_point
 
 _SAMPLING = SamplingParams(max_tokens=1, seed=0)  # else what a request has that asks for nothing
 
 
 @dataclass(frozen=True, slots=True)
 class WholeStepTimes:
-    """Points with the plane through them."""
+    """Points with the plane through them, and the fastest forwards, as ``step_point`` has them."""
 
     record: FitRecord
+    prefill_s: Curve
+    decode_s: Curve
     typical_over_fastest: float  # median over all repeats of all steps
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
@@ -62,8 +65,13 @@ def _fetch_nothing(transfer: AdapterTransfer) -> NoReturn:
 class StepBench:
     """Requests of the base model that repeat one step each."""
 
-    def __init__(self, executor: DeviceExecutor, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, executor: DeviceExecutor, forward_s: Callable[[StepShape], float], block_size: int,
+        vocab_size: int,
+    ) -> None:  # fmt: skip
+        """``forward_s``: seconds of the forward that ``step_point`` has for a step."""
         self._executor = executor
+        self._forward_s = forward_s
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._request_ids = itertools.count()
@@ -74,30 +82,39 @@ class StepBench:
         return max(sum(_blocks(shape, block_size)) for shape in shapes)
 
     def measure(
-        self, shapes: Sequence[StepShape], curves: tuple[Curve, Curve], repeats: Repeats,
-        on_progress: Progress,
-    ) -> WholeStepTimes:  # fmt: skip
-        """The fastest of each; ``curves``: of forwards likewise, as ``step_point`` takes them.
+        self, shapes: Sequence[StepShape], prefill_s: Curve, repeats: Repeats, on_progress: Progress
+    ) -> WholeStepTimes:
+        """The fastest of each; ``prefill_s``: see ``step_point``, measured before.
 
         Whoever computes beside a step makes it longer, never shorter, and the rows' shares are
         small against that: medians of few repeats would show the others. By how much a step is
-        typically longer than the fastest like it, all repeats together do say.
+        typically longer than the fastest like it, all repeats together do say. The forwards that
+        steps are fitted to are run beside them: between a few seconds and the next ones a machine
+        drifts by more than what a step adds to its forward.
         """
+        first = first_of_size(shapes)
         measured = measure_rounds(
-            [Case(s.name, partial(self._step_s, self._announce(s))) for s in shapes],
+            [Case(s.name, partial(self._sample, s, self._announce(s), s in first)) for s in shapes],
             repeats,
             num_needed=num_needed(shapes),
             clock=time.perf_counter,
             on_progress=on_progress,
         )
         kept = [shape for shape in shapes if shape.name in measured.values]
+        steps = [[one.step_s for one in measured.values[shape.name]] for shape in kept]
+        forwards: dict[bool, dict[float, float]] = {True: {}, False: {}}  # by is_decode
+        for shape in first.intersection(kept):
+            forwards[shape.is_decode][shape.total_tokens] = min(
+                one.forward_s for one in measured.values[shape.name]
+            )
+        curves = _at_level_of(prefill_s, forwards[False]), Curve.rising(forwards[True])
         points = tuple(step_point(shape, *curves) for shape in kept)
-        y = tuple(min(measured.values[shape.name]) for shape in kept)
-        over_fastest = [value / min(them) for them in measured.values.values() for value in them]
+        y = tuple(min(values) for values in steps)
         return WholeStepTimes(
             FitRecord(fit_with_held_out(points, y, num_known=1), points, y),
-            median(over_fastest),
-            tuple(relative_spread(values) for values in measured.values.values()),
+            *curves,
+            median([value / min(values) for values in steps for value in values]),
+            tuple(relative_spread(values) for values in steps),
             measured.left_out,
         )
 
@@ -133,6 +150,10 @@ class StepBench:
         )  # fmt: skip
         return StepPlan(StepId(0), (batch,))
 
+    def _sample(self, shape: StepShape, plan: StepPlan, has_forward: bool) -> "_Sample":
+        forward_s = self._forward_s(shape) if has_forward else math.nan
+        return _Sample(self._step_s(plan), forward_s)
+
     def _step_s(self, plan: StepPlan) -> float:
         """From its plan to its tokens. Raises ``ProfileError`` if it fails."""
         start_s = time.perf_counter()
@@ -144,6 +165,18 @@ class StepBench:
         if failed or len(rows) != len(plan.sub_batches[0].request_ids):
             raise ProfileError(f"a step cannot be measured: {failed[0] if failed else 'no result'}")
         return step_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    step_s: float
+    forward_s: float  # beside it; NaN where it is not wanted
+
+
+def _at_level_of(curve: Curve, points: Mapping[float, float]) -> Curve:
+    """The curve through ``points``, between and beyond which it has the shape that it had."""
+    level = median([y / curve.at(x) for x, y in points.items()])
+    return Curve.rising({x: level * y for x, y in zip(curve.x, curve.y, strict=True)} | {**points})
 
 
 def _blocks(shape: StepShape, block_size: int) -> list[int]:
