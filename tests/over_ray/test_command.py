@@ -1,5 +1,6 @@
 """``corun cluster --ray`` as users run it: real engines, answers, ends, and starts after that."""
 
+import os
 import re
 import socket
 import subprocess
@@ -115,7 +116,8 @@ def test_answers_are_those_of_its_engines_and_nothing_is_left(
         status = command.status()
         engines = [engine.url for engine in status.engines]
         assert len({agent.url for agent in status.agents if agent.engines}) == NUM_ENGINES
-        assert command.keeper().nice() >= max(agent.nice() for agent in held_agents())
+        policies = {os.sched_getscheduler(one.id) for one in command.keeper().threads()}
+        assert policies == {os.SCHED_IDLE}
         for adapter in ADAPTERS:
             (question,) = questions(adapter, adapter, 1)
             through = [tokens(url, {}, adapter, question.text) for _ in range(4)]

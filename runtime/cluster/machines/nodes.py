@@ -49,7 +49,6 @@ _START_TIMEOUT_S = 120.0  # until Ray has a machine for the first agent
 _FORGET_TIMEOUT_S = 10.0
 _GRACE_S = 10.0
 _NUM_TAKEN = 100
-_NICENESS = 19
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -350,11 +349,24 @@ async def run_nodes(settings: RaySettings, stop: asyncio.Event) -> None:
     """Keep a cluster's agents until ``stop``."""
     from .ray import RayMachines  # which only this process loads, and those of Ray
 
-    # While its control store is away, Ray's calls take a whole core, and engines that descend from
-    # its actors have a niceness of 15: tokens go first.
-    os.nice(_NICENESS)
+    def connect(address: str, cluster_name: str) -> ActorMachines:
+        machines = RayMachines(address, cluster_name)
+        _let_others_go_first()
+        return machines
+
     async with make_session(settings.cluster_key) as session:
-        await NodesKeeper(settings, session, stop, RayMachines).run()
+        await NodesKeeper(settings, session, stop, connect).run()
+
+
+def _let_others_go_first() -> None:
+    """Have this process computed where nobody else computes, all its threads.
+
+    While its control store is away, a thread of Ray's takes a whole core, and engines that descend
+    from Ray's actors have a niceness of 15: against that none of ours is enough.
+    """
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
 
 if __name__ == "__main__":
