@@ -132,7 +132,11 @@ class PlannedColdStarts:
             step_s = warm_step_s(self._planner.model, self._company(rows, None))
         cold = [request.request_id for request, _ in rows.cold_chunks]
         has_others = bool(rows.decodes or rows.chunks)
-        self._stalls.closed(step_id, cold, step_s, now_s, has_others=has_others)
+        begins_s = self._planner.model.load_s * self.transfers.num_loads_to_begin
+        self._stalls.closed(
+            step_id, cold, step_s, now_s, has_others=has_others, begins_s=begins_s,
+            is_loading=self.transfers.num_loads > 0,
+        )  # fmt: skip
         self._first_tokens.step_closed(step_s)
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:

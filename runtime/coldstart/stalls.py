@@ -1,8 +1,10 @@
 """Compares how long steps with cold rows held the others up with what was predicted. Pure.
 
 How long a step takes without waits is known from the profile, and how far that is off on the
-machine of today from steps with a prompt and no cold row. What a step with cold rows takes beyond
-it, the running requests have waited. Steps without others teach nothing: nobody was to be spared.
+machine of today from steps with a prompt and no cold row, if possible beside a load: whoever waits
+for it, a load makes steps longer, and more so the one that begins it. What a step with cold rows
+takes beyond that, the running requests have waited. Steps without others teach nothing: nobody was
+to be spared.
 """
 
 from collections.abc import Collection
@@ -32,6 +34,8 @@ class _Step:
     wait_s: float  # predicted
     is_cold: bool
     has_others: bool
+    begins_s: float  # which it takes to begin loads
+    is_loading: bool
 
 
 class Stalls:
@@ -42,7 +46,8 @@ class Stalls:
         # Of the step that is put together.
         self._chunks: dict[RequestId, tuple[LoadStrategy, float]] = {}
         self._last_end_s = 0.0
-        self._warm_ratio: float | None = None  # measured over predicted, of steps that never wait
+        # Measured over predicted, of steps that never wait, by whether a load is under way.
+        self._warm_ratios: dict[bool, float] = {}
 
     def planned(self, request_id: RequestId, strategy: LoadStrategy, wait_s: float) -> None:
         """With a cold chunk, if it comes into the step, that is predicted to wait so long."""
@@ -50,9 +55,12 @@ class Stalls:
 
     def closed(
         self, step_id: StepId, cold: Collection[RequestId], warm_s: float, now_s: float,
-        *, has_others: bool,
+        *, has_others: bool, begins_s: float = 0.0, is_loading: bool = False,
     ) -> None:  # fmt: skip
-        """Nobody else joins the step, predicted to take ``warm_s`` with all adapters cached."""
+        """Nobody else joins the step, predicted to take ``warm_s`` with all adapters cached.
+
+        ``begins_s``: which it takes to begin loads, beside that; ``is_loading``: one is under way.
+        """
         chunks = [self._chunks[request_id] for request_id in cold if request_id in self._chunks]
         self._chunks.clear()
         if warm_s <= 0.0:  # of rows that decode alone nothing was predicted
@@ -65,6 +73,8 @@ class Stalls:
             wait_s=max((wait_s for _, wait_s in chunks), default=0.0),
             is_cold=bool(cold),
             has_others=has_others,
+            begins_s=begins_s,
+            is_loading=is_loading,
         )
 
     def ended(self, step_id: StepId, now_s: float) -> StallLesson | None:
@@ -75,11 +85,13 @@ class Stalls:
             del self._steps[given_up]
         if step is None:
             return None
-        ratio = (now_s - max(began_s, step.closed_at_s)) / step.warm_s
+        took_s = now_s - max(began_s, step.closed_at_s) - step.begins_s
+        ratio, ratios = max(0.0, took_s / step.warm_s), self._warm_ratios
         if not step.is_cold:
-            before = ratio if self._warm_ratio is None else self._warm_ratio
-            self._warm_ratio = (1.0 - _SMOOTHING) * before + _SMOOTHING * ratio
+            before = ratios.get(step.is_loading, ratio)
+            ratios[step.is_loading] = (1.0 - _SMOOTHING) * before + _SMOOTHING * ratio
             return None
-        if self._warm_ratio is None or step.strategy is None or not step.has_others:
+        warm_ratio = ratios.get(True, ratios.get(False, 0.0))
+        if not warm_ratio or step.strategy is None or not step.has_others:
             return None
-        return StallLesson(step.strategy, step.wait_s / step.warm_s, ratio / self._warm_ratio - 1.0)
+        return StallLesson(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)

@@ -146,6 +146,16 @@ class TransferTable:
         """The load of an adapter that is under way."""
         return self._loads.get(adapter_id)
 
+    @property
+    def num_loads(self) -> int:
+        """Under way, those that the next plan begins among them."""
+        return len(self._loads)
+
+    @property
+    def num_loads_to_begin(self) -> int:
+        """By the next plan."""
+        return sum(isinstance(command, AdapterTransfer) for command in self._commands)
+
     def last_change(self, direction: Direction) -> Change:
         """Differs when something has begun, moved, become urgent or ended since."""
         return self._changes[direction]

@@ -14,7 +14,6 @@ from ..memory.device_memory import DeviceMemory
 from ..memory.transfers import OpenLoad
 from ..plan import (
     AdapterId,
-    AdapterTransfer,
     RequestId,
     Result,
     StepId,
@@ -214,10 +213,10 @@ class Scheduler:
             if may_admit or not (self.num_running or self._in_flight):
                 self._admission.admit(draft, now_s)
         self.memory.copy_ahead(now_s)
-        transfers = self.memory.transfers.take_commands()
-        has_loads = any(isinstance(one, AdapterTransfer) for one in transfers)
         step_id = StepId(self._next_step_id)
         self.cold_starts.step_closed(step_id, draft.rows, now_s)
+        has_loads = self.memory.transfers.num_loads_to_begin > 0
+        transfers = self.memory.transfers.take_commands()
         step = draft.build(
             step_id,
             now_s,

@@ -17,12 +17,16 @@ class Steps:
         self._number = 0
 
     def run(
-        self, duration_s: float, *, cold: tuple[RequestId, ...] = (), has_others: bool = True
-    ) -> StallLesson | None:
+        self, duration_s: float, *, cold: tuple[RequestId, ...] = (), has_others: bool = True,
+        begins_s: float = 0.0, is_loading: bool = False,
+    ) -> StallLesson | None:  # fmt: skip
         """A step that was predicted to take 0.1 s without waits."""
         self._number += 1
         step_id = StepId(self._number)
-        self.stalls.closed(step_id, cold, 0.1, self._now_s, has_others=has_others)
+        self.stalls.closed(
+            step_id, cold, 0.1, self._now_s, has_others=has_others, begins_s=begins_s,
+            is_loading=is_loading or bool(cold),
+        )  # fmt: skip
         self._now_s += duration_s
         return self.stalls.ended(step_id, self._now_s)
 
@@ -36,6 +40,24 @@ def test_the_wait_is_what_a_step_takes_beyond_those_that_never_wait() -> None:
     assert lesson is not None and lesson.strategy is LoadStrategy.ASSISTED
     assert lesson.predicted_share == pytest.approx(0.03)
     assert lesson.measured_share == pytest.approx(0.15)
+
+
+def test_what_a_load_costs_is_no_wait_for_it() -> None:
+    """It would cost the others as much if the request had waited for its end."""
+    steps = Steps()
+    assert steps.run(0.1) is None
+    assert steps.run(0.15, begins_s=0.05) is None
+    steps.stalls.planned(COLD, LoadStrategy.ASSISTED, 0.0)
+    lesson = steps.run(0.13, cold=(COLD,), begins_s=0.02)
+    assert lesson is not None and lesson.measured_share == pytest.approx(0.1)
+    assert steps.run(0.11, is_loading=True) is None  # as much for whoever waits until it has ended
+    steps.stalls.planned(COLD, LoadStrategy.ASSISTED, 0.0)
+    lesson = steps.run(0.121, cold=(COLD,))
+    assert lesson is not None and lesson.measured_share == pytest.approx(0.1)
+    assert steps.run(0.1) is None
+    steps.stalls.planned(COLD, LoadStrategy.ASSISTED, 0.0)
+    lesson = steps.run(0.11, cold=(COLD,))
+    assert lesson is not None and lesson.measured_share == pytest.approx(0.0)
 
 
 def test_nothing_is_learned_where_it_would_be_a_guess() -> None:

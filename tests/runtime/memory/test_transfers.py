@@ -32,8 +32,10 @@ def test_loads_and_copies_of_blocks_are_in_one_table() -> None:
     table = loads.table
     load = loads.begin(A, (5, 5))
     copy = copy_out(table)
+    assert table.num_loads_to_begin == table.num_loads == 1
     assert table.take_commands() == (load.command, copy.command)
     assert table.take_commands() == ()
+    assert (table.num_loads_to_begin, table.num_loads) == (0, 1)
     assert list(table) == [load, copy] and len(table) == 2
     assert (load.direction, copy.direction) == (Direction.TO_DEVICE, Direction.TO_HOST)
     assert copy.transfer_id in table and table.load_of(AdapterId(A)) is load
