@@ -55,6 +55,7 @@ _MODEL.max_position_embeddings = 16_384  # the longest of Mooncake's prompts by 
 _MAX_BATCHED_TOKENS, _MAX_SEQS, _BLOCK_SIZE = 64, 64, 16
 _ARENA_BYTES = 2 * _GIB  # all adapters, always
 _MEASURED_LINK_GIB = 0.5  # while the profile is measured; cells have links of their own
+_PROBE_MEMORY_GIB = 0.0757  # as cells of S1 have it: the more, the longer the same requests take
 _FILE_BYTES_PER_S = 1e9  # nothing is read from files: the host has all adapters
 _MEAN_REQUESTS = 5000  # that the means of a recipe are taken of
 _WARM_REQUESTS, _WARM_TOKENS, _WARM_TIMEOUT_S = 8, 8, 120.0
@@ -208,7 +209,10 @@ class RealEngines:
     def _kept_probe_s(self, kept: Path, profile: Path) -> float:
         """What the probe takes on the machine as it was when the profile was measured."""
         if not kept.exists():
-            with _engine(replace(self._config, profile=str(profile), preload=())) as assembly:
+            config = replace(
+                self._config, profile=str(profile), preload=(), memory_gib=_PROBE_MEMORY_GIB
+            )
+            with _engine(config) as assembly:
                 _warm_up(assembly.core)
                 probe_s = _probe_s(assembly.core)
             kept.write_text(str(probe_s))

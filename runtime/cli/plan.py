@@ -34,10 +34,10 @@ from ..sim.workload_spec import WorkloadSpec
 from ..sim.workloads import draw_workload
 from .profile import ProgressLine
 
-# bench/sim_vs_real.py, 23 November 2026, on a CPU at 0.7 of the largest load: see bench/RESULTS.md.
+# bench/sim_vs_real.py, 25 November 2026, on a CPU at 0.7 of the largest load: see bench/RESULTS.md.
 _OFF = (
-    "on a real engine steps took 1.0 to 1.2 times as long as simulated, first tokens at 0.7 of "
-    "this load 1.2 to 1.7 times"
+    "on a real engine steps took 1.1 to 1.2 times as long as simulated, first tokens at 0.7 of "
+    "this load 1.2 to 1.4 times"
 )
 _MAX_SIMULATED = 8  # servers; more take minutes
 _SAME = 0.03  # below this a what-if changes nothing that can be told from seeds
