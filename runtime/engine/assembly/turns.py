@@ -149,7 +149,7 @@ class _Bench:
         scheduler = _scheduler(loaded, self._host, model, num_blocks, context_tokens)
         self._core = EngineCore(
             scheduler, self._executor, self._registry,
-            CoreConfig(base_fingerprint="", dtype="bfloat16"), clock=time.monotonic,
+            CoreConfig(base_fingerprint="", dtype=str(loaded.dtype)), clock=time.monotonic,
         )  # fmt: skip
 
     def turn_s(self, num_rows: int) -> float:
