@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...cpu_workers.affinity import limit_torch_threads
 from ...cpu_workers.kernels.simd import arithmetic, isa
 from ...runtime.adapters.target_map import TargetMap
 from ...runtime.config.engine import EngineConfig
@@ -50,7 +51,7 @@ from ..replay.select import OFF, select_decode_graphs
 from .executor import AdapterFetch, DeviceExecutor
 from .runner import ModelRunner
 from .sampler import Sampler
-from .threads import choose_threads, limit_torch_threads, probe_tokens
+from .threads import choose_threads, probe_tokens
 from .warm_up import warm_up
 
 _LOG = logging.getLogger(__name__)
@@ -249,7 +250,10 @@ def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> N
     finally:
         runner.pool.close()
     if _ALL_OWN_KERNELS.items() <= loaded.backend_names.items():
-        limit_torch_threads()
+        # A helper thread of torch would spin for milliseconds after each small sum, on the core
+        # that the helper of our kernels needs.
+        is_limited = limit_torch_threads()
+        _LOG.info("threads: torch %s", "uses 1 here" if is_limited else "keeps its own: no libgomp")
 
 
 def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:

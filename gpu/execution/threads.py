@@ -4,11 +4,9 @@ Every parallel region ends in a barrier. A model whose matrices fit a core's cac
 from a second core and, where other programs want the cores as well, waits at every barrier.
 """
 
-import ctypes
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -33,24 +31,6 @@ def set_threads(num_threads: int) -> None:
     """Let torch and numba use ``num_threads`` in this process."""
     torch.set_num_threads(num_threads)
     set_kernel_threads(num_threads)
-
-
-def limit_torch_threads() -> bool:
-    """Let torch compute on one thread where this thread calls it; returns whether it does.
-
-    For models whose products, attention, norms and activations are kernels of ours. What is left
-    to torch are sums of small tensors; a helper thread of torch would spin for milliseconds after
-    each, on the core that the helper of our kernels needs. Other threads of the process, and how
-    many threads our kernels use, stay as they are.
-    """
-    if torch.get_num_threads() == 1:
-        return True
-    folder = Path(torch.__file__).parent / "lib"
-    for library in folder.glob("libgomp*.so*"):  # the one that torch has loaded
-        ctypes.CDLL(str(library)).omp_set_num_threads(1)
-    is_limited = torch.get_num_threads() == 1
-    _LOG.info("threads: torch %s", "uses 1 here" if is_limited else "keeps its own: no libgomp")
-    return is_limited
 
 
 def probe_tokens() -> int:

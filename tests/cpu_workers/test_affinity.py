@@ -2,12 +2,16 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
-from corun.cpu_workers.affinity import Pinning, pin_thread
+import torch
+from corun.cpu_workers.affinity import Pinning, limit_torch_threads, pin_thread, place_thread
+from corun.gpu.forward.kernel_threads import num_kernel_threads
 
 Result = TypeVar("Result")
 
@@ -53,3 +57,62 @@ def test_a_sandbox_that_forbids_pinning_is_no_crash(monkeypatch: pytest.MonkeyPa
     pinning = pin_thread([0])
     assert pinning.granted == tuple(sorted(os.sched_getaffinity(0)))
     assert "Operation not permitted" in pinning.describe()
+
+
+def test_torch_is_limited_in_one_thread_and_our_kernels_are_not() -> None:
+    before = torch.get_num_threads(), num_kernel_threads()
+
+    def limit() -> tuple[bool, int, int]:
+        kernels = num_kernel_threads()
+        return (
+            limit_torch_threads(),
+            torch.get_num_threads(),
+            num_kernel_threads() - kernels,
+        )
+
+    with ThreadPoolExecutor(1) as other:
+        is_limited, torch_threads, change = other.submit(limit).result()
+    assert is_limited == (torch_threads == 1)
+    assert change == 0
+    assert (torch.get_num_threads(), num_kernel_threads()) == before
+
+
+# Copies of this size use every thread that torch may use. A process of its own, since the number of
+# torch's threads is a setting of the process, and its helpers last as long as it does.
+_COUNT_HELPERS = """
+import os, threading, sys
+import torch
+from corun.cpu_workers.affinity import place_thread
+
+torch.set_num_threads(4)
+counts = []
+
+def copy_much() -> None:
+    if sys.argv[1] == "placed":
+        place_thread(())
+    before = len(os.listdir("/proc/self/task"))
+    torch.empty(1 << 20).copy_(torch.ones(1 << 20, dtype=torch.bfloat16))
+    counts.append(len(os.listdir("/proc/self/task")) - before)
+
+thread = threading.Thread(target=copy_much)
+thread.start()
+thread.join()
+print(counts[0])
+"""
+
+
+@pytest.mark.parametrize(("placed", "num_helpers"), [("placed", 0), ("as it is", 3)])
+def test_a_placed_thread_starts_no_helpers_of_torch(placed: str, num_helpers: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT_HELPERS, placed],
+        capture_output=True, text=True, check=True, env=environment,
+    )  # fmt: skip
+    assert int(done.stdout) == num_helpers
+
+
+def test_placing_a_thread_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    place_thread(())
+    assert "torch" not in sys.modules
+    assert not limit_torch_threads()

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from corun.gpu.execution import threads
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.model.probe import ProbeRow
@@ -59,24 +58,6 @@ def test_a_single_cpu_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> N
     runner = FakeRunner(monkeypatch, {})
     assert threads.choose_threads(runner, 1, 2**20) == 1  # type: ignore[arg-type]
     assert runner.num_threads == 1
-
-
-def test_torch_is_limited_in_one_thread_and_our_kernels_are_not() -> None:
-    before = torch.get_num_threads(), num_kernel_threads()
-
-    def limit() -> tuple[bool, int, int]:
-        kernels = num_kernel_threads()
-        return (
-            threads.limit_torch_threads(),
-            torch.get_num_threads(),
-            num_kernel_threads() - kernels,
-        )
-
-    with ThreadPoolExecutor(1) as other:
-        is_limited, torch_threads, change = other.submit(limit).result()
-    assert is_limited == (torch_threads == 1)
-    assert change == 0
-    assert (torch.get_num_threads(), num_kernel_threads()) == before
 
 
 def test_kernel_threads_are_of_the_thread_that_sets_them() -> None:
