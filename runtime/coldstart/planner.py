@@ -15,7 +15,7 @@ from .predict import PlannedStep, predict
 from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
 _MAX_EXCESS = 5.0  # times the bearable share, of one step's wait beyond its prediction
-_FADING = 0.95  # per decision for another way
+_FADING = 0.95  # per decision for another way, or for one that is held back
 _MAX_RATIO = 2.5  # that one first token counts as: what else held it up is no lesson
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
@@ -43,6 +43,9 @@ class _Record:
     # By how much steps have waited longer than predicted, as a share of them without waits: waits
     # that are predicted are often none, so that a ratio would say nothing.
     excess_share: float = 0.0
+    # Since the last decision: a step that is bearable as predicted was not as corrected. So the
+    # strategy was not used, although it was chosen.
+    is_held_back: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class Planner:
         """Choose a strategy for ``request``."""
         forced = self.config.forced
         if forced is not None:
+            self._fade(forced)
             return Decision(forced, "forced by --load-strategy", (self.predict(request, forced),))
         strategies, note = self._candidates(request)
         predictions = [self.predict(request, strategy) for strategy in strategies]
@@ -88,8 +92,12 @@ class Planner:
 
     def is_bearable(self, step: PlannedStep, strategy: LoadStrategy) -> bool:
         """Whether all rows of ``step`` are held up by no more than the configured share."""
-        wait_s = self._corrected_s(step.wait_s, step.warm_s, strategy)
-        return wait_s <= self.config.max_stall_share * step.warm_s
+        limit_s = self.config.max_stall_share * step.warm_s
+        if self._corrected_s(step.wait_s, step.warm_s, strategy) <= limit_s:
+            return True
+        if step.wait_s <= limit_s:
+            self._records[strategy].is_held_back = True
+        return False
 
     def observe(self, strategy: LoadStrategy, predicted_s: float, measured_s: float) -> None:
         """Learn how long a first token took that was predicted (corrected) as ``predicted_s``."""
@@ -116,6 +124,7 @@ class Planner:
         excess = min(limit, max(-limit, measured_share - predicted_share))
         record = self._records[strategy]
         record.excess_share += self.config.smoothing * (excess - record.excess_share)
+        record.is_held_back = False
 
     def _corrected_s(self, stall_s: float, warm_s: float, strategy: LoadStrategy) -> float:
         """A stall of steps that take ``warm_s`` without; who waits for the load stalls nobody."""
@@ -133,14 +142,17 @@ class Planner:
             self._num_penalty_decisions = self.config.penalty_decisions
 
     def _fade(self, chosen: LoadStrategy) -> None:
-        """Forget slowly what spoke against others: a way that is not taken teaches nothing new."""
+        """Forget slowly what spoke against others: a way that is not taken teaches nothing new.
+
+        A strategy that is chosen and held back is not taken either.
+        """
         for strategy, record in self._records.items():
-            if strategy is chosen:
-                continue
-            if record.excess_share > 0.0:
+            is_taken = strategy is chosen
+            if record.excess_share > 0.0 and not (is_taken and not record.is_held_back):
                 record.excess_share *= _FADING
-            if record.ratio > 1.0:
+            if record.ratio > 1.0 and not is_taken:
                 record.ratio **= _FADING
+            record.is_held_back = False
 
     def _candidates(self, request: ColdRequest) -> tuple[Iterable[LoadStrategy], str]:
         if not request.num_workers:

@@ -6,16 +6,19 @@ Held to transformers + PEFT as everything in bfloat16: the error against float32
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
-from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.coldstart.strategy import AT_ONCE, LoadStrategy
 from corun.runtime.plan import SubBatchKind
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk
-from support.cold_engine import ColdEngine
+from support.cold_engine import Answer, ColdEngine
 from support.cold_parity import NAMES, NUM_LAYERS, check, make_case, prompts, split_at
 from support.model_profiles import Figures
 from support.parity import ParityCase
+
+_MAX_HELD_BACK = 60  # requests, after steps were held up as much as is believed
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,31 @@ def test_every_strategy(
         assert set(rows) <= {0}
     elif strategy is LoadStrategy.ASSISTED:
         assert max(rows) > 0
+    check(case, answers)
+
+
+@pytest.mark.parametrize("strategy", LoadStrategy)
+def test_a_forced_strategy_is_used_again_after_steps_were_held_up(
+    engine: ColdEngine, case: ParityCase, strategy: LoadStrategy
+) -> None:
+    """Beside a request that decodes; until then each request waits for its load and no longer."""
+    planner = engine.use_strategy(strategy)
+    for _ in range(20):
+        planner.observe_stall(strategy, 0.0, 10.0)
+    num_most = _MAX_HELD_BACK if strategy in AT_ONCE else 3
+    answers: list[Answer] = []
+    while len(answers) < num_most and not engine.assisted:
+        name = NAMES[len(answers) % 2]
+        engine.cool(name)
+        running = engine.ask(None, (5, 6, 7), max_tokens=1000)
+        engine.run_until(partial(bool, running.token_ids))
+        answers.append(engine.ask(name, prompts(1, seed=len(answers))[0], max_tokens=2))
+        engine.run_until(lambda: bool(answers[-1].finish_reason))
+        assert not running.finish_reason
+        engine.abort(running)
+    assert bool(engine.assisted) == (strategy in AT_ONCE)
+    assert len(answers) > 2
+    engine.run()
     check(case, answers)
 
 

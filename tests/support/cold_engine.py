@@ -220,10 +220,11 @@ class ColdEngine:
 
     # What is replaced.
 
-    def use_strategy(self, strategy: LoadStrategy | None) -> None:
-        """Force it; None = let the planner choose."""
+    def use_strategy(self, strategy: LoadStrategy | None) -> Planner:
+        """Force it; None = let the planner choose. Returns the planner, which knows nothing yet."""
         planner = Planner(self.coexecution.profile.model, PlannerConfig(forced=strategy))
         self.coexecution.cold_starts.use(planner)
+        return planner
 
     @contextlib.contextmanager
     def chunks(self, chunks: Chunks) -> Iterator[None]:

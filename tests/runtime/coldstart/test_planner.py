@@ -9,7 +9,7 @@ from corun.profiles.step_time import RowCosts
 from corun.runtime.coldstart.cold import AdapterShape, ColdPart, ColdRequest, Company
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.predict import plan_step, predict
-from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.coldstart.strategy import AT_ONCE, LoadStrategy
 
 _LAYERS = 4
 
@@ -181,6 +181,50 @@ def test_a_forced_strategy_is_taken_and_said() -> None:
     decision = planner.decide(_cold(load_s=0.001))
     assert decision.strategy is LoadStrategy.BLOCKING
     assert "forced" in decision.reason
+
+
+@pytest.mark.parametrize("forced", AT_ONCE)
+def test_a_forced_strategy_that_is_held_back_for_its_stalls_is_used_again(
+    forced: LoadStrategy,
+) -> None:
+    planner = Planner(_model(), PlannerConfig(forced=forced))
+    request = _cold(load_s=0.001, num_running=4)
+    step = plan_step(planner.model, request, 32, request.company, forced)
+    assert planner.is_bearable(step, forced)
+    for _ in range(20):
+        planner.observe_stall(forced, 0.0, 10.0)
+    num_held_back = 0
+    while not planner.is_bearable(step, forced):
+        assert planner.decide(request).strategy is forced
+        num_held_back += 1
+    assert 10 < num_held_back < 40
+
+
+@pytest.mark.parametrize("forced", AT_ONCE)
+def test_what_a_forced_strategy_costs_is_not_forgotten_while_it_is_used(
+    forced: LoadStrategy,
+) -> None:
+    planner = Planner(_model(), PlannerConfig(forced=forced))
+    request = _cold(load_s=0.001, num_running=4)
+    planner.observe_stall(forced, 0.0, 0.1)
+    stall_s = planner.predict(request, forced).stall_s
+    step = plan_step(planner.model, request, 32, request.company, forced)
+    for _ in range(20):
+        planner.decide(request)
+        assert planner.is_bearable(step, forced)
+    assert planner.predict(request, forced).stall_s == stall_s
+
+
+def test_stalls_of_pipelining_fade_where_assistance_is_forced_and_has_no_worker() -> None:
+    planner = Planner(_model(), PlannerConfig(forced=LoadStrategy.ASSISTED))
+    request = _cold(load_s=0.001, num_running=4, num_workers=0)
+    step = plan_step(planner.model, request, 32, request.company, LoadStrategy.PIPELINED)
+    for _ in range(20):
+        planner.observe_stall(LoadStrategy.PIPELINED, 0.0, 10.0)
+    assert not planner.is_bearable(step, LoadStrategy.PIPELINED)
+    for _ in range(40):
+        planner.decide(request)
+    assert planner.is_bearable(step, LoadStrategy.PIPELINED)
 
 
 def test_a_gain_below_the_margin_is_left() -> None:

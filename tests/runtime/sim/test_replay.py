@@ -8,9 +8,11 @@ import msgspec
 import pytest
 from corun.profiles.models import LinkModel
 from corun.runtime.coldstart.cold import AdapterShape, ColdRequest
+from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.link import by_layer
+from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.predict import predict
-from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.coldstart.strategy import AT_ONCE, LoadStrategy
 from corun.runtime.engine.messages import AddRequest
 from corun.runtime.errors import ConfigError
 from corun.runtime.sampling import SamplingParams
@@ -18,6 +20,7 @@ from corun.runtime.sim.clock import VirtualClock
 from corun.runtime.sim.engine import (
     SimulationOptions,
     build_simulated_engine,
+    build_simulated_parts,
     requests_of,
     simulate,
 )
@@ -144,6 +147,42 @@ def test_adapters_beyond_the_hosts_memory_are_read_from_files() -> None:
         means.append(sum(first_s) / len(first_s))
     assert means[1] > means[0]
     assert replayed.link["to_device"].num_bytes >= 3 * one.num_bytes
+
+
+@pytest.mark.parametrize("forced", LoadStrategy)
+def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(
+    forced: LoadStrategy,
+) -> None:
+    """One request decodes all the time; one of an adapter of its own comes each second."""
+    machine = replace(A40, model=replace(A40.model, link=LinkModel(5e7, 1e-3)))
+    others = (WorkloadRequest(2.0 + index, 1 + index, 900, 3) for index in range(60))
+    requests = Workload((WorkloadRequest(0.0, 0, 100, 4000), *others), (8,) * 61, 5000)
+    waits_s = []
+    for num_bad_steps in (0, 20):
+        clock = VirtualClock()
+        parts = build_simulated_parts(
+            machine, requests, SimulationOptions(), clock=clock, sleep=clock.sleep
+        )
+        planner = Planner(machine.model, PlannerConfig(forced=forced))
+        for _ in range(num_bad_steps):
+            planner.observe_stall(forced, 0.0, 1.0)
+            planner.observe_stall(LoadStrategy.PIPELINED, 0.0, 1.0)  # where no worker is free
+        cold_starts = parts.scheduler.cold_starts
+        assert isinstance(cold_starts, PlannedColdStarts)
+        cold_starts.use(planner)
+        replayed = replay(
+            parts.core, requests_of(requests), clock, clock.sleep, parts.executor.link_stats,
+            parts.executor.step_stats,
+        )  # fmt: skip
+        parts.executor.close()
+        assert lengths(replayed) == [4000] + [3] * 60
+        assert replayed.stats.cold_starts == {forced: 61}
+        waits_s.append([(one.first_token_s or 0.0) - one.arrival_s for one in replayed.records])
+    as_ever, after = waits_s
+    assert (after[1:20] == as_ever[1:20]) == (forced not in AT_ONCE)
+    assert after[40:] == pytest.approx(as_ever[40:], rel=1e-6)
+    if forced in AT_ONCE:
+        assert sum(after[1:20]) > 1.2 * sum(as_ever[1:20])
 
 
 def test_a_policy_is_named_or_given() -> None:
