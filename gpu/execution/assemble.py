@@ -36,7 +36,7 @@ from ..lora.select import select_lora_backend
 from ..lora.table import LoraTable
 from ..model.attention_hook import PagedAttentionHook
 from ..model.kv_pool import KvLayout, KvPool
-from ..model.load import ModelSource, load_config, load_model, resolve_device, resolve_dtype
+from ..model.load import load_model, resolve_device, resolve_dtype
 from ..model.probe import (
     MAX_PROBE_TOKENS,
     NUM_PROBE_SEQUENCES,
@@ -46,6 +46,7 @@ from ..model.probe import (
 )
 from ..model.quantization import QuantizedLinears, Weights, check_dtype, plan_quantization
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
+from ..model.source import ModelSource, load_config
 from ..model.targets import build_target_map, record_input_groups, with_input_groups
 from ..replay.select import OFF, select_decode_graphs
 from .executor import AdapterFetch, DeviceExecutor

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from .load import ModelSource
+from .source import ModelSource
 
 
 def model_fingerprint(source: ModelSource, config: Any, quantization: str = "") -> str:

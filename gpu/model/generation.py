@@ -6,7 +6,7 @@ from typing import Any
 
 from ...runtime.errors import ModelError, RequestError
 from ...runtime.sampling import SamplingParams
-from .load import ModelSource, load_generation_config
+from .source import ModelSource, load_generation_config
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...runtime.errors import ModelError
 from .attention_hook import AttentionRecord, PagedAttentionHook
 from .kv_pool import LayerKvShape
-from .load import describe
+from .source import describe
 
 _PROMPT_LENGTHS = (7, 21)  # one within a block, one that crosses a block's end
 _NUM_DECODE_STEPS = 2

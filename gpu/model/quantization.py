@@ -27,8 +27,9 @@ from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, remembered
 from ..linear.quantized import QuantizedWeight, quantize
 from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
-from .load import ModelSource, RestOfModel, load_model
+from .load import RestOfModel, load_model
 from .skeleton import build_skeleton
+from .source import ModelSource
 from .stored_quantization import (
     StoredQuantization,
     is_stored_tensor,

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...runtime.adapters.target_map import TargetMap
 from ...runtime.errors import ModelError
-from .load import ModelSource, describe, load_config
+from .source import ModelSource, describe, load_config
 from .targets import build_target_map
 
 

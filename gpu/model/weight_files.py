@@ -12,7 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ...runtime.errors import ModelError
-from .load import ModelSource
+from .source import ModelSource
 
 FileStamp = tuple[str, int, int, int]  # path, inode, bytes, time of the last change in ns
 

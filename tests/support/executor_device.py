@@ -11,7 +11,7 @@ from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.kv.host import HostKv
 from corun.gpu.lora.table import DeviceAdapter
-from corun.gpu.model.load import ModelSource
+from corun.gpu.model.source import ModelSource
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import AdapterError
 from corun.runtime.plan import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from corun.gpu.execution import assemble
 from corun.gpu.execution.threads import set_threads
-from corun.gpu.model.load import ModelSource
+from corun.gpu.model.source import ModelSource
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.profile import Subject, save_profile

@@ -12,8 +12,8 @@ from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.quantized import quantize
 from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
 from corun.gpu.linear.wrapper import wrap_linears
-from corun.gpu.model.load import ModelSource, load_config
 from corun.gpu.model.quantization import Quantization, QuantizedLinears
+from corun.gpu.model.source import ModelSource, load_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 

@@ -59,8 +59,8 @@ def run_check(
     """
     # Imported here so that the registry and its callers stay free of torch.
     from ....gpu.lora.convert import check_values
-    from ....gpu.model.load import ModelSource
     from ....gpu.model.skeleton import target_map_of
+    from ....gpu.model.source import ModelSource
 
     target_map = target_map_of(ModelSource(model, revision, trust_remote_code))
     try:

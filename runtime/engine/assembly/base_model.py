@@ -10,8 +10,9 @@ from ...errors import ModelError
 def read_base_model(config: EngineConfig) -> BaseModel:
     """Of ``config.model``. Raises ``ModelError`` if it cannot be read, or is of no known form."""
     from ....gpu.model.fingerprint import model_fingerprint
-    from ....gpu.model.load import ModelSource, load_config, resolve_dtype
+    from ....gpu.model.load import resolve_dtype
     from ....gpu.model.skeleton import target_map_of
+    from ....gpu.model.source import ModelSource, load_config
 
     assert config.model is not None
     source = ModelSource(config.model, config.revision, config.trust_remote_code)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ....gpu.execution.executor import DeviceExecutor
     from ....gpu.kv.host import HostKv
     from ....gpu.model.generation import GenerationDefaults
-    from ....gpu.model.load import ModelSource
+    from ....gpu.model.source import ModelSource
     from ....profiles.models import MachineModel
     from ....profiles.profile import Profile
     from .coexecution import Coexecution
@@ -144,7 +144,7 @@ def _build(
         from ....gpu.execution import assemble
         from ....gpu.execution.threads import set_threads
         from ....gpu.forward.kernel_threads import set_kernel_threads
-        from ....gpu.model.load import ModelSource, load_config
+        from ....gpu.model.source import ModelSource, load_config
 
     facts = read_machine_facts()
     placement = place_engine(config, facts)

@@ -77,7 +77,7 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
     assert config.model is not None
     from ....gpu.execution import assemble
     from ....gpu.execution.threads import set_threads
-    from ....gpu.model.load import ModelSource
+    from ....gpu.model.source import ModelSource
 
     facts = read_machine_facts()
     placement = place_engine(config, facts)

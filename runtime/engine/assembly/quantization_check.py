@@ -90,7 +90,7 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
 
 def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
     from ....gpu.execution import assemble
-    from ....gpu.model.load import ModelSource
+    from ....gpu.model.source import ModelSource
 
     assert config.model is not None
     source = ModelSource(config.model, config.revision, config.trust_remote_code)

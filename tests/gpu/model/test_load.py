@@ -9,7 +9,8 @@ import torch
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.generation import GenerationDefaults, read_generation_defaults
-from corun.gpu.model.load import ModelSource, load_config, load_model
+from corun.gpu.model.load import load_model
+from corun.gpu.model.source import ModelSource, load_config
 from corun.runtime.errors import ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import make_model, save_model

@@ -11,9 +11,10 @@ from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.kv_pool import KvLayout, KvPool
-from corun.gpu.model.load import ModelSource, load_config, load_model
+from corun.gpu.model.load import load_model
 from corun.gpu.model.probe import check_parity, layer_shapes, record_attention
 from corun.gpu.model.rope import guard_longrope
+from corun.gpu.model.source import ModelSource, load_config
 from corun.runtime.errors import ModelError
 from support.architectures import ARCHITECTURES, save_model
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM

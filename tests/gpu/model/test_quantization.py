@@ -17,7 +17,6 @@ from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
 from corun.gpu.model import quantization
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.fingerprint import model_fingerprint
-from corun.gpu.model.load import ModelSource, load_config
 from corun.gpu.model.quantization import (
     Quantization,
     QuantizedLinears,
@@ -25,6 +24,7 @@ from corun.gpu.model.quantization import (
     check_dtype,
     plan_quantization,
 )
+from corun.gpu.model.source import ModelSource, load_config
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ConfigError, ModelError
 from safetensors.torch import load_file, save_file

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corun.gpu.model.load import ModelSource
+from corun.gpu.model.source import ModelSource
 from corun.gpu.model.stored_quantization import (
     StoredQuantization,
     read_stored,

@@ -16,7 +16,7 @@ from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_thre
 from corun.gpu.forward.lower import ForwardInputs, PackedRows, lower
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter
-from corun.gpu.model.load import ModelSource
+from corun.gpu.model.source import ModelSource
 from corun.gpu.replay.decode_graphs import DecodeGraphs
 from corun.runtime.config.engine import EngineConfig
 from support.architectures import ARCHITECTURES, save_model

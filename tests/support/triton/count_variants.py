@@ -25,7 +25,7 @@ from corun.gpu.execution.warm_up import warm_up
 from corun.gpu.forward.lower import PackedRows, lower
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.lora.triton_backend import TritonLora
-from corun.gpu.model.load import ModelSource
+from corun.gpu.model.source import ModelSource
 from corun.runtime.config.engine import EngineConfig
 from support.architectures import save_model
 from triton import knobs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from corun.gpu.execution import assemble
-from corun.gpu.model.load import ModelSource
+from corun.gpu.model.source import ModelSource
 from corun.profiles.find import default_path
 from corun.profiles.measure import effort
 from corun.profiles.profile import load_profile, save_profile

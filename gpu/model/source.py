@@ -1,0 +1,67 @@
+"""Where a base model comes from, and what its configuration files say."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from ...runtime.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from; ``path`` is a directory or the id of a hub repository."""
+
+    path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def hub_arguments(self) -> dict[str, Any]:
+        """Arguments that every ``from_pretrained`` gets."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+def load_config(source: ModelSource) -> Any:
+    """Read a model's configuration. Raises ``ModelError``."""
+    _check_directory(source)
+    try:
+        return AutoConfig.from_pretrained(source.path, **source.hub_arguments())
+    except Exception as error:  # foreign code: whatever it raises, there is no configuration
+        reason = f"cannot read the configuration of {source.path!r}: {error}"
+        if not Path(source.path).exists():
+            reason += "\nThere is no directory of this name either"
+        raise ModelError(reason) from error
+
+
+def load_generation_config(source: ModelSource, config: Any) -> GenerationConfig:
+    """Read generation_config.json, or derive it from the model's configuration.
+
+    Raises ``ModelError`` if there is such a file and it cannot be read.
+    """
+    try:
+        return GenerationConfig.from_pretrained(source.path, **source.hub_arguments())
+    except Exception as error:  # OSError also if there is no such file
+        file = Path(source.path) / "generation_config.json"
+        if file.exists() or not isinstance(error, OSError):
+            raise ModelError(
+                f"cannot read generation_config.json of {source.path!r}: {error}"
+            ) from error
+        return GenerationConfig.from_model_config(config)
+
+
+def describe(config: Any) -> str:
+    """Name the architecture for a message, such as "llama, LlamaForCausalLM"."""
+    names = getattr(config, "architectures", None) or ()
+    return ", ".join([str(getattr(config, "model_type", "unknown")), *names])
+
+
+def _check_directory(source: ModelSource) -> None:
+    """Tell a path that does not exist from a hub id."""
+    path = Path(source.path)
+    looks_local = path.is_absolute() or source.path.startswith((".", "~")) or "\\" in source.path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{source.path!r} holds no config.json, so it is no model directory")
+    elif looks_local or path.exists() or source.path.count("/") > 1:
+        raise ModelError(f"no such model directory: {source.path!r}")
