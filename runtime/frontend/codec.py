@@ -10,6 +10,7 @@ from ..engine.messages import TokenizerSpec
 from ..engine.tokenizer import plain_backend
 from .chat_template import ChatTemplate
 from .detokenizer import Decode
+from .special_stops import SpecialToken
 
 
 class Codec(Protocol):
@@ -32,6 +33,10 @@ class Codec(Protocol):
 
     def vocabulary(self) -> Mapping[str, int]:
         """Return all tokens, added ones included, with their ids. Takes its time."""
+        ...
+
+    def special_tokens(self) -> Mapping[int, SpecialToken]:
+        """Return the tokens that ``decoding`` can skip, by id. Takes its time."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -78,6 +83,9 @@ class PlainCodec:
     def vocabulary(self) -> Mapping[str, int]:
         found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return found
+
+    def special_tokens(self) -> Mapping[int, SpecialToken]:
+        return _special(self._backend.get_added_tokens_decoder())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -132,6 +140,14 @@ class TransformersCodec:
     def vocabulary(self) -> Mapping[str, int]:
         return dict(self._hf.get_vocab())
 
+    def special_tokens(self) -> Mapping[int, SpecialToken]:
+        named = {
+            token_id: SpecialToken(name)
+            for token_id in self._hf.all_special_ids
+            if (name := self.token_name(token_id))
+        }
+        return named | _special(self._hf.added_tokens_decoder)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
@@ -173,6 +189,15 @@ class TransformersCodec:
             **variables,
         )
         return str(text)
+
+
+def _special(added: Mapping[int, Any]) -> dict[int, SpecialToken]:
+    """Return the special ones of a tokenizer's added tokens."""
+    return {
+        token_id: SpecialToken(token.content, token.lstrip, token.rstrip)
+        for token_id, token in added.items()
+        if token.special and token.content
+    }
 
 
 def codec_from_spec(spec: TokenizerSpec, *, chat_template: str | None = None) -> Codec:

@@ -34,6 +34,10 @@ class Detokenizer(Protocol):
         """Take one token; return the text to show: whole characters, possibly none."""
         ...
 
+    def hide(self, token_id: int) -> str:
+        """Take the last token, of which nothing is shown; return the text to show before it."""
+        ...
+
     def finish(self) -> str:
         """Return the text held back: no more tokens come."""
         ...
@@ -86,6 +90,10 @@ class WindowStream:
             self._shift()
         return new_text
 
+    def hide(self, token_id: int) -> str:
+        """Return nothing."""
+        return ""
+
     def finish(self) -> str:
         """Return nothing: what has been left out is no character."""
         return ""
@@ -131,7 +139,7 @@ def _num_complete_chars(decode: Decode, token_ids: Sequence[int]) -> int:
     return len(decode(token_ids))
 
 
-class _StopMatcher:
+class StopMatcher:
     """Follows one stop string through a text, character by character (Knuth, Morris, Pratt)."""
 
     def __init__(self, stop: str) -> None:
@@ -178,7 +186,7 @@ class StopFinder:
     __slots__ = ("_held", "_include_stop_in_text", "_matchers")
 
     def __init__(self, stops: Iterable[str], *, include_stop_in_text: bool) -> None:
-        self._matchers = [_StopMatcher(stop) for stop in stops]
+        self._matchers = [StopMatcher(stop) for stop in stops]
         assert self._matchers, "nothing to look for"
         self._include_stop_in_text = include_stop_in_text
         self._held = ""  # the end of the text that is a beginning of a stop string
@@ -238,6 +246,10 @@ class StoppingDetokenizer:
         may_stop = self._num_tokens >= self._min_tokens
         shown, self.stop = self._finder.feed(text, may_stop=may_stop)
         return shown
+
+    def hide(self, token_id: int) -> str:
+        """Return nothing: a token without text completes no stop string."""
+        return ""
 
     def finish(self) -> str:
         """Return the text held back: no stop string can claim it any more."""

@@ -21,6 +21,7 @@ from .outputs import (
     RequestOutput,
     TokenCandidates,
 )
+from .special_stops import SpecialStoppingDetokenizer
 from .tokenizer import Tokenizer
 
 
@@ -51,15 +52,7 @@ class Choice:
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
-        stream = tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens)
-        self._detokenizer: Detokenizer = stream
-        if params.stop:
-            self._detokenizer = StoppingDetokenizer(
-                stream,
-                stops=params.stop,
-                include_stop_in_text=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
+        self._detokenizer = _detokenizer(tokenizer, prompt, params)
         self._params = params
         self._prompt_token_ids = prompt
         self.prompt_logprobs: list[TokenCandidates | None] | None = None
@@ -91,9 +84,8 @@ class Choice:
             if update.logprobs is not None:
                 self._add_logprobs(token_id, update.logprobs[position])
             history.token_ids.append(token_id)
-            if position == num_shown:
-                break
-            text = detokenizer.push(token_id)
+            is_hidden = position == num_shown
+            text = detokenizer.hide(token_id) if is_hidden else detokenizer.push(token_id)
             if text:
                 history.pieces.append(text)
             if detokenizer.stop is not None:
@@ -175,6 +167,24 @@ class Choice:
         assert self._history.logprobs is not None
         self._cumulative_logprob += logprobs.logprob
         self._history.logprobs.append(_candidates(token_id, logprobs, self._tokenizer))
+
+
+def _detokenizer(
+    tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
+) -> Detokenizer:
+    """Return what makes text of a choice's tokens and finds its stop strings."""
+    stream = tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens)
+    if not params.stop:
+        return stream
+    spellings = tokenizer.special_tokens.spellings(params.stop)
+    if spellings:
+        return SpecialStoppingDetokenizer(stream, tokenizer.special_tokens, params, spellings)
+    return StoppingDetokenizer(
+        stream,
+        stops=params.stop,
+        include_stop_in_text=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+    )
 
 
 def _candidates(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> TokenCandidates:

@@ -10,13 +10,14 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, SupportsIndex
 
 from ..errors import RequestError
 from .chat_template import RENDER_ERRORS
 from .codec import Codec
 from .detokenizer import REPLACEMENT, Decoder, WindowStream
+from .special_stops import SpecialTokens
 
 _MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to the thread
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -109,6 +110,11 @@ class Tokenizer:
     ) -> WindowStream:
         """Return an incremental decoder for the tokens that follow ``prompt_token_ids``."""
         return WindowStream(self._decoders[skip_special_tokens], prompt_token_ids)
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """What is left out of texts unless it is asked for."""
+        return SpecialTokens(self.codec.special_tokens(), self.token_text)
 
     def token_text(self, token_id: int) -> str:
         r"""Return one token's text, with its leading space.

@@ -97,7 +97,9 @@ class GenerationFields(RequestModel):
     stop: StopField = given("Texts that end a choice, which is cut before them.")
     stop_token_ids: list[int] | None = given("Tokens that end a choice.")
     ignore_eos: bool | None = given("Go on behind a token that ends a sequence.")
-    include_stop_str_in_output: bool | None = given("Keep the text that has ended a choice.")
+    include_stop_str_in_output: bool | None = given(
+        "Keep the text that has ended a choice, special tokens of a stop string too."
+    )
     skip_special_tokens: bool | None = given("Leave special tokens out of texts; default: true.")
     stream: bool | None = given("Answer with server-sent events.")
     stream_options: StreamOptions | None = given("How the stream reports on itself.")

@@ -1,6 +1,7 @@
 """Sampling options over HTTP with the real engine."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from support.demo_answers import BASE
 from support.serving import ANSWER_TIMEOUT_S, Served, wait_until
 
 STORY = "One evening the old"
+_END_ID = 260  # of <|end|>
 
 
 def complete(server: Served, **body: Any) -> dict[str, Any]:
@@ -59,6 +61,45 @@ def test_stop(server: Served) -> None:
     assert answer["choices"][0]["stop_reason"] == " TH"
     kept = complete(server, **body, stop=" TH", include_stop_str_in_output=True)
     assert texts(kept) == ["ONE TWO TH"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_stop_strings_with_special_tokens(server: Served, skip: bool) -> None:
+    body = {
+        "prompt": chat_prompt("hello"), "model": "upper", "max_tokens": 30, "logprobs": 0,
+        "skip_special_tokens": skip,
+    }  # fmt: skip
+    for stop, text in (("<|end|>", "HELLO"), ("LO<|end|>", "HEL"), (["never", "O<|end|>"], "HELL")):
+        answer = complete(server, **body, stop=stop, n=2)
+        assert texts(answer) == [text, text]
+        assert answer["usage"]["completion_tokens"] == 2 * len("HELLO+")
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] == (stop if isinstance(stop, str) else stop[1])
+        assert choice["logprobs"]["tokens"] == [*"HELLO", "<|end|>"]
+    # The same where the token ends no sequence, and goes on being drawn.
+    drawn = body | {"ignore_eos": True, "logit_bias": {str(_END_ID): 100}, "stop": "<|end|><|end|>"}
+    for include, text in ((False, ""), (True, "<|end|><|end|>")):
+        answer = complete(server, **drawn, include_stop_str_in_output=include)
+        assert texts(answer) == [text]
+        assert answer["usage"]["completion_tokens"] == 2
+    later = complete(server, **drawn, min_tokens=5)
+    assert later["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_stop_strings_with_special_tokens_in_streams_of_chats(server: Served, skip: bool) -> None:
+    body = {
+        "model": "upper", "messages": [{"role": "user", "content": "hello"}], "stream": True,
+        "stop": "LO<|end|>", "ignore_eos": True, "max_tokens": 30, "skip_special_tokens": skip,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    answer = server.post("/v1/chat/completions", body)
+    chunks = [json.loads(line[5:]) for line in answer.text.splitlines() if "{" in line]
+    choices = [one["choices"][0] for one in chunks if one["choices"]]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == "HEL"
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "LO<|end|>")
+    assert chunks[-1]["usage"]["completion_tokens"] == len("HELLO+")
 
 
 def test_logprobs(server: Served) -> None:

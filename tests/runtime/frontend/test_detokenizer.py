@@ -20,6 +20,9 @@ class ListStream:
     def push(self, token_id: int) -> str:
         return self._pieces[token_id]
 
+    def hide(self, token_id: int) -> str:
+        return ""
+
     def finish(self) -> str:
         return ""
 
