@@ -42,7 +42,7 @@ RANGES: Mapping[str, Range] = {
     "presence_penalty": Range(-2.0, 2.0),
     "frequency_penalty": Range(-2.0, 2.0),
     "repetition_penalty": Range(0.0, 100.0, open_low=True),
-    "max_tokens": Range(1, 2**31 - 1),
+    "max_tokens": Range(0, 2**31 - 1),
     "logprobs": Range(0, MAX_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "seed": Range(-(2**63), 2**64 - 1),
@@ -64,7 +64,7 @@ class SamplingParams:
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0
     seed: int | None = None  # None = drawn by the front end once per request
-    max_tokens: int | None = 16  # None = as many as the context takes
+    max_tokens: int | None = 16  # None = as many as the context takes; 0 = score the prompt alone
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -97,6 +97,12 @@ class SamplingParams:
             raise RequestError(
                 "truncate_prompt_tokens is 0, must be 1 or more, or -1 for as many as fit",
                 param="truncate_prompt_tokens",
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens is 0, must be in [1, 2147483647]; 0 is for requests that score their "
+                "prompt: give prompt_logprobs, or echo to /v1/completions",
+                param="max_tokens",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(

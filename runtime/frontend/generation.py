@@ -6,6 +6,8 @@ waits for them. Updates that come faster than somebody asks are merged.
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from ..engine.messages import RequestUpdate
 from ..errors import CorunError, StepFailedError, rebuild_error
 from ..plan import TokenLogprobs
@@ -76,6 +78,8 @@ class Choice:
     def update(self, update: RequestUpdate) -> bool:
         """Take what the engine says of an open choice; return whether the engine can stop it."""
         self._note(update)
+        if self._params.max_tokens == 0:
+            update = _without_tokens(update)
         history, detokenizer = self._history, self._detokenizer
         num_shown = len(update.token_ids)
         if update.stop_token_id is not None and self._hides_stop(update):
@@ -184,6 +188,14 @@ def _detokenizer(
         stops=params.stop,
         include_stop_in_text=params.include_stop_str_in_output,
         min_tokens=params.min_tokens,
+    )
+
+
+def _without_tokens(update: RequestUpdate) -> RequestUpdate:
+    """Return an update for a request that wants no tokens: the engine samples one in any case."""
+    reason = "length" if update.finish_reason == "stop" else update.finish_reason
+    return msgspec.structs.replace(
+        update, token_ids=(), logprobs=None, finish_reason=reason, stop_token_id=None
     )
 
 

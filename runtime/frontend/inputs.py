@@ -154,8 +154,9 @@ def engine_sampling(
 ) -> list[SamplingParams]:  # fmt: skip
     """Return what each choice asks of the engine: one choice, a seed and a number of tokens.
 
-    ``max_tokens`` is cut to what the context still takes; None means just that. Stop strings stay
-    behind, which are a matter of text, and what was cut off the prompt. ``eos_token_ids``: of the
+    ``max_tokens`` is cut to what the context still takes; None means just that, and of 0 the engine
+    computes one that nobody sees. Stop strings stay behind, which are a matter of text, and what
+    was cut off the prompt. ``eos_token_ids``: of the
     adapter, beside those of the base.
     """
     room = max_model_len - num_prompt_tokens
@@ -172,7 +173,7 @@ def engine_sampling(
             params,
             n=1,
             seed=choice_seed(seed, index),
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),
             stop=(),
             stop_token_ids=params.stop_token_ids
             if params.ignore_eos

@@ -1,6 +1,5 @@
 """``POST /v1/completions``: text in, text out."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 
@@ -41,6 +40,21 @@ class CompletionRequest(GenerationFields):
         value = self.prompt
         return len(value) if value and isinstance(value, list) and _is_prompt(value[0]) else 1
 
+    @property
+    def generates_nothing(self) -> bool:
+        """Whether only the prompt is asked for: then a choice is one event of a stream."""
+        return 0 in (self.max_tokens, self.max_completion_tokens)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Beside those asked for: what the log-probabilities of a prompt that is written need."""
+        asked = self.prompt_logprobs
+        if not self.echo:
+            return asked
+        if self.logprobs is not None:
+            return max(self.logprobs, asked or 0)
+        return asked or 0 if self.generates_nothing else asked
+
     def prompts(self) -> list[Prompt]:
         """Return the prompts one by one. Raises ``HttpError`` for any other shape."""
         value = self.prompt
@@ -64,7 +78,8 @@ class CompletionEndpoint(GenerationEndpoint):
     async def parse(self, body: bytes, request_id: str) -> ParsedRequest:
         request = parse_body(CompletionRequest, body, self.state.unknown_fields)
         request.check_stream_options()
-        request.check_scores(has_echo=bool(request.echo) and request.logprobs is not None)
+        if not request.generates_nothing:
+            request.check_scores(has_echo=bool(request.echo) and request.logprobs is not None)
         target = await self.state.resolve(request.model)
         sampling = request.sampling_params(
             self.state.engine.get_model_info().default_sampling,
@@ -73,21 +88,18 @@ class CompletionEndpoint(GenerationEndpoint):
             logprobs_field="logprobs",
         )
         self.check_num_sequences(request.num_prompts, sampling.n)
-        prompts = request.prompts()
-        if request.echo and request.logprobs is not None:
-            sampling = dataclasses.replace(
-                sampling, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0)
-            )
         return ParsedRequest(
             body=request,
             envelope=Envelope(request_id, _OBJECT, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
-            prompts=prompts,
+            prompts=request.prompts(),
             sampling=sampling,
             echo=bool(request.echo),
         )
 
     def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
+        if request.sampling.max_tokens == 0:
+            return _WholeChoices(request, self._echo_of, self.choices)
         return _CompletionChunks(request, self._echo_of)
 
     def choices(
@@ -178,6 +190,28 @@ class _CompletionChunks(ChunkEncoder):
             stop_reason=choice.stop_reason,
             token_ids=choice.new_token_ids if self._with_token_ids else msgspec.UNSET,
         )
+
+
+class _WholeChoices(_CompletionChunks):
+    """The events of a stream whose choices have no tokens: each is told at once, in the end."""
+
+    __slots__ = ("_choices",)
+
+    def __init__(
+        self,
+        request: ParsedRequest,
+        echo_of: Callable[[RequestOutput, SamplingParams], str],
+        choices: Callable[[ParsedRequest, int, RequestOutput], list[msgspec.Struct]],
+    ) -> None:
+        super().__init__(request, echo_of)
+        self._choices = choices
+
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        if not output.finished:
+            return b""
+        self._count(prompt_index, output)
+        choices = self._choices(self._request, prompt_index, output)
+        return b"".join(self._event(choice) for choice in choices)
 
 
 def _is_prompt(value: object) -> bool:

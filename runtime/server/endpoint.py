@@ -171,11 +171,12 @@ class GenerationEndpoint(ABC):
         )
 
     def _check_size(self, request: ParsedRequest) -> None:
-        model = self.state.engine.get_model_info()
+        max_model_len = self.state.engine.get_model_info().max_model_len
+        max_tokens = request.sampling.max_tokens
         check_num_output_tokens(
             len(request.prompts),
             request.sampling.n,
-            min(request.sampling.max_tokens or model.max_model_len, model.max_model_len),
+            max_model_len if max_tokens is None else min(max_tokens, max_model_len),
             max_request_tokens=self.state.settings.limits.max_request_tokens,
         )
 

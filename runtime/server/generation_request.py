@@ -34,7 +34,6 @@ _SAMPLING_FIELDS = (
     "truncate_prompt_tokens",
     "bad_words",
     "allowed_token_ids",
-    "prompt_logprobs",
 )
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _INTEGERS = ("top_k",)
@@ -90,7 +89,8 @@ class GenerationFields(RequestModel):
     seed: int | None = given("The same seed gives the same tokens.")
     n: int | None = given("Choices for each prompt; default: 1.")
     max_tokens: int | None = given(
-        "Tokens of each choice at most; default: 16 for prompts, what fits for messages."
+        "Tokens of each choice at most; default: 16 for prompts, what fits for messages. "
+        "0 = none, where the prompt is scored or written."
     )
     max_completion_tokens: int | None = given("Another name for max_tokens.")
     min_tokens: int | None = given("No choice ends before.")
@@ -138,6 +138,11 @@ class GenerationFields(RequestModel):
         options = self.stream_options
         return self.wants_stream_usage and bool(options and options.continuous_usage_stats)
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many others to score beside each token of the prompt; None = score none."""
+        return self.prompt_logprobs
+
     def sampling_params(
         self,
         model_defaults: Mapping[str, float],
@@ -163,6 +168,7 @@ class GenerationFields(RequestModel):
         max_tokens, max_tokens_field = self._max_tokens()
         values["max_tokens"] = default_max_tokens if max_tokens is None else max_tokens
         values["logprobs"] = logprobs
+        values["prompt_logprobs"] = self.num_prompt_logprobs
         values["logit_bias"] = self._biases()
         values["stop"] = self.stop
         values["stop_token_ids"] = self.stop_token_ids or ()

@@ -119,10 +119,7 @@ class ChunkEncoder(ABC):
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         """Return the events for what is new in ``output``, possibly none."""
         events = b""
-        if self._shows_usage:
-            self._latest[prompt_index] = output
-            usage = self._encode_json(usage_of(self._latest.values()))
-            self._tail = b',"usage":' + usage + b"}\n\n"
+        self._count(prompt_index, output)
         for choice in output.outputs:
             index = prompt_index * self._num_choices + choice.index
             frame = self._text_frames.get(index)
@@ -151,6 +148,13 @@ class ChunkEncoder(ABC):
         if timing is not None:
             event += b',"timing":' + self._encode_json(timing)
         return event + b"}\n\n"
+
+    def _count(self, prompt_index: int, output: RequestOutput) -> None:
+        """Have the next events show the usage so far, if it was asked for."""
+        if self._shows_usage:
+            self._latest[prompt_index] = output
+            usage = self._encode_json(usage_of(self._latest.values()))
+            self._tail = b',"usage":' + usage + b"}\n\n"
 
     def _event(self, part: msgspec.Struct, beside: bytes = b"") -> bytes:
         """Return the event of one choice; ``beside``: members of the chunk beside its choices."""

@@ -53,6 +53,16 @@ def test_one_prompt_of_the_base(engine: Engine) -> None:
     assert choice.finish_reason == "stop"
 
 
+def test_a_prompt_is_scored_without_a_token(engine: Engine) -> None:
+    scored = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, logprobs=1)
+    (alone,) = engine.generate(chat_prompt("hello"), scored)
+    (choice,) = alone.outputs
+    assert (choice.text, choice.token_ids, choice.logprobs) == ("", [], [])
+    assert (choice.finish_reason, choice.stop_reason) == ("length", None)
+    assert alone.prompt_logprobs is not None
+    assert len(alone.prompt_logprobs) == len(alone.prompt_token_ids)
+
+
 def test_parameters_and_adapters_per_prompt(engine: Engine) -> None:
     """Base and adapters of all ranks in one batch, each request with its own parameters."""
     examples = {task: unseen_examples(task, 10, 2) for task in ADAPTERS}

@@ -269,3 +269,20 @@ def test_a_multiple_choice_task_is_scored_as_evaluations_do_it(server: Served) -
     ):
         assert abs(found - expected) < 1e-2  # in bfloat16, and in other batches
     assert scored["choices"][0]["text"].startswith(prompt + said["text"])
+    # The same without a token: again where the prefix is in the cache, several at once, with n.
+    alone = {**body, "prompt": [prompt + said["text"], prompt], "echo": True, "max_tokens": 0}
+    complete(server, **{**body, "prompt": prompt + said["text"], "max_tokens": 1})
+    for _ in range(2):
+        answer = complete(server, **alone, n=2)
+        assert answer["usage"]["completion_tokens"] == 0
+        assert [one["text"] for one in answer["choices"][::2]] == alone["prompt"]
+        for choice, expected in zip(answer["choices"], [columns] * 2, strict=False):
+            assert choice["finish_reason"] == "length"
+            assert choice["logprobs"]["tokens"] == expected["tokens"][:-1]
+            for found, known in zip(
+                choice["logprobs"]["token_logprobs"][1:],
+                expected["token_logprobs"][1:-1], strict=True,
+            ):  # fmt: skip
+                assert abs(found - known) < 1e-2
+    plain = complete(server, model="upper", prompt=prompt, echo=True, max_tokens=0, stop="e")
+    assert texts(plain) == [prompt]

@@ -21,12 +21,22 @@ from corun.runtime.sampling import SamplingParams
         ("seed", 2**64),
         ("stop_token_ids", (3, -1)),  # an index from the end of the vocabulary
         ("stop", ("",)),
+        ("max_tokens", -1),
+        ("max_tokens", 0),  # nothing would be shown
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+def test_a_request_without_tokens_scores_its_prompt() -> None:
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(RequestError, match="0 is for requests that score their prompt"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match="min_tokens"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

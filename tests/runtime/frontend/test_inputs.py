@@ -77,8 +77,9 @@ def test_no_more_tokens_are_listed_than_the_model_has(name: str) -> None:
 
 
 def test_max_tokens_is_what_the_context_takes_at_most() -> None:
-    for max_tokens, expected in ((None, MAX_MODEL_LEN - 3), (10**6, MAX_MODEL_LEN - 3), (5, 5)):
-        (request,) = engine_requests(max_tokens=max_tokens)
+    cases = ((None, MAX_MODEL_LEN - 3), (10**6, MAX_MODEL_LEN - 3), (5, 5), (0, 1))
+    for max_tokens, expected in cases:
+        (request,) = engine_requests(max_tokens=max_tokens, prompt_logprobs=0)
         assert request.sampling.max_tokens == expected
         assert request.sampling.seed is not None
 

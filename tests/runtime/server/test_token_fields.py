@@ -155,6 +155,32 @@ def test_a_prompt_is_cut_to_what_fits(http: httpx.Client) -> None:
         assert post(http, COMPLETIONS, **body)["usage"]["prompt_tokens"] == num_kept
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_prompt_is_scored_without_a_token(http: httpx.Client, engine: Any, name: str) -> None:
+    fields: dict[str, Any] = {"prompt": ["hello", "to"], "echo": True, "n": 2, "max_tokens": None}
+    fields[name] = 0
+    options: dict[str, Any] = {"include_usage": True}
+    asked: list[tuple[dict[str, Any], int]]
+    asked = [({}, 0), ({"logprobs": 1}, 1), ({"prompt_logprobs": 3}, 3)]
+    for scores, num_scored in asked:
+        body = post(http, COMPLETIONS, **fields, **scores)
+        assert engine.seen[-1][1].prompt_logprobs == num_scored
+        assert [one["text"] for one in body["choices"]] == ["hello", "hello", "to", "to"]
+        for choice in body["choices"]:
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+            assert ("prompt_logprobs" in choice) == ("prompt_logprobs" in scores)
+        logprobs = body["choices"][0]["logprobs"]
+        if "logprobs" in scores:
+            assert logprobs["token_logprobs"] == [None, *[-0.5] * 4]
+        else:
+            assert logprobs is None
+        assert body["usage"]["completion_tokens"] == 0
+        chunks = stream(http, COMPLETIONS, **fields, **scores, stream_options=options)
+        streamed = [one for chunk in chunks for one in chunk["choices"]]
+        assert sorted(streamed, key=lambda one: one["index"]) == body["choices"]
+        assert chunks[-1]["usage"] == body["usage"]
+
+
 def test_rules_for_tokens_reach_the_engine(http: httpx.Client, engine: Any) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": ANSWERED[:1]})):
         rules = {
