@@ -2,22 +2,28 @@
 
 The function refuses every argument that would change attention in a way it does not know: an
 argument that is ignored is a wrong answer without an error.
+
+transformers' own attention sees what the mask shows, and many models say a window or a chunk in
+their mask alone. While a pass is recorded, a mask function is registered beside the attention
+function: it notes what each mask shows and hands out a tensor by which the layer is known that
+attends with it. When requests are served, no mask is made.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...runtime.errors import ModelError
 from ..attention.base import AttentionBackend, AttentionParams
 from ..forward.batch import StepContext
 from .kv_pool import KvPool, LayerKvShape
+from .mask import MaskFunction, Sight, read_mask
 
 _IDS = itertools.count()
 
@@ -38,7 +44,9 @@ class AttentionRecord:
 
     layer_indices: list[int] = field(default_factory=list)  # in the order of the calls
     shapes: dict[int, LayerKvShape] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
+    sights: dict[int, Sight] = field(default_factory=dict)
+    # Masks of the pass by their memory, which lives as long as the record.
+    masks: dict[int, tuple[torch.Tensor, Sight]] = field(default_factory=dict)
 
 
 class PagedAttentionHook:
@@ -54,6 +62,7 @@ class PagedAttentionHook:
         self._backend: AttentionBackend | None = None
         self._pool: KvPool | None = None
         self._record: AttentionRecord | None = None
+        self._windows: dict[int, int | None] = {}  # of layers whose mask is known
         AttentionInterface.register(self.name, self._attend)
 
     def attach(self, backend: AttentionBackend, pool: KvPool) -> None:
@@ -63,17 +72,19 @@ class PagedAttentionHook:
 
     def close(self) -> None:
         """Take the function out of transformers' table; the model cannot run any more."""
-        _forget(self.name)
+        _forget(AttentionInterface, self.name)
         self._pool = None
 
     @contextmanager
     def recording(self) -> Iterator[AttentionRecord]:
         """Record the calls of the passes inside the ``with`` block."""
         self._record = AttentionRecord()
+        AttentionMaskInterface.register(self.name, self._make_mask)
         try:
             yield self._record
         finally:
             self._record = None
+            _forget(AttentionMaskInterface, self.name)
 
     def _attend(
         self,
@@ -88,32 +99,65 @@ class PagedAttentionHook:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
         if self._record is not None:
-            params = _read_params(module, query, attention_mask, kwargs)
-            self._note(layer, key, value, params)
+            sight = self._sight(module, attention_mask)
+            if sight is not None:
+                self._windows[layer] = sight.window
+            params = self._params(module, layer, query, kwargs)
+            self._note(layer, key, value, sight or Sight(params.sliding_window))
             return _plain_causal(query, key, value, params)[None], None
         metadata = self._context.attention
         assert self._backend is not None and self._pool is not None and metadata is not None
-        params = _read_params(module, query, attention_mask, kwargs)
+        if attention_mask is not None:
+            raise _own_mask(module)
+        params = self._params(module, layer, query, kwargs)
         key_blocks, value_blocks = self._pool.layer(layer)
         out = self._backend.forward(query, key, value, key_blocks, value_blocks, metadata, params)
         return out[None], None
 
-    def _note(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> None:
+    def _params(
+        self, module: nn.Module, layer: int, query: torch.Tensor, kwargs: dict[str, Any]
+    ) -> AttentionParams:
+        """Translate a call; what the layer's mask shows goes before what its call says."""
+        params = _read_params(module, query, kwargs)
+        window = self._windows.get(layer, params.sliding_window)
+        return params if window == params.sliding_window else replace(params, sliding_window=window)
+
+    def _make_mask(
+        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction,
+        local_size: int | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | None = None, **_: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Called by transformers for each kind of mask; returns [batch, 1, queries, keys]."""
+        record = self._record
+        assert record is not None
+        mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
+        record.masks[mask.data_ptr()] = (mask, read_mask(mask_function, local_size))
+        return mask
+
+    def _sight(self, module: nn.Module, mask: torch.Tensor | None) -> Sight | None:
+        """What ``mask`` shows; None without a mask. Raises ``ModelError`` if it is not known."""
+        if mask is None:
+            return None
+        assert self._record is not None
+        known = self._record.masks.get(mask.data_ptr())
+        if known is None:
+            raise _own_mask(module)
+        return known[1]
+
+    def _note(self, layer: int, key: torch.Tensor, value: torch.Tensor, sight: Sight) -> None:
         record = self._record
         assert record is not None
         record.layer_indices.append(layer)
         record.shapes[layer] = LayerKvShape(key.shape[1], key.shape[2], value.shape[2])
-        record.windows[layer] = params.sliding_window
+        record.sights[layer] = sight
 
 
-def _read_params(
-    module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
-) -> AttentionParams:
+def _own_mask(module: nn.Module) -> ModelError:
+    return ModelError(f"{type(module).__name__} brings an attention mask of its own")
+
+
+def _read_params(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionParams:
     """Translate the call's arguments. Raises ``ModelError`` for one that is not known."""
-    if mask is not None:
-        raise ModelError(f"{type(module).__name__} brings an attention mask of its own")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"{type(module).__name__} asks for attention that is not causal")
     scaling, window, softcap, sinks = None, None, None, None
@@ -148,10 +192,10 @@ def _plain_causal(
         scores = params.softcap * torch.tanh(scores / params.softcap)
     future = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).triu(1)
     weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype).contiguous()
 
 
-def _forget(name: str) -> None:
-    """Remove a registered attention function; the table has no public way to do it."""
-    table: dict[str, Callable[..., Any]] = AttentionInterface._global_mapping
+def _forget(interface: Any, name: str) -> None:
+    """Remove a registered function; the tables have no public way to do it."""
+    table: dict[str, Callable[..., Any]] = interface._global_mapping
     table.pop(name, None)

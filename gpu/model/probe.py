@@ -59,7 +59,7 @@ def record_attention(model: PreTrainedModel, hook: PagedAttentionHook) -> Attent
             f"without mask and cache ({type(error).__name__}: {error})"
         ) from error
     _check_calls(model.config, record, int(config.num_hidden_layers))
-    _check_windows(model.config, record)
+    _check_sights(model.config, record)
     return record
 
 
@@ -111,14 +111,18 @@ def _check_calls(config: Any, record: AttentionRecord, num_layers: int) -> None:
     raise ModelError(f"{describe(config)} cannot be served: it {reason}")
 
 
-def _check_windows(config: Any, record: AttentionRecord) -> None:
-    """A window that lives only in the mask, which is not built here, would be lost."""
+def _check_sights(config: Any, record: AttentionRecord) -> None:
+    """A window or chunk that neither mask nor call says would be lost."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     for layer, kind in enumerate(kinds):
-        if kind == "sliding_attention" and record.windows.get(layer) is None:
+        sight = record.sights[layer]
+        is_lost = {
+            "sliding_attention": sight.window is None, "chunked_attention": sight.chunk is None,
+        }.get(kind, False)  # fmt: skip
+        if is_lost:
             raise ModelError(
-                f"{describe(config)} cannot be served: layer {layer} is of type "
-                "sliding_attention but does not pass its window to attention"
+                f"{describe(config)} cannot be served: layer {layer} is of type {kind} but "
+                "neither its mask nor its attention call says of what size"
             )
 
 

@@ -89,7 +89,25 @@ _DEEP = Architecture(
 )
 # Heads of 12 values, whose rows lie head by head: strides that are multiples of 16 now and then.
 _ODD_HEADS = Architecture("odd-heads", "gpt_neox", {"rotary_pct": 0.5, "hidden_size": 48})
-_BY_NAME = {**ARCHITECTURES, _DEEP.name: _DEEP, _ODD_HEADS.name: _ODD_HEADS}
+_EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+# Models in which something begins later than the start-up probe looks.
+THRESHOLD = 36
+_THRESHOLDS = [
+    # A window that only the mask says.
+    Architecture("phimoe-window", "phimoe", {**_EXPERTS, "sliding_window": THRESHOLD}),
+    Architecture(
+        "afmoe", "afmoe",
+        {**_EXPERTS, "head_dim": 16, "sliding_window": THRESHOLD, "num_dense_layers": 1,
+         "layer_types": _ALTERNATING},
+    ),
+    Architecture("jetmoe", "jetmoe", {**_EXPERTS, "kv_channels": 16}),
+]  # fmt: skip
+WITH_THRESHOLDS = {architecture.name: architecture for architecture in _THRESHOLDS}
+_BY_NAME = {
+    **ARCHITECTURES, **WITH_THRESHOLDS, _DEEP.name: _DEEP, _ODD_HEADS.name: _ODD_HEADS,
+}  # fmt: skip
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:

@@ -1,11 +1,12 @@
 """The parity probe admits what can be served and refuses the rest by name and reason."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from corun.gpu.attention.base import AttentionParams
 from corun.gpu.attention.torch_backend import TorchAttention
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.forward.batch import StepContext
@@ -16,8 +17,14 @@ from corun.gpu.model.probe import check_parity, layer_shapes, record_attention
 from corun.gpu.model.rope import guard_longrope
 from corun.gpu.model.source import ModelSource, load_config
 from corun.runtime.errors import ModelError
-from support.architectures import ARCHITECTURES, save_model
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from support.architectures import ARCHITECTURES, make_model, save_model
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+from transformers.masking_utils import create_sliding_window_causal_mask
 
 CPU = torch.device("cpu")
 IDS: dict[str, Any] = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -54,7 +61,8 @@ def test_admits_half_types(name: str, dtype: torch.dtype, tmp_path: Path) -> Non
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": (SHAPE, "attention interface"),
     "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, "never calls .* attention interface"),
-    "mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}, "fails on packed"),
+    "mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+            "never calls .* attention interface"),
     "gptj": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention interface"),
     "mamba": (
         {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
@@ -88,15 +96,53 @@ def test_the_comparison_sees_a_window_that_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong attention result of any kind must not pass: here the layers' windows are lost."""
-    from corun.gpu.model import attention_hook
+    forward: Callable[..., torch.Tensor] = TorchAttention.forward
 
-    monkeypatch.setattr(
-        attention_hook,
-        "AttentionParams",
-        lambda scaling, window, *others: AttentionParams(scaling, None, *others),
-    )
+    def without_window(*arguments: Any) -> torch.Tensor:
+        *others, params = arguments
+        return forward(*others, replace(params, sliding_window=None))
+
+    monkeypatch.setattr(TorchAttention, "forward", without_window)
     with pytest.raises(ModelError, match="relative error"):
         probe(save_model("mistral", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("phimoe-window", [36, 36]),  # by its mask alone
+        ("gemma2", [12, None]),  # by mask and call
+        ("llama3-rope", [None, None]),
+    ],
+)
+def test_a_mask_says_what_a_layer_sees(name: str, windows: list[int | None]) -> None:
+    model = make_model(name)
+    hook = PagedAttentionHook(StepContext())
+    model.set_attn_implementation(hook.name)
+    record = record_attention(model, hook)
+    hook.close()
+    assert [record.sights[layer].window for layer in sorted(record.sights)] == windows
+
+
+def test_a_mask_goes_before_what_the_call_says() -> None:
+    """transformers' own attention looks at the mask alone."""
+    hook = PagedAttentionHook(StepContext())
+    attend = AttentionInterface._global_mapping[hook.name]
+    module = torch.nn.Module()
+    setattr(module, "layer_idx", 0)  # noqa: B010 -- a plain attribute, not a parameter
+    part = torch.zeros(1, 1, 2, 4)
+    model = make_model("mistral")  # with a window of 12
+    model.set_attn_implementation(hook.name)
+    with hook.recording() as record:
+        mask = create_sliding_window_causal_mask(model.config, torch.zeros(1, 2, 4), None, None)
+        attend(module, part, part, part, mask, sliding_window=7)
+        assert record.sights[0].window == 12
+        attend(module, part, part, part, mask[:, :, :, :1])
+        with pytest.raises(ModelError, match="mask of its own"):
+            attend(module, part, part, part, mask + 1)
+        attend(module, part, part, part, None, sliding_window=9)
+        assert record.sights[0].window == 12
+    hook.close()
 
 
 def test_an_unknown_attention_argument_is_refused(tmp_path: Path) -> None:
@@ -118,9 +164,10 @@ def test_an_unknown_attention_argument_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_registered(tmp_path: Path) -> None:
-    before = set(AttentionInterface._global_mapping)
+    tables = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+    before = [set(table) for table in tables]
     probe(save_model("llama3-rope", tmp_path))
-    assert set(AttentionInterface._global_mapping) == before
+    assert [set(table) for table in tables] == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""What an attention mask of transformers lets tokens see, read from its function of two indices.
+
+No mask is ever built here: the function is asked about indices on both sides of every edge, so the
+length of a window or a chunk costs nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...runtime.errors import ModelError
+
+# Of batch, head, query and key, which broadcast; True where the query sees the key.
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_NUM_PERIODS = 4  # of a window or a chunk, whose edges are looked at
+_MAX_POSITION_BITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which earlier tokens a causal layer sees."""
+
+    window: int | None = None  # so many last ones, its own included
+    chunk: int | None = None  # those from the last multiple of this position on
+
+
+def read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
+    """Find the ``Sight`` that ``mask`` describes.
+
+    ``local_size``: the window or chunk that transformers says the mask has, or None.
+
+    Raises ``ModelError`` if the mask is neither causal, nor a causal window or chunk of that size.
+    """
+    query, key = (edges[:, None] for edges in (_edges(local_size), _edges(local_size)))
+    key = key.T
+    zero = torch.zeros((), dtype=torch.int64)
+    try:
+        seen = mask(zero, zero, query, key).broadcast_to(query.shape[0], key.shape[1])
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise ModelError(f"a mask that is not a function of positions ({error})") from error
+    causal = key <= query
+    if torch.equal(seen, causal):
+        return Sight()
+    if local_size is not None:
+        if torch.equal(seen, causal & (key > query - local_size)):
+            return Sight(window=local_size)
+        if torch.equal(seen, causal & (key // local_size == query // local_size)):
+            return Sight(chunk=local_size)
+    raise ModelError("a mask that is neither causal nor a causal window or chunk")
+
+
+def _edges(local_size: int | None) -> torch.Tensor:
+    """Positions next to powers of two and to multiples of ``local_size``: int64 [positions]."""
+    centres = [2**bits for bits in range(_MAX_POSITION_BITS)]
+    if local_size is not None:
+        centres += [local_size * i for i in range(_NUM_PERIODS)]
+    near = {centre + offset for centre in centres for offset in (-1, 0, 1)}
+    return torch.tensor(sorted(position for position in near if position >= 0))
