@@ -45,8 +45,8 @@ class AttentionRecord:
     layer_indices: list[int] = field(default_factory=list)  # in the order of the calls
     shapes: dict[int, LayerKvShape] = field(default_factory=dict)
     sights: dict[int, Sight] = field(default_factory=dict)
-    # Masks of the pass by their memory, which lives as long as the record.
-    masks: dict[int, tuple[torch.Tensor, Sight]] = field(default_factory=dict)
+    # Masks of the pass by the identity of their memory, which lives as long as the record.
+    masks: dict[int, tuple[torch.UntypedStorage, Sight]] = field(default_factory=dict)
 
 
 class PagedAttentionHook:
@@ -131,7 +131,8 @@ class PagedAttentionHook:
         record = self._record
         assert record is not None
         mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
-        record.masks[mask.data_ptr()] = (mask, read_mask(mask_function, local_size))
+        memory = mask.untyped_storage()  # has no address on the meta device
+        record.masks[id(memory)] = (memory, read_mask(mask_function, local_size))
         return mask
 
     def _sight(self, module: nn.Module, mask: torch.Tensor | None) -> Sight | None:
@@ -139,7 +140,7 @@ class PagedAttentionHook:
         if mask is None:
             return None
         assert self._record is not None
-        known = self._record.masks.get(mask.data_ptr())
+        known = self._record.masks.get(id(mask.untyped_storage()))
         if known is None:
             raise _own_mask(module)
         return known[1]

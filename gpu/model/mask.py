@@ -33,6 +33,11 @@ def read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
 
     Raises ``ModelError`` if the mask is neither causal, nor a causal window or chunk of that size.
     """
+    with torch.device("cpu"):  # whatever device the model has
+        return _read_mask(mask, local_size)
+
+
+def _read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
     query, key = (edges[:, None] for edges in (_edges(local_size), _edges(local_size)))
     key = key.T
     zero = torch.zeros((), dtype=torch.int64)

@@ -40,8 +40,13 @@ class ProbeRow:
 PackedStep = Callable[[Sequence[ProbeRow]], torch.Tensor]
 
 
-def record_attention(model: PreTrainedModel, hook: PagedAttentionHook) -> AttentionRecord:
+def record_attention(
+    model: PreTrainedModel, hook: PagedAttentionHook, *, with_padding_mask: bool = False
+) -> AttentionRecord:
     """Run a few tokens and see which layers call the attention interface.
+
+    ``with_padding_mask``: say to the model that no token is padding. Without, it looks at the
+    values of positions, which on the meta device there are none of.
 
     Raises ``ModelError`` if not every layer does so exactly once.
     """
@@ -50,7 +55,10 @@ def record_attention(model: PreTrainedModel, hook: PagedAttentionHook) -> Attent
     positions = torch.arange(5, device=model.device)[None]
     try:
         with hook.recording() as record, torch.inference_mode():
-            model(input_ids=tokens, position_ids=positions, use_cache=False)
+            mask = torch.ones_like(tokens) if with_padding_mask else None
+            model(
+                input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
+            )  # fmt: skip
     except ModelError:
         raise
     except Exception as error:  # foreign code: whatever it raises, the model cannot be served

@@ -27,7 +27,7 @@ from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, remembered
 from ..linear.quantized import QuantizedWeight, quantize
 from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
-from .load import RestOfModel, load_model
+from .load import load_model
 from .skeleton import build_skeleton
 from .source import ModelSource
 from .stored_quantization import (
@@ -158,7 +158,7 @@ class QuantizedLinears:
         """
         if self._quantization.stored is not None:
             del self._config.quantization_config  # or transformers wants the method's own library
-        skeleton = build_skeleton(self._source, self._config)
+        skeleton = build_skeleton(self._source, self._config, attention).model
         linears = _linears(skeleton)
         self._choose(skeleton, linears)
         zero = torch.zeros((), dtype=dtype)
@@ -172,8 +172,9 @@ class QuantizedLinears:
             if name not in zeros and not (self._quantization.stored and is_stored_tensor(name))
         ]  # fmt: skip
         with self._files.lazily(names) as tensors:
-            rest = RestOfModel(type(skeleton), {**tensors, **zeros})
-            return load_model(self._source, self._config, dtype, device, attention, rest)
+            return load_model(
+                self._source, self._config, dtype, device, attention, {**tensors, **zeros}
+            )
 
     @property
     def kind(self) -> str:

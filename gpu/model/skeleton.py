@@ -1,31 +1,130 @@
-"""Builds a model's modules without its weights, to ask what its adapters must look like."""
+"""Builds a model's modules without its weights: what is served of it, or why it is not.
 
+``corun serve`` and ``corun check`` both ask here, so that one cannot take what the other refuses.
+"""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from ...runtime.adapters.target_map import TargetMap
 from ...runtime.errors import ModelError
-from .source import ModelSource, describe, load_config
-from .targets import build_target_map
+from ..forward.batch import StepContext
+from .attention_hook import PagedAttentionHook
+from .probe import record_attention
+from .source import ModelSource, describe, load_config, warn_of_adapter
+from .stored_quantization import read_stored_quantization
+from .targets import build_target_map, record_input_groups, with_input_groups
+from .text_part import leave_out_other_parts, without_other_parts
+
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def build_skeleton(source: ModelSource, config: Any) -> PreTrainedModel:
-    """Build the model on the meta device from its configuration alone; no weights are read.
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model as it is served, on the meta device."""
 
-    Raises ``ModelError`` naming the architecture.
+    model: PreTrainedModel
+    model_class: type[PreTrainedModel]  # what loads its weights
+
+
+def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton:
+    """Build the model from its configuration alone; no weights are read.
+
+    ``attention``: the name of a registered attention function. Raises ``ModelError`` naming the
+    architecture and why it cannot be served.
     """
+    _check_layer_types(config)
+    auto_class = _auto_class(source, config)
     try:
+        # In bfloat16, because some products of experts know no other type on the meta device.
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=source.trust_remote_code
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot build {source.path!r} ({describe(config)}): {error}") from error
-    return model
+            model: PreTrainedModel = auto_class.from_config(
+                copy.deepcopy(config), attn_implementation=attention, dtype=torch.bfloat16,
+                trust_remote_code=source.trust_remote_code,
+            )  # fmt: skip
+    except Exception as error:  # foreign code: whatever it raises, there is no model
+        reason = f"{type(error).__name__}: {error}"
+        if attention in reason:  # its attention classes are a fixed table of its own
+            reason = "its attention does not go through transformers' attention interface"
+        raise ModelError(f"cannot build {source.path!r} ({describe(config)}): {reason}") from error
+    model_class = type(model)
+    if leave_out_other_parts(model):
+        model_class = without_other_parts(model_class)
+    return Skeleton(model.eval(), model_class)
 
 
 def target_map_of(source: ModelSource) -> TargetMap:
-    """The targets of a model whose weights are not needed. Raises ``ModelError``."""
-    return build_target_map(build_skeleton(source, load_config(source)))
+    """The targets of a model whose weights are not needed.
+
+    Raises ``ModelError`` for all that a start refuses, as far as it shows without weights.
+    """
+    config = load_config(source)
+    warn_of_adapter(source)
+    read_stored_quantization(config)
+    hook = PagedAttentionHook(StepContext())
+    try:
+        model = build_skeleton(source, config, hook.name).model
+        return _as_called(build_target_map(model), model, hook)
+    finally:
+        hook.close()
+
+
+def _as_called(
+    target_map: TargetMap, model: PreTrainedModel, hook: PagedAttentionHook
+) -> TargetMap:
+    """Run the model without weights; only what it calls is a target."""
+    paths = [target.path for target in target_map.targets]
+
+    def run(with_padding_mask: bool) -> None:
+        with torch.device("meta"):
+            record_attention(model, hook, with_padding_mask=with_padding_mask)
+
+    for with_padding_mask in (False, True):
+        try:
+            groups = record_input_groups(model, paths, partial(run, with_padding_mask))
+        except ModelError as error:
+            if not _needs_values(error.__cause__):
+                raise
+        else:
+            return with_input_groups(target_map, groups)
+    return target_map
+
+
+def _needs_values(error: BaseException | None) -> bool:
+    """Whether a pass failed because it decides by values of tensors, which have none here."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error or "")
+
+
+def _auto_class(source: ModelSource, config: Any) -> Any:
+    """What builds the model: as a causal language model, or as one of text beside images."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    is_remote = source.trust_remote_code and AutoModelForCausalLM.__name__ in auto_map
+    if is_remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise ModelError(
+        f"cannot build {source.path!r} ({describe(config)}): transformers has neither a causal "
+        "language model nor a model of images and text for this type"
+    )
+
+
+def _check_layer_types(config: Any) -> None:
+    """Refuse layers whose state is not keys and values in the pool."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if kinds:
+        raise ModelError(
+            f"{describe(config)} has layers of type {', '.join(sorted(kinds))}; corun serves "
+            "full_attention and sliding_attention only, others keep state outside the KV pool"
+        )

@@ -1,12 +1,16 @@
 """Where a base model comes from, and what its configuration files say."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
+from transformers.utils import find_adapter_config_file
 
 from ...runtime.errors import ModelError
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,16 @@ def load_generation_config(source: ModelSource, config: Any) -> GenerationConfig
                 f"cannot read generation_config.json of {source.path!r}: {error}"
             ) from error
         return GenerationConfig.from_model_config(config)
+
+
+def warn_of_adapter(source: ModelSource) -> None:
+    """Say that an adapter beside the base's weights is not applied, if there is one."""
+    if find_adapter_config_file(source.path, revision=source.revision) is not None:
+        _LOG.warning(
+            "%s also holds an adapter (adapter_config.json). The base is served without it; "
+            "--lora-modules NAME=%s serves the adapter under a name of its own",
+            source.path, source.path,
+        )  # fmt: skip
 
 
 def describe(config: Any) -> str:

@@ -5,16 +5,29 @@ Owns what is a target and why other modules are not. Knows nothing of adapters o
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...runtime.adapters.target_map import EXPERTS_REASON, Target, TargetMap
+from ...runtime.adapters.target_map import EXPERTS_REASON, OUTSIDE_REASON, Target, TargetMap
 from ...runtime.errors import ModelError
 
 _ROUTER_NAMES = frozenset({"gate", "router"})
+
+
+class LeftOut(nn.Module):
+    """Stands where a part was that text never reaches, such as a vision tower."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def forward(self, *_inputs: object, **_arguments: object) -> NoReturn:
+        """Raise ``ModelError``: the model needs for text what was left out as useless for it."""
+        raise ModelError(f"the model runs {self._path} for text, too, which is not loaded")
 
 
 def build_target_map(model: PreTrainedModel) -> TargetMap:
@@ -38,7 +51,7 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
             group = next_group.setdefault(layer, 0)
             next_group[layer] = group + 1
             targets.append(_target(len(targets), path, layer, group, module))
-    return TargetMap(tuple(targets), refused)
+    return TargetMap(tuple(targets), refused, _outside(model))
 
 
 def find_layers(model: PreTrainedModel) -> str:
@@ -124,7 +137,11 @@ def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> Targe
         of_layer = numbers.setdefault(target.layer, {})
         group = of_layer.setdefault(groups[target.path], len(of_layer))
         targets.append(replace(target, index=len(targets), input_group=group))
-    return TargetMap(tuple(targets), refused)
+    return TargetMap(tuple(targets), refused, target_map.outside)
+
+
+def _outside(model: nn.Module) -> tuple[str, ...]:
+    return tuple(path for path, one in model.named_modules() if isinstance(one, LeftOut))
 
 
 def _target(index: int, path: str, layer: int, group: int, module: nn.Linear) -> Target:
@@ -150,6 +167,8 @@ def _refusal(
         reason = "embeddings are not served as targets"
     elif isinstance(module, Conv1D | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         reason = f"convolution targets ({type(module).__name__}) are not served yet"
+    elif isinstance(module, LeftOut):
+        reason = OUTSIDE_REASON
     elif not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
         reason = None
     elif not path.startswith(f"{layers_path}."):

@@ -25,6 +25,7 @@ class WeightFiles:
 
     def __init__(self, source: ModelSource) -> None:
         """Find the files and read their headers. Raises ``ModelError``."""
+        _check_directory(source)
         try:
             self._paths = _find(source)
             self._of: dict[str, tuple[Path, tuple[int, ...], str]] = {}
@@ -89,6 +90,18 @@ class WeightFiles:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
+
+
+def _check_directory(source: ModelSource) -> None:
+    """Refuse pickled weights by name: loading them can run any code."""
+    directory = Path(source.path)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        pickled = sorted(file.name for file in directory.glob("*.bin"))
+        found = f", only {pickled[0]}, which corun does not load" if pickled else ""
+        raise ModelError(
+            f"{source.path!r} holds no weights in *.safetensors{found}; save the model again with "
+            "transformers' save_pretrained"
+        )
 
 
 def _find(source: ModelSource) -> list[Path]:

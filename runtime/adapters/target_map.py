@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 EXPERTS_REASON = "expert targets are not served yet"
+OUTSIDE_REASON = "it lies in a part of the model that text never reaches, and that is not loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,6 @@ class TargetMap:
 
     targets: tuple[Target, ...]
     refused: Mapping[str, str]  # module path -> reason, for modules that PEFT could adapt
+    # Paths of parts that text never reaches, such as a vision tower: what adapters change of them
+    # changes no answer. In ``refused``, too, but the modules that they hold are not.
+    outside: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -45,7 +45,7 @@ class Architecture:
 
     def config(self) -> Any:
         """The transformers configuration."""
-        values = {**_COMMON, **self.overrides}
+        values = {**COMMON, **self.overrides}
         return AutoConfig.for_model(self.model_type, **values)
 
 

@@ -1,6 +1,7 @@
 """Loading a model: what a directory lacks is said, and never made up."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from corun.gpu.model.source import ModelSource, load_config
 from corun.runtime.errors import ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import make_model, save_model
+from support.peft_adapters import save_adapter
 from transformers import AutoConfig
+from transformers.integrations import peft as peft_integration
+from transformers.models.auto import auto_factory
 
 
 @pytest.fixture
@@ -91,6 +95,33 @@ def test_damaged_configurations(directory: Path, fields: dict[str, Any]) -> None
 def test_a_name_that_is_neither_a_directory_nor_in_the_cache(name: str) -> None:
     with pytest.raises(ModelError, match=rf"'{name}'.*(\n.*)*no directory of this name"):
         load(name)
+
+
+@pytest.mark.parametrize("is_peft_there", [True, False])
+def test_an_adapter_beside_the_weights_is_not_applied(
+    directory: Path, is_peft_there: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """transformers applies it where PEFT can be imported, and only there."""
+    for module in (auto_factory, peft_integration):
+        monkeypatch.setattr(module, "is_peft_available", lambda: is_peft_there)
+    plain = load(directory)
+    assert "also holds an adapter" not in caplog.text
+    save_adapter(directory, target_modules=["q_proj", "v_proj"])
+    model = load(directory)
+    assert dict(model.named_modules()).keys() == dict(plain.named_modules()).keys()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter)
+    expected = f"{directory} also holds an adapter (adapter_config.json). The base is served"
+    assert expected in caplog.text
+    assert f"--lora-modules NAME={directory}" in caplog.text
+
+
+def test_an_adapter_of_another_width_beside_the_weights(directory: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "other", "odd-heads", target_modules=["dense"])
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "other" / name, directory)
+    load(directory)
 
 
 def test_layers_of_an_inner_configuration_are_looked_at(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""What is served is decided without weights: ``corun check`` and ``corun serve`` decide alike."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from corun.gpu.forward.batch import StepContext
+from corun.gpu.model.attention_hook import PagedAttentionHook
+from corun.gpu.model.load import load_model
+from corun.gpu.model.probe import record_attention
+from corun.gpu.model.quantization import plan_quantization
+from corun.gpu.model.skeleton import target_map_of
+from corun.gpu.model.source import ModelSource, load_config
+from corun.gpu.model.targets import build_target_map, record_input_groups, with_input_groups
+from corun.runtime.adapters.target_map import TargetMap
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.errors import ModelError
+from support.bases import TEXT_MODELS, WRAPPERS, base_config, make_base
+
+# Their refusals: what the message says.
+REFUSED = {
+    "bloom": "never calls transformers' attention interface",
+    "falcon": "does not go through transformers' attention interface",
+    "gptj": "does not go through transformers' attention interface",
+    "gpt_neo": "does not go through transformers' attention interface",
+    "codegen": "never calls transformers' attention interface",
+    "xglm": "never calls transformers' attention interface",
+    "rwkv": "never calls transformers' attention interface",
+    "mpt": "fails on packed rows|never calls",
+    "llama4_text": "chunked_attention",
+    "llama4": "chunked_attention",
+    "minimax": "linear_attention",
+    "qwen3_5_text": "linear_attention",
+    "qwen3_5": "linear_attention",
+    "qwen3_next": "linear_attention",
+    "nemotron_h": "linear_attention",
+    "recurrent_gemma": "linear_attention",
+    "mamba": "linear_attention",
+    "bamba": "linear_attention",
+    "lfm2": "conv",
+    "lfm2_moe": "conv",
+    "falcon_h1": "hybrid",
+    "deepseek_v32": "indexed_attention",
+    "diffllama": "more than once in a layer",
+    "doge": "mask of its own",
+    "hrm_text": "list of its 16 decoder layers",
+    "paligemma": "not causal",
+    "mllama": "1 of 2 layers",
+}
+
+
+def as_served(source: ModelSource) -> TargetMap:
+    """Load the weights and run the model, as a start does."""
+    hook = PagedAttentionHook(StepContext())
+    try:
+        model = load_model(
+            source, load_config(source), torch.float32, torch.device("cpu"), hook.name
+        )
+        target_map = build_target_map(model)
+        paths = [target.path for target in target_map.targets]
+        groups = record_input_groups(model, paths, lambda: record_attention(model, hook))
+        return with_input_groups(target_map, groups)
+    finally:
+        hook.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # some of these models warn when they are made
+@pytest.mark.parametrize("model_type", [*TEXT_MODELS, *WRAPPERS])
+def test_check_decides_as_serve(model_type: str, tmp_path: Path) -> None:
+    config = base_config(model_type)
+    make_base(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)  # a wrapper's, also where the model is its text alone
+    source = ModelSource(str(tmp_path))
+    if model_type in REFUSED:
+        for decide in (as_served, target_map_of):
+            with pytest.raises(ModelError, match=REFUSED[model_type]):
+                decide(source)
+        return
+    served, checked = as_served(source), target_map_of(source)
+    assert served.targets == checked.targets
+    assert served.refused == checked.refused
+    assert served.outside == checked.outside
+    assert bool(served.outside) == (model_type in WRAPPERS)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "hqq", "quanto", "exl3"])
+def test_quantised_weights_that_are_not_read(method: str, tmp_path: Path) -> None:
+    config = base_config("llama")
+    config.quantization_config = {"quant_method": method}
+    config.save_pretrained(tmp_path)
+    source = ModelSource(str(tmp_path))
+    with pytest.raises(ModelError) as at_check:
+        target_map_of(source)
+    with pytest.raises(ModelError) as at_start:
+        plan_quantization(EngineConfig(), load_config(source), torch.device("cpu"))
+    assert str(at_check.value) == str(at_start.value)
+    assert method in str(at_check.value)
