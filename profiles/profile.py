@@ -14,6 +14,7 @@ from .models import MachineModel
 from .server import MeasuredServer
 
 FORMAT_VERSION = 3
+MIN_USABLE_R_SQUARED = 0.5  # below it a linear model predicts little better than a constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,35 @@ class Profile:
     server: MeasuredServer | None = None  # that was measured from outside; None = an engine
     format_version: int = FORMAT_VERSION
 
+    @property
+    def fits(self) -> tuple[tuple[str, FitRecord], ...]:
+        """All linear models, each with what it is of."""
+        return (
+            ("whole steps", self.step_fit),
+            ("adapters in decode", self.decode_fit),
+            ("adapters in prefill", self.prefill_fit),
+        )
+
 
 class ProfileError(Exception):
     """A profile cannot be measured, or its file cannot be used."""
+
+
+def check_fits(profile: Profile) -> None:
+    """Raise ``ProfileError`` if a linear model explains too little to predict anything with."""
+    useless = [
+        f"that of {name} explains {record.fit.r_squared:.2f}"
+        for name, record in profile.fits
+        if not record.fit.r_squared >= MIN_USABLE_R_SQUARED
+    ]
+    if useless:
+        busy = "; ".join(profile.quality.busy_reasons)
+        raise ProfileError(
+            "nothing can be predicted with the profile, because its linear models must explain "
+            f"{MIN_USABLE_R_SQUARED:g} of the variance (R^2) of held-out batches, and "
+            f"{', '.join(useless)}{busy and f' (the machine was busy: {busy})'}; measure it while "
+            "nothing else computes, or for longer (corun profile --thorough)"
+        )
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -166,7 +193,10 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> Profile:
-    """Read what ``save_profile`` wrote. Raises ``ProfileError`` naming the file and the reason."""
+    """Read what ``save_profile`` wrote. Raises ``ProfileError`` naming the file and the reason.
+
+    One that nothing can be predicted with is refused; see ``check_fits``.
+    """
     try:
         data = path.read_bytes()
         version = msgspec.json.decode(data, type=_Version).format_version
@@ -175,9 +205,14 @@ def load_profile(path: Path) -> Profile:
                 f"{path} has format {version}, this corun reads {FORMAT_VERSION}; "
                 "run corun profile again"
             )
-        return msgspec.json.decode(data, type=Profile)
+        profile = msgspec.json.decode(data, type=Profile)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise ProfileError(f"{path} holds no profile: {error}") from error
+    try:
+        check_fits(profile)
+    except ProfileError as error:
+        raise ProfileError(f"{path} is not used: {error}") from None
+    return profile
 
 
 class _Version(msgspec.Struct):

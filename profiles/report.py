@@ -71,11 +71,7 @@ def warning_lines(profile: Profile) -> Iterator[str]:
         yield (
             f"the machine was busy, so the figures will be off: {'; '.join(quality.busy_reasons)}"
         )
-    for name, record in (
-        ("whole steps", profile.step_fit),
-        ("adapters in decode", profile.decode_fit),
-        ("adapters in prefill", profile.prefill_fit),
-    ):
+    for name, record in profile.fits:
         if record.fit.r_squared < MIN_R_SQUARED:
             yield (
                 f"the linear model of {name} explains {record.fit.r_squared:.2f} of the variance "

@@ -38,9 +38,10 @@ class DeltaTable:
     """Measured times. Every back end in it has the same shapes.
 
     A time is read off in two steps. Of the measured (rank sum, width) the nearest, by ratio, is
-    taken; between its numbers of tokens the time is interpolated, beyond the last it goes on with
-    the last slope. Then it is scaled by the values of A and B, which both arithmetic and memory
-    traffic are proportional to, without the fixed cost of a call.
+    taken, of equally near ones the first measured; between its numbers of tokens the time is
+    interpolated, beyond the last it goes on with the last slope. Then it is scaled by the values of
+    A and B, which both arithmetic and memory traffic are proportional to, without the fixed cost of
+    a call.
     """
 
     points: tuple[DeltaTime, ...]
@@ -70,14 +71,15 @@ class DeltaTable:
         overhead_us = min(point.time_us for point in points)
         if shape.num_values == 0:
             return overhead_us
-        distance = min(_distance(shape, point.shape) for point in points)
+        nearest = min(points, key=lambda point: _distance(shape, point.shape)).shape
         curve = sorted(
-            (point.shape.num_tokens, point.time_us, point.shape.num_values)
+            (point.shape.num_tokens, point.time_us)
             for point in points
-            if _distance(shape, point.shape) == distance
+            if point.shape.rank_sum == nearest.rank_sum
+            and point.shape.num_values == nearest.num_values
         )
-        at_point_us = _interpolated(shape.num_tokens, [(t, us) for t, us, _ in curve])
-        scale = shape.num_values / curve[0][2]
+        at_point_us = _interpolated(shape.num_tokens, curve)
+        scale = shape.num_values / nearest.num_values
         return overhead_us + max(0.0, at_point_us - overhead_us) * scale
 
     def without_losers(self, keep: str, margin: float) -> "DeltaTable":

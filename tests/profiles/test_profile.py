@@ -5,8 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corun.profiles.profile import ProfileError, differences, load_profile, save_profile
-from support.profiles import PROFILE, SUBJECT
+from corun.profiles.profile import (
+    ProfileError,
+    Quality,
+    check_fits,
+    differences,
+    load_profile,
+    save_profile,
+)
+from support.profiles import PROFILE, SUBJECT, with_r_squared
 
 
 def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -57,3 +64,26 @@ def test_differences_say_what_has_changed() -> None:
     )
     shape = replace(SUBJECT.shape, groups=())
     assert differences(SUBJECT.shape, shape) == ("groups: q_proj, 64, 128 then, none now",)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("step_fit", "whole steps"), ("decode_fit", "adapters in decode"),
+                        ("prefill_fit", "adapters in prefill")],
+)  # fmt: skip
+def test_one_that_predicts_nothing_is_not_read(tmp_path: Path, name: str, words: str) -> None:
+    path = tmp_path / "guess.json"
+    for r_squared in (0.49, -12.0):
+        save_profile(with_r_squared(name, r_squared), path)
+        text = rf"guess\.json is not used: .*that of {words} explains {r_squared:.2f};"
+        with pytest.raises(ProfileError, match=text):
+            load_profile(path)
+    poor = with_r_squared(name, 0.5)
+    save_profile(poor, path)
+    assert load_profile(path) == poor
+
+
+def test_why_nothing_can_be_predicted_is_said() -> None:
+    check_fits(PROFILE)
+    busy = Quality(("other programs used 1.5 CPUs",), ())
+    with pytest.raises(ProfileError, match=r"the machine was busy: other programs used 1\.5 CPUs"):
+        check_fits(replace(with_r_squared("step_fit", 0.0), quality=busy))

@@ -1,5 +1,13 @@
 """A profile whose figures are easy to check."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from corun.profiles import profile
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.fit import Fit, Plane
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
@@ -81,3 +89,17 @@ PROFILE = Profile(
     measured_s=12.0,
     free_bytes=1 << 30,
 )
+
+
+def with_r_squared(name: str, r_squared: float) -> Profile:
+    """``PROFILE`` with a fit, as ``step_fit``, that explains so much."""
+    record: FitRecord = getattr(PROFILE, name)
+    changes: dict[str, Any] = {name: replace(record, fit=replace(record.fit, r_squared=r_squared))}
+    return replace(PROFILE, **changes)
+
+
+@contextmanager
+def any_fit() -> Iterator[None]:
+    """Let profiles be used whatever their linear models explain: tests measure on busy machines."""
+    with mock.patch.object(profile, "MIN_USABLE_R_SQUARED", -math.inf):
+        yield

@@ -15,7 +15,7 @@ import msgspec
 
 from .... import __version__
 from ....profiles.meter import Meter, OnReport
-from ....profiles.profile import Profile, ProfileError
+from ....profiles.profile import Profile, ProfileError, check_fits
 from ....profiles.server import BaseModel, MeasuredServer, SeenServer
 from ...server.errors import HttpError
 from ...whole_file import write_whole
@@ -88,7 +88,7 @@ async def profile_server(
     """Measure it, or what is left of that.
 
     Raises ``HttpError`` for a server that cannot be an engine, ``ProfileError`` for one that cannot
-    be measured, and ``OSError`` if the adapters cannot be written.
+    be measured or whose times predict nothing, and ``OSError`` if the adapters cannot be written.
     """
     async with make_session(task.key) as session:
         name, seen = await look_at(session, task.url)
@@ -155,6 +155,7 @@ class _Run:
         )
         profile = compose_server(self._times, self._sizes, self._task.base, self._server, notes)
         self._task.kept_path.unlink(missing_ok=True)
+        check_fits(profile)
         return profile
 
     # Parts.

@@ -18,7 +18,14 @@ from .... import __version__
 from ....profiles.busy import busy_reasons
 from ....profiles.find import default_path, find_or_measure, find_saved, state_directory
 from ....profiles.meter import OnReport
-from ....profiles.profile import Machine, Profile, ProfileError, Settings, Subject
+from ....profiles.profile import (
+    Machine,
+    Profile,
+    ProfileError,
+    Settings,
+    Subject,
+    check_fits,
+)
 from ...config.demo import with_demo
 from ...config.engine import EngineConfig
 from ...errors import ConfigError, CorunError, ResourceError
@@ -71,7 +78,8 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
         listener: Told how far it is.
 
     Raises:
-        CorunError: The model cannot be loaded, or a part cannot be measured.
+        CorunError: The model cannot be loaded, a part cannot be measured, or nothing can be
+            predicted with what was measured.
     """
     config = with_demo(config)
     assert config.model is not None
@@ -135,14 +143,15 @@ def profile_for(
     try:
         return find(None)
     except Exception as error:
+        is_told = isinstance(error, ProfileError)
         _LOG.warning(
             "co-execution is off, and requests wait until their adapter is on the device, because "
-            "this machine could not be measured: %s: %s; run corun profile with the same options "
+            "this machine could not be measured: %s; run corun profile with the same options "
             "to see whether it fails again (a profile that it writes is found at the next start), "
             "or give one with --profile",
-            type(error).__name__, error,
-            exc_info=not isinstance(error, ProfileError),
-        )  # fmt: skip
+            error if is_told else f"{type(error).__name__}: {error}",
+            exc_info=not is_told,
+        )
         return None
 
 
@@ -232,6 +241,7 @@ def _measure(
         )
     finally:
         device.close()
+    check_fits(profile)
     return _with_turns(config, loaded, placement, profile)
 
 

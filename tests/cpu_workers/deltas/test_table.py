@@ -48,6 +48,22 @@ def test_times_between_and_beyond_the_measured_tokens() -> None:
     assert TABLE.predicted_us("quick", _shape(128, SMALL)) == pytest.approx(10 + 2 * 127)
 
 
+def test_of_two_measured_shapes_that_are_equally_near_the_first_is_taken() -> None:
+    low, high = {(1, 8): 10.0, (64, 8): 80.0}, {(1, 32): 20.0, (64, 32): 300.0}
+    for first, second in ((low, high), (high, low)):
+        table = _table(quick=first | second)
+        (at_1_us, at_64_us), rank_sum = first.values(), next(iter(first))[1]
+        for num_tokens, time_us in ((1, at_1_us), (64, at_64_us)):
+            scaled_us = 10.0 + (time_us - 10.0) * 16 / rank_sum
+            assert table.predicted_us("quick", _shape(num_tokens, 16)) == pytest.approx(scaled_us)
+        assert table.best(_shape(1000, 16)) == "quick"
+    # As near in their ranks as in their widths.
+    wide = {DeltaShape(tokens, 8, 8 * 4 * WIDTH): 50.0 * tokens for tokens in (1, 64)}
+    narrow = {DeltaShape(tokens, 32, 32 * WIDTH): 40.0 * tokens for tokens in (1, 64)}
+    points = tuple(DeltaTime("quick", *point) for point in (wide | narrow).items())
+    assert DeltaTable(points).predicted_us("quick", _shape(64, 16, 2 * WIDTH)) > 0.0
+
+
 def test_times_grow_with_the_matrices() -> None:
     at_64 = TABLE.predicted_us("quick", _shape(64, LARGE))
     assert TABLE.predicted_us("quick", _shape(64, LARGE, 2 * WIDTH)) == pytest.approx(

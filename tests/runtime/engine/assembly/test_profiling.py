@@ -18,7 +18,7 @@ from corun.runtime.engine.assembly.profiling import profile_for, saved_profile, 
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.cores import CorePlan
 from corun.runtime.machine.facts import read_machine_facts
-from support.profiles import PROFILE
+from support.profiles import PROFILE, any_fit, with_r_squared
 
 CONFIG = EngineConfig(
     model=str(demo_model_path()), device="cpu", link_gib_per_s=1.0, delta_backend="numba"
@@ -45,9 +45,11 @@ def loaded() -> Iterator[assemble.LoadedModel]:
 
 
 @pytest.fixture(autouse=True)
-def _short_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setitem(effort.EFFORTS, "quick", effort.QUICK.within(0.5))
+    with any_fit():
+        yield
 
 
 def test_it_is_measured_once_and_found_again(
@@ -145,6 +147,31 @@ def test_a_start_does_not_depend_on_measuring(
     for part in ("RuntimeError: no such kernel image", "corun profile", "--profile"):
         assert part in warning
     assert not (tmp_path / "state").exists()
+
+
+def test_a_start_does_not_use_what_predicts_nothing(
+    loaded: assemble.LoadedModel, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("corun.profiles.profile.MIN_USABLE_R_SQUARED", 0.5)
+    subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
+    path = default_path(subject, tmp_path / "state/corun/profiles")
+    useless = replace(with_r_squared("decode_fit", 0.4), subject=subject)
+    save_profile(useless, path)
+    assert saved_profile(CONFIG, loaded, PLACEMENT, FACTS) is None
+    named = replace(CONFIG, profile=str(path))
+    for find in (profile_for, saved_profile):
+        with pytest.raises(ConfigError, match="is not used: nothing can be predicted"):
+            find(named, loaded, PLACEMENT, FACTS)
+
+    # Another one is measured, and that is as useless.
+    path.unlink()
+    monkeypatch.setattr("corun.profiles.measure.profiler.measure_profile", lambda *_: useless)
+    caplog.clear()
+    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    (warning,) = [r for r in caplog.records if "co-execution is off" in r.getMessage()]
+    assert "adapters in decode explains 0.40" in warning.getMessage() and not warning.exc_info
+    assert not path.exists()
 
 
 def test_a_kept_profile_of_another_model_does_not_stop_a_start(
