@@ -27,8 +27,13 @@ from .timing import EngineTiming
 
 
 class CorunError(Exception):
-    """Base of all errors that corun raises on purpose."""
+    """Base of all errors that corun raises on purpose.
 
+    ``status`` is what HTTP answers with, ``code`` names the kind of error there.
+    """
+
+    status = 500
+    code = "internal_error"
     timing: EngineTiming | None = None  # of the request that it ended, if the engine had begun
 
 
@@ -138,9 +143,15 @@ class StepFailedError(RequestError):
 class AdapterError(CorunError):
     """An adapter directory is missing, damaged, or uses what corun does not serve."""
 
+    status = 400
+    code = "adapter_refused"
+
 
 class EngineDeadError(CorunError):
     """The engine process died or was shut down."""
+
+    status = 503
+    code = "engine_dead"
 
 
 def rebuild_error(kind: str | None, message: str, *, default: type[CorunError]) -> CorunError:

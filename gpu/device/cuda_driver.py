@@ -23,10 +23,10 @@ BINDINGS_NEEDED = (12, 9)
 class DriverError(DeviceError):
     """A call of the CUDA driver or runtime returned an error code."""
 
-    def __init__(self, call: str, code: int, name: str) -> None:
-        super().__init__(f"{call} returned {name} ({code})")
+    def __init__(self, call: str, result: int, name: str) -> None:
+        super().__init__(f"{call} returned {name} ({result})")
         self.call = call
-        self.code = code
+        self.result = result
 
 
 class Driver(Protocol):

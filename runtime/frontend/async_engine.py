@@ -314,7 +314,8 @@ class AsyncEngine:
         ``lora_request`` may be the name of a registered adapter. Where the caller knows roughly how
         long each choice will be, ``predicted_output_tokens`` helps the engine to fit them in.
         Closing the generator aborts the request. Raises ``RequestError``, ``AdapterError``,
-        ``EngineDeadError``.
+        ``EngineDeadError``, all with the first output that is asked for or a later one, never from
+        the call itself: a server awaits the first output before it sends a status.
         """
         await self.start()
         await self._loras.resolve(lora_request)

@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import AdapterError, CorunError, EngineDeadError, RequestError
+from ..errors import CorunError, RequestError
 from ..timing import EngineTiming
 from .responses import ChoiceTiming
 
@@ -143,15 +143,10 @@ _TYPES = {
 
 def error_reply(exc: BaseException) -> ErrorReply:
     """Describe ``exc`` to the client. Exceptions that are our bugs are logged, not shown."""
-    if isinstance(exc, RequestError):
-        param = "model" if exc.param == "lora_request" else exc.param  # HTTP's name for it
-        return ErrorReply(exc.status, str(exc), exc.code, param)
-    if isinstance(exc, AdapterError):
-        return ErrorReply(400, str(exc), "adapter_refused")
-    if isinstance(exc, EngineDeadError):
-        return ErrorReply(503, str(exc), "engine_dead")
     if isinstance(exc, CorunError):
-        return ErrorReply(500, str(exc), "internal_error")
+        param = exc.param if isinstance(exc, RequestError) else None
+        param = "model" if param == "lora_request" else param  # HTTP's name for it
+        return ErrorReply(exc.status, str(exc), exc.code, param)
     _logger.error("A request failed unexpectedly", exc_info=exc)
     return ErrorReply(500, _INTERNAL_MESSAGE, "internal_error")
 

@@ -68,3 +68,11 @@ def test_fastapi_example(readme: str) -> None:
             answer = client.get(f"/{adapter}", params={"text": text})
             assert answer.status_code == 200
             assert answer.text == expected
+        unknown = client.get("/nothing", params={"text": "hello"})
+        assert unknown.status_code == 404
+        assert "'nothing'" in unknown.text and "upper" in unknown.text
+        too_long = client.get("/upper", params={"text": "x" * 5000})
+        assert too_long.status_code == 400
+        assert "maximum context length" in too_long.text
+    stopped = TestClient(app).get("/upper", params={"text": "hello"})
+    assert stopped.status_code == 503

@@ -142,4 +142,4 @@ def test_driver_passes_addresses_values_and_flags() -> None:
 def test_driver_turns_codes_into_errors_that_name_the_call() -> None:
     with pytest.raises(DriverError, match=r"cuMemHostRegister returned .* \(801\)") as raised:
         BindingsDriver(FakeBindings(801)).register(4096, 4096)
-    assert (raised.value.call, raised.value.code) == ("cuMemHostRegister", 801)
+    assert (raised.value.call, raised.value.result) == ("cuMemHostRegister", 801)
