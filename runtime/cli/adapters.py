@@ -1,4 +1,4 @@
-"""``corun adapters``: where a server's adapters are, as a table."""
+"""``corun adapters``: where the adapters of a server or of a cluster are, as a table."""
 
 import argparse
 import json
@@ -18,6 +18,8 @@ _TIMEOUT_S = 10.0
 _MIB = 2**20
 _HEADINGS = ("name", "level", "rank", "device", "host", "KV", "running", "waiting", "uses",
              "last use", "")  # fmt: skip
+_CLUSTER_HEADINGS = ("name", "level", "rank", "size", "engines", "files at", "")
+_NUMBERS = frozenset(_HEADINGS[2:-1]) | {"size"}  # of both, to the right
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
@@ -34,36 +36,60 @@ def run(arguments: argparse.Namespace) -> int:
         adapters += page["data"]
         if not page["has_more"]:
             break
-    for line in table(adapters, time.time()):
+    lines = cluster_table(adapters) if _is_of_cluster(page) else table(adapters, time.time())
+    for line in lines:
         print(line)
     print(summary(page, len(adapters)))
     return 0
 
 
 def table(adapters: Sequence[Mapping[str, Any]], now_s: float) -> Iterator[str]:
-    """Yield aligned lines: the heading, and each version."""
+    """Yield aligned lines: the heading, and each version. Of one server."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for adapter in adapters:
         rows.append(_row(adapter["name"], adapter, now_s, _remark(adapter)))
         for version in adapter["draining"]:
             rows.append(_row("", version, now_s, "drains"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    for row in rows:
-        cells = [
-            # Words to the left, numbers to the right.
-            f"{cell:<{width}}" if column in (0, 1, len(_HEADINGS) - 1) else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    return _aligned(rows)
+
+
+def cluster_table(adapters: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield aligned lines: the heading, and each adapter. Of a gateway.
+
+    It knows at which level each engine has an adapter, and on which machines its files are.
+    """
+    rows: list[tuple[str, ...]] = [_CLUSTER_HEADINGS]
+    for adapter in adapters:
+        engines = (f"{engine} {level}" for engine, level in sorted(adapter["engines"].items()))
+        rows.append((
+            adapter["name"], adapter["level"], str(adapter["rank"]), _mib(adapter["num_bytes"]),
+            ", ".join(engines) or "-", ", ".join(sorted(adapter["copies"])) or "-",
+            _remark(adapter),
+        ))  # fmt: skip
+    return _aligned(rows)
 
 
 def summary(page: Mapping[str, Any], num_shown: int) -> str:
-    """Say how many there are, how many fit, and how old that is."""
+    """Say how many there are, how many fit on a server's device, and how old that is."""
     shown = "" if num_shown == page["num_adapters"] else f"{num_shown} of "
-    return (
-        f"{shown}{page['num_adapters']} adapters; {page['num_fitting']} fit on the device beside "
-        f"what runs; as of {page['age_s']:.1f} s ago"
-    )
+    fit = ""
+    if not _is_of_cluster(page):
+        fit = f"{page['num_fitting']} fit on the device beside what runs; "
+    return f"{shown}{page['num_adapters']} adapters; {fit}as of {page['age_s']:.1f} s ago"
+
+
+def _is_of_cluster(page: Mapping[str, Any]) -> bool:
+    """Whether a gateway has answered: it does not know what fits on which device."""
+    return "num_fitting" not in page
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Words to the left, numbers to the right; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [">" if heading in _NUMBERS else "<" for heading in rows[0]]
+    for row in rows:
+        cells = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
 def _row(name: str, version: Mapping[str, Any], now_s: float, remark: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ..cluster.launch.local import divide_this_machine
 from ..cluster.launch.supervisor import ClusterPlan, ClusterSupervisor
 from ..cluster.place import make_state_dir
 from ..cluster.policy.placement.registry import check_placement
-from ..cluster.policy.registry import check_router
+from ..cluster.policy.registry import check_live_router
 from ..cluster.settings import (
     AgentSettings,
     ControllerSettings,
@@ -121,7 +121,7 @@ def gateway_settings(
 
 def check_shared(serve: ServeConfig, cluster: ClusterConfig) -> None:
     """Raise ``ConfigError`` for what a gateway would refuse."""
-    check_router(cluster.router)
+    check_live_router(cluster.router)
     Access.of(serve)
 
 

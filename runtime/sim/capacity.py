@@ -2,6 +2,8 @@
 
 from collections.abc import Generator
 
+from .workload_spec import MAX_RPS
+
 _FIRST_FACTOR = 1.1  # its square is the next, and so on
 _MAX_FACTOR = 1000.0  # from where the search starts
 
@@ -20,12 +22,15 @@ def largest_rate(start_rps: float, precision: float = 1.02) -> Generator[float, 
         precision: Above 1.
 
     Raises:
-        NoLimitError: There is none within a factor of 1,000 of ``start_rps``.
+        NoLimitError: There is none within a factor of 1,000 of ``start_rps``, or none up to the
+            largest rate that a workload may have.
     """
+    start_rps = min(start_rps, MAX_RPS)
     low_rps, high_rps = 0.0, 0.0  # 0 = not found yet
     rate_rps, factor = start_rps, _FIRST_FACTOR
     while not (low_rps and high_rps and high_rps <= low_rps * precision):
-        if not start_rps / _MAX_FACTOR <= rate_rps <= start_rps * _MAX_FACTOR:
+        is_near = start_rps / _MAX_FACTOR <= rate_rps <= start_rps * _MAX_FACTOR
+        if not is_near or low_rps == MAX_RPS:
             raise NoLimitError(f"{rate_rps:g} requests/s is no limit")
         if (yield rate_rps):
             low_rps = rate_rps
@@ -33,6 +38,7 @@ def largest_rate(start_rps: float, precision: float = 1.02) -> Generator[float, 
             high_rps = rate_rps
         if not (low_rps and high_rps):
             rate_rps = _rounded(low_rps * factor if low_rps else high_rps / factor)
+            rate_rps = min(rate_rps, MAX_RPS)
             factor *= factor
         else:
             rate_rps = _rounded((low_rps * high_rps) ** 0.5)

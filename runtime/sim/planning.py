@@ -11,9 +11,9 @@ from .capacity import NoLimitError, largest_rate
 from .cluster_spec import ClusterSpec, ServerLife
 from .results import percentile_s
 from .study import RunOutcome, SimulatedRun, Study
+from .workload_spec import MAX_RPS
 
 PRECISION = 1.05  # of the largest load
-_SATURATING_RPS = 1e6  # everything arrives at once
 FIRST_SHARE = 0.7  # of what is served then: where the search begins
 ONE_MORE_SERVER = "one more server"
 
@@ -45,7 +45,7 @@ class Slo:
 
 def saturated(study: Study, setup: SimulatedRun) -> float:
     """Requests/s that are served when all arrive at once."""
-    at_once = replace(setup.workload, rps=_SATURATING_RPS)
+    at_once = replace(setup.workload, rps=MAX_RPS)  # everything arrives at once
     flood = replace(setup, name="all at once", workload=at_once)
     return study.run([flood])[flood].figures.served_rps
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 RANKS = (8, 16, 32, 64, 128)
+MAX_RPS = 1e6
 _MOST_REQUESTS = 10_000_000
 _MOST_ADAPTERS = 1_000_000
 _MOST_RANK = 1024
@@ -135,7 +136,7 @@ class WorkloadSpec:
 
     def __post_init__(self) -> None:
         if self.rps is not None:
-            _check_range("rps", self.rps, 0.0, 1e6, is_above=True)
+            _check_range("rps", self.rps, 0.0, MAX_RPS, is_above=True)
         if self.duration_s is not None:
             _check_range("duration_s", self.duration_s, 0.0, is_above=True)
         if self.requests is not None and self.duration_s is not None:

@@ -1,7 +1,7 @@
 """dLoRA's way across servers: spread what comes, move what waits when that turned out badly.
 
 Source: Toppings, section 7.4, which compares with it ("reactive request migration"). Engines
-cannot hand waiting requests over, so this is for simulations. Pure.
+cannot hand waiting requests over, so this is for simulations, and clusters refuse it. Pure.
 """
 
 import random

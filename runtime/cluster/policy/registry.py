@@ -45,6 +45,21 @@ ROUTERS: Mapping[str, Callable[[RouterFacts], Router]] = {
     "dlora": lambda _: DloraRouter(),
 }
 
+# Of those that clusters cannot run, what they lack.
+_ONLY_SIMULATED = {
+    "dlora": "it moves waiting requests from engine to engine, and engines hand none over"
+}
+
+
+def check_live_router(name: str) -> None:
+    """Raise ``ConfigError`` if there is none of this name that a cluster can run."""
+    check_router(name)
+    if name in _ONLY_SIMULATED:
+        raise ConfigError(
+            f"--router {name} is for corun simulate alone: {_ONLY_SIMULATED[name]}; "
+            "least-tokens, p2c and predicted go by load, too"
+        )
+
 
 def check_router(name: str) -> None:
     """Raise ``ConfigError`` if there is none of this name."""

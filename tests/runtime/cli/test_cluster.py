@@ -46,6 +46,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("cluster", "--engines", "2000"), "must be at most 1024"),
         ((*HERE, "--gateways", "0"), "--gateways is 0, must be at least 1"),
         ((*HERE, "--router", "predictd"), "did you mean 'predicted'?"),
+        ((*HERE, "--router", "dlora"), "--router dlora is for corun simulate alone: it moves"),
         ((*HERE, "--placement", "stick"), "did you mean 'sticky'?"),
         ((*HERE, "--placement-interval-s", "5"), "must be at least 15"),
         ((*HERE, "--min-copies", "a=2"), "--min-copies is a=2, but there are 1 engines"),
@@ -100,6 +101,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("gateway",), "which cluster? Give --controller URL"),
         (("gateway", "--controller", "there"), "--controller is 'there', expected something"),
         (("gateway", "--controller", ELSEWHERE, "--router", "x"), "--router is 'x', must be one"),
+        (("gateway", "--controller", ELSEWHERE, "--router", "dlora"), "simulate alone: it moves"),
         (("gateway", "--controller", ELSEWHERE), "cluster.key cannot be read"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 from corun.runtime.sim.capacity import NoLimitError, largest_rate
+from corun.runtime.sim.workload_spec import MAX_RPS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,3 +34,18 @@ def test_without_a_limit_it_ends(is_held: bool) -> None:
     with pytest.raises(NoLimitError, match="no limit"):  # noqa: PT012
         while True:
             search.send(is_held)
+
+
+@pytest.mark.parametrize("start_rps", [0.7 * MAX_RPS, MAX_RPS, 1e4 * MAX_RPS, 1e3])
+@pytest.mark.parametrize("limit_rps", [0.8 * MAX_RPS, 2 * MAX_RPS])
+def test_no_rate_is_tried_that_a_workload_may_not_have(start_rps: float, limit_rps: float) -> None:
+    search = largest_rate(start_rps)
+    tried = [next(search)]
+    try:
+        while True:
+            tried.append(search.send(tried[-1] <= limit_rps))
+    except StopIteration as end:
+        assert limit_rps < MAX_RPS and limit_rps / 1.03 < end.value <= limit_rps
+    except NoLimitError:
+        assert limit_rps > MAX_RPS and MAX_RPS in tried
+    assert max(tried) <= MAX_RPS

@@ -3,6 +3,8 @@
 import asyncio
 
 import msgspec
+import pytest
+from corun.runtime.cli.main import main
 from corun.runtime.cluster.wire import AdapterChange, Ensure
 from corun.runtime.server.errors import HttpError
 from support.gateways import (
@@ -147,6 +149,32 @@ def test_adapters_are_listed_with_copies_and_levels() -> None:
     in_cluster(
         work, ScriptedEngine("e0"),
         adapters=(entry_of("x"), entry_of("y", digest="digest-on-agent")),
+    )  # fmt: skip
+
+
+def test_the_command_shows_what_a_gateway_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    async def shown(cluster: GatewayCluster, *options: str) -> list[list[str]]:
+        arguments = ("adapters", "--url", cluster.url, *options)
+        assert await asyncio.to_thread(main, arguments) == 0
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    async def work(cluster: GatewayCluster) -> None:
+        await cluster.complete(model="x")
+        await cluster.told()
+        heading = ["name", "level", "rank", "size", "engines", "files", "at"]
+        x = ["x", "cpu", "8", "0.0", "MiB", "e0", "cpu", "-"]
+        y = ["y", "disk", "8", "0.0", "MiB", "-", "agent"]
+        z = ["z", "disk", "8", "0.0", "MiB", "-", "-", "failed,", "no", "such", "file"]
+        *lines, summary = await shown(cluster)
+        assert lines == [heading, x, y, z]
+        assert (summary[:4], summary[-2:]) == (["3", "adapters;", "as", "of"], ["s", "ago"])
+        *lines, summary = await shown(cluster, "--level", "cpu")
+        assert lines == [heading, x] and summary[:4] == ["1", "of", "3", "adapters;"]
+
+    in_cluster(
+        work, ScriptedEngine("e0"),
+        adapters=(entry_of("x"), entry_of("y", digest="digest-on-agent"),
+                  entry_of("z", state="failed", reason="no such file")),
     )  # fmt: skip
 
 
