@@ -25,6 +25,7 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.detokenizer import Decoder, WindowStream
+from corun.runtime.frontend.special_stops import SpecialTokens
 from corun.runtime.frontend.tokenizer import Tokenizer
 from corun.runtime.server.app import build_app
 from corun.runtime.server.settings import AppSettings
@@ -39,6 +40,7 @@ class CharacterTokenizer(FakeTokenizer):
     """A token is a character, also in a stream."""
 
     codec = None  # adapters bring nothing of their own
+    special_tokens = SpecialTokens({}, chr)
 
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> WindowStream:
         return WindowStream(Decoder(self.decode), prompt)
