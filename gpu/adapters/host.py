@@ -71,8 +71,9 @@ class HostAdapters:
         )
         self._layout = layout
         self._group_layers = group_layers
-        self._num_layers = 1 + max(target.layer for target in target_map.targets)
-        self._num_groups = 1 + max(target.input_group for target in target_map.targets)
+        targets = target_map.targets
+        self._num_layers = 1 + max((target.layer for target in targets), default=-1)
+        self._num_groups = 1 + max((target.input_group for target in targets), default=-1)
         self._placements: dict[str, DeviceLayout] = {}  # by digest, of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...runtime.config.engine import DTYPES
 from ...runtime.errors import ConfigError, ModelError
+from .conv1d import linears_for_conv1d
 from .skeleton import build_skeleton
 from .source import ModelSource, describe, warn_of_adapter
 from .weight_files import WeightFiles
@@ -71,6 +72,7 @@ def load_model(
             ) from error
     _check_nothing_missing(source, loading["missing_keys"])
     model.requires_grad_(requires_grad=False)
+    linears_for_conv1d(model)
     return model.eval().to(device)
 
 

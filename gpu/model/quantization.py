@@ -28,7 +28,7 @@ from ..linear.kept_weights import KeptWeights, remembered
 from ..linear.quantized import QuantizedWeight, quantize
 from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
 from .load import load_model
-from .skeleton import build_skeleton
+from .skeleton import Skeleton, build_skeleton
 from .source import ModelSource
 from .stored_quantization import (
     StoredQuantization,
@@ -158,12 +158,16 @@ class QuantizedLinears:
         """
         if self._quantization.stored is not None:
             del self._config.quantization_config  # or transformers wants the method's own library
-        skeleton = build_skeleton(self._source, self._config, attention).model
-        linears = _linears(skeleton)
+        skeleton = build_skeleton(self._source, self._config, attention)
+        linears = _linears(skeleton.model)
         self._choose(skeleton, linears)
         zero = torch.zeros((), dtype=dtype)
+        shapes = {
+            path: one.weight.T.shape if path in skeleton.transposed else one.weight.shape
+            for path, one in linears.items()
+        }
         zeros = {
-            f"{path}.weight": zero.expand(linears[path].out_features, linears[path].in_features)
+            f"{path}.weight": zero.expand(shapes[path])
             for path, bits in self._bits.items()
             if bits is None or self._tensor_of.get(path) == f"{path}.weight"
         }
@@ -240,7 +244,7 @@ class QuantizedLinears:
             quantized_bytes + others, quantized_bytes, self.kind, self._quantization.label
         )
 
-    def _choose(self, skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) -> None:
+    def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
         """Say which of ``linears`` are quantised."""
         stored = stored_paths(self._files) if self._quantization.stored is not None else frozenset()
         if stored - linears.keys():
@@ -249,8 +253,8 @@ class QuantizedLinears:
                 f"{min(stored - linears.keys())}; corun does not serve them"
             )
         self._bits = dict.fromkeys(sorted(stored))
-        asked = {path: self._quantization.bits for path in _inside_layers(skeleton, linears)}
-        head = skeleton.get_output_embeddings()
+        asked = {path: self._quantization.bits for path in _inside_layers(skeleton.model, linears)}
+        head = skeleton.model.get_output_embeddings()
         asked |= {
             path: self._quantization.head_bits for path, one in linears.items() if one is head
         }
@@ -265,9 +269,9 @@ class QuantizedLinears:
             self._check_bias(path, linears[path])
         # A head that is tied to an embedding lies on disk under the embedding's name.
         shared: dict[int, list[str]] = {}
-        for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        for name, parameter in skeleton.model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)
-        for path in self._bits.keys() - stored:
+        for path in self._bits.keys() - stored - skeleton.transposed:
             weight = linears[path].weight
             for name in (f"{path}.weight", *shared[id(weight)]):
                 if self._files.shape(name) == tuple(weight.shape):

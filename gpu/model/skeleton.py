@@ -21,6 +21,7 @@ from ...runtime.adapters.target_map import TargetMap
 from ...runtime.errors import ModelError
 from ..forward.batch import StepContext
 from .attention_hook import PagedAttentionHook
+from .conv1d import linears_for_conv1d
 from .probe import record_attention
 from .source import ModelSource, describe, load_config, warn_of_adapter
 from .stored_quantization import read_stored_quantization
@@ -36,6 +37,7 @@ class Skeleton:
 
     model: PreTrainedModel
     model_class: type[PreTrainedModel]  # what loads its weights
+    transposed: frozenset[str]  # paths of linears whose weights are [in, out] on disk
 
 
 def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton:
@@ -61,7 +63,7 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
     model_class = type(model)
     if leave_out_other_parts(model):
         model_class = without_other_parts(model_class)
-    return Skeleton(model.eval(), model_class)
+    return Skeleton(model.eval(), model_class, linears_for_conv1d(model))
 
 
 def target_map_of(source: ModelSource) -> TargetMap:

@@ -10,9 +10,14 @@ from typing import NoReturn
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from ...runtime.adapters.target_map import EXPERTS_REASON, OUTSIDE_REASON, Target, TargetMap
+from ...runtime.adapters.target_map import (
+    EXPERTS_REASON,
+    NO_TEXT_REASON,
+    Target,
+    TargetMap,
+    UnusedModule,
+)
 from ...runtime.errors import ModelError
 
 _ROUTER_NAMES = frozenset({"gate", "router"})
@@ -21,13 +26,19 @@ _ROUTER_NAMES = frozenset({"gate", "router"})
 class LeftOut(nn.Module):
     """Stands where a part was that text never reaches, such as a vision tower."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, part: nn.Module) -> None:
+        """``part``: what was at ``path`` of the model."""
         super().__init__()
-        self._path = path
+        weights = list(part.parameters())
+        self.unused = UnusedModule(
+            path, NO_TEXT_REASON,
+            num_features=sum(sum(_matrix_shape(weight)) for weight in weights),
+            num_weights=sum(weight.numel() for weight in weights),
+        )  # fmt: skip
 
     def forward(self, *_inputs: object, **_arguments: object) -> NoReturn:
         """Raise ``ModelError``: the model needs for text what was left out as useless for it."""
-        raise ModelError(f"the model runs {self._path} for text, too, which is not loaded")
+        raise ModelError(f"the model runs {self.unused.path} for text, too, which is not loaded")
 
 
 def build_target_map(model: PreTrainedModel) -> TargetMap:
@@ -51,7 +62,7 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
             group = next_group.setdefault(layer, 0)
             next_group[layer] = group + 1
             targets.append(_target(len(targets), path, layer, group, module))
-    return TargetMap(tuple(targets), refused, _outside(model))
+    return TargetMap(tuple(targets), refused, _unused(model))
 
 
 def find_layers(model: PreTrainedModel) -> str:
@@ -137,11 +148,16 @@ def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> Targe
         of_layer = numbers.setdefault(target.layer, {})
         group = of_layer.setdefault(groups[target.path], len(of_layer))
         targets.append(replace(target, index=len(targets), input_group=group))
-    return TargetMap(tuple(targets), refused, target_map.outside)
+    return replace(target_map, targets=tuple(targets), refused=refused)
 
 
-def _outside(model: nn.Module) -> tuple[str, ...]:
-    return tuple(path for path, one in model.named_modules() if isinstance(one, LeftOut))
+def _unused(model: nn.Module) -> tuple[UnusedModule, ...]:
+    return tuple(module.unused for module in model.modules() if isinstance(module, LeftOut))
+
+
+def _matrix_shape(weight: nn.Parameter) -> tuple[int, ...]:
+    """Outputs and inputs of a linear, or of a convolution as LoRA sees it."""
+    return (weight.shape[0], weight[0].numel()) if weight.ndim >= 2 else ()
 
 
 def _target(index: int, path: str, layer: int, group: int, module: nn.Linear) -> Target:
@@ -165,10 +181,10 @@ def _refusal(
         reason = "the output head (lm_head) is not served as a target"
     elif isinstance(module, nn.Embedding):
         reason = "embeddings are not served as targets"
-    elif isinstance(module, Conv1D | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         reason = f"convolution targets ({type(module).__name__}) are not served yet"
     elif isinstance(module, LeftOut):
-        reason = OUTSIDE_REASON
+        reason = NO_TEXT_REASON
     elif not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
         reason = None
     elif not path.startswith(f"{layers_path}."):

@@ -27,7 +27,7 @@ def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
             path = f"{holder_path}.{name}" if holder_path else name
             is_text = f"{text_path}.".startswith(f"{path}.") or _holds_any(part, kept)
             if not is_text and next(part.parameters(), None) is not None:
-                setattr(holder, name, LeftOut(path))
+                setattr(holder, name, LeftOut(path, part))
                 left_out.append(path)
     return tuple(left_out)
 

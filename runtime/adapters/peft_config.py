@@ -56,6 +56,9 @@ IGNORED_FIELDS = frozenset(
         "revision",
         "inference_mode",
         "lora_dropout",
+        # Whether the base keeps its weights transposed (Conv1D): A and B are the same with it and
+        # without, and PEFT itself goes by the class of the module, whatever is written here.
+        "fan_in_fan_out",
         "megatron_core",  # a module name, used with megatron_config only
         "qalora_group_size",  # used with use_qalora only
         "runtime_config",  # where PEFT computes, not what
@@ -79,7 +82,6 @@ REFUSAL_REASONS = {
     "use_qalora": "QA-LoRA is not served",
     "use_bdlora": "block-diagonal LoRA is not served",
     "lora_bias": "biases on LoRA matrices are not served",
-    "fan_in_fan_out": "transposed base weights (Conv1D) are not served",
     "modules_to_save": "fully trained modules beside LoRA are not served",
     "trainable_token_indices": "trained token embeddings are not served",
     "target_parameters": "LoRA on raw parameters (experts) is not served",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 EXPERTS_REASON = "expert targets are not served yet"
-OUTSIDE_REASON = "it lies in a part of the model that text never reaches, and that is not loaded"
+NO_TEXT_REASON = "no text passes there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,20 @@ class Target:
     physical_path: str  # the module that computes it; a fused one computes several targets
 
 
+@dataclass(frozen=True, slots=True)
+class UnusedModule:
+    """A module that changes no text answer: what an adapter has for it could be left out."""
+
+    path: str  # of the module; those in it are as unused
+    reason: str
+    num_features: int  # inputs and outputs of all matrices in it: LoRA takes a rank for each
+    num_weights: int  # in all
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # a model has one
 class TargetMap:
     """All targets of one model, and why other modules cannot be targets."""
 
     targets: tuple[Target, ...]
     refused: Mapping[str, str]  # module path -> reason, for modules that PEFT could adapt
-    # Paths of parts that text never reaches, such as a vision tower: what adapters change of them
-    # changes no answer. In ``refused``, too, but the modules that they hold are not.
-    outside: tuple[str, ...] = ()
+    unused: tuple[UnusedModule, ...] = ()

@@ -1,11 +1,15 @@
 """Directories of base models as people have them: the base and its adapters answer as with PEFT."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
+from safetensors.torch import load_file, save_file
 from support.parity import MAX_LOGPROBS, AdapterSpec, ParityCase, largest_error
+from support.peft_adapters import WEIGHTS, edit_config
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -14,10 +18,11 @@ PROMPTS = ([5, 9, 31], [int(7 + i * 13 % 80) for i in range(40)])
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
-def check(case: ParityCase, model: Path, adapters: dict[str, Path]) -> None:
+def check(case: ParityCase, model: Path, adapters: dict[str, Path], **options: Any) -> None:
     """Ask ``model`` and its adapters together; hold the answers to the truth of ``case``."""
     asked = [(prompt, name) for prompt in PROMPTS for name in (None, *adapters)]
-    with Engine(model=str(model), dtype="float32", device="cpu", memory_gib=0.1) as engine:
+    options = {"dtype": "float32", "device": "cpu", "memory_gib": 0.1, **options}
+    with Engine(model=str(model), **options) as engine:
         loras = [None if name is None else LoRARequest(name, 1, str(adapters[name]))
                  for _, name in asked]  # fmt: skip
         outputs = engine.generate([prompt for prompt, _ in asked], GREEDY, loras)
@@ -33,3 +38,63 @@ def test_an_adapter_beside_the_base(tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(case.adapters["beside"] / name, both)
     check(case, both, {"beside": both, "other": case.adapters["other"]})
+
+
+GPT2: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled by the layer": {"scale_attn_by_inverse_layer_idx": True},
+    "not scaled": {"scale_attn_weights": False},
+    "upcast": {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
+}
+
+
+@pytest.mark.parametrize("variant", GPT2)
+def test_gpt2(variant: str, tmp_path: Path) -> None:
+    """Its linears keep their weights transposed; PEFT says so of its adapters, or not."""
+    case = ParityCase("gpt2", tmp_path)
+    config = case.directory / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **GPT2[variant]}))
+    for name, path in case.adapters.items():
+        edit_config(path, fan_in_fan_out=name != "one")
+    check(case, case.directory, case.adapters)
+
+
+@pytest.mark.parametrize("backend", ["onednn", "plain"])
+def test_gpt2_on_every_linear_backend(backend: str, tmp_path: Path) -> None:
+    case = ParityCase(
+        "gpt2", tmp_path, specs=(AdapterSpec("all", {"target_modules": "all-linear"}),)
+    )
+    check(case, case.directory, case.adapters, linear_backend=backend)
+
+
+def test_an_adapter_of_a_plain_linear_that_says_fan_in_fan_out(tmp_path: Path) -> None:
+    """PEFT goes by the module, and so does the engine."""
+    case = ParityCase("qwen3", tmp_path, specs=(AdapterSpec("plain"),))
+    edit_config(case.adapters["plain"], fan_in_fan_out=True)
+    check(case, case.directory, case.adapters)
+
+
+WRAPPED = ("qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "internvl", "glm4v")
+REGEX = (
+    r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|gate_up_proj)"
+)
+
+
+@pytest.mark.parametrize("model_type", WRAPPED)
+def test_the_text_of_wrappers(model_type: str, tmp_path: Path) -> None:
+    """Plain names match modules of the tower, too; here the file has none of its tensors."""
+    specs = (
+        AdapterSpec("regex", {"target_modules": REGEX}),
+        AdapterSpec("names", {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 3}),
+    )
+    case = ParityCase(model_type, tmp_path, specs=specs)
+    leave_out_towers(case.adapters["names"])
+    check(case, case.directory, case.adapters)
+
+
+def leave_out_towers(directory: Path) -> None:
+    """Leave the language model's tensors alone, and no others."""
+    tensors = load_file(directory / WEIGHTS)
+    text = {name: tensor for name, tensor in tensors.items() if ".language_model." in name}
+    assert text
+    save_file(text, directory / WEIGHTS)

@@ -64,7 +64,7 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt2"])
 def test_error_is_that_of_bfloat16(architecture: str, where: str, tmp_path: Path) -> None:
     check(architecture, torch.bfloat16, 3, tmp_path, **ON_DEVICE[where])
 
@@ -94,7 +94,7 @@ def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path:
         name if name in {"llama3-rope", "gemma2", "mixtral"}
         else pytest.param(name, marks=pytest.mark.full)
         for name in ARCHITECTURES
-    ],
+    ] + ["gpt2"],
 )  # fmt: skip
 @pytest.mark.usefixtures("one_torch_thread")
 def test_error_over_weights_of_8_bits(architecture: str, tmp_path: Path) -> None:

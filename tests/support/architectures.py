@@ -5,21 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+from .bases import COMMON, auto_class, base_config
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -111,9 +100,13 @@ _BY_NAME = {
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """A random float32 model whose attention is far from flat."""
+    """A random float32 model whose attention is far from flat.
+
+    ``name``: one of the table above, or a model type of ``bases``.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_BY_NAME[name].config(), dtype=torch.float32)
+    config = _BY_NAME[name].config() if name in _BY_NAME else base_config(name)
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -7,11 +7,21 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PreTrainedModel,
 )
 
-from .architectures import COMMON
-
+COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_group": 1,
@@ -32,7 +42,8 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
     "glm": _HEADS, "glm4": _HEADS, "granite": {}, "smollm3": {}, "olmo": {}, "olmo2": {},
     "olmo3": {}, "cohere": {}, "cohere2": _HEADS, "stablelm": {}, "starcoder2": {},
     "gpt_bigcode": {}, "gpt_neox": {}, "opt": {}, "exaone4": _HEADS, "ernie4_5": _HEADS,
-    "seed_oss": _HEADS, "hunyuan_v1_dense": _HEADS, "nemotron": _HEADS, "gpt2": {}, "bloom": {},
+    "seed_oss": _HEADS, "hunyuan_v1_dense": _HEADS, "nemotron": _HEADS, "bloom": {},
+    "gpt2": {"num_key_value_heads": 4},  # as many as heads: it knows no groups
     "falcon": {}, "gptj": {"rotary_dim": 8}, "codegen": {"rotary_dim": 8}, "mpt": {}, "xglm": {},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2}, "rwkv": {},
     "granitemoehybrid": {"layer_types": ["attention"] * 2, **_EXPERTS},
@@ -128,10 +139,7 @@ def base_config(model_type: str) -> Any:
     )  # fmt: skip
 
 
-def make_base(config: Any) -> PreTrainedModel:
-    """A model of random weights, made as transformers' own users make it."""
-    auto_class: Any = AutoModelForCausalLM
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        auto_class = AutoModelForImageTextToText
-    model: PreTrainedModel = auto_class.from_config(config)
-    return model
+def auto_class(config: Any) -> Any:
+    """What transformers' own users make a model with that writes text."""
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText

@@ -12,9 +12,11 @@ from corun import Engine, LoRARequest
 from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE
 from corun.gpu.linear.quantized import quantize
 from support.architectures import make_model, save_model
+from support.bases import auto_class
 from support.peft_adapters import edit_config, save_adapter
 from support.tokenizers import save_word_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 VOCAB_SIZE = 96
 MAX_LOGPROBS = 20
@@ -31,6 +33,7 @@ class AdapterSpec:
 ATTENTION_AND_MLP = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
     "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "c_fc", "c_proj",
+    "c_attn",
 )  # fmt: skip
 ADAPTER_SPECS = (
     AdapterSpec("plain", {"r": 4, "lora_alpha": 6}),
@@ -51,7 +54,7 @@ ADAPTER_SPECS = (
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Names of the linears that adapters of this model may have, without expert routers."""
     names = {path.rpartition(".")[2] for path, module in model.named_modules()
-             if isinstance(module, torch.nn.Linear)}  # fmt: skip
+             if isinstance(module, torch.nn.Linear | Conv1D)}  # fmt: skip
     return sorted(names & set(ATTENTION_AND_MLP))
 
 
@@ -126,7 +129,8 @@ class ParityCase:
     def _load(self, adapter: str | None, dtype: torch.dtype) -> Any:
         key = (adapter, dtype)
         if key not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(self.directory)
+            model = auto_class(config).from_pretrained(
                 self.directory, dtype=torch.float32, attn_implementation="eager"
             )
             if self._bits is not None:
@@ -144,9 +148,13 @@ class ParityCase:
 def dequantize_linears(model: PreTrainedModel, bits: int) -> None:
     """Replace the weights of all linears whose inputs are whole groups by what is left of them."""
     for module in model.modules():
-        if type(module) is torch.nn.Linear and module.in_features % GROUP_SIZE == 0:
-            weight = quantize(module.weight, bits).dequantized()
-            module.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
+        if type(module) in (torch.nn.Linear, Conv1D):
+            is_transposed = type(module) is Conv1D
+            matrix = module.weight.T if is_transposed else module.weight
+            if matrix.shape[1] % GROUP_SIZE == 0:
+                left = torch.from_numpy(quantize(matrix, bits).dequantized())
+                left = left.T.contiguous() if is_transposed else left
+                module.weight = torch.nn.Parameter(left, requires_grad=False)
 
 
 class HalfErrors:

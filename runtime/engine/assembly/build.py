@@ -6,6 +6,7 @@ module loads no torch, calling it does. What only some engines need is imported 
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from ....profiles.models import MachineModel
     from ....profiles.profile import Profile
     from .coexecution import Coexecution
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,12 @@ def _measured(
 ) -> _Measured:
     from .profiling import profile_for, saved_profile
 
+    if not loaded.target_map.targets:  # a profile is of adapters, too
+        _LOG.warning(
+            "adapters may change no module of %s; its base is served, and every adapter refused",
+            config.model,
+        )  # fmt: skip
+        return _Measured(None, None)
     if not _copies_adapters(config, loaded):
         saved = saved_profile(config, loaded, placement, facts)
         return _Measured(None, None if saved is None else saved.model)
@@ -372,7 +381,9 @@ def _model_info(
         device_choices=dataclasses.asdict(loaded.device.choices),
         backends=loaded.backend_names,
         summary=(),
-        has_profile_failed=profile is None and _copies_adapters(config, loaded),
+        has_profile_failed=profile is None
+        and bool(loaded.target_map.targets)
+        and _copies_adapters(config, loaded),
         weight_bytes=loaded.weights.num_bytes,
         quantized_bytes=loaded.weights.quantized_bytes,
         adapter_bytes_per_rank=loaded.dtype.itemsize

@@ -28,7 +28,7 @@ from ....profiles.profile import (
 )
 from ...config.demo import with_demo
 from ...config.engine import EngineConfig
-from ...errors import ConfigError, CorunError, ResourceError
+from ...errors import ConfigError, CorunError, ModelError, ResourceError
 from ...machine.facts import MachineFacts, read_machine_facts
 from .placement import Placement, place_engine, weights_directory
 from .turns import measure_turns
@@ -96,6 +96,10 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
         source, config, listener.on_progress, placement.background_cpus, weights_directory()
     )
     try:
+        if not loaded.target_map.targets:
+            raise ModelError(
+                f"adapters may change no module of {config.model}, so there is nothing to measure"
+            )
         listener.on_progress("comparing logits with transformers (parity probe)")
         assemble.probe(
             loaded,

@@ -15,7 +15,7 @@ from corun.gpu.model.targets import build_target_map, record_input_groups, with_
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ModelError
-from support.bases import TEXT_MODELS, WRAPPERS, base_config, make_base
+from support.bases import TEXT_MODELS, WRAPPERS, auto_class, base_config
 
 # Their refusals: what the message says.
 REFUSED = {
@@ -68,7 +68,7 @@ def as_served(source: ModelSource) -> TargetMap:
 @pytest.mark.parametrize("model_type", [*TEXT_MODELS, *WRAPPERS])
 def test_check_decides_as_serve(model_type: str, tmp_path: Path) -> None:
     config = base_config(model_type)
-    make_base(config).save_pretrained(tmp_path)
+    auto_class(config).from_config(config).save_pretrained(tmp_path)
     config.save_pretrained(tmp_path)  # a wrapper's, also where the model is its text alone
     source = ModelSource(str(tmp_path))
     if model_type in REFUSED:
@@ -79,8 +79,8 @@ def test_check_decides_as_serve(model_type: str, tmp_path: Path) -> None:
     served, checked = as_served(source), target_map_of(source)
     assert served.targets == checked.targets
     assert served.refused == checked.refused
-    assert served.outside == checked.outside
-    assert bool(served.outside) == (model_type in WRAPPERS)
+    assert served.unused == checked.unused
+    assert bool(served.unused) == (model_type in WRAPPERS)
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "hqq", "quanto", "exl3"])

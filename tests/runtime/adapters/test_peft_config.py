@@ -46,6 +46,12 @@ def test_every_field_of_the_installed_peft_is_known() -> None:
     assert names - SERVED_FIELDS - IGNORED_FIELDS - set(REFUSAL_REASONS) == set()
 
 
+@pytest.mark.parametrize("value", [None, False, True])
+def test_how_the_base_keeps_its_weights_is_not_asked(value: bool | None) -> None:
+    """PEFT itself goes by the class of the module, and warns where the field says otherwise."""
+    assert parse(fan_in_fan_out=value) == parse()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -53,7 +59,6 @@ def test_every_field_of_the_installed_peft_is_known() -> None:
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("lora_bias", True),
-        ("fan_in_fan_out", True),
         ("modules_to_save", ["lm_head"]),
         ("trainable_token_indices", [1]),
         ("target_parameters", ["experts.gate_up_proj"]),

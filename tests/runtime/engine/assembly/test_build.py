@@ -12,11 +12,13 @@ import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.execution import assemble
+from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly import build, scheduling
+from corun.runtime.engine.assembly.profiling import HowMuch, ProfileListener, run_profile
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.engine.messages import AddRequest, ModelInfo
-from corun.runtime.errors import ConfigError, EngineDeadError
+from corun.runtime.errors import AdapterError, ConfigError, EngineDeadError, ModelError
 from corun.runtime.plan import StepPlan, SubBatchKind
 from support.architectures import save_model
 from support.fake_core import save_tokenizer
@@ -296,3 +298,24 @@ def mapped_segments() -> int:
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
     return sum("corun-" in line and "(deleted)" in line for line in maps.splitlines())
+
+
+@pytest.mark.parametrize("link_gib_per_s", [None, 1.0])
+def test_a_model_that_adapters_cannot_change_is_served(
+    options: dict[str, Any], link_gib_per_s: float | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Nothing is measured for adapters, and every adapter is refused."""
+    expected = answer(options)
+    monkeypatch.setattr(assemble, "build_target_map", lambda _: TargetMap((), {}))
+    save_adapter(tmp_path)
+    with Engine(**options, link_gib_per_s=link_gib_per_s) as engine:
+        (output,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4))
+        assert output.outputs[0].token_ids == expected
+        with pytest.raises(AdapterError, match="the model has no linear module"):
+            engine.add_lora(LoRARequest("x", 1, str(tmp_path)))
+    assert "adapters may change no module of" in caplog.text
+    config = EngineConfig(**options, link_gib_per_s=link_gib_per_s)
+    listener = ProfileListener(lambda _: None, lambda _: None, lambda _: None)
+    with pytest.raises(ModelError, match="nothing to measure"):
+        run_profile(config, HowMuch(), listener)
