@@ -91,6 +91,13 @@ class EngineConfig:
         512, minimum=1, maximum=2**20, help="Tokens that one step computes at most.",
         commands=_PROFILE,
     )  # fmt: skip
+    max_decode_gap_s: float | None = option(
+        None, above=0, maximum=86400,
+        help="Seconds that a step takes at most which computes a prompt beside requests that "
+        "decode; the prompt's chunk is cut, to one block at least. Default: five decode steps, or "
+        "longer where a chunk needs that for 97 % of the prefill rate; without a profile, for a "
+        "quarter of --max-num-batched-tokens.",
+    )  # fmt: skip
     max_num_seqs: int = option(
         256, minimum=1, maximum=2**16, help="Requests that run at once at most."
     )
@@ -177,18 +184,14 @@ class EngineConfig:
         "requests for the same adapter came to, or all that they may come to.",
     )
     slo_ttft_s: float | None = option(
-        None,
-        above=0,
-        maximum=86400,
+        None, above=0, maximum=86400,
         help="Seconds to a first token that policies aim at; default: 5 times what an idle engine "
         "takes.",
-    )
+    )  # fmt: skip
     refresh_s: float = option(
-        300.0,
-        above=0,
-        maximum=86400,
+        300.0, above=0, maximum=86400,
         help="Seconds after which policies that have several queues cut them anew.",
-    )
+    )  # fmt: skip
     queues: str = option(
         "auto",
         metavar="QUEUES",
@@ -215,11 +218,9 @@ class EngineConfig:
         help="Log what first tokens waited for that took longer than X seconds.",
     )
     growth_headroom: float = option(
-        0.01,
-        minimum=0,
-        maximum=0.5,
+        0.01, minimum=0, maximum=0.5,
         help="Share of the KV blocks that is kept for requests that outgrow their prediction.",
-    )
+    )  # fmt: skip
     lora_dir: str | None = option(
         None,
         metavar="DIR",

@@ -255,6 +255,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     steps_by_tokens: dict[int, int] = {}  # by their tokens, rounded up to a power of two
     num_step_tokens: int = 0  # of all of them
     load: EngineLoadState | None = None  # None: not told yet
+    decode_gap_bound_s: float = 0.0  # of the last step that had one
 
     @property
     def kv_cache_usage(self) -> float:

@@ -265,8 +265,11 @@ class Admission:
             if draft.num_free_tokens:
                 draft.add_chunk(request)
             return
+        max_tokens = draft.cold_tokens_in_time(request)
+        if not max_tokens:
+            return
         chunk = self._cold_starts.next_chunk(
-            request, draft.max_cold_tokens, len(self._running) - 1, draft.rows, now_s
+            request, max_tokens, len(self._running) - 1, draft.rows, now_s
         )
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)

@@ -16,6 +16,7 @@ class SchedulerConfig:
     max_model_len: int  # prompt plus output of one request
     block_size: int  # tokens in one KV block
     max_num_waiting: int | None = None  # None = no limit
+    max_decode_gap_s: float | None = None  # see ``DecodeGap``; None = by how fast the machine is
     max_queue_s: float | None = None  # that a request waits for its first turn; None = no limit
     mix_decode_with_prefill: bool = True  # decode rows ride along with prefill chunks
     recompute_at_tokens: int | None = None  # KV made below this length is of no use from it on

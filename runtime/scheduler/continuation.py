@@ -139,8 +139,11 @@ class Continuation:
 
     def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
         """Put a chunk of a request into the step whose adapter is still being loaded."""
+        max_tokens = draft.cold_tokens_in_time(request)
+        if not max_tokens:
+            return
         chunk = self._cold_starts.next_chunk(
-            request, draft.max_cold_tokens, len(self._running) - 1, draft.rows, now_s
+            request, max_tokens, len(self._running) - 1, draft.rows, now_s
         )
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)

@@ -28,6 +28,7 @@ from .admission import Admission
 from .cold import ColdStarts, WarmStarts
 from .config import SchedulerConfig
 from .continuation import Continuation
+from .decode_gap import DecodeGap
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .forecast import ArrivalForecast
 from .limits import check_pin, max_total_tokens
@@ -77,6 +78,7 @@ class Scheduler:
         self._predictor = HistoryPredictor() if predictor is None else predictor
         self.times = times
         self.pace = pace
+        self.decode_gap = DecodeGap(config, times, pace)
         self._last_end_s = -math.inf  # of a step
         self.timelines = Timelines(times)
         self._running = RunningSet(memory, config.block_size, self.timelines)
@@ -203,7 +205,7 @@ class Scheduler:
 
         Growth comes first, then decode rows, prefill chunks of running requests, new requests.
         """
-        draft = StepDraft(self.config, self._recovery)
+        draft = StepDraft(self.config, self._recovery, self.decode_gap)
         self.memory.begin_plan(self.num_running, now_s)
         self._continuation.reset_outgrown(draft, now_s)
         if not self.cold_starts.stops_everybody():
@@ -306,7 +308,7 @@ class Scheduler:
         if self.times is not None:
             self.times.step_ended(step.plan.num_tokens, duration_s)
         if self.pace is not None:
-            self.pace.step_ended(step, duration_s)
+            self.pace.step_ended(step.plan, step.rows, duration_s)
 
     def _predict(self, request: Request) -> None:
         """Fix the prediction of the output, within the request's limit."""

@@ -20,6 +20,7 @@ from ..plan import (
 from ..request import Request
 from .cold import ColdChunk, StepRows
 from .config import SchedulerConfig
+from .decode_gap import DecodeGap
 from .recovery import Recovery
 
 _Row = tuple[Request, int, int]  # how many of its tokens to compute, and the split layer
@@ -46,13 +47,17 @@ class StepDraft:
     """Rows, block updates and new requests of the next step."""
 
     __slots__ = (
-        "_block_updates", "_new_requests", "_num_free_cold_rows", "_num_free_cold_tokens",
+        "_block_updates", "_gap", "_new_requests", "_num_free_cold_rows", "_num_free_cold_tokens",
         "_recovery", "num_free_tokens", "rows",
     )  # fmt: skip
 
-    def __init__(self, config: SchedulerConfig, recovery: Recovery) -> None:
-        """``config``: how much a step may compute; ``recovery``: which rows share no forward."""
+    def __init__(self, config: SchedulerConfig, recovery: Recovery, gap: DecodeGap) -> None:
+        """``config``: how much a step may compute, and ``gap`` beside rows that decode.
+
+        ``recovery``: which rows share no forward.
+        """
         self._recovery = recovery
+        self._gap = gap
         self.num_free_tokens = config.max_num_batched_tokens
         self._num_free_cold_tokens = config.max_assisted_tokens_per_step
         self._num_free_cold_rows = config.max_assisted_rows_per_step
@@ -70,16 +75,26 @@ class StepDraft:
         self.rows.decodes += decodes
 
     def add_chunk(self, request: Request) -> None:
-        """Compute as many pending tokens of ``request`` as the step has room for."""
+        """Compute as many pending tokens of ``request`` as the step has room and time for."""
         num_tokens = min(request.num_pending_tokens, self.num_free_tokens)
         if request.sampling.prompt_logprobs is not None:
             num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
         assert num_tokens > 0, request.request_id
+        num_tokens = self._in_time(request, num_tokens)
+        if not num_tokens:
+            return
         self.num_free_tokens -= num_tokens
         if num_tokens == request.num_pending_tokens == 1:
             self.rows.decodes.append(request)
         else:
             self.rows.chunks.append((request, num_tokens))
+
+    def _in_time(self, request: Request, num_tokens: int) -> int:
+        """How many of so many tokens may join; if that is not all, nobody else joins after it."""
+        in_time = self._gap.max_tokens(self.rows, request, num_tokens)
+        if in_time < num_tokens:
+            self.num_free_tokens = in_time
+        return in_time
 
     @property
     def max_cold_tokens(self) -> int:
@@ -87,6 +102,10 @@ class StepDraft:
         if not self._num_free_cold_rows:
             return 0
         return min(self.num_free_tokens, self._num_free_cold_tokens)
+
+    def cold_tokens_in_time(self, request: Request) -> int:
+        """Of these, those of ``request`` that rows that decode have time for."""
+        return self._in_time(request, min(request.num_pending_tokens, self.max_cold_tokens))
 
     def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
         """Compute ``chunk`` of a request whose adapter is not wholly on the device."""

@@ -1,11 +1,12 @@
 """How long steps take against what a model of the machine says, lately. Pure."""
 
 import math
+from collections.abc import Sequence
 
 from ...profiles.models import MachineModel
 from ...profiles.step_time import pass_s, row_costs
-from ..plan import SubBatchKind
-from .step_draft import InFlightStep
+from ..plan import StepPlan, SubBatchKind
+from ..request import Request
 
 _MEMORY_S = 5.0  # of computing, after which a step counts for 1/e
 
@@ -14,7 +15,7 @@ class StepPace:
     """A running ratio, of sums: a long step counts for as many short ones as it takes time."""
 
     def __init__(self, model: MachineModel) -> None:
-        self._model = model
+        self.model = model
         self._measured_s = 0.0
         self._predicted_s = 0.0
 
@@ -23,18 +24,23 @@ class StepPace:
         """1 while nothing has been measured."""
         return self._measured_s / self._predicted_s if self._predicted_s > 0.0 else 1.0
 
-    def step_ended(self, step: InFlightStep, duration_s: float) -> None:
-        """A step took so long. One that waited for workers or a load tells nothing. O(rows)."""
-        if any(batch.kind is SubBatchKind.ASSISTED for batch in step.plan.sub_batches):
+    def step_ended(
+        self, plan: StepPlan, rows: Sequence[Sequence[Request]], duration_s: float
+    ) -> None:
+        """A step took so long; ``rows``: of its sub-batches. O(rows).
+
+        One that waited for workers or a load tells nothing.
+        """
+        if any(batch.kind is SubBatchKind.ASSISTED for batch in plan.sub_batches):
             return
         kept = math.exp(-duration_s / _MEMORY_S)
         self._measured_s = kept * self._measured_s + duration_s
-        self._predicted_s = kept * self._predicted_s + self._predict_s(step)
+        self._predicted_s = kept * self._predicted_s + self._predict_s(plan, rows)
 
-    def _predict_s(self, step: InFlightStep) -> float:
-        model, num_rows = self._model, sum(map(len, step.rows))
+    def _predict_s(self, plan: StepPlan, rows: Sequence[Sequence[Request]]) -> float:
+        model, num_rows = self.model, sum(map(len, rows))
         step_s = model.host_step_s + model.turn_s + model.turn_row_s * num_rows
-        for batch, requests in zip(step.plan.sub_batches, step.rows, strict=True):
+        for batch, requests in zip(plan.sub_batches, rows, strict=True):
             adapter_bytes = [request.adapter_bytes for request in requests]
             step_s += pass_s(
                 model, row_costs(model, batch.num_tokens, batch.start_positions, adapter_bytes)

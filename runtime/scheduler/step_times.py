@@ -13,6 +13,15 @@ _NO_LINK_BYTES_PER_S = 1e15  # so fast that nothing is to be waited for
 class StepTimes(Protocol):
     """Seconds of one request's steps while nothing else runs."""
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the times are a profile's."""
+        ...
+
+    def machine_model(self) -> MachineModel:
+        """All that is known; all times are 0 while nothing is."""
+        ...
+
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
         """All steps that compute so many tokens of a prompt; 0 while nothing is known."""
         ...
@@ -32,6 +41,13 @@ class ProfiledTimes:
     def __init__(self, model: MachineModel, max_step_tokens: int) -> None:
         self._model = model
         self._max_step_tokens = max_step_tokens
+
+    @property
+    def is_measured(self) -> bool:
+        return True
+
+    def machine_model(self) -> MachineModel:
+        return self._model
 
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
         starts = range(0, num_tokens, self._max_step_tokens)
@@ -58,6 +74,10 @@ class LearnedTimes:
         # By the octave of their tokens: mean tokens and mean seconds, both fading.
         self._means: dict[int, tuple[float, float]] = {}
         self._curve: Curve | None = None  # through them; None = to be made
+
+    @property
+    def is_measured(self) -> bool:
+        return False
 
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
         num_whole, num_left = divmod(num_tokens, self._max_step_tokens)

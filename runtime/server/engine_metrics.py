@@ -40,6 +40,12 @@ def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
     yield families.gauge(
         "kv_cache_usage_perc", "KV blocks that requests hold; 1 means all.", stats.kv_cache_usage
     )
+    yield families.gauge(
+        "decode_gap_bound_seconds",
+        "What --max-decode-gap-s, or its default, let the last step take in which a prompt was "
+        "computed beside requests that decode; 0 before the first.",
+        stats.decode_gap_bound_s,
+    )
     workers = stats.cpu_workers
     yield families.gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
     yield families.gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)

@@ -71,6 +71,7 @@ def options_of(config: EngineConfig) -> SimulationOptions:
         refresh_s=config.refresh_s,
         num_queues=parse_queues(config.queues, "--queues"),
         growth_headroom=config.growth_headroom,
+        max_decode_gap_s=config.max_decode_gap_s,
         memory_policy=config.memory_policy,
         prefix_cache=config.prefix_cache == "on",
         adapter_memory_fraction=config.adapter_memory_fraction,

@@ -48,6 +48,7 @@ class SimulationOptions:
     refresh_s: float = 300.0
     num_queues: int | None = None
     growth_headroom: float = 0.01
+    max_decode_gap_s: float | None = None  # None = as an engine does without the option
     max_steps_in_flight: int = 1
     memory_policy: str | MakeMemoryPolicy = "lru"
     prefix_cache: bool = False
@@ -221,7 +222,8 @@ def make_simulated_scheduler(
 ) -> Scheduler:  # fmt: skip
     """Make the scheduler of an engine on ``machine``, who knows it as it is modelled.
 
-    ``output_tokens``: for a predictor that looks; ``pace``: told how long steps took.
+    ``output_tokens``: for a predictor that looks; ``pace``: told how long steps took; None =
+    its own.
     """
     config = SchedulerConfig(
         max_num_batched_tokens=machine.max_num_batched_tokens,
@@ -230,6 +232,7 @@ def make_simulated_scheduler(
         block_size=machine.block_size,
         mix_decode_with_prefill=machine.mix_decode_with_prefill,
         growth_headroom=options.growth_headroom,
+        max_decode_gap_s=options.max_decode_gap_s,
     )
     model = machine.model
     times = ProfiledTimes(model, config.max_num_batched_tokens)
@@ -240,7 +243,8 @@ def make_simulated_scheduler(
     )  # fmt: skip
     return Scheduler(
         config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,
-        predictor=options.make_predictor(output_tokens), times=times, pace=pace,
+        predictor=options.make_predictor(output_tokens), times=times,
+        pace=pace or StepPace(model),
     )  # fmt: skip
 
 

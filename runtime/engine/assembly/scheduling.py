@@ -46,6 +46,7 @@ def make_scheduler(
         block_size=config.block_size,
         max_num_waiting=config.max_num_waiting,
         max_queue_s=config.max_queue_s,
+        max_decode_gap_s=config.max_decode_gap_s,
         # A forward on the CPU reads all weights, so one is cheaper than two; on CUDA rows that
         # decode would wait for workers, and be computed in tiles made for prompts.
         mix_decode_with_prefill=loaded.model.device.type != "cuda",

@@ -77,6 +77,13 @@ def test_adapters_that_are_read_in_place_do_not_move() -> None:
     assert stats.memory_bytes["cpu"] == {"adapters": 4096}
 
 
+def test_the_bound_of_steps_that_decode_is_told() -> None:
+    scheduler = make_scheduler()
+    assert stats_of(scheduler).decode_gap_bound_s == 0.0
+    scheduler.decode_gap.bound_s = 0.25
+    assert stats_of(scheduler).decode_gap_bound_s == 0.25
+
+
 @pytest.mark.parametrize("name", SCHEDULER_POLICIES)
 def test_what_a_policy_counts_goes_through_a_channel(name: str) -> None:
     scheduler = make_scheduler(policy=make_policy(name, policy_facts()))

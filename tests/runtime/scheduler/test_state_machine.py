@@ -24,6 +24,7 @@ from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.policy import PolicyWithLanes
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
+from corun.runtime.scheduler.step_times import ProfiledTimes
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -34,6 +35,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.fake_executor import expected_output
+from support.profiles import PROFILE
 from support.random_cold_starts import RandomColdStarts
 from support.scheduling import (
     BLOCK_BYTES,
@@ -83,6 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_slots=st.sampled_from([0, 2, 6, 40]),
         token_s=st.sampled_from([0.0, 1.0, 1.0]),
         memory_policy=st.sampled_from(tuple(MEMORY_POLICIES)),
+        max_decode_gap_s=st.sampled_from([1e4, None, 0.002, 0.010]),
     )
     def build(
         self,
@@ -105,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_slots: int,
         token_s: float,
         memory_policy: str,
+        max_decode_gap_s: float | None,
     ) -> None:
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
         if slab_bytes is not None:
@@ -149,6 +153,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_assisted_rows_per_step=max_cold[1],
             cold_starts=self.cold_starts,
             predictor=Guess(guess_tokens),
+            times=ProfiledTimes(PROFILE.model, max_num_batched_tokens),
+            max_decode_gap_s=max_decode_gap_s,
         )
         self.executor = make_executor(self.scheduler, is_automatic=False)
         self.executor.outcome_of = self.outcome_of
@@ -530,6 +536,7 @@ def live_through(
         num_host_slots=kv_rng.choice([0, 9, 40, 40]),
         token_s=kv_rng.choice([0.0, 1.0, 1.0, 1.0, 1.0]),
         memory_policy=memory_policy or drawn_policy,
+        max_decode_gap_s=kv_rng.choice([1e4, None, 0.002, 0.010]),
     )
     curses = rng.choice([0, 0, 3])
     for _ in range(num_acts):

@@ -175,6 +175,12 @@ def test_cpu_workers_show_in_the_metrics(http: httpx.Client, engine: Any) -> Non
     assert samples["corun:cpu_worker_failed_jobs_total", model] == 5
 
 
+def test_the_bound_of_gaps_beside_prompts_shows(http: httpx.Client, engine: Any) -> None:
+    engine.stats = EngineStats(decode_gap_bound_s=0.35)
+    name, model = "corun:decode_gap_bound_seconds", (("model_name", "tiny"),)
+    assert read_metrics(http)[name, model] == 0.35
+
+
 def test_a_failed_profile_shows_in_the_metrics(http: httpx.Client, engine: Any) -> None:
     name, model = "corun:profile_failed", (("model_name", "tiny"),)
     assert read_metrics(http)[name, model] == 0

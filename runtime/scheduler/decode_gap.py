@@ -1,0 +1,167 @@
+"""Bounds in time what a step computes of prompts while requests that decode wait for it. Pure."""
+
+from ...profiles.models import MachineModel
+from ...profiles.step_time import RowCosts, pass_s, row_costs
+from ..request import Request
+from .cold import StepRows
+from .config import SchedulerConfig
+from .step_pace import StepPace
+from .step_times import StepTimes
+
+_AIM = 0.9  # of the bound: steps are not equally long
+_DEFAULT_DECODE_STEPS = 5
+_KEPT_RATE = 0.97  # of prefill, by default
+_UNMEASURED_SHARE = 4  # of the tokens of a step, by default and without a profile
+
+
+class DecodeGap:
+    """Says how many prompt tokens a step may have beside rows that decode.
+
+    With ``--max-decode-gap-s`` as many as the step is predicted to compute in that time, and one
+    block at least. By default as many as five steps compute that have the rows that decode and no
+    others, and at least a number that hardly slows prefill: with a profile the fewest that keep 97
+    % of its rate, otherwise a quarter of ``max_num_batched_tokens``. Times are the profile's, at
+    the pace of the last steps; without a profile what steps have taken, and until something is
+    known of these there is no bound.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, times: StepTimes | None, pace: StepPace | None
+    ) -> None:
+        """``times`` and ``pace``: the scheduler's own; with neither there is no bound."""
+        self._max_gap_s = config.max_decode_gap_s
+        self._max_tokens = config.max_num_batched_tokens
+        self._block_size = config.block_size
+        self._times = times
+        self._pace = pace
+        self._efficient_tokens: dict[int, int] = {}  # by the bytes of adapters
+        self.bound_s = 0.0  # of the last step that had one
+
+    def max_tokens(self, rows: StepRows, request: Request, num_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens of ``request`` may join ``rows``.
+
+        O(rows), and the logarithm of the tokens.
+        """
+        model = self._model
+        if model is None or num_tokens <= 1 or not _is_awaited(rows):
+            return num_tokens
+        company = _Company(model, rows)
+        num_others = company.num_prefill_tokens
+        if self._max_gap_s is None:
+            least_tokens = self._least_tokens(model, request.adapter_bytes)
+            aim_s = _DEFAULT_DECODE_STEPS * company.decode_s()
+            aim_s = max(aim_s, company.step_s(request, least_tokens))
+            self.bound_s = self._slowness * aim_s / _AIM
+        else:
+            least_tokens = self._block_size
+            self.bound_s = self._max_gap_s
+            aim_s = _AIM * self._max_gap_s / self._slowness
+        fewest = max(0, least_tokens - num_others)
+        if fewest >= num_tokens or company.step_s(request, num_tokens) <= aim_s:
+            return num_tokens
+        return self._most_tokens(company, request, range(fewest, num_tokens), aim_s)
+
+    @property
+    def _model(self) -> MachineModel | None:
+        if self._pace is not None:
+            return self._pace.model
+        return None if self._times is None else self._times.machine_model()
+
+    @property
+    def _slowness(self) -> float:
+        """Of the steps of late, over what the model says."""
+        return 1.0 if self._pace is None else self._pace.measured_over_predicted
+
+    def _most_tokens(
+        self, company: "_Company", request: Request, tokens: range, aim_s: float
+    ) -> int:
+        """The most of ``tokens`` in time, in whole blocks beyond the first; else the first."""
+        low, high = 0, (len(tokens) - 1) // self._block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            num_tokens = tokens.start + middle * self._block_size
+            if company.step_s(request, num_tokens) <= aim_s:
+                low = middle
+            else:
+                high = middle - 1
+        return tokens.start + low * self._block_size
+
+    def _least_tokens(self, model: MachineModel, adapter_bytes: int) -> int:
+        """Of a step's prompts, whatever they take."""
+        if self._pace is None and not (self._times is not None and self._times.is_measured):
+            return max(self._block_size, self._max_tokens // _UNMEASURED_SHARE)
+        if adapter_bytes not in self._efficient_tokens:
+            self._efficient_tokens[adapter_bytes] = self._find_efficient(model, adapter_bytes)
+        return self._efficient_tokens[adapter_bytes]
+
+    def _find_efficient(self, model: MachineModel, adapter_bytes: int) -> int:
+        """The smallest chunk, in whole blocks, that keeps a prompt's rate."""
+        size, whole = self._block_size, self._max_tokens
+        most_s = _prefill_s(model, whole, whole, adapter_bytes) / _KEPT_RATE
+        low, high = 1, -(-whole // size)
+        while low < high:
+            middle = (low + high) // 2
+            if _prefill_s(model, whole, middle * size, adapter_bytes) <= most_s:
+                high = middle
+            else:
+                low = middle + 1
+        return min(low * size, whole)
+
+
+class _Company:
+    """The rows that a step has so far, as costs."""
+
+    def __init__(self, model: MachineModel, rows: StepRows) -> None:
+        self._model = model
+        self._is_decode_apart = rows.is_decode_apart
+        self._num_rows = len(rows.decodes) + len(rows.chunks) + len(rows.cold_chunks)
+        self._decodes = _costs(model, [(request, 1) for request in rows.decodes])
+        chunks = rows.chunks + [(request, cold.num_tokens) for request, cold in rows.cold_chunks]
+        self._chunks = _costs(model, chunks)
+        self._num_decodes = len(rows.decodes)
+        self.num_prefill_tokens = self._chunks.num_prefill_tokens
+
+    def decode_s(self) -> float:
+        """A step of the rows that decode alone."""
+        return _step_s(self._model, self._num_decodes, self._decodes)
+
+    def step_s(self, request: Request, num_tokens: int) -> float:
+        """With so many tokens of ``request`` beside all."""
+        model, num_rows = self._model, self._num_rows + 1
+        chunks = self._chunks.plus(_costs(model, [(request, num_tokens)]))
+        if self._is_decode_apart and self._num_decodes:
+            return _step_s(model, num_rows, chunks, self._decodes)
+        return _step_s(model, num_rows, chunks.plus(self._decodes))
+
+
+def _is_awaited(rows: StepRows) -> bool:
+    """Whether somebody who has had tokens waits for the next one, which this step brings."""
+    return bool(rows.decodes) or any(request.num_output_tokens for request, _ in rows.chunks)
+
+
+def _prefill_s(
+    model: MachineModel, num_tokens: int, chunk_tokens: int, adapter_bytes: int
+) -> float:
+    """A prompt alone, in chunks."""
+    return sum(
+        _step_s(
+            model, 1,
+            row_costs(model, (min(chunk_tokens, num_tokens - start),), (start,), (adapter_bytes,)),
+        )
+        for start in range(0, num_tokens, chunk_tokens)
+    )  # fmt: skip
+
+
+def _costs(model: MachineModel, rows: list[tuple[Request, int]]) -> RowCosts:
+    return row_costs(
+        model,
+        [num_tokens for _, num_tokens in rows],
+        [request.num_computed_tokens for request, _ in rows],
+        [request.adapter_bytes for request, _ in rows],
+    )
+
+
+def _step_s(model: MachineModel, num_rows: int, *passes: RowCosts) -> float:
+    """A step of these passes, with what the engine takes around it."""
+    around_s = model.host_step_s + model.turn_s + model.turn_row_s * num_rows
+    return around_s + sum(pass_s(model, costs) for costs in passes)
