@@ -19,6 +19,7 @@ from jinja2.utils import Namespace
 from .template_sandbox import BoundedTemplate, Sandbox, bounded_filter
 
 _END_MARK = "corun-here-ends-the-final-message "  # like nothing that anybody says
+_PROBE = "corun-looks-for-this"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 # What a template raises that does not fit the messages, on purpose or not.
@@ -43,6 +44,7 @@ class ChatTemplate:
         """``special_tokens``: by variable, such as ``bos_token``."""
         self.source = source
         self._special_tokens = special_tokens
+        self._takes_parts: dict[str, bool] = {}  # by source, once it is known
 
     def with_source(self, source: str | Mapping[str, str]) -> "ChatTemplate":
         """Return another template of the same model."""
@@ -64,17 +66,42 @@ class ChatTemplate:
             marked = _with_end_marked(messages)
             text = self.render(marked, add_generation_prompt=add_generation_prompt, **variables)
             return _up_to_mark(text, messages[-1]["content"])
-        template = _compiled(self._chosen(has_tools=variables.get("tools") is not None))
-        return template.render(
+        source = self._chosen(has_tools=variables.get("tools") is not None)
+        variables["add_generation_prompt"] = add_generation_prompt
+        if self._wants_parts(source):
+            messages = [_in_parts(message) for message in messages]
+        return self._render(source, messages, variables)
+
+    def _render(
+        self, source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        return _compiled(source).render(
             {
                 "tools": None,
                 "documents": None,
                 **self._special_tokens,
                 **variables,
                 "messages": [_with_reasoning(message) for message in messages],
-                "add_generation_prompt": add_generation_prompt,
             }
         )
+
+    def _wants_parts(self, source: str) -> bool:
+        """Whether a template leaves out contents that are strings and writes lists of parts.
+
+        Templates of multimodal models do: they look for the images of each message.
+        """
+        if source not in self._takes_parts:
+            probe = {"role": "user", "content": _PROBE}
+            self._takes_parts[source] = not self._writes(source, probe) and self._writes(
+                source, _in_parts(probe)
+            )
+        return self._takes_parts[source]
+
+    def _writes(self, source: str, message: Mapping[str, Any]) -> bool:
+        try:
+            return _PROBE in self._render(source, [message], {"add_generation_prompt": True})
+        except RENDER_ERRORS:
+            return False
 
     def _chosen(self, *, has_tools: bool) -> str:
         """The template for a conversation, where there are several the one of the right name."""
@@ -85,6 +112,14 @@ class ChatTemplate:
             if name in templates:
                 return templates[name]
         raise ValueError(f"none of the model's templates is the default: {sorted(templates)}")
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``message`` with its content as a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -44,7 +44,7 @@ class FieldTable:
 
 
 _NO_TOOLS = "calling tools and functions is not served yet"
-_NO_SOUND = "only text is served"
+_TEXT_ALONE = "this server answers from text alone"
 _NO_CONSTRAINTS = "constrained decoding is not served yet"
 _NO_REASONING = "what the model's template knows of it goes into chat_template_kwargs"
 _NO_SAMPLER = "there is no such sampler"
@@ -82,8 +82,8 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "response_format": RefusedField(_NO_CONSTRAINTS, ({"type": "text"},)),
     "best_of": RefusedField("all choices are returned, none are ranked; write n", (1,)),
     "suffix": RefusedField("filling in the middle is not served", ("",)),
-    "audio": RefusedField(_NO_SOUND),
-    "modalities": RefusedField(_NO_SOUND, (["text"],)),
+    "audio": RefusedField(_TEXT_ALONE),
+    "modalities": RefusedField(_TEXT_ALONE, (["text"],)),
     "prediction": RefusedField(
         "predicted outputs are not served; predicted_output_tokens takes their number"
     ),
@@ -106,7 +106,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "length_penalty": RefusedField("beam search is not served", (1.0, 1)),
     "chat_template": RefusedField("templates come with the model or with --chat-template"),
     "documents": RefusedField("write them into the messages", ([],)),
-    "mm_processor_kwargs": RefusedField(_NO_SOUND, ({},)),
+    "mm_processor_kwargs": RefusedField(_TEXT_ALONE, ({},)),
     "prompt_embeds": RefusedField("write the prompt as text or token ids"),
     "logits_processors": RefusedField("requests bring no code", ([],)),
     "return_tokens_as_token_ids": RefusedField("write return_token_ids", (False,)),
@@ -149,7 +149,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "top_a": RefusedField(_NO_SAMPLER, (0.0, 0)),
     "tfs_z": RefusedField(_NO_SAMPLER, (1.0, 1)),
     "options": RefusedField(_ONE_LEVEL, ({},)),
-    "images": RefusedField(_NO_SOUND, ([],)),
+    "images": RefusedField(_TEXT_ALONE, ([],)),
     "system": RefusedField("write a message of the role system"),
     # Anthropic's, and what clients mean for themselves.
     "max_tokens_to_sample": RefusedField("write max_tokens"),
@@ -174,7 +174,7 @@ _TEXT_PART = FieldTable(
         "id": "names the part",
     },
     refused={
-        name: RefusedField(_NO_SOUND)
+        name: RefusedField(_TEXT_ALONE)
         for name in ("image_url", "image", "input_audio", "audio_url", "video_url", "file")
     },
 )
@@ -190,8 +190,8 @@ MESSAGE_FIELDS = FieldTable(
         "provider_specific_fields": "no template writes it",
     },
     refused={
-        "audio": RefusedField(_NO_SOUND, ({},)),
-        "images": RefusedField(_NO_SOUND, ([],)),
+        "audio": RefusedField(_TEXT_ALONE, ({},)),
+        "images": RefusedField(_TEXT_ALONE, ([],)),
         "function_call": RefusedField("write tool_calls", ({},)),
         "prefix": RefusedField("write continue_final_message beside the messages", (False,)),
         "partial": RefusedField("write continue_final_message beside the messages", (False,)),

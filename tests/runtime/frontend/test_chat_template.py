@@ -163,3 +163,45 @@ def test_what_has_no_text_is_not_continued(hf: Any) -> None:
 def test_several_without_a_default_are_refused(hf: Any) -> None:
     with pytest.raises(ValueError, match=r"default: \['rag'\]"):
         render(hf, {"rag": "x"})
+
+
+# As Llava's and Idefics' are: they go through the parts of a message, images first.
+_OF_PARTS = (
+    "{% for message in messages %}{{ message['role'].upper() }}:"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>"
+    "{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    " {{ part['text'] }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+_BY_PLACE = "{% for m in messages %}[{{ m['content'][0]['text'] }}]{% endfor %}"
+_OF_BOTH = (
+    "{% for m in messages %}{% if m['content'] is string %}S{{ m['content'] }}"
+    "{% else %}P{{ m['content'][0]['text'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (_OF_PARTS, "USER: hello\nASSISTANT: hi\nUSER: you\nASSISTANT:"),
+        (_BY_PLACE, "[hello][hi][you]"),
+        (_OF_BOTH, "ShelloShiSyou"),
+        ("{{ messages | length }}", "3"),  # writes no content at all
+    ],
+)
+def test_templates_that_write_parts_alone_get_parts(source: str, expected: str) -> None:
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "you"},
+    ]
+    template = ChatTemplate(source, {})
+    assert template.render(messages, add_generation_prompt=True) == expected
+
+
+def test_a_message_in_parts_can_be_continued() -> None:
+    template = ChatTemplate(_OF_PARTS, {})
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "USER: a\nASSISTANT: b c"

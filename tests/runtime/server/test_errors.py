@@ -280,6 +280,25 @@ def test_message_not_served(http: httpx.Client, message: dict[str, Any], param: 
     check_error(http.post(CHAT, content=chat(message)), 400, "not_served", param)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "image"},
+        {"type": "input_image", "image": "data:"},
+        {"type": "input_audio"},
+        {"type": "video_url", "video_url": {"url": "data:"}},
+    ],
+)
+def test_parts_that_are_no_text(http: httpx.Client, part: dict[str, Any]) -> None:
+    text = {"type": "text", "text": "What is this?"}
+    response = http.post(CHAT, content=chat(USER | {"content": [text, part]}))
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith("messages[0].content[1].")
+    assert "this server answers from text alone" in message
+
+
 def test_values_that_ask_for_nothing_pass(http: httpx.Client) -> None:
     neutral = {
         "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1,
