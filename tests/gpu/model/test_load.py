@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.generation import GenerationDefaults, read_generation_defaults
 from corun.gpu.model.load import load_model
 from corun.gpu.model.source import ModelSource, load_config
+from corun.gpu.model.weight_files import WeightFiles
 from corun.runtime.errors import ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import make_model, save_model
@@ -122,6 +125,48 @@ def test_an_adapter_of_another_width_beside_the_weights(directory: Path, tmp_pat
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(tmp_path / "other" / name, directory)
     load(directory)
+
+
+class NotingSlice:
+    """A tensor in a file that notes when it is read."""
+
+    def __init__(self, name: str, part: Any, read: set[str]) -> None:
+        self._name, self._part, self._read = name, part, read
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        self._read.add(self._name)
+        tensor: torch.Tensor = self._part[where]
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3", "llava", "internvl"])
+def test_weights_that_text_never_meets_are_not_read(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[str] = set()
+    lazily = WeightFiles.lazily
+
+    @contextmanager
+    def noting(files: WeightFiles, names: Any) -> Iterator[dict[str, Any]]:
+        with lazily(files, names) as tensors:
+            yield {name: NotingSlice(name, part, read) for name, part in tensors.items()}
+
+    monkeypatch.setattr(WeightFiles, "lazily", noting)
+    whole = make_model(model_type)
+    whole.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    text = {
+        name: one for name, one in whole.named_parameters()
+        if name.startswith(("model.language_model.", "lm_head."))
+    }  # fmt: skip
+    assert dict(model.named_parameters()).keys() == text.keys()
+    assert all(torch.equal(model.get_parameter(name), one) for name, one in text.items())
+    in_files = WeightFiles(ModelSource(str(tmp_path))).names
+    assert len(read) == len(text) < len(in_files)
+    assert not any("vis" in name or "projector" in name for name in read)
 
 
 def test_layers_of_an_inner_configuration_are_looked_at(tmp_path: Path) -> None:
