@@ -22,6 +22,7 @@ class AdapterFacts:
     scale: float = 1.0  # factor on the adapter as a whole
     host_bytes: tuple[int, ...] = ()  # in the host's memory, by layer, in whole pages
     layers: AdapterLayers | None = None  # None = nobody plans with them
+    left_out: tuple[str, ...] = ()  # what of its file changes no text answer, and why: phrases
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,4 @@ class AdapterOutline:
 
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
+    left_out: tuple[str, ...] = ()  # as of ``AdapterFacts``

@@ -31,6 +31,7 @@ class RegisteredAdapter:
     rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
     group_bytes: tuple[int, ...]  # that move over the link, by layer group
     group_of_layer: tuple[int, ...]  # which layers are copied together
+    left_out: tuple[str, ...]  # what of its file changes no text answer, and why: phrases
     is_kept: bool  # in the place that was made for it
 
 
@@ -96,15 +97,17 @@ class HostAdapters:
         if self._copier is not None:
             self._copier.read_by(compute)
 
-    def outline(self, path: str) -> tuple[int, int]:
-        """Check all of an adapter but its values; its largest rank, and bytes on the device.
+    def outline(self, path: str) -> tuple[int, int, tuple[str, ...]]:
+        """Check all of an adapter but its values.
 
-        Raises ``AdapterError`` naming what is wrong.
+        Returns its largest rank, its bytes on the device, and what of its file changes no text
+        answer, as phrases. Raises ``AdapterError`` naming what is wrong.
         """
-        rank, plans = self.store.outline(path)
+        adapter, plans = self.store.outline(path)
         host_bytes = extent_sizes([plan.spec for plan in plans])
         self._check_arena(host_bytes)
-        return rank, self._device_bytes(path, plans, host_bytes)
+        num_bytes = self._device_bytes(path, plans, host_bytes)
+        return adapter.max_rank, num_bytes, adapter.left_out
 
     def register(self, path: str, make_room: MakeRoom) -> RegisteredAdapter:
         """Read and check an adapter, and keep it where ``make_room`` says, if it does.
@@ -126,7 +129,7 @@ class HostAdapters:
             self._placements[facts.digest] = self._copier.place(facts.plans, group_of_layer)
         return RegisteredAdapter(
             facts.digest, facts.rank, num_bytes, facts.host_bytes, rank_sums,
-            tuple(group_bytes), group_of_layer, facts.is_kept,
+            tuple(group_bytes), group_of_layer, facts.left_out, facts.is_kept,
         )  # fmt: skip
 
     def fetch(self, digest: str, path: str, place: HostPlace) -> AdapterLoad:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...runtime.adapters.digest import ContentDigest
-from ...runtime.adapters.resolved import AdapterReader, RawTensor, TakeTensor
+from ...runtime.adapters.resolved import AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
 from ...runtime.errors import AdapterUnavailableError, CorunError, ResourceError
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
@@ -139,6 +139,7 @@ class StoredFacts:
     rank: int  # the largest of its targets
     plans: tuple[GroupPlan, ...]
     host_bytes: tuple[int, ...]  # in the arena, by layer
+    left_out: tuple[str, ...]  # what of its file changes no text answer, and why: phrases
     is_kept: bool  # in the place that was made for it
 
 
@@ -219,10 +220,10 @@ class AdapterStore:
         )
         self._contents: dict[str, ContentDigest] = {}  # of what was registered, by its name
 
-    def outline(self, path: str) -> tuple[int, tuple[GroupPlan, ...]]:
-        """Its largest rank and its regions, from the header. Raises ``AdapterError``."""
+    def outline(self, path: str) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
+        """What its header says, and its regions. Raises ``AdapterError``."""
         with self._open(path) as source:
-            return source.adapter.max_rank, self.layout.plan(source.adapter)
+            return source.adapter, self.layout.plan(source.adapter)
 
     def register(self, path: str, make_room: MakeRoom) -> StoredFacts:
         """Read and check an adapter, and keep it in the arena if room is made.
@@ -240,9 +241,11 @@ class AdapterStore:
                 self._keep(entry, plans, source)
             digest = source.digest
             self._contents[digest.hexadecimal] = digest
+            adapter = source.adapter
             return StoredFacts(
-                digest.hexadecimal, source.adapter.max_rank, plans, host_bytes, entry is not None
-            )
+                digest.hexadecimal, adapter.max_rank, plans, host_bytes, adapter.left_out,
+                entry is not None,
+            )  # fmt: skip
 
     def fetch(self, digest: str, path: str, place: HostPlace) -> HostAdapter:
         """Refer to the adapter with this content, which was registered.

@@ -12,16 +12,11 @@ import torch
 from ...runtime.adapters.resolved import RawTensor
 from ...runtime.errors import AdapterError
 
-_DTYPES: Mapping[str, torch.dtype] = {
+STORED_DTYPES: Mapping[str, torch.dtype] = {  # by their names in safetensors
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-
-
-def check_values(raw: RawTensor, data: memoryview) -> None:
-    """Raise ``AdapterError`` naming the tensor if a value is not finite."""
-    to_tensor(raw, data, _DTYPES[raw.dtype])
 
 
 def to_tensor(raw: RawTensor, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
@@ -29,7 +24,7 @@ def to_tensor(raw: RawTensor, data: memoryview, dtype: torch.dtype) -> torch.Ten
 
     Raises ``AdapterError`` naming the tensor if a value is not finite, or overflows ``dtype``.
     """
-    stored = torch.frombuffer(data, dtype=_DTYPES[raw.dtype]).view(raw.shape)
+    stored = torch.frombuffer(data, dtype=STORED_DTYPES[raw.dtype]).view(raw.shape)
     if not _is_finite(stored):
         raise AdapterError(f"{raw.name} holds values that are not finite (NaN or infinity)")
     if stored.dtype == dtype:

@@ -13,14 +13,17 @@ from transformers import PreTrainedModel
 
 from ...runtime.adapters.target_map import (
     EXPERTS_REASON,
-    NO_TEXT_REASON,
     Target,
     TargetMap,
     UnusedModule,
+    Vocabulary,
 )
 from ...runtime.errors import ModelError
 
 _ROUTER_NAMES = frozenset({"gate", "router"})
+_NO_TEXT_REASON = "no text passes there"
+_SHARED_KV = "is_kv_shared_layer"  # of attention modules, in models whose layers share KV
+_SHARED_KV_REASON = "the layer takes its keys and values from another one"
 
 
 class LeftOut(nn.Module):
@@ -29,12 +32,7 @@ class LeftOut(nn.Module):
     def __init__(self, path: str, part: nn.Module) -> None:
         """``part``: what was at ``path`` of the model."""
         super().__init__()
-        weights = list(part.parameters())
-        self.unused = UnusedModule(
-            path, NO_TEXT_REASON,
-            num_features=sum(sum(_matrix_shape(weight)) for weight in weights),
-            num_weights=sum(weight.numel() for weight in weights),
-        )  # fmt: skip
+        self.unused = _unused_module(path, part, _NO_TEXT_REASON)
 
     def forward(self, *_inputs: object, **_arguments: object) -> NoReturn:
         """Raise ``ModelError``: the model needs for text what was left out as useless for it."""
@@ -46,7 +44,8 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
 
     Every ``nn.Linear`` inside the decoder layers is one, fused projections included, unless it is
     an expert or a router. Each is an input group of its own until ``with_input_groups`` says which
-    share an input. Raises ``ModelError`` if the model has no decoder layers.
+    share an input. What was left out of the model, and what its layers need not have, is unused.
+    Raises ``ModelError`` if the model has no decoder layers.
     """
     layers_path = find_layers(model)
     head = model.get_output_embeddings()
@@ -62,7 +61,8 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
             group = next_group.setdefault(layer, 0)
             next_group[layer] = group + 1
             targets.append(_target(len(targets), path, layer, group, module))
-    return TargetMap(tuple(targets), refused, _unused(model))
+    unused = (*_left_out(model), *_of_shared_kv(model, layers_path))
+    return TargetMap(tuple(targets), refused, unused, _vocabularies(model))
 
 
 def find_layers(model: PreTrainedModel) -> str:
@@ -151,8 +151,48 @@ def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> Targe
     return replace(target_map, targets=tuple(targets), refused=refused)
 
 
-def _unused(model: nn.Module) -> tuple[UnusedModule, ...]:
-    return tuple(module.unused for module in model.modules() if isinstance(module, LeftOut))
+def _left_out(model: nn.Module) -> Iterator[UnusedModule]:
+    return (module.unused for module in model.modules() if isinstance(module, LeftOut))
+
+
+def _of_shared_kv(model: nn.Module, layers_path: str) -> Iterator[UnusedModule]:
+    """The projections that layers lack which take their keys and values from another one.
+
+    Versions of a model that had them did not call them, and trainers have saved LoRA for them.
+    """
+    peers: dict[type[nn.Module], dict[str, nn.Module]] = {}  # what others of a class have
+    sharing: list[tuple[str, nn.Module]] = []
+    for path, module in model.get_submodule(layers_path).named_modules():
+        is_shared = getattr(module, _SHARED_KV, None)
+        if is_shared is True:
+            sharing.append((path, module))
+        elif is_shared is False:
+            peers.setdefault(type(module), {}).update(module.named_children())
+    for path, module in sharing:
+        for name, peer in peers.get(type(module), {}).items():
+            if isinstance(peer, nn.Linear) and getattr(module, name, None) is None:
+                yield _unused_module(f"{layers_path}.{path}.{name}", peer, _SHARED_KV_REASON)
+
+
+def _unused_module(path: str, module: nn.Module, reason: str) -> UnusedModule:
+    weights = list(module.parameters())
+    num_features = sum(sum(_matrix_shape(weight)) for weight in weights)
+    return UnusedModule(path, reason, num_features, sum(weight.numel() for weight in weights))
+
+
+def _vocabularies(model: PreTrainedModel) -> Mapping[str, Vocabulary]:
+    """The embeddings of tokens and the output head, by path."""
+    head = model.get_output_embeddings()
+    found: dict[str, Vocabulary] = {}
+    path_of: dict[int, str] = {}  # of the first module that has a weight
+    for path, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding):
+            shapes = {
+                name: tuple(one.shape) for name, one in module.named_parameters(recurse=False)
+            }
+            first = path_of.setdefault(id(getattr(module, "weight", module)), path)
+            found[path] = Vocabulary(path, shapes, None if first == path else first)
+    return found
 
 
 def _matrix_shape(weight: nn.Parameter) -> tuple[int, ...]:
@@ -183,8 +223,6 @@ def _refusal(
         reason = "embeddings are not served as targets"
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         reason = f"convolution targets ({type(module).__name__}) are not served yet"
-    elif isinstance(module, LeftOut):
-        reason = NO_TEXT_REASON
     elif not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
         reason = None
     elif not path.startswith(f"{layers_path}."):

@@ -18,6 +18,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _INDEX_NAME = "adapter_model.safetensors.index.json"
+_PART_BYTES = 16 << 20  # of a tensor that is not needed as a whole
 _HEADER_SLACK_BYTES = 16 << 20  # names, shapes and metadata of the largest adapters stay below
 
 
@@ -31,6 +32,7 @@ class Checkpoint:
         refused before it is read. Raises ``AdapterError`` naming the file.
         """
         self.path = directory / WEIGHTS_NAME
+        self._buffer = memoryview(bytearray())
         _check_format(directory, self.path)
         try:
             self._file = self.path.open("rb", buffering=0)
@@ -49,9 +51,18 @@ class Checkpoint:
         cannot be read. Whether they all are of one content, ``check_unchanged`` says.
         """
         for tensor in tensors:
-            part = self._buffer[: tensor.num_bytes]
+            part = self._room(tensor.num_bytes)
             self._read_into(part, self._data_start + tensor.start)
             yield tensor, part
+
+    def read_rows(self, tensor: RawTensor) -> Iterator[memoryview]:
+        """Yield the bytes of one tensor, a few whole rows at a time, as ``read`` does."""
+        row_bytes = tensor.num_bytes // max(1, tensor.shape[0])
+        step = max(1, _PART_BYTES // max(1, row_bytes)) * row_bytes
+        for start in range(0, tensor.num_bytes, max(1, step)):
+            part = self._room(min(step, tensor.num_bytes - start))
+            self._read_into(part, self._data_start + tensor.start + start)
+            yield part
 
     def check_unchanged(self) -> None:
         """Raise ``AdapterError`` if somebody has written the file since it was opened.
@@ -88,7 +99,12 @@ class Checkpoint:
             ) from error
         if not self.tensors:
             raise AdapterError(f"{self.path} holds no tensors")
-        self._buffer = memoryview(bytearray(max(tensor.num_bytes for tensor in self.tensors)))
+
+    def _room(self, num_bytes: int) -> memoryview:
+        """Memory to read to, the same each time."""
+        if self._buffer.nbytes < num_bytes:
+            self._buffer = memoryview(bytearray(num_bytes))
+        return self._buffer[:num_bytes]
 
     def _read_header(self, num_bytes: int) -> tuple[RawTensor, ...]:
         """Read the header of a file of this size. Raises ``HeaderError``."""

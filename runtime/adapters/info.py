@@ -49,6 +49,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     pinned: bool = False  # stays on the device
     residency: Residency = Residency()
     draining: tuple[DrainingVersion, ...] = ()  # beside the one that serves
+    left_out: tuple[str, ...] = ()  # what of its file changes no text answer, and why: phrases
 
     @property
     def is_resident(self) -> bool:

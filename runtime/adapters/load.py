@@ -11,18 +11,23 @@ from .digest import ContentDigest, LayerDigest, digest_head
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
 from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from .resolved import RawTensor, ResolvedAdapter, TakeTensor
+from .resolved import BaseWeights, RawTensor, ResolvedAdapter, TakeTensor
 from .target_map import TargetMap
+from .tensor_names import SAVED_MODULES_REASON
 
 
 class OpenAdapter:
     """An adapter that fits the model, and its open file; see ``resolved.AdapterReader``."""
 
-    def __init__(self, spec: LoraSpec, adapter: ResolvedAdapter, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, spec: LoraSpec, adapter: ResolvedAdapter, checkpoint: Checkpoint,
+        base: BaseWeights | None,
+    ) -> None:  # fmt: skip
         """Takes ``checkpoint`` over."""
         self.spec = spec
         self.adapter = adapter
         self._checkpoint = checkpoint
+        self._base = base
         self._digest: ContentDigest | None = None
         self._expected: ContentDigest | None = None
 
@@ -49,12 +54,17 @@ class OpenAdapter:
         A layer is yielded when it is whole and, after ``expect``, has been found to be the one
         that is expected.
         """
+        if self._expected is None:
+            self._check_copies()
         digests: list[bytes] = []
         for index, (layer, tensors) in enumerate(self._tensors_by_layer().items()):
             digest = LayerDigest()
             for tensor, data in self._checkpoint.read(tensors):
                 digest.add(data)
-                take(tensor, data)
+                try:
+                    take(tensor, data)
+                except AdapterError as error:
+                    raise AdapterError(f"{self._checkpoint.path.parent}: {error}") from error
             digests.append(digest.digest())
             # Whoever writes the file meanwhile makes no difference while the content is the same.
             if self._expected is not None and digests[index] != self._expected.layers[index]:
@@ -74,6 +84,20 @@ class OpenAdapter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_copies(self) -> None:
+        """Refuse tensors beside LoRA that are not those of the base."""
+        problems = [
+            f"{copy.tensor.name}: its values are not those of the base model's "
+            f"{copy.base_name}; {SAVED_MODULES_REASON}"
+            for copy in self.adapter.copies
+            if self._base is None
+            or not self._base.has_values(
+                copy.base_name, copy.tensor, self._checkpoint.read_rows(copy.tensor)
+            )
+        ]
+        if problems:
+            raise ResolveError(problems, self._checkpoint.path.parent)
+
     def _tensors_by_layer(self) -> dict[int, list[RawTensor]]:
         """Layers ascending, which is not the order of names: layers.10 comes before layers.2."""
         by_layer: dict[int, list[RawTensor]] = {}
@@ -90,11 +114,14 @@ class OpenAdapter:
         )
 
 
-def open_adapter(directory: Path, target_map: TargetMap, *, max_rank: int) -> OpenAdapter:
+def open_adapter(
+    directory: Path, target_map: TargetMap, *, max_rank: int, base: BaseWeights | None = None
+) -> OpenAdapter:
     """Open the adapter in ``directory`` and check all that needs none of its values.
 
-    Raises ``AdapterError`` naming the file and what is wrong; ``ResolveError``, which is one, with
-    every problem if it does not fit the model.
+    ``base``: what weights of the base model in the file are compared with; None = they are
+    refused. Raises ``AdapterError`` naming the file and what is wrong; ``ResolveError``, which is
+    one, with every problem if it does not fit the model.
     """
     spec = read_peft_config(directory)
     checkpoint = Checkpoint(directory, max_tensor_bytes=max_tensor_bytes(target_map, max_rank))
@@ -106,4 +133,4 @@ def open_adapter(directory: Path, target_map: TargetMap, *, max_rank: int) -> Op
     except BaseException:
         checkpoint.close()
         raise
-    return OpenAdapter(spec, adapter, checkpoint)
+    return OpenAdapter(spec, adapter, checkpoint, base)

@@ -33,6 +33,7 @@ class LoraSpec:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()  # whose weights the file has in full
     base_model_name_or_path: str | None = None
 
     def targets(self, path: str) -> bool:

@@ -42,6 +42,7 @@ SERVED_FIELDS = frozenset(
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "modules_to_save",
         "base_model_name_or_path",
         "bias",
         "init_lora_weights",
@@ -82,7 +83,6 @@ REFUSAL_REASONS = {
     "use_qalora": "QA-LoRA is not served",
     "use_bdlora": "block-diagonal LoRA is not served",
     "lora_bias": "biases on LoRA matrices are not served",
-    "modules_to_save": "fully trained modules beside LoRA are not served",
     "trainable_token_indices": "trained token embeddings are not served",
     "target_parameters": "LoRA on raw parameters (experts) is not served",
     "alora_invocation_tokens": "activated LoRA is not served",
@@ -186,6 +186,7 @@ def _build_spec(reader: "_Fields") -> LoraSpec:
         exclude_modules=reader.names("exclude_modules"),
         layers_to_transform=reader.layers("layers_to_transform"),
         layers_pattern=_as_tuple(reader.names("layers_pattern")),
+        modules_to_save=_as_tuple(reader.names("modules_to_save")),
         base_model_name_or_path=reader.text("base_model_name_or_path"),
     )
 

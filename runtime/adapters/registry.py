@@ -283,6 +283,7 @@ class AdapterRegistry:
             pinned=entry.is_pinned,
             residency=Residency() if version is None else residency_of(version),
             draining=tuple(draining),
+            left_out=_left_out(entry),
         )
 
     def infos(self, residency_of: Callable[[AdapterVersion], Residency]) -> tuple[AdapterInfo, ...]:
@@ -338,6 +339,12 @@ class AdapterRegistry:
 
     def _unknown(self, name: str) -> UnknownModelError:
         return unknown_name(name, [*self.base_names, *self._entries])
+
+
+def _left_out(entry: _Entry) -> tuple[str, ...]:
+    if entry.version is not None:
+        return entry.version.facts.left_out
+    return () if entry.outline is None else entry.outline.left_out
 
 
 def _draining_info(

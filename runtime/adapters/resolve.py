@@ -4,7 +4,9 @@ Owns every check that needs no arithmetic: names, shapes, ranks, types, and that
 file say the same. Values are checked when they are converted, where the arithmetic is.
 """
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,11 +14,19 @@ from pathlib import Path
 from ..errors import AdapterError
 from ..near_names import near_names
 from .lora_spec import ALL_LINEAR, LoraSpec
-from .resolved import FLOAT_BYTES, RawTensor, ResolvedAdapter, TargetLora
-from .target_map import EXPERTS_REASON, Target, TargetMap
-from .tensor_names import PathIndex, PrefixChange, parse_tensor_name, refusal_of_name
+from .resolved import FLOAT_BYTES, BaseCopy, RawTensor, ResolvedAdapter, TargetLora
+from .target_map import EXPERTS_REASON, Target, TargetMap, UnusedModule
+from .tensor_names import (
+    SAVED_MODULES_REASON,
+    PathIndex,
+    PrefixChange,
+    parse_base_tensor_name,
+    parse_tensor_name,
+    refusal_of_name,
+)
 
 _MAX_LISTED = 8
+_MAX_MODULES_SHOWN = 3
 _MAX_KEPT = 32  # adapters' shapes that were resolved
 
 
@@ -34,9 +44,15 @@ class ResolveError(AdapterError):
 
 def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
     """The most that the tensors of an adapter within the limits can take in a file."""
-    return max(FLOAT_BYTES.values()) * sum(
-        max_rank * (target.in_features + target.out_features) for target in target_map.targets
+    features = sum(one.in_features + one.out_features for one in target_map.targets)
+    features += sum(one.num_features for one in target_map.unused)
+    weights = sum(one.num_weights for one in target_map.unused)
+    weights += sum(
+        math.prod(shape)
+        for one in target_map.vocabularies.values()
+        for shape in one.shapes.values()
     )
+    return max(FLOAT_BYTES.values()) * (max_rank * features + weights)
 
 
 def resolve_adapter(
@@ -63,6 +79,22 @@ def _resolve(
         raise ResolveError([str(error)]) from None
 
 
+def _phrases(left_out: Iterable[UnusedModule]) -> tuple[str, ...]:
+    """Say what was left out (a module for each tensor), in one phrase for each reason."""
+    modules: dict[str, Counter[str]] = {}
+    for one in left_out:
+        modules.setdefault(one.reason, Counter())[one.path] += 1
+    phrases = []
+    for reason, paths in modules.items():
+        num, shown = paths.total(), ", ".join([*paths][:_MAX_MODULES_SHOWN])
+        more = len(paths) - _MAX_MODULES_SHOWN
+        tensors = "1 tensor" if num == 1 else f"{num} tensors"
+        phrases.append(
+            f"{tensors} of {shown}{f' and {more} more modules' if more > 0 else ''} ({reason})"
+        )
+    return tuple(phrases)
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """The tensors of one target."""
@@ -81,17 +113,23 @@ class _Resolver:
         self._max_rank = max_rank
         self._targets = PathIndex({target.path: target for target in target_map.targets})
         self._refused = PathIndex(target_map.refused)
+        self._unused = PathIndex({one.path: one for one in target_map.unused})
+        self._vocabularies = PathIndex(target_map.vocabularies)
         self._found: dict[int, _Found] = {}
+        self._copies: list[BaseCopy] = []
+        self._left_out: list[UnusedModule] = []  # one for each tensor
+        self._saved_paths: list[str] = []  # of modules whose weights the file has in full
         self._problems: list[str] = []
 
     def add(self, tensor: RawTensor) -> None:
         name = parse_tensor_name(tensor.name)
         if name is None:
-            self._problems.append(f"{tensor.name}: {refusal_of_name(tensor.name)}")
+            self._add_saved(tensor)
             return
         target = self._targets.find(name.path)
         if target is None:
-            self._problems.append(f"{tensor.name}: {self._reason_unmatched(name.path)}")
+            if not self._leaves_out(name.path):
+                self._problems.append(f"{tensor.name}: {self._reason_unmatched(name.path)}")
             return
         found = self._found.setdefault(target.index, _Found(target, name.path, {}))
         first = found.matrices.setdefault(name.matrix, tensor)
@@ -102,10 +140,38 @@ class _Resolver:
         checked = [self._check(self._found[index]) for index in sorted(self._found)]
         self._check_announced()
         if not self._found:
-            self._problems.append("the file changes no module of this model")
+            of_text = " that text passes through" if self._left_out else ""
+            self._problems.append(f"the file changes no module of this model{of_text}")
         if self._problems:
             raise ResolveError(self._problems)
-        return ResolvedAdapter(tuple(lora for lora in checked if lora is not None))
+        loras = tuple(lora for lora in checked if lora is not None)
+        return ResolvedAdapter(loras, tuple(self._copies), _phrases(self._left_out))
+
+    def _add_saved(self, tensor: RawTensor) -> None:
+        """A tensor that is no LoRA matrix: of an unused module, or a copy of one of the base."""
+        name = parse_base_tensor_name(tensor.name)
+        if name is not None:
+            self._saved_paths.append(name.path)
+            if self._leaves_out(name.path):
+                return
+        vocabulary = None if name is None else self._vocabularies.find(name.path)
+        shape = None if name is None or vocabulary is None else vocabulary.shapes.get(name.name)
+        if name is None or vocabulary is None or shape is None:
+            self._problems.append(f"{tensor.name}: {refusal_of_name(tensor.name)}")
+        elif tensor.shape != shape or tensor.dtype not in FLOAT_BYTES:
+            self._problems.append(
+                f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} is no copy of the "
+                f"base model's, which has the shape {list(shape)}; {SAVED_MODULES_REASON}"
+            )
+        else:
+            self._copies.append(BaseCopy(tensor, vocabulary.tensor_name(name.name)))
+
+    def _leaves_out(self, path: str) -> bool:
+        """Note a tensor of a module that changes no text answer; False if it may change one."""
+        unused = self._unused.find_holder(path)
+        if unused is not None:
+            self._left_out.append(unused)
+        return unused is not None
 
     def _check(self, found: _Found) -> TargetLora | None:
         num_problems_before = len(self._problems)
@@ -163,11 +229,19 @@ class _Resolver:
                 self._problems.append(
                     f"{path}: the configuration targets it, but the file has no tensors for it"
                 )
+        for name in self._spec.modules_to_save:
+            if not any(f".{name}." in f".{path}." for path in self._saved_paths):
+                self._problems.append(
+                    f"{name}: modules_to_save names it, but the file does not have its weights; "
+                    f"{SAVED_MODULES_REASON}"
+                )
         modules = self._spec.target_modules
         if isinstance(modules, str) and modules.lower() == ALL_LINEAR:
             return  # leaves out the output head, and takes no module that is not linear
         for refused, reason in self._map.refused.items():
-            if self._spec.targets(trained(refused)):
+            # LoRA on embeddings and the head is refused where the file has it: without, PEFT
+            # makes one that changes nothing.
+            if refused not in self._map.vocabularies and self._spec.targets(trained(refused)):
                 self._problems.append(f"{refused}: the configuration targets it: {reason}")
 
     def _trained_paths(self) -> PrefixChange:

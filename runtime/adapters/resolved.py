@@ -3,7 +3,7 @@
 Plain data between the reader, which knows files, and the device half, which knows arithmetic.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -36,10 +36,20 @@ class TargetLora:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseCopy:
+    """A tensor of the file that must have the values of one of the base model."""
+
+    tensor: RawTensor
+    base_name: str  # of the base's tensor, e.g. "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
     """An adapter that fits the model: at least one target, by ascending index."""
 
     targets: tuple[TargetLora, ...]
+    copies: tuple[BaseCopy, ...] = ()
+    left_out: tuple[str, ...] = ()  # what of the file changes no text answer, and why: phrases
 
     @property
     def max_rank(self) -> int:
@@ -56,6 +66,18 @@ class ResolvedAdapter:
 
 # Takes one tensor and its bytes, which are valid until it returns.
 TakeTensor = Callable[[RawTensor, memoryview], None]
+
+
+class BaseWeights(Protocol):
+    """The weights of the base model, as they are stored."""
+
+    def has_values(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> bool:
+        """Whether the base's tensor ``name`` is that of ``tensor``, once both are cast.
+
+        ``parts``: the bytes of ``tensor``, in whole rows. The type is the one that the base is
+        served in. Raises ``ModelError`` if the base's files cannot be read.
+        """
+        ...
 
 
 class AdapterReader(Protocol):

@@ -5,10 +5,9 @@ names, so fusing q, k, v or gate, up later changes one table.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 EXPERTS_REASON = "expert targets are not served yet"
-NO_TEXT_REASON = "no text passes there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,25 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class UnusedModule:
-    """A module that changes no text answer: what an adapter has for it could be left out."""
+    """A module that changes no text answer: what an adapter has for it is left out."""
 
     path: str  # of the module; those in it are as unused
     reason: str
     num_features: int  # inputs and outputs of all matrices in it: LoRA takes a rank for each
     num_weights: int  # in all
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """An embedding or the output head, of which trainers save a copy beside LoRA."""
+
+    path: str  # of the module
+    shapes: Mapping[str, tuple[int, ...]]  # of its tensors, by name, e.g. "weight"
+    shared_with: str | None = None  # path of the module whose weight it has, if it is tied
+
+    def tensor_name(self, name: str) -> str:
+        """The name of the base's tensor that ``name`` of this module stands for."""
+        return f"{(name == 'weight' and self.shared_with) or self.path}.{name}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a model has one
@@ -41,3 +53,4 @@ class TargetMap:
     targets: tuple[Target, ...]
     refused: Mapping[str, str]  # module path -> reason, for modules that PEFT could adapt
     unused: tuple[UnusedModule, ...] = ()
+    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)  # by path; also refused

@@ -14,19 +14,46 @@ from .target_map import EXPERTS_REASON
 _Item = TypeVar("_Item")
 
 _LORA_TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
-_PEFT_PREFIX = "base_model.model."
+# PEFT's model, maybe in one of data parallelism, maybe in another of PEFT's.
+_PEFT_PREFIX = re.compile(r"(?:(?:module\.)*base_model\.model\.)+")
+
+# A weight of the base that PEFT has saved beside LoRA, and what it wraps it in.
+_BASE_TENSOR = re.compile(
+    r"(?P<path>.+?)(?:\.(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?))?\.(?P<name>[^.]+)"
+)
 
 # Components that wrappers insert anywhere in a path.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset(
+    {
+        "_orig_mod",
+        "_fsdp_wrapped_module",
+        "_fpw_module",
+        "_checkpoint_wrapped_module",
+        "_forward_module",
+    }
+)
 
 # Leading components that hold the decoder; which of them appear depends on the outer class.
-_HOLDERS = frozenset({"module", "model", "language_model", "transformer", "gpt_neox"})
+_HOLDERS = frozenset(
+    {
+        "module",
+        "model",
+        "language_model",
+        "text_model",
+        "llm",
+        "thinker",
+        "transformer",
+        "gpt_neox",
+    }
+)
+
+SAVED_MODULES_REASON = "fully trained modules beside LoRA are not served"
 
 # Parts of tensor names that are known and not served.
 _REFUSED_PARTS = (
     ("lora_magnitude_vector", "DoRA is not served"),
     ("lora_embedding_", "LoRA on embeddings is not served"),
-    ("modules_to_save", "fully trained modules beside LoRA are not served"),
+    ("modules_to_save", SAVED_MODULES_REASON),
     ("trainable_tokens", "trained token embeddings are not served"),
     ("token_adapter", "trained token embeddings are not served"),
     (".experts.", EXPERTS_REASON),
@@ -49,10 +76,24 @@ def parse_tensor_name(name: str) -> LoraTensorName | None:
     match = _LORA_TENSOR.fullmatch(name)
     if match is None:
         return None
-    path = match["path"]
-    while path.startswith(_PEFT_PREFIX):
-        path = path.removeprefix(_PEFT_PREFIX)
-    return LoraTensorName(_without_wrappers(path), match["matrix"])
+    return LoraTensorName(_without_wrappers(match["path"]), match["matrix"])
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensorName:
+    """The name of a tensor that is no LoRA matrix, taken apart."""
+
+    path: str  # of the module, in the model that the adapter was trained with
+    name: str  # e.g. "weight"
+
+
+def parse_base_tensor_name(name: str) -> BaseTensorName | None:
+    """Take apart ``base_model.model.<path>.weight``, as PEFT saves weights of the base.
+
+    The components that PEFT wraps such modules in are tolerated. None if there is no path.
+    """
+    match = _BASE_TENSOR.fullmatch(_without_wrappers(name))
+    return None if match is None else BaseTensorName(match["path"], match["name"])
 
 
 def refusal_of_name(name: str) -> str:
@@ -115,7 +156,9 @@ class PrefixChange:
 
 
 def _without_wrappers(path: str) -> str:
-    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)
+    """Without what PEFT and others put around the model, in any nesting."""
+    path = ".".join(name for name in path.split(".") if name not in _WRAPPERS)
+    return _PEFT_PREFIX.sub("", path, count=1) if _PEFT_PREFIX.match(path) else path
 
 
 def _without_holders(path: str) -> str:

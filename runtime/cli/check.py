@@ -32,6 +32,7 @@ def _check_adapter(adapter: Path, config: EngineConfig) -> bool:
     report = run_check(
         adapter,
         config.model,
+        dtype=config.dtype,
         max_rank=config.max_lora_rank,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,

@@ -70,7 +70,7 @@ class EngineConfig:
         "auto",
         choices=DTYPES,
         help="Type of weights and KV; auto = the model's.",
-        commands=_PROFILE,
+        commands=_PROFILE + _CHECK,
     )
     quantization: str | None = option(
         None, choices=QUANTIZATIONS, commands=_PROFILE + _CHECK,

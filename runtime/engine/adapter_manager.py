@@ -25,7 +25,7 @@ from .messages import (
     OperationDone,
     RemoveAdapter,
 )
-from .residency import log_move
+from .residency import log_left_out, log_move
 
 _LOG = logging.getLogger(__name__)
 
@@ -209,6 +209,8 @@ class AdapterManager:
         """All registered adapters; what becomes of them from now on is told by ``poll``."""
         assert self._device is not None
         infos = self._registry.infos(self._device.residency)
+        for info in infos:
+            log_left_out(self._told.get(info.name), info)
         self._told = {info.name: info for info in infos}
         return infos
 
@@ -224,6 +226,7 @@ class AdapterManager:
             if info == before:
                 continue
             log_move(name, before, info)
+            log_left_out(before, info)
             if info is None:
                 del self._told[name]
                 removed.append(name)

@@ -63,7 +63,7 @@ _ALLOWED_IMPORTS = {
         "runtime.adapters.digest",
         "runtime.adapters.target_map",
         "runtime.adapters.resolved",
-        "runtime.adapters.tensor_names.EXPERTS_REASON",
+        "runtime.adapters.tensor_names",
     ),
     "cpu_workers": ("cpu_workers", "shm"),
     "shm": ("shm",),

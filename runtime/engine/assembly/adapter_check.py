@@ -7,7 +7,7 @@ from pathlib import Path
 from ...adapters.load import open_adapter
 from ...adapters.lora_spec import LoraSpec
 from ...adapters.resolve import ResolveError
-from ...adapters.resolved import ResolvedAdapter
+from ...adapters.resolved import RawTensor, ResolvedAdapter
 from ...errors import AdapterError
 
 _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
@@ -47,28 +47,39 @@ def run_check(
     adapter: Path,
     model: str,
     *,
+    dtype: str = "auto",
     max_rank: int = 256,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> CheckReport:
     """Check the PEFT directory ``adapter`` against the model directory or hub id ``model``.
 
-    Builds the model's modules from its configuration, without weights. Raises ``ModelError`` if
-    that fails; what is wrong with the adapter is in the report. A module that the model never
-    calls is noticed only by the engine, which runs the model.
+    Builds the model's modules from its configuration, without weights; of the weights' files only
+    that is read which the adapter has a copy of. ``dtype``: what the model is to be served in.
+    Raises ``ModelError`` if that fails; what is wrong with the adapter is in the report. A module
+    that the model never calls is noticed only by the engine, which runs the model.
     """
     # Imported here so that the registry and its callers stay free of torch.
-    from ....gpu.lora.convert import check_values
+    from ....gpu.lora.convert import to_tensor
+    from ....gpu.model.base_weights import StoredBaseWeights
+    from ....gpu.model.load import resolve_dtype
     from ....gpu.model.skeleton import target_map_of
-    from ....gpu.model.source import ModelSource
+    from ....gpu.model.source import ModelSource, load_config
 
-    target_map = target_map_of(ModelSource(model, revision, trust_remote_code))
+    source = ModelSource(model, revision, trust_remote_code)
+    target_map = target_map_of(source)
+    served_dtype = resolve_dtype(dtype, load_config(source))
+    base = StoredBaseWeights(source, served_dtype)
+
+    def check_values(raw: RawTensor, data: memoryview) -> None:
+        to_tensor(raw, data, served_dtype)
+
     try:
-        with open_adapter(adapter, target_map, max_rank=max_rank) as source:
-            for _ in source.read_layers(check_values):
+        with open_adapter(adapter, target_map, max_rank=max_rank, base=base) as reader:
+            for _ in reader.read_layers(check_values):
                 pass
-            digest = source.digest.hexadecimal
-            return CheckReport(str(adapter), model, (), source.spec, source.adapter, digest)
+            digest = reader.digest.hexadecimal
+            return CheckReport(str(adapter), model, (), reader.spec, reader.adapter, digest)
     except ResolveError as error:
         return CheckReport(str(adapter), model, error.problems)
     except AdapterError as error:
@@ -93,6 +104,8 @@ def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:
             for name, size in _DEVICE_DTYPES
         ),
         f"base      {spec.base_model_name_or_path or 'not named'}",
+        *(f"left out  {phrase}" for phrase in adapter.left_out),
+        *(f"as base   {copy.tensor.name}" for copy in adapter.copies),
     ]
 
 

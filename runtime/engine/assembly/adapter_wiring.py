@@ -46,9 +46,15 @@ def make_host_adapters(
     from ....gpu.adapters.copier import SlabSize
     from ....gpu.adapters.host import ArenaSize, one_group
     from ....gpu.execution import assemble
+    from ....gpu.model.base_weights import StoredBaseWeights
+    from ....gpu.model.source import ModelSource
+
+    assert config.model is not None
+    source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    base = StoredBaseWeights(source, loaded.dtype)
 
     def open_source(path: str) -> OpenAdapter:
-        return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank)
+        return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base)
 
     slab = None if slab_bytes is None else SlabSize(slab_bytes, config.max_lora_rank)
     size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, slab)
@@ -76,7 +82,7 @@ class HostFiles:
         layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
         facts = AdapterFacts(
             adapter.digest, adapter.rank, adapter.num_bytes,
-            host_bytes=adapter.host_bytes, layers=layers,
+            host_bytes=adapter.host_bytes, layers=layers, left_out=adapter.left_out,
         )  # fmt: skip
         return facts, adapter.is_kept
 

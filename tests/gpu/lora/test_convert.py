@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from corun.gpu.lora.convert import check_values, to_tensor
+from corun.gpu.lora.convert import to_tensor
 from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import AdapterError
 
@@ -21,7 +21,6 @@ def test_types_of_the_file(kind: torch.dtype, served: torch.dtype) -> None:
     found = to_tensor(*stored(tensor), served)
     assert found.dtype == served
     assert torch.equal(found, tensor.to(served))
-    check_values(*stored(tensor))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -32,8 +31,6 @@ def test_values_that_are_not_finite(value: float, kind: torch.dtype) -> None:
     raw = stored(tensor.to(kind))
     with pytest.raises(AdapterError, match="a holds values that are not finite"):
         to_tensor(*raw, torch.float32)
-    with pytest.raises(AdapterError, match="not finite"):
-        check_values(*raw)
 
 
 def test_values_over_the_range_of_the_served_type() -> None:

@@ -80,7 +80,9 @@ def test_check_decides_as_serve(model_type: str, tmp_path: Path) -> None:
     assert served.targets == checked.targets
     assert served.refused == checked.refused
     assert served.unused == checked.unused
-    assert bool(served.unused) == (model_type in WRAPPERS)
+    has_shared_kv = bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
+    assert bool(served.unused) == (model_type in WRAPPERS or has_shared_kv)
+    assert served.vocabularies == checked.vocabularies
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "hqq", "quanto", "exl3"])

@@ -12,6 +12,7 @@ from corun.gpu.model.targets import (
     record_input_groups,
     with_input_groups,
 )
+from corun.gpu.model.text_part import leave_out_other_parts
 from corun.runtime.errors import ModelError
 from support.architectures import ARCHITECTURES, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -122,6 +123,44 @@ def test_only_the_text_decoder_of_a_multi_modal_model() -> None:
     assert all("language_model" in target.path for target in target_map.targets)
     reason = target_map.refused["model.vision_tower.encoder.layers.0.self_attn.q_proj"]
     assert reason == "it lies outside the decoder layers"
+    tower = list(model.model.vision_tower.parameters())
+    leave_out_other_parts(model)
+    target_map = build_target_map(model)
+    assert not any("vision" in path for path in target_map.refused)
+    first, second = target_map.unused
+    assert (first.path, second.path) == ("model.vision_tower", "model.multi_modal_projector")
+    assert first.reason == "no text passes there"
+    assert first.num_weights == sum(weight.numel() for weight in tower)
+    assert 0 < first.num_features < first.num_weights
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_projections_that_layers_with_shared_kv_lack(model_type: str) -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    config = AutoConfig.for_model(
+        model_type, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=types
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    target_map = build_target_map(model)
+    assert [one.path for one in target_map.unused] == [
+        f"model.layers.{layer}.self_attn.{name}"
+        for layer in (2, 3)
+        for name in ("k_proj", "v_proj")
+    ]
+    assert target_map.refused["model.per_layer_model_projection"] == (
+        "it lies outside the decoder layers"
+    )
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_vocabularies(is_tied: bool) -> None:
+    target_map = build_target_map(make_skeleton("llama", tie_word_embeddings=is_tied))
+    head, embedding = (target_map.vocabularies[path] for path in ("lm_head", "model.embed_tokens"))
+    assert head.shapes == embedding.shapes == {"weight": (32000, 4096)}
+    assert embedding.tensor_name("weight") == "model.embed_tokens.weight"
+    name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+    assert head.tensor_name("weight") == name
 
 
 def test_a_model_whose_layers_cannot_be_told() -> None:

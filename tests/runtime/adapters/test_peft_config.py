@@ -59,7 +59,6 @@ def test_how_the_base_keeps_its_weights_is_not_asked(value: bool | None) -> None
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("lora_bias", True),
-        ("modules_to_save", ["lm_head"]),
         ("trainable_token_indices", [1]),
         ("target_parameters", ["experts.gate_up_proj"]),
         ("alora_invocation_tokens", [1, 2]),
@@ -179,5 +178,5 @@ def test_a_path_that_is_too_long_is_not_told_back() -> None:
 
 def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(AdapterError) as caught:
-        parse(modules_to_save=["m" * 10_000])
+        parse(trainable_token_indices=["m" * 10_000])
     assert len(str(caught.value)) < 500

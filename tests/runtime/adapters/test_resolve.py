@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from corun.runtime.adapters.lora_spec import LoraSpec
 from corun.runtime.adapters.resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from corun.runtime.adapters.resolved import RawTensor, ResolvedAdapter
-from corun.runtime.adapters.target_map import Target, TargetMap
+from corun.runtime.adapters.resolved import BaseCopy, RawTensor, ResolvedAdapter
+from corun.runtime.adapters.target_map import Target, TargetMap, UnusedModule, Vocabulary
 
-_IN, _OUT = 12, 20
+_IN, _OUT, _VOCAB = 12, 20, 30
 
 
 def make_map(prefix: str = "model.", num_layers: int = 2) -> TargetMap:
@@ -27,7 +27,13 @@ def make_map(prefix: str = "model.", num_layers: int = 2) -> TargetMap:
         f"{prefix}layers.0.mlp.gate": "a router",
         f"{prefix}layers.0.mlp.experts": "experts",
     }
-    return TargetMap(numbered, refused)
+    tower = UnusedModule(f"{prefix}vision_tower", "no text passes there", 100, 1000)
+    shared = UnusedModule(f"{prefix}layers.1.self_attn.k_proj", "it shares KV", _IN + _OUT, 0)
+    vocabularies = {
+        path: Vocabulary(path, {"weight": (_VOCAB, _IN)})
+        for path in ("lm_head", f"{prefix}embed_tokens")
+    }
+    return TargetMap(numbered, refused, (tower, shared), vocabularies)
 
 
 def make_spec(**fields: Any) -> LoraSpec:
@@ -80,7 +86,8 @@ def test_pairs_are_found_by_target_index() -> None:
     assert {lora.scaling for lora in adapter.targets} == {2.0}
     assert adapter.max_rank == 4
     assert adapter.num_bytes(2) == 4 * 2 * 4 * (_IN + _OUT)
-    assert max_tensor_bytes(make_map(), 64) == 6 * 4 * 64 * (_IN + _OUT)
+    num_features, num_saved = 7 * (_IN + _OUT) + 100, 1000 + 2 * _VOCAB * _IN
+    assert max_tensor_bytes(make_map(), 64) == 4 * (64 * num_features + num_saved)
 
 
 def test_what_adapters_of_one_recipe_have_in_common_is_found_out_once() -> None:
@@ -106,6 +113,14 @@ def test_what_adapters_of_one_recipe_have_in_common_is_found_out_once() -> None:
         "base_model.model.language_model.model.",
         "base_model.model.",  # trained with the decoder alone
         "base_model.model._orig_mod.model.",
+        "_orig_mod.base_model.model.model.",
+        "module.base_model.model.model.",
+        "module._orig_mod.base_model.model.model.",
+        "_orig_mod.module.base_model.model.base_model.model._orig_mod.model.",
+        "_fsdp_wrapped_module._forward_module.module.base_model.model.module.model.",
+        "base_model.model.thinker.model.",
+        "base_model.model.llm.model.",
+        "base_model.model.model.text_model.",
         "model.",  # injected without a PeftModel
     ],
 )
@@ -126,7 +141,7 @@ def test_the_paths_of_training_are_those_that_patterns_see() -> None:
 
 
 def test_a_tower_with_layers_of_the_same_names_is_not_the_decoder() -> None:
-    found = problems(all_pairs("base_model.model.model.vision_tower.encoder."))
+    found = problems(all_pairs("base_model.model.model.audio_tower.encoder."))
     assert any("no linear module" in problem for problem in found)
 
 
@@ -210,6 +225,9 @@ def test_refused_modules_by_name_and_reason(path: str, reason: str) -> None:
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
         ("base_model.model.lm_head.modules_to_save.weight", "fully trained"),
+        ("base_model.model.lm_head.bias", "not a LoRA matrix"),
+        ("base_model.model.score.weight", "not a LoRA matrix"),
+        ("weight", "not a LoRA matrix"),
         ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "token"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "not a LoRA matrix"),
         ("base_model.model.model.layers.0.self_attn.q_proj.bias", "not a LoRA matrix"),
@@ -222,8 +240,71 @@ def test_tensors_that_are_no_lora_matrix(name: str, reason: str) -> None:
 
 
 def test_configured_module_that_is_refused() -> None:
-    (problem,) = problems(all_pairs(), target_modules=("q_proj", "v_proj", "lm_head"))
-    assert problem == "lm_head: the configuration targets it: the head"
+    (problem,) = problems(all_pairs(), target_modules=("q_proj", "v_proj", "gate"))
+    assert problem == "model.layers.0.mlp.gate: the configuration targets it: a router"
+
+
+def test_configured_head_and_embeddings_of_which_the_file_has_nothing() -> None:
+    spec = make_spec(target_modules=("q_proj", "v_proj", "lm_head", "embed_tokens"))
+    assert len(resolve(all_pairs(), spec).targets) == 4
+
+
+def test_modules_that_no_text_passes_through_are_left_out() -> None:
+    """Of any shape, whichever way the model of training names the tower, saved in full or not."""
+    adapter = resolve(
+        all_pairs()
+        + pair("base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj")
+        + pair("base_model.model.vision_tower.vision_model.layers.3.self_attn.v_proj", rank=64)
+        + [raw("base_model.model.model.vision_tower.modules_to_save.patches.weight", 3, 4, 5, 6)]
+        + pair("base_model.model.model.layers.1.self_attn.k_proj")
+    )
+    assert [lora.target.index for lora in adapter.targets] == [0, 1, 3, 4]
+    assert adapter.left_out == (
+        "5 tensors of model.vision_tower (no text passes there)",
+        "2 tensors of model.layers.1.self_attn.k_proj (it shares KV)",
+    )
+    assert resolve(all_pairs()).left_out == ()
+
+
+def test_only_modules_that_no_text_passes_through() -> None:
+    tower = pair("base_model.model.model.vision_tower.layers.0.self_attn.q_proj")
+    found = problems(tower, target_modules=(r"k_proj",))
+    assert found == ("the file changes no module of this model that text passes through",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.lm_head.weight",
+        "lm_head.weight",
+        "module.base_model.model.lm_head.base_layer.weight",
+        "base_model.model.lm_head.original_module.weight",
+        "base_model.model.lm_head.modules_to_save.weight",
+        "base_model.model.lm_head.modules_to_save.default.weight",
+    ],
+)
+@pytest.mark.parametrize("modules_to_save", [(), ("lm_head",)])
+def test_copies_of_weights_of_the_base(name: str, modules_to_save: tuple[str, ...]) -> None:
+    copy = raw(name, _VOCAB, _IN, dtype="BF16")
+    spec = make_spec(modules_to_save=modules_to_save)
+    assert resolve([*all_pairs(), copy], spec).copies == (BaseCopy(copy, "lm_head.weight"),)
+
+
+def test_weights_that_cannot_be_copies() -> None:
+    larger = raw("base_model.model.model.embed_tokens.weight", _VOCAB + 4, _IN)
+    (problem,) = problems([*all_pairs(), larger], modules_to_save=("embed_tokens",))
+    assert "[34, 12] is no copy" in problem and "shape [30, 12]; fully trained" in problem
+
+
+@pytest.mark.parametrize("name", ["score", "lm_head", "norm", "tower"])
+def test_modules_to_save_of_which_the_file_has_nothing(name: str) -> None:
+    (problem,) = problems(all_pairs(), modules_to_save=(name,))
+    assert problem.startswith(f"{name}: modules_to_save names it, but the file does not have")
+
+
+def test_a_saved_projector_that_no_text_passes_through() -> None:
+    tensors = [*all_pairs(), raw("base_model.model.model.vision_tower.proj.linear.weight", 3, 3)]
+    assert resolve(tensors, make_spec(modules_to_save=("proj",))).left_out
 
 
 def test_wrong_shapes() -> None:
