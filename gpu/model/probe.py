@@ -59,8 +59,8 @@ def record_attention(
             model(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
             )  # fmt: skip
-    except ModelError:
-        raise
+    except ModelError as error:
+        raise ModelError(f"{describe(model.config)} cannot be served: {error}") from error
     except Exception as error:  # foreign code: whatever it raises, the model cannot be served
         raise ModelError(
             f"{describe(model.config)} cannot be served: it fails on packed rows "
@@ -114,7 +114,7 @@ def _check_calls(config: Any, record: AttentionRecord, num_layers: int) -> None:
     else:
         reason = (
             f"calls transformers' attention interface in {len(calls)} of {num_layers} layers; "
-            "the others keep state outside the KV pool"
+            "the others keep state outside the KV pool, or attend to something other than text"
         )
     raise ModelError(f"{describe(config)} cannot be served: it {reason}")
 

@@ -105,7 +105,8 @@ def _as_called(
 
 def _needs_values(error: BaseException | None) -> bool:
     """Whether a pass failed because it decides by values of tensors, which have none here."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error or "")
+    is_of_values = isinstance(error, RuntimeError) and "meta" in str(error)
+    return is_of_values or isinstance(error, NotImplementedError)
 
 
 def _auto_class(source: ModelSource, config: Any) -> Any:

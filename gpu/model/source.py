@@ -12,6 +12,12 @@ from ...runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
 
+# What to do with weights that are not read.
+WAY_TO_FULL_WEIGHTS = (
+    "serve the model in safetensors that it was made from; --quantization int4 takes about as "
+    "little memory"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -35,6 +41,8 @@ def load_config(source: ModelSource) -> Any:
         reason = f"cannot read the configuration of {source.path!r}: {error}"
         if not Path(source.path).exists():
             reason += "\nThere is no directory of this name either"
+        if "gguf" in source.path.lower():
+            reason += f"\ncorun does not read GGUF; {WAY_TO_FULL_WEIGHTS}"
         raise ModelError(reason) from error
 
 
@@ -71,11 +79,34 @@ def describe(config: Any) -> str:
 
 
 def _check_directory(source: ModelSource) -> None:
-    """Tell a path that does not exist from a hub id."""
+    """Tell a directory that is no model's, and a path that does not exist, from a hub id."""
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith((".", "~")) or "\\" in source.path
     if path.is_dir():
+        _check_gguf(path)
         if not (path / "config.json").is_file():
-            raise ModelError(f"{source.path!r} holds no config.json, so it is no model directory")
-    elif looks_local or path.exists() or source.path.count("/") > 1:
+            hint = ""
+            if (path / "adapter_config.json").is_file():
+                hint = (
+                    "; it holds an adapter: name its base model as --model, and the adapter as "
+                    f"--lora-modules NAME={source.path}"
+                )
+            raise ModelError(
+                f"{source.path!r} holds no config.json, so it is no model directory{hint}"
+            )
+    elif path.is_file():
+        _check_gguf(path)
+        raise ModelError(f"{source.path!r} is a file; a model is a directory with config.json")
+    elif looks_local or source.path.count("/") > 1:
         raise ModelError(f"no such model directory: {source.path!r}")
+
+
+def _check_gguf(path: Path) -> None:
+    """Refuse a GGUF file, and a directory whose weights are in such files alone."""
+    found = [path] if path.is_file() else [*path.iterdir()]
+    of_gguf = sorted(one.name for one in found if one.suffix.lower() == ".gguf")
+    if of_gguf and not any(one.suffix == ".safetensors" for one in found):
+        raise ModelError(
+            f"{str(path)!r} {'is' if path.is_file() else f'holds {of_gguf[0]},'} a GGUF file, "
+            f"which corun does not read; {WAY_TO_FULL_WEIGHTS}"
+        )

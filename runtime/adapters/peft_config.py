@@ -125,6 +125,11 @@ def _read_json(directory: Path, path: Path) -> dict[str, Any]:
         shown = str(directory)[:_MAX_CHARS_SHOWN]
         raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
     if not is_there:
+        if directory.suffix.lower() == ".gguf":
+            raise AdapterError(
+                f"{directory} is a GGUF adapter, which corun does not read; give the directory of "
+                "the PEFT adapter that it was made from"
+            )
         raise AdapterError(f"no such adapter directory: {directory}")
     try:
         with path.open("rb") as file:

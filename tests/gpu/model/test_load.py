@@ -87,6 +87,50 @@ def test_pickled_weights_are_refused_by_name(directory: Path) -> None:
         load(directory)
 
 
+@pytest.mark.parametrize(
+    ("files", "path", "expected"),
+    [
+        (["m.gguf"], "m.gguf", "m.gguf' is a GGUF file"),
+        (["m.GGUF"], "m.GGUF", "m.GGUF' is a GGUF file"),
+        (["m.gguf", "README.md"], ".", "holds m.gguf, a GGUF file"),
+        (["m.gguf", "config.json"], ".", "holds m.gguf, a GGUF file"),
+    ],
+)
+def test_gguf_is_refused_with_what_to_do(
+    files: list[str], path: str, expected: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(ModelError) as refusal:
+        load(tmp_path / path)
+    assert expected in str(refusal.value)
+    assert "does not read; serve the model in safetensors" in str(refusal.value)
+
+
+def test_gguf_beside_safetensors_is_ignored(directory: Path) -> None:
+    (directory / "m.gguf").write_bytes(b"GGUF")
+    load(directory)
+
+
+def test_files_and_adapters_are_no_models(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ModelError, match="is a file; a model is a directory"):
+        load(file)
+    save_adapter(tmp_path / "adapter")
+    with pytest.raises(ModelError, match="it holds an adapter: name its base model as --model"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("model_type", ["t5", "vit", "clip"])
+def test_types_that_write_no_text_are_refused_shortly(model_type: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(model_type)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="neither a causal") as refusal:
+        load(tmp_path)
+    assert len(str(refusal.value)) - len(str(tmp_path)) <= 250
+
+
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": "two"}, {"vocab_size": None}])
 def test_damaged_configurations(directory: Path, fields: dict[str, Any]) -> None:
     edit(directory / "config.json", **fields)

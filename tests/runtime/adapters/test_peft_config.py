@@ -46,6 +46,14 @@ def test_every_field_of_the_installed_peft_is_known() -> None:
     assert names - SERVED_FIELDS - IGNORED_FIELDS - set(REFUSAL_REASONS) == set()
 
 
+def test_a_gguf_adapter_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "adapter.gguf"
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="does not read; give the directory of the PEFT"):
+            read_peft_config(path)
+        path.touch()
+
+
 @pytest.mark.parametrize("value", [None, False, True])
 def test_how_the_base_keeps_its_weights_is_not_asked(value: bool | None) -> None:
     """PEFT itself goes by the class of the module, and warns where the field says otherwise."""
