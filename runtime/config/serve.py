@@ -153,6 +153,18 @@ class ServeConfig:
     metrics_prefix: str = option(
         "corun", check=_check_prefix, help="Prefix of the Prometheus names, e.g. vllm."
     )
+    request_log: str | None = option(
+        None,
+        metavar="FILE",
+        help="Write a line of JSON for each request that generates when it has ended: tokens, "
+        "times, what it waited for, and how it ended; never a prompt or an answer. - = stdout.",
+    )
+    request_log_mib: int = option(
+        64,
+        minimum=1,
+        maximum=2**20,
+        help="Size at which that file becomes FILE.1, and older ones FILE.2 to FILE.4.",
+    )
     log_level: str = option("info", choices=LOG_LEVELS, help="What is logged.")
 
     def __post_init__(self) -> None:

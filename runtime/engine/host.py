@@ -14,6 +14,7 @@ import msgspec
 from ..adapters.info import AdapterInfo
 from ..errors import CorunError, RequestError
 from ..limits import overdue_error
+from ..scheduler.events import TimePart
 from .messages import (
     AbortRequests,
     AdapterOperation,
@@ -31,6 +32,7 @@ from .messages import (
     RemoveAdapter,
     ReportMachine,
     ReportStats,
+    RequestTiming,
     RequestUpdate,
     StepOutputs,
     ToEngine,
@@ -299,16 +301,22 @@ class EngineHost:
             for request_id, (_, arrival_s) in list(held.items()):
                 if now_s >= arrival_s + self._max_queue_s:
                     del held[request_id]
-                    self._refusals.append(_failed(request_id, error))
+                    timing = self._held_timing(arrival_s)
+                    self._refusals.append(_failed(request_id, error, timing))
                     self._has_messages = True  # to be told in the next turn
+
+    def _held_timing(self, arrival_s: float) -> RequestTiming:
+        """What a request has waited for that ends before its adapter has been read."""
+        return RequestTiming({TimePart.DISK_READ.value: self._clock() - arrival_s}, 0)
 
     def _abort_held(self, request_ids: Sequence[int]) -> None:
         for held in self._held.values():
-            self._refusals += [
-                RequestUpdate(request_id, finish_reason="abort")
-                for request_id in request_ids
-                if held.pop(request_id, None) is not None
-            ]
+            for request_id in request_ids:
+                if (entry := held.pop(request_id, None)) is not None:
+                    timing = self._held_timing(entry[1])
+                    self._refusals.append(
+                        RequestUpdate(request_id, finish_reason="abort", timing=timing)
+                    )
 
     def _begin_operation(self, message: AdapterOperation) -> None:
         try:
@@ -319,7 +327,10 @@ class EngineHost:
             )
 
 
-def _failed(request_id: int, error: CorunError) -> RequestUpdate:
+def _failed(
+    request_id: int, error: CorunError, timing: RequestTiming | None = None
+) -> RequestUpdate:
     return RequestUpdate(
-        request_id, finish_reason="error", error_kind=type(error).__name__, error=str(error)
-    )
+        request_id, finish_reason="error", error_kind=type(error).__name__, error=str(error),
+        timing=timing,
+    )  # fmt: skip

@@ -186,6 +186,7 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
 
     parts: dict[str, float]  # seconds, by values of ``scheduler.events.TimePart``
     num_predicted_output_tokens: int
+    adapter_version: str = ""  # its digest; "" = the base model, or none was found
 
 
 class ColdStartInfo(msgspec.Struct, frozen=True, array_like=True):

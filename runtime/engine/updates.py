@@ -24,4 +24,4 @@ def update_of(event: RequestEvent) -> RequestUpdate:
 
 def _timing_of(timing: TimeParts) -> RequestTiming:
     parts = {part.value: seconds for part, seconds in timing.parts.items()}
-    return RequestTiming(parts, timing.num_predicted_output_tokens)
+    return RequestTiming(parts, timing.num_predicted_output_tokens, timing.adapter_version)

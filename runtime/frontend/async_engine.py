@@ -34,7 +34,7 @@ from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
 from .lora_resolvers import LoraResolver, make_resolver
-from .outputs import LoRARequest, RequestOutput
+from .outputs import LoRARequest, RequestOutput, RequestWatch
 from .request_client import RequestClient
 from .stats_client import MachineClient, StatsClient
 from .template_sandbox import render_in_time
@@ -306,16 +306,16 @@ class AsyncEngine:
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,
+        watch: RequestWatch | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's state whenever there is something new, the last one ``finished``.
 
         ``prompt`` is text or token ids; a prompt that a chat template rendered needs
         ``add_special_tokens=False``. Without ``sampling_params`` the model's own defaults apply.
-        ``lora_request`` may be the name of a registered adapter. Where the caller knows roughly how
-        long each choice will be, ``predicted_output_tokens`` helps the engine to fit them in.
-        Closing the generator aborts the request. Raises ``RequestError``, ``AdapterError``,
-        ``EngineDeadError``, all with the first output that is asked for or a later one, never from
-        the call itself: a server awaits the first output before it sends a status.
+        ``lora_request`` may be a registered adapter's name. ``predicted_output_tokens``, roughly
+        how long each choice will be, helps the engine to fit them in. Closing the generator aborts
+        the request; ``watch`` is told how it ended, also then. Raises ``RequestError``,
+        ``AdapterError``, ``EngineDeadError`` where the first output is awaited, or a later one.
         """
         await self.start()
         await self._loras.resolve(lora_request)
@@ -326,7 +326,7 @@ class AsyncEngine:
             eos_token_ids=(await self._conventions_of(lora_request)).eos_token_ids,
         )  # fmt: skip
         waker = Waker()
-        generation = self._requests.open(prepared, lambda _: waker.set())
+        generation = self._requests.open(prepared, lambda _: waker.set(), watch)
         self.watches.sent(generation.request_id, self._requests.num_sent)
         try:
             while True:

@@ -21,6 +21,7 @@ from .outputs import (
     CompletionOutput,
     Logprob,
     RequestOutput,
+    RequestWatch,
     TokenCandidates,
 )
 from .special_stops import SpecialStoppingDetokenizer
@@ -100,12 +101,27 @@ class Choice:
             self._end(update)
         return False
 
+    def overhear(self, update: RequestUpdate) -> None:
+        """Take what the engine says of a choice that was left: of its tokens nothing."""
+        self._note(update)
+
+    def settle(self, update: RequestUpdate) -> None:
+        """Take the engine's last word on a choice that has ended, or was left."""
+        self.finish_reason = self.finish_reason or "abort"
+        self._count_preemptions(update)
+
     def output(self) -> CompletionOutput:
         """Return what is new since this was last told, and everything."""
+        output = self._output(self._num_tokens_told, self._num_pieces_told)
+        self._num_tokens_told, self._num_pieces_told = output.num_tokens, output.num_pieces
+        return output
+
+    def last_output(self) -> CompletionOutput:
+        """Return everything, as if it had all been told."""
+        return self._output(len(self._history.token_ids), len(self._history.pieces))
+
+    def _output(self, first_token: int, first_piece: int) -> CompletionOutput:
         history = self._history
-        first_token, first_piece = self._num_tokens_told, self._num_pieces_told
-        self._num_tokens_told = len(history.token_ids)
-        self._num_pieces_told = len(history.pieces)
         logprobs = history.logprobs
         return CompletionOutput(
             index=self._index,
@@ -116,8 +132,8 @@ class Choice:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             history=history,
-            num_pieces=self._num_pieces_told,
-            num_tokens=self._num_tokens_told,
+            num_pieces=len(history.pieces),
+            num_tokens=len(history.token_ids),
             num_cached_tokens=self._num_cached_tokens,
             adapter_start=self._adapter_start,
             timing=self._timing,
@@ -139,16 +155,19 @@ class Choice:
         if update.timing is not None:
             self._timing = EngineTiming(
                 update.timing.parts, update.timing.num_predicted_output_tokens,
-                update.num_host_cached_tokens,
+                update.num_host_cached_tokens, adapter_version=update.timing.adapter_version,
             )  # fmt: skip
         if update.cold_start is not None:
             start = update.cold_start
             self._adapter_start = AdapterStart(start.strategy, start.reason)
 
-    def _end(self, update: RequestUpdate) -> None:
+    def _count_preemptions(self, update: RequestUpdate) -> None:
         if self._timing is not None:
             self._timing.num_preemptions = update.num_preemptions
             self._timing.num_squashes = update.num_squashes
+
+    def _end(self, update: RequestUpdate) -> None:
+        self._count_preemptions(update)
         if update.finish_reason == "error":
             message = update.error or "the engine gave no reason"
             error = rebuild_error(update.error_kind, message, default=StepFailedError)
@@ -213,7 +232,16 @@ def _candidates(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) ->
 class Generation:
     """One caller's request with its choices; ``engine_ids`` are theirs in the engine, in order."""
 
-    __slots__ = ("_num_open", "_prepared", "choices", "engine_ids", "error", "notify")
+    __slots__ = (
+        "_num_computing",
+        "_num_open",
+        "_prepared",
+        "_watch",
+        "choices",
+        "engine_ids",
+        "error",
+        "notify",
+    )
 
     def __init__(
         self,
@@ -221,8 +249,10 @@ class Generation:
         engine_ids: Sequence[int],
         tokenizer: Tokenizer,
         notify: "Notify",
+        watch: "RequestWatch | None" = None,
     ) -> None:
         """``notify`` is called when there is something new, or it has failed; must not raise."""
+        self._watch = watch
         self._prepared = prepared
         self.engine_ids = engine_ids
         self.choices = [
@@ -231,6 +261,7 @@ class Generation:
         ]
         self.notify = notify
         self._num_open = len(self.choices)
+        self._num_computing = len(self.choices)  # of which the engine has not said its last word
         self.error: CorunError | None = None  # why the request failed, if it did
 
     @property
@@ -262,15 +293,39 @@ class Generation:
         if self.error is None:
             self.error = choice.error
 
+    def settle(self, choice: Choice, update: RequestUpdate) -> None:
+        """Take the engine's last word on one of its choices; of the last one, its watch is told."""
+        choice.settle(update)
+        self._num_computing -= 1
+        if self._num_computing == 0:
+            self._tell_end()
+
+    def lose(self) -> None:
+        """The engine says nothing any more."""
+        if self._num_computing:
+            self._num_computing = 0
+            for choice in self.choices:
+                choice.finish_reason = choice.finish_reason or "abort"
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self._watch is not None:
+            outputs = [choice.last_output() for choice in self.choices]
+            self._watch.ended(self._output(outputs, finished=True))
+
     def output(self) -> RequestOutput:
         """Return the state of all choices, with what is new since the last call."""
+        outputs = [choice.output() for choice in self.choices]
+        return self._output(outputs, finished=self.has_ended)
+
+    def _output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         prepared = self._prepared
         return RequestOutput(
             request_id=prepared.request_id,
             prompt=prepared.prompt,
             prompt_token_ids=prepared.prompt_token_ids,
-            outputs=[choice.output() for choice in self.choices],
-            finished=self.has_ended,
+            outputs=outputs,
+            finished=finished,
             lora_request=prepared.lora_request,
             prompt_logprobs=self.choices[0].prompt_logprobs,
         )

@@ -6,6 +6,7 @@ as long to make.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..timing import EngineTiming
 
@@ -118,3 +119,19 @@ class RequestOutput:
     lora_request: LoRARequest | str | None = None
     # If asked for: an entry per token of the prompt, None for the first, which nothing precedes.
     prompt_logprobs: list[TokenCandidates | None] | None = None
+
+
+class RequestWatch(Protocol):
+    """Is told when a request begins and ends in the engine. Neither method may raise."""
+
+    def opened(self) -> None:
+        """The engine has been asked; ``ended`` will follow, whatever happens."""
+        ...
+
+    def ended(self, output: RequestOutput) -> None:
+        """The engine has said its last word on all choices of the request, or is gone.
+
+        ``output`` is all that there is of the request, with nothing new in it. A choice that was
+        left while it ran has the finish reason "abort", one that failed "error".
+        """
+        ...

@@ -11,7 +11,14 @@ import random
 from collections.abc import Callable, Sequence
 
 from ..engine.client import EngineClient
-from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, StepOutputs
+from ..engine.messages import (
+    AbortRequests,
+    AddRequest,
+    AddRequests,
+    ModelInfo,
+    RequestUpdate,
+    StepOutputs,
+)
 from ..errors import EngineDeadError, RequestError
 from ..limits import check_num_open, check_num_sequences, check_num_stops, check_predicted_output
 from ..sampling import SamplingParams
@@ -27,7 +34,7 @@ from .inputs import (
     engine_sampling,
     truncate_prompt,
 )
-from .outputs import RequestOutput
+from .outputs import RequestOutput, RequestWatch
 from .tokenizer import Tokenizer
 from .waker import Waker
 
@@ -43,6 +50,8 @@ class RequestClient:
         self._by_id: dict[str, Generation] = {}
         # What the engine still computes, whose choice it is, and whose request that is.
         self._by_engine_id: dict[int, tuple[Generation, Choice]] = {}
+        # The same of requests that were closed before the engine's last word on them.
+        self._closed: dict[int, tuple[Generation, Choice]] = {}
         self._num_sent = 0  # engine requests so far
         self._num_taken = 0  # of them those that the engine has taken in
         self._num_waiting = 0  # of these, when it said so last
@@ -106,18 +115,22 @@ class RequestClient:
         """Engine requests so far, of which the engine takes one after the other."""
         return self._num_sent
 
-    def open(self, prepared: PreparedRequest, notify: Notify) -> Generation:
+    def open(
+        self, prepared: PreparedRequest, notify: Notify, watch: RequestWatch | None = None
+    ) -> Generation:
         """Send one engine request per choice; whoever opens it closes it, however it ended.
 
         Nothing is awaited on the way: all are open, or none. Raises ``RequestError``,
         ``OverloadedError``, ``EngineDeadError``.
         """
-        generation, requests = self._enter(prepared, notify)
+        generation, requests = self._enter(prepared, notify, watch)
+        if watch is not None:
+            watch.opened()
         self._client.send(AddRequests(requests))
         return generation
 
     def _enter(
-        self, prepared: PreparedRequest, notify: Notify
+        self, prepared: PreparedRequest, notify: Notify, watch: RequestWatch | None = None
     ) -> tuple[Generation, tuple[AddRequest, ...]]:
         """Open a request here; what is returned with it is to be sent at once."""
         if self._error is not None:
@@ -129,7 +142,7 @@ class RequestClient:
         self._check_room(prepared.params.n)
         requests = prepared.engine_requests(self._engine_ids)
         ids = [request.request_id for request in requests]
-        generation = Generation(prepared, ids, self._ready()[1], notify)
+        generation = Generation(prepared, ids, self._ready()[1], notify, watch)
         self._num_sent += len(requests)
         self._by_id[generation.request_id] = generation
         for engine_id, choice in zip(ids, generation.choices, strict=True):
@@ -140,7 +153,9 @@ class RequestClient:
         """Forget a request, and abort what is still computed of it."""
         self._by_id.pop(generation.request_id, None)
         for engine_id in generation.engine_ids:
-            self._by_engine_id.pop(engine_id, None)
+            entry = self._by_engine_id.pop(engine_id, None)
+            if entry is not None and self._error is None:
+                self._closed[engine_id] = entry
         open_ids = generation.open_engine_ids
         if open_ids and self._error is None:
             with contextlib.suppress(EngineDeadError):
@@ -207,18 +222,19 @@ class RequestClient:
         for update in message.updates:
             engine_id = update.request_id
             entry = self._by_engine_id.get(engine_id)
-            if entry is None:  # closed meanwhile
+            if entry is None:
+                self._take_of_closed(update)
                 continue
             generation, choice = entry
+            if choice.finish_reason is None:  # else a stop string has ended it before
+                if choice.update(update):
+                    unneeded.append(engine_id)
+                if choice.finish_reason is not None:
+                    generation.count_end(choice)
+                touched[generation] = None
             if update.finish_reason is not None:
                 del self._by_engine_id[engine_id]
-            if choice.finish_reason is not None:  # a stop string has ended it before
-                continue
-            if choice.update(update):
-                unneeded.append(engine_id)
-            if choice.finish_reason is not None:
-                generation.count_end(choice)
-            touched[generation] = None
+                generation.settle(choice, update)
         for generation in touched:
             generation.notify(generation)
         for notify in tuple(self._on_turn):
@@ -226,12 +242,27 @@ class RequestClient:
         if unneeded:
             self._client.send(AbortRequests(tuple(unneeded)))
 
+    def _take_of_closed(self, update: RequestUpdate) -> None:
+        """Take what the engine says of a request that was closed while it computed."""
+        entry = self._closed.get(update.request_id)
+        if entry is None:  # it was told that it gets no more answers
+            return
+        generation, choice = entry
+        choice.overhear(update)
+        if update.finish_reason is not None:
+            del self._closed[update.request_id]
+            generation.settle(choice, update)
+
     def fail_all(self, error: EngineDeadError) -> None:
         """End every open request with ``error``; no other is opened."""
         self._error = error
         for generation in tuple(self._by_id.values()):
             generation.fail(EngineDeadError(str(error)))  # each is raised in its own task
             generation.notify(generation)
+            generation.lose()
+        for generation, _ in self._closed.values():
+            generation.lose()
+        self._closed.clear()
         for notify in tuple(self._on_turn):
             notify()
 

@@ -144,8 +144,11 @@ class Timelines:
         timeline.turn(now_s, timeline.shares)
         for part, seconds in timeline.parts.items():
             self.total_s[part] = self.total_s.get(part, 0.0) + seconds
-        num_predicted = timeline.request.num_predicted_output_tokens
-        return TimeParts(timeline.parts, timeline.num_in_the_way, num_predicted)
+        request = timeline.request
+        return TimeParts(
+            timeline.parts, timeline.num_in_the_way, request.num_predicted_output_tokens,
+            "" if request.adapter is None else request.adapter.digest,
+        )  # fmt: skip
 
     def num_deferred(self) -> int:
         """How many wait for their adapter or KV to come, or their lane. O(without first token)."""

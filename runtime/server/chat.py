@@ -16,6 +16,7 @@ from .errors import HttpError
 from .fields import MESSAGE_FIELDS
 from .generation_request import GenerationFields, ParsedRequest
 from .message_schema import MessagesField
+from .open_record import OpenRecord
 from .responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -64,8 +65,9 @@ class ChatEndpoint(GenerationEndpoint):
     id_prefix = "chatcmpl"
     prompt_field = "messages"
 
-    async def parse(self, body: bytes, request_id: str) -> ParsedRequest:
+    async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
         request = parse_body(ChatRequest, body, self.state.unknown_fields)
+        record.read(request)
         request.check_stream_options()
         request.check_scores()
         target = await self.state.resolve(request.model)
@@ -92,7 +94,7 @@ class ChatEndpoint(GenerationEndpoint):
         object_name = _CHUNK_OBJECT if request.stream else _OBJECT
         return ParsedRequest(
             body=request,
-            envelope=Envelope(request_id, object_name, int(time.time()), target.shown_name),
+            envelope=Envelope(record.request_id, object_name, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
             prompts=[prompt],
             sampling=sampling,

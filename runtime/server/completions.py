@@ -13,6 +13,7 @@ from .errors import HttpError
 from .generation_request import GenerationFields, ParsedRequest, Prompt
 from .json_values import wrong_type
 from .message_schema import PromptField
+from .open_record import OpenRecord
 from .responses import (
     CompletionChoice,
     CompletionLogprobs,
@@ -75,8 +76,9 @@ class CompletionEndpoint(GenerationEndpoint):
     id_prefix = "cmpl"
     prompt_field = "prompt"
 
-    async def parse(self, body: bytes, request_id: str) -> ParsedRequest:
+    async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
         request = parse_body(CompletionRequest, body, self.state.unknown_fields)
+        record.read(request)
         request.check_stream_options()
         if not request.generates_nothing:
             request.check_scores(has_echo=bool(request.echo) and request.logprobs is not None)
@@ -90,7 +92,7 @@ class CompletionEndpoint(GenerationEndpoint):
         self.check_num_sequences(request.num_prompts, sampling.n)
         return ParsedRequest(
             body=request,
-            envelope=Envelope(request_id, _OBJECT, int(time.time()), target.shown_name),
+            envelope=Envelope(record.request_id, _OBJECT, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
             prompts=request.prompts(),
             sampling=sampling,

@@ -21,7 +21,7 @@ from .errors import ClientGoneError
 from .gateways import GatewayRequest
 from .generation_request import ParsedRequest
 from .keep_alive import kept_alive
-from .metrics import ServerMetrics
+from .open_record import OpenRecord, PromptRun
 from .open_requests import ended_by_disconnect
 from .request_ids import answer_id
 from .responses import (
@@ -38,56 +38,6 @@ from .sse import DONE_EVENT, ChunkEncoder, ResponseWriter
 from .state import ServerState
 
 
-class PromptRun:
-    """One prompt of an HTTP request: its latest output, and when its outputs came."""
-
-    __slots__ = ("_adapter", "_last_s", "_latest", "_metrics", "first_token_s", "started_s")
-
-    def __init__(self, metrics: ServerMetrics, adapter_name: str | None) -> None:
-        self._metrics = metrics
-        self._adapter = metrics.adapters.of(adapter_name)
-        self._latest: RequestOutput | None = None
-        self.started_s = metrics.clock()
-        self.first_token_s: float | None = None  # since the start
-        self._last_s = self.started_s
-
-    @property
-    def latest(self) -> RequestOutput:
-        """The last output of a prompt that has ended."""
-        assert self._latest is not None
-        return self._latest
-
-    def observe(self, output: RequestOutput) -> None:
-        """Count the next output."""
-        self._latest = output
-        metrics = self._metrics
-        now_s = metrics.clock()
-        most_new = 0
-        for choice in output.outputs:
-            num_new = len(choice.new_token_ids)
-            metrics.generation_tokens += num_new
-            if self._adapter is not None:
-                self._adapter.generation_tokens += num_new
-            most_new = max(most_new, num_new)
-        since_last_s, self._last_s = now_s - self._last_s, now_s
-        if self.first_token_s is None:
-            self.first_token_s = since_last_s
-            metrics.first_token_s.observe(since_last_s)
-            metrics.prompt_tokens += len(output.prompt_token_ids)
-            if self._adapter is not None:
-                self._adapter.first_token_s.observe(since_last_s)
-                self._adapter.prompt_tokens += len(output.prompt_token_ids)
-        elif most_new:
-            # Outputs that were merged on the way hold several tokens per choice.
-            metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
-        if output.finished:
-            total_s = now_s - self.started_s
-            metrics.request_s.observe(total_s)
-            metrics.requests.ended(output, self.first_token_s, total_s)
-            for choice in output.outputs:
-                metrics.finished[choice.finish_reason or "abort"] += 1
-
-
 class GenerationEndpoint(ABC):
     """Answers ``POST`` requests by generating."""
 
@@ -98,8 +48,11 @@ class GenerationEndpoint(ABC):
         self.state = state
 
     @abstractmethod
-    async def parse(self, body: bytes, request_id: str) -> ParsedRequest:
-        """Parse and check ``body``. Raises ``RequestError``."""
+    async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
+        """Parse and check ``body``, and have ``record`` know what it says.
+
+        Raises ``RequestError``.
+        """
 
     @abstractmethod
     def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
@@ -122,37 +75,48 @@ class GenerationEndpoint(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
         writer = ResponseWriter(scope, receive, send)
+        request_id = answer_id(self.id_prefix, writer.request_id)
+        writer.request_id = writer.request_id or request_id
+        record = OpenRecord(request_id, scope["path"], self.state.metrics, self.state.on_record)
         origin: GatewayRequest | None = None
+        error: BaseException | None = None
         try:
             origin = self.state.gateways.open(scope["headers"])
             self.state.check_accepting()
             with self.state.open_requests.track() as request:
                 body = await read_body(scope, receive, self.state.settings.limits.max_body_bytes)
                 with ended_by_disconnect(receive, request):
-                    await self._answer(body, writer, origin)
-        except ClientGoneError:
-            return
+                    await self._answer(body, writer, origin, record)
+        except ClientGoneError as exc:
+            error = exc
         except Exception as exc:
+            error = exc
             await writer.write_error(exc)
+        except BaseException as exc:
+            error = exc
+            raise
         finally:
             if origin is not None:
                 origin.ended()
+            record.end(writer.status, error)
 
     async def _answer(
-        self, body: bytes, writer: ResponseWriter, origin: GatewayRequest | None
+        self,
+        body: bytes,
+        writer: ResponseWriter,
+        origin: GatewayRequest | None,
+        record: OpenRecord,
     ) -> None:
-        request_id = answer_id(self.id_prefix, writer.request_id)
-        writer.request_id = writer.request_id or request_id
-        request = await self.parse(body, request_id)
+        request = await self.parse(body, record)
         if origin is not None:
             origin.expects([_prompt_id(request, index) for index in range(len(request.prompts))])
         writer.wants_timing = bool(request.body.return_timing)
         try:
             self._check_size(request)
             if request.body.stream:
-                await self._answer_stream(request, writer)
+                await self._answer_stream(request, writer, record)
             else:
-                await self._answer_whole(request, writer)
+                await self._answer_whole(request, writer, record)
         except RequestError as exc:
             if exc.param == "prompt":
                 exc.param = self.prompt_field
@@ -180,18 +144,24 @@ class GenerationEndpoint(ABC):
             max_request_tokens=self.state.settings.limits.max_request_tokens,
         )
 
-    async def _answer_stream(self, request: ParsedRequest, writer: ResponseWriter) -> None:
+    async def _answer_stream(
+        self, request: ParsedRequest, writer: ResponseWriter, record: OpenRecord
+    ) -> None:
         encoder = self.chunk_encoder(request)
         with kept_alive(writer, self.state.settings.sse_keep_alive_s):
-            runs = await self._generate(request, encoder, writer)
+            runs = record.begin(request)
+            await self._generate(request, runs, encoder, writer)
         last = encoder.last_event(
             usage_of(run.latest for run in runs) if request.body.wants_stream_usage else None,
             self._timing_of(runs) if request.body.return_timing else None,
         )
         await writer.end_events(last + DONE_EVENT)
 
-    async def _answer_whole(self, request: ParsedRequest, writer: ResponseWriter) -> None:
-        runs = await self._generate(request, None, writer)
+    async def _answer_whole(
+        self, request: ParsedRequest, writer: ResponseWriter, record: OpenRecord
+    ) -> None:
+        runs = record.begin(request)
+        await self._generate(request, runs, None, writer)
         envelope = request.envelope
         answer = Answer(
             id=envelope.id,
@@ -211,16 +181,19 @@ class GenerationEndpoint(ABC):
         await writer.write_json(msgspec.json.encode(answer))
 
     async def _generate(
-        self, request: ParsedRequest, encoder: ChunkEncoder | None, writer: ResponseWriter
-    ) -> list[PromptRun]:
+        self,
+        request: ParsedRequest,
+        runs: Sequence[PromptRun],
+        encoder: ChunkEncoder | None,
+        writer: ResponseWriter,
+    ) -> None:
         """Run all prompts to their end, and write what ``encoder``, if any, makes of their outputs.
 
         Cancelling it aborts every prompt; so does the failure of one of them, which is raised.
         """
-        runs = [PromptRun(self.state.metrics, request.adapter_name) for _ in request.prompts]
         if len(runs) == 1:
             await self._run_prompt(request, 0, runs[0], encoder, writer)
-            return runs
+            return
         tasks = [
             asyncio.ensure_future(self._run_prompt(request, index, run, encoder, writer))
             for index, run in enumerate(runs)
@@ -229,7 +202,6 @@ class GenerationEndpoint(ABC):
             await asyncio.gather(*tasks)
         finally:
             await cancel_all(*tasks)
-        return runs
 
     async def _run_prompt(
         self,
@@ -247,6 +219,7 @@ class GenerationEndpoint(ABC):
             cache_salt=request.body.cache_salt or "",
             predicted_output_tokens=request.body.predicted_output_tokens,
             add_special_tokens=request.body.add_special_tokens is not False,
+            watch=run,
         )
         async with aclosing(outputs):
             async for output in outputs:

@@ -11,7 +11,7 @@ from ..adapters.info import AdapterInfo
 from ..engine.messages import EngineStats, MachineReport, ModelInfo
 from ..frontend.engine_watch import EngineWatches
 from ..frontend.lora_directory import LoraDirectory
-from ..frontend.outputs import LoRARequest, RequestOutput
+from ..frontend.outputs import LoRARequest, RequestOutput, RequestWatch
 from ..sampling import SamplingParams
 
 
@@ -68,10 +68,11 @@ class EnginePort(Protocol):
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,
+        watch: RequestWatch | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what is new whenever it is asked for, until all choices have ended.
 
-        Closing the generator aborts them.
+        Closing the generator aborts them; ``watch`` is told when they have ended in the engine.
         """
         ...
 

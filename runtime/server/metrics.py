@@ -20,6 +20,7 @@ from .families import Families
 from .fields import UnknownFields
 from .histogram import FIRST_TOKEN_BOUNDS_S, INTER_TOKEN_BOUNDS_S, REQUEST_BOUNDS_S, Histogram
 from .request_metrics import RequestMetrics
+from .request_records import HttpRequestRecord
 from .settings import AppSettings
 
 _VLLM = "vllm"
@@ -46,7 +47,7 @@ class ServerMetrics:
         self.adapters = AdapterCounts()
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
+        self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0, refused=0)
         self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
         self.http_s: defaultdict[tuple[str, str], float] = defaultdict(float)  # that they took
         self.connections_ended: Counter[str] = Counter(  # without an answer of the application
@@ -61,6 +62,14 @@ class ServerMetrics:
         self._registry.register(self)
         if settings.metrics_prefix == _VLLM:
             ProcessCollector(registry=self._registry)
+
+    def ended(self, record: HttpRequestRecord) -> None:
+        """A request that generates has ended, however it has."""
+        self.finished.update(record.finish_reasons)
+        for prompt in record.prompts:
+            if prompt.is_complete:
+                self.request_s.observe(prompt.total_s)
+                self.requests.ended(prompt)
 
     def answered(self, method: str, route: str, status: str, took_s: float) -> None:
         """A request has been answered, or its client has left before."""
@@ -133,8 +142,9 @@ class ServerMetrics:
         )
         yield families.count("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield families.counts_by(
-            "request_success", "Choices that ended, by reason.", "finished_reason", self.finished
-        )
+            "request_success", "Choices that ended, by reason, and requests without any.",
+            "finished_reason", self.finished,
+        )  # fmt: skip
         yield families.count(
             "unknown_fields", "Fields of bodies that were ignored, not being known.",
             self._unknown_fields.num_seen,

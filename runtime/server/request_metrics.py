@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from ..frontend.outputs import RequestOutput
 from .families import Families
 from .histogram import INTER_TOKEN_BOUNDS_S, NUM_TOKENS_BOUNDS, REQUEST_BOUNDS_S, Histogram
+from .request_records import PromptRecord
 
 # What a request waits for before it is admitted, by values of ``scheduler.events.TimePart``.
 _QUEUE_PARTS = (
@@ -29,19 +29,18 @@ class RequestMetrics:
         self._inference_s = Histogram(REQUEST_BOUNDS_S)
         self._output_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
 
-    def ended(self, output: RequestOutput, first_token_s: float, total_s: float) -> None:
-        """Take the last output of a prompt, and when its first and its last token came."""
-        nums_tokens = [choice.num_tokens for choice in output.outputs]
+    def ended(self, prompt: PromptRecord) -> None:
+        """Take a prompt whose choices have all ended by themselves."""
+        assert prompt.first_token_s is not None
+        nums_tokens = [choice.output_tokens for choice in prompt.choices]
         most_tokens = max(nums_tokens)
-        num_prompt_tokens = len(output.prompt_token_ids)
-        num_cached = min(choice.num_cached_tokens for choice in output.outputs)
-        self._num_prompt_tokens.observe(num_prompt_tokens)
-        self._num_computed_tokens.observe(num_prompt_tokens - num_cached)
+        self._num_prompt_tokens.observe(prompt.prompt_tokens)
+        self._num_computed_tokens.observe(prompt.prompt_tokens - prompt.cached_tokens)
         for num_tokens in nums_tokens:
             self._num_generated_tokens.observe(num_tokens)
         self._max_generated_tokens.observe(most_tokens)
-        timing = output.outputs[0].timing
-        parts = {} if timing is None else timing.parts
+        parts = prompt.choices[0].parts_s
+        first_token_s, total_s = prompt.first_token_s, prompt.total_s
         queue_s = min(first_token_s, sum(parts.get(part, 0.0) for part in _QUEUE_PARTS))
         self._queue_s.observe(queue_s)
         self._prefill_s.observe(first_token_s - queue_s)

@@ -22,6 +22,7 @@ from ..machine.gc_control import collection_paused, keep_imported
 from ..tasks import cancel_all
 from .access import Access
 from .listening import StopSignals, allow_descriptors, bind, handled_signals
+from .request_log import request_log_of
 from .settings import AppSettings
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +46,11 @@ async def serve(
     access = Access.of(serve_config)
     allow_descriptors(serve_config.max_connections)
     stop = StopSignals()
-    with bind(serve_config.host, serve_config.port) as sock, handled_signals(stop):
+    with (
+        request_log_of(serve_config) as request_log,
+        bind(serve_config.host, serve_config.port) as sock,
+        handled_signals(stop),
+    ):
         if make_client is None:
             client: EngineClient = ProcessClient(
                 engine_config, log_level=serve_config.log_level, spawned=spawned
@@ -61,7 +66,8 @@ async def serve(
             from .supervise import supervise
 
             settings = AppSettings.of(engine_config, serve_config, access)
-            state = make_state(engine, settings, now_s=int(time.time()))
+            now_s = int(time.time())
+            state = make_state(engine, settings, now_s=now_s, request_log=request_log)
             return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
         finally:
             await engine.shutdown()

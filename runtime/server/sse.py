@@ -29,13 +29,13 @@ _STREAM_HEADERS = (
 class ResponseWriter:
     """Writes the answer to one HTTP request straight over ASGI: a stream, a body, or an error."""
 
-    __slots__ = ("_last_s", "_receive", "_scope", "_send", "_started", "request_id", "wants_timing")
+    __slots__ = ("_last_s", "_receive", "_scope", "_send", "request_id", "status", "wants_timing")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._started = False
+        self.status: int | None = None  # that was sent
         self._last_s = time.monotonic()
         self.request_id = given_id(scope)  # what the answer's headers say; None: nothing yet
         self.wants_timing = False  # of a request that fails, too
@@ -47,8 +47,8 @@ class ResponseWriter:
 
     async def write_events(self, events: bytes) -> None:
         """Send complete events, as soon as the client has room; first the status line."""
-        if not self._started:
-            self._started = True
+        if self.status is None:
+            self.status = 200
             headers = [*_STREAM_HEADERS, self._name()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._last_s = time.monotonic()
@@ -65,7 +65,7 @@ class ResponseWriter:
             (b"content-length", str(len(body)).encode()),
             self._name(),
         ]
-        self._started = True
+        self.status = 200
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -78,8 +78,11 @@ class ResponseWriter:
         reply = error_reply(exc)
         if self.wants_timing and isinstance(exc, CorunError):
             reply = replace(reply, timing=exc.timing)
-        if not self._started:
-            await response_of(reply)(self._scope, self._receive, self._send)
+        if self.status is None:
+            self.status = reply.status
+            response = response_of(reply)
+            response.raw_headers.append(self._name())
+            await response(self._scope, self._receive, self._send)
             return
         await self.end_events(b"data: " + reply.encode() + b"\n\n")
 

@@ -10,6 +10,8 @@ from .gateways import GatewayLedger
 from .metrics import ServerMetrics
 from .model_names import ModelNames, ResolvedModel
 from .open_requests import OpenRequests
+from .request_log import RequestLog
+from .request_records import HttpRequestRecord
 from .settings import AppSettings
 
 
@@ -27,6 +29,7 @@ class ServerState:
     gateways: GatewayLedger = field(default_factory=GatewayLedger)
     draining: bool = False  # no new requests; those that run may finish
     is_ending: bool = False  # streams without an end of their own end now
+    request_log: RequestLog | None = None
 
     async def resolve(self, model: str | None) -> ResolvedModel:
         """Return what ``model`` stands for; names that are not known are looked for."""
@@ -34,6 +37,12 @@ class ServerState:
         if meant is not None:
             await self.engine.find_lora(meant)
         return self.names.resolve(model, self.engine.loras)
+
+    def on_record(self, record: HttpRequestRecord) -> None:
+        """A request that generates has ended, however it has."""
+        self.metrics.ended(record)
+        if self.request_log is not None:
+            self.request_log.write(record)
 
     def check_accepting(self) -> None:
         """Raise unless new requests are served."""
@@ -44,11 +53,14 @@ class ServerState:
             raise HttpError(503, "the server is shutting down", code=SHUTTING_DOWN)
 
 
-def make_state(engine: EnginePort, settings: AppSettings, *, now_s: int) -> ServerState:
+def make_state(
+    engine: EnginePort, settings: AppSettings, *, now_s: int, request_log: RequestLog | None = None
+) -> ServerState:
     """Build the state for an engine that is ready."""
     names = ModelNames(tuple(settings.served_names) or (engine.get_model_info().name,))
     unknown_fields = UnknownFields(settings.unknown_fields, settings.limits)
     metrics = ServerMetrics(engine, settings, names.base, unknown_fields)
     state = ServerState(engine, settings, names, metrics, unknown_fields, now_s)
+    state.request_log = request_log
     engine.watches.on_sent = state.gateways.sent
     return state

@@ -27,6 +27,7 @@ from corun.runtime.frontend.outputs import (
     Logprob,
     LoRARequest,
     RequestOutput,
+    RequestWatch,
     TokenCandidates,
 )
 from corun.runtime.limits import check_num_stops, check_predicted_output
@@ -207,6 +208,7 @@ class FakeEngine:
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,
+        watch: RequestWatch | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         check_predicted_output(predicted_output_tokens)
         check_num_stops(len(sampling_params.stop), 16)
@@ -222,6 +224,11 @@ class FakeEngine:
         self.num_open += 1
         self.num_requests_sent += sampling_params.n
         self.watches.sent(request_id, self.num_requests_sent)
+        if watch is not None:
+            watch.opened()
+        reason = "error"
+        choices: list[_FakeChoice] = []
+        text = prompt if isinstance(prompt, str) else None
         try:
             choices = [
                 _FakeChoice(prompt_ids, sampling_params, index, lora_request or "base")
@@ -231,16 +238,21 @@ class FakeEngine:
                 await self._pause(choices[0].num_tokens)
                 outputs = [choice.advance(self.tokens_per_output) for choice in choices]
                 finished = all(choice.finish_reason for choice in choices)
-                text = prompt if isinstance(prompt, str) else None
                 yield RequestOutput(
                     request_id, text, prompt_ids, outputs, finished, lora_request,
                     _prompt_logprobs(prompt_ids, sampling_params),
                 )  # fmt: skip
         except (GeneratorExit, asyncio.CancelledError):
             self.num_aborted += 1
+            reason = "abort"
             raise
         finally:
             self.num_open -= 1
+            if watch is not None:
+                outputs = [choice.end(reason) for choice in choices]
+                watch.ended(
+                    RequestOutput(request_id, text, prompt_ids, outputs, True, lora_request)
+                )
 
     async def _pause(self, num_tokens: int) -> None:
         await asyncio.sleep(0)
@@ -293,16 +305,24 @@ class _FakeChoice:
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
+    def end(self, reason: str) -> CompletionOutput:
+        """All of it, as it is told when it has ended, for this reason if by none of its own."""
+        self.finish_reason = self.finish_reason or reason
+        return self._output("")
+
     def advance(self, num_tokens: int) -> CompletionOutput:
         new = self._text[self.num_tokens : self.num_tokens + num_tokens]
         self.num_tokens += len(new)
         self._history.token_ids.extend(map(ord, new))
         self._history.pieces.extend(new)
-        logprobs = [self._candidates(character) for character in new]
         if self._history.logprobs is not None:
-            self._history.logprobs.extend(logprobs)
+            self._history.logprobs.extend(map(self._candidates, new))
         if self.num_tokens == len(self._text):
             self.finish_reason = "length" if self._stop is None else "stop"
+        return self._output(new)
+
+    def _output(self, new: str) -> CompletionOutput:
+        logprobs = list(map(self._candidates, new))
         return CompletionOutput(
             index=self._index,
             new_text=new,

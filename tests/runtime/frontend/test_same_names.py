@@ -86,7 +86,7 @@ def test_every_parameter_of_sampling_is_a_field() -> None:
 
 
 def test_both_engines_generate_by_the_same_names() -> None:
-    only_one_at_a_time = {"prompt", "request_id"}
+    only_one_at_a_time = {"prompt", "request_id", "watch"}
     of_async = parameters_of(AsyncEngine, "generate") - only_one_at_a_time
     assert parameters_of(Engine, "generate") - {"prompts"} == of_async
 

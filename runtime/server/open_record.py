@@ -1,0 +1,211 @@
+"""A request while it is answered, and the record that it makes when it has ended.
+
+It has ended when its answer has, and the engine has said its last word on each prompt that it was
+sent: one that a client left is still computed for a moment.
+"""
+
+import time
+from collections.abc import Callable
+
+from ..errors import CorunError
+from ..frontend.outputs import CompletionOutput, RequestOutput
+from .errors import ClientGoneError
+from .generation_request import GenerationFields, ParsedRequest
+from .metrics import ServerMetrics
+from .request_records import (
+    ABORT,
+    ERROR,
+    FINISHED,
+    REFUSED,
+    ChoiceRecord,
+    HttpRequestRecord,
+    PromptRecord,
+)
+
+_CLIENT_GONE = "client_gone"  # the code of requests whose client has left
+_MAX_NAME_CHARS = 256  # of a model that is asked for, which need not be one
+_MIN_SERVER_STATUS = 500
+
+OnRecord = Callable[[HttpRequestRecord], None]
+
+
+class PromptRun:
+    """One prompt of an HTTP request: its latest output, and when its outputs came."""
+
+    def __init__(
+        self, metrics: ServerMetrics, adapter_name: str | None, on_end: Callable[[], None]
+    ) -> None:
+        """``on_end`` is called when it has ended in the engine."""
+        self._metrics = metrics
+        self._adapter = metrics.adapters.of(adapter_name)
+        self._on_end = on_end
+        self._latest: RequestOutput | None = None
+        self._end: RequestOutput | None = None  # as the engine told it
+        self._end_s = 0.0
+        self._is_open = False
+        self.started_s = metrics.clock()
+        self.first_token_s: float | None = None  # since the start
+        self._last_s = self.started_s
+
+    @property
+    def latest(self) -> RequestOutput:
+        """The last output of a prompt that has ended."""
+        assert self._latest is not None
+        return self._latest
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine was sent it, and has not said its last word."""
+        return self._is_open
+
+    def opened(self) -> None:
+        """The engine is sent it."""
+        self._is_open = True
+
+    def ended(self, output: RequestOutput) -> None:
+        """The engine has said its last word."""
+        self._is_open, self._end, self._end_s = False, output, self._metrics.clock()
+        self._on_end()
+
+    def observe(self, output: RequestOutput) -> None:
+        """Count the next output."""
+        self._latest = output
+        metrics = self._metrics
+        now_s = metrics.clock()
+        most_new = 0
+        for choice in output.outputs:
+            num_new = len(choice.new_token_ids)
+            metrics.generation_tokens += num_new
+            if self._adapter is not None:
+                self._adapter.generation_tokens += num_new
+            most_new = max(most_new, num_new)
+        since_last_s, self._last_s = now_s - self._last_s, now_s
+        if self.first_token_s is None:
+            self.first_token_s = since_last_s
+            metrics.first_token_s.observe(since_last_s)
+            metrics.prompt_tokens += len(output.prompt_token_ids)
+            if self._adapter is not None:
+                self._adapter.first_token_s.observe(since_last_s)
+                self._adapter.prompt_tokens += len(output.prompt_token_ids)
+        elif most_new:
+            # Outputs that were merged on the way hold several tokens per choice.
+            metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
+
+    def record(self, outcome: str) -> PromptRecord | None:
+        """Return its record, if the engine was ever sent it."""
+        end = self._end
+        if end is None:
+            return None
+        timings = [choice.timing for choice in end.outputs if choice.timing is not None]
+        is_answered = self._latest is not None and self._latest.finished
+        versions = [timing.adapter_version for timing in timings if timing.adapter_version]
+        return PromptRecord(
+            prompt_tokens=len(end.prompt_token_ids),
+            cached_tokens=min(choice.num_cached_tokens for choice in end.outputs),
+            host_cached_tokens=min((one.num_host_cached_tokens for one in timings), default=0),
+            adapter_version=versions[0] if versions else None,
+            first_token_s=self.first_token_s,
+            total_s=(self._last_s if is_answered else self._end_s) - self.started_s,
+            choices=[_choice_record(choice, outcome) for choice in end.outputs],
+        )
+
+
+def _choice_record(choice: CompletionOutput, outcome: str) -> ChoiceRecord:
+    timing, start = choice.timing, choice.adapter_start
+    reason = choice.finish_reason
+    assert reason is not None, "it has ended"
+    return ChoiceRecord(
+        finish_reason=REFUSED if (reason, outcome) == (ERROR, REFUSED) else reason,
+        output_tokens=choice.num_tokens,
+        predicted_output_tokens=None if timing is None else timing.num_predicted_output_tokens,
+        parts_s={} if timing is None else timing.parts,
+        start_strategy=None if start is None else start.strategy,
+        start_reason=None if start is None else start.reason,
+        preemptions=0 if timing is None else timing.num_preemptions,
+        squashes=0 if timing is None else timing.num_squashes,
+    )
+
+
+class OpenRecord:
+    """Of a request that is being answered."""
+
+    def __init__(
+        self, request_id: str, route: str, metrics: ServerMetrics, on_record: OnRecord
+    ) -> None:
+        self.request_id = request_id
+        self._route = route
+        self._metrics = metrics
+        self._on_record = on_record
+        self._arrived_at = time.time()
+        self._started_s = metrics.clock()
+        self._model: str | None = None
+        self._is_stream = False
+        self._adapter: str | None = None
+        self._runs: list[PromptRun] = []
+        self._end: tuple[int | None, BaseException | None, float] | None = None
+
+    def read(self, body: GenerationFields) -> None:
+        """Its body has been read."""
+        self._model = None if body.model is None else body.model[:_MAX_NAME_CHARS]
+        self._is_stream = bool(body.stream)
+
+    def begin(self, request: ParsedRequest) -> list[PromptRun]:
+        """Its prompts are about to be sent; return a run for each."""
+        self._adapter = request.adapter_name
+        self._runs = [PromptRun(self._metrics, self._adapter, self._tell) for _ in request.prompts]
+        return self._runs
+
+    def end(self, status: int | None, error: BaseException | None) -> None:
+        """Its answer has ended, with ``error`` if that was the reason."""
+        self._end = status, error, self._metrics.clock() - self._started_s
+        self._tell()
+
+    def _tell(self) -> None:
+        """Hand over the record, once nothing more comes."""
+        if self._end is None or any(run.is_open for run in self._runs):
+            return
+        status, error, total_s = self._end
+        outcome = _outcome_of(error)
+        prompts = [run.record(outcome) for run in self._runs]
+        self._runs = []
+        self._on_record(
+            HttpRequestRecord(
+                arrived_at=self._arrived_at,
+                id=self.request_id,
+                route=self._route,
+                model=self._model,
+                adapter=self._adapter,
+                stream=self._is_stream,
+                outcome=outcome,
+                status=status,
+                error=_code_of(error),
+                total_s=total_s,
+                prompts=[one for one in prompts if one is not None],
+            )
+        )
+
+
+def _outcome_of(error: BaseException | None) -> str:
+    match error:
+        case None:
+            return FINISHED
+        case CorunError():
+            return REFUSED if error.status < _MIN_SERVER_STATUS else ERROR
+        case ClientGoneError():
+            return ABORT
+        case Exception():  # a defect
+            return ERROR
+        case _:  # the server does not wait for it
+            return ABORT
+
+
+def _code_of(error: BaseException | None) -> str | None:
+    match error:
+        case None:
+            return None
+        case CorunError():
+            return error.code
+        case ClientGoneError():
+            return _CLIENT_GONE
+        case _:
+            return CorunError.code
