@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..config.notations import LoraModule, parse_lora_modules
 from ..errors import AdapterError, ConfigError
+from .checkpoint import WEIGHTS_NAME
 from .names import check_adapter_name
 from .peft_config import CONFIG_NAME
 
@@ -40,6 +41,14 @@ def collect_sources(
             )
         sources[source.name] = source
     return tuple(sources.values())
+
+
+def stored_bytes(source: LoraModule) -> int:
+    """Size of the file of an adapter's weights; 0 if there is none."""
+    try:
+        return (Path(source.path) / WEIGHTS_NAME).stat().st_size
+    except OSError:
+        return 0
 
 
 def discover(lora_dir: Path) -> list[tuple[str, Path]]:

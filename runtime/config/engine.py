@@ -118,16 +118,15 @@ class EngineConfig:
         16, minimum=1, maximum=1024, help="Tokens in one KV block.", commands=_PROFILE
     )
     memory_gib: float | None = option(
-        None,
-        above=0,
-        help="Memory for KV blocks and adapters together, in GiB; default: from the machine.",
-    )
+        None, above=0,
+        help="Memory for KV blocks and adapters together, in GiB. Default: --memory-fraction of "
+        "what is free; on a CPU no more than --max-num-seqs requests of --max-model-len and "
+        "adapters can need, nor than half of the machine, or 85 % of a control group's limit.",
+    )  # fmt: skip
     memory_fraction: float = option(
-        0.85,
-        above=0,
-        maximum=1,
-        help="Share of the memory free after the model is loaded that the default takes.",
-    )
+        0.85, above=0, maximum=1,
+        help="Share of the memory free after the model is loaded that the default takes at most.",
+    )  # fmt: skip
     memory_policy: str = option(
         "corun",
         choices=tuple(MEMORY_POLICIES),

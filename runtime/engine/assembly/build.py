@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -37,17 +37,9 @@ from .adapter_wiring import (
     register_adapters,
 )
 from .placement import Placement, place_engine, weights_directory
-from .resources import (
-    ArenaPlan,
-    DeviceFacts,
-    MemoryPlan,
-    plan_copied_arena,
-    plan_host_slots,
-    plan_max_model_len,
-    plan_memory,
-    plan_shared_arena,
-)
+from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
+from .sizes import copies_adapters, max_model_len_of, plan_engine_memory
 from .summary import summary_lines
 
 if TYPE_CHECKING:
@@ -162,7 +154,7 @@ def _build(
     # What can be refused before the weights are read should not cost the time to read them.
     hf_config = load_config(source)
     if config.max_model_len is not None:
-        _max_model_len(config, hf_config.get_text_config(), rope_limit=None)
+        max_model_len_of(config, hf_config.get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
     tokenizer = tokenizer_spec(config, on_progress) if own_process else None
     loaded = assemble.load(
@@ -206,7 +198,7 @@ def _measured(
             config.model,
         )  # fmt: skip
         return _Measured(None, None)
-    if not _copies_adapters(config, loaded):
+    if not copies_adapters(config, loaded):
         saved = saved_profile(config, loaded, placement, facts)
         return _Measured(None, None if saved is None else saved.model)
     profile = profile_for(config, loaded, placement, facts)
@@ -234,7 +226,7 @@ def _connect(
     from ....gpu.model.fingerprint import model_fingerprint
     from ....gpu.model.generation import read_generation_defaults
 
-    memory, arena = _plan_memory(config, loaded, read_machine_facts())
+    memory, arena = plan_engine_memory(config, loaded, read_machine_facts(), adapters)
     runner = assemble.make_runner(loaded, memory.num_blocks)
     defaults = read_generation_defaults(source, loaded.config)
     fingerprint = model_fingerprint(source, loaded.config, loaded.weights.label)
@@ -287,7 +279,7 @@ def _coexecution(
     profile: "Profile | None", on_progress: Callable[[str], None], host_kv: "HostKv | None",
 ) -> "Coexecution | None":  # fmt: skip
     """Start it where adapters are copied to the device."""
-    if not _copies_adapters(config, loaded):
+    if not copies_adapters(config, loaded):
         return None
     from .coexecution import start_coexecution
 
@@ -304,44 +296,6 @@ def _host_kv(loaded: "LoadedModel", memory: MemoryPlan, placement: Placement) ->
         loaded.device, memory.num_host_slots, loaded.layout.block_bytes,
         watch_cpus=placement.background_cpus,
     )  # fmt: skip
-
-
-def _plan_memory(
-    config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts
-) -> tuple[MemoryPlan, ArenaPlan]:
-    """Share what is free between the one budget and, where those are apart, arena and host KV."""
-    from ....gpu.execution import assemble
-
-    device = loaded.model.device
-    arena: ArenaPlan | None = None
-    host_bytes = facts.memory_available_bytes
-    if _copies_adapters(config, loaded):
-        arena = plan_copied_arena(config, device.type, host_bytes)
-        host_bytes -= arena.memory_bytes
-    block_bytes = loaded.layout.block_bytes
-    num_host_slots = plan_host_slots(config, block_bytes, host_bytes, has_link=arena is not None)
-    host_bytes -= num_host_slots * block_bytes
-    max_model_len = _max_model_len(config, loaded.config, loaded.rope_max_len)
-    device_facts = DeviceFacts(
-        type=device.type,
-        free_bytes=assemble.free_bytes(device, host_bytes),
-        block_bytes=block_bytes,
-    )
-    memory = plan_memory(config, device_facts, max_model_len)
-    memory = replace(memory, num_host_slots=num_host_slots)
-    return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
-
-
-def _copies_adapters(config: EngineConfig, loaded: "LoadedModel") -> bool:
-    """Whether there is a link between adapters on the host and the device's kernels."""
-    is_paced = config.link_gib_per_s is not None or config.link_latency_us > 0
-    return loaded.model.device.type == "cuda" or is_paced
-
-
-def _max_model_len(config: EngineConfig, hf_config: Any, rope_limit: int | None) -> int:
-    """Choose the context; ``hf_config`` is the text model's configuration."""
-    model_limit = getattr(hf_config, "max_position_embeddings", None)
-    return plan_max_model_len(config.max_model_len, model_limit, rope_limit)
 
 
 def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
@@ -383,7 +337,7 @@ def _model_info(
         summary=(),
         has_profile_failed=profile is None
         and bool(loaded.target_map.targets)
-        and _copies_adapters(config, loaded),
+        and copies_adapters(config, loaded),
         weight_bytes=loaded.weights.num_bytes,
         quantized_bytes=loaded.weights.quantized_bytes,
         adapter_bytes_per_rank=loaded.dtype.itemsize

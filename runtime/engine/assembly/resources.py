@@ -1,5 +1,6 @@
 """Turns options and facts into the sizes an engine is built with. Pure."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...config.engine import EngineConfig
@@ -21,6 +22,11 @@ _MAX_HOST_KV_BYTES = 16 * _GIB
 _ADDRESSES_PER_BYTE = 2
 # What history may hold of the free memory of a machine that nobody has shared out.
 _HISTORY_SHARE = 1 / 4
+_MACHINE_SHARE = 1 / 2  # of a machine's memory, by default
+_GROUP_SHARE = 0.85  # of a control group's limit, which is for this program alone
+# Of adapters that are not listed: those of --lora-dir that come later, of resolvers, over HTTP.
+_MIN_UNLISTED_ADAPTERS = 8
+_UNLISTED_RANK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,16 @@ class DeviceFacts:
     type: str  # "cpu" or "cuda"
     free_bytes: int  # after the model has been loaded
     block_bytes: int  # one KV block over all layers
+    host: "HostFacts | None" = None  # where its memory is the host's
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What bounds the default on a CPU."""
+
+    total_bytes: int  # of the machine
+    limit_bytes: int | None  # of the control group; None = there is none
+    adapter_bytes: int  # see ``needed_adapter_bytes``
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +58,7 @@ class MemoryPlan:
     slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
     max_history_blocks: int | None = None  # that no request uses; None = all
     num_host_slots: int = 0  # KV blocks that the host has room for
+    reason: str = ""  # where the capacity is from, for people
 
 
 def plan_max_model_len(
@@ -83,7 +100,7 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
         ResourceError: There is less memory than was asked for, or too little for one request of
             the context length that was asked for.
     """
-    capacity_bytes = _capacity_bytes(config, facts)
+    capacity_bytes, reason = _capacity_bytes(config, facts, max_model_len)
     slab_bytes = None
     if facts.type == "cuda" or splits_memory(config.memory_policy):
         slab_bytes = int(capacity_bytes * adapter_share(config.adapter_memory_fraction))
@@ -94,27 +111,78 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
     if facts.type == "cpu" and config.memory_gib is None:
         max_history_blocks = int(facts.free_bytes * _HISTORY_SHARE) // facts.block_bytes
     num_tokens = num_blocks * config.block_size
+    plan = MemoryPlan(
+        capacity_bytes, num_blocks, min(num_tokens, max_model_len), slab_bytes, max_history_blocks,
+        reason=reason,
+    )  # fmt: skip
     if num_tokens >= max_model_len:
-        return MemoryPlan(capacity_bytes, num_blocks, max_model_len, slab_bytes, max_history_blocks)
+        return plan
     if config.max_model_len is not None or num_tokens < 2:
         raise ResourceError(
             f"{(capacity_bytes - (slab_bytes or 0)) / _GIB:.3g} GiB hold the KV of {num_tokens} "
             f"tokens, but one request may take {max_model_len} (--max-model-len); lower it or "
             "raise --memory-gib"
         )
-    return MemoryPlan(capacity_bytes, num_blocks, num_tokens, slab_bytes, max_history_blocks)
+    return plan
 
 
-def _capacity_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
+def _capacity_bytes(
+    config: EngineConfig, facts: DeviceFacts, max_model_len: int
+) -> tuple[int, str]:
+    """Bytes for KV and adapters, and what they follow from."""
     if config.memory_gib is None:
-        return int(facts.free_bytes * config.memory_fraction)
+        return min(_default_bounds(config, facts, max_model_len))
     asked_bytes = int(config.memory_gib * _GIB)
     if asked_bytes > facts.free_bytes:
         raise ResourceError(
             f"--memory-gib is {config.memory_gib:g}, but only {facts.free_bytes / _GIB:.3g} GiB "
             f"are free on {facts.type} with the model loaded"
         )
-    return asked_bytes
+    return asked_bytes, "--memory-gib"
+
+
+def _default_bounds(
+    config: EngineConfig, facts: DeviceFacts, max_model_len: int
+) -> Iterator[tuple[int, str]]:
+    """Yield what the memory may be at most without ``--memory-gib``, each with its reason."""
+    share = config.memory_fraction
+    yield int(facts.free_bytes * share), f"{share:.0%} of what is free (--memory-fraction)"
+    host = facts.host
+    if host is None:
+        return
+    num_blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
+    kv_bytes = num_blocks * facts.block_bytes
+    needed_bytes = kv_bytes + host.adapter_bytes
+    if splits_memory(config.memory_policy):
+        slab_share = adapter_share(config.adapter_memory_fraction)
+        needed_bytes = int(max(kv_bytes / (1 - slab_share), host.adapter_bytes / slab_share)) + 1
+    yield (
+        needed_bytes,
+        (
+            f"what {config.max_num_seqs} requests (--max-num-seqs) of {max_model_len} tokens "
+            "(--max-model-len) and adapters can need"
+        ),
+    )
+    if host.limit_bytes is not None and host.limit_bytes < host.total_bytes:
+        yield int(host.limit_bytes * _GROUP_SHARE), f"{_GROUP_SHARE:.0%} of the control group's"
+    else:
+        yield int(host.total_bytes * _MACHINE_SHARE), "half of the machine's"
+
+
+def needed_adapter_bytes(listed_bytes: Sequence[int], bytes_per_rank: int, max_rank: int) -> int:
+    """What adapters can need: those listed, and as many others as these, eight at least.
+
+    Of the others each takes as much as the largest of those listed, and no less than one of rank
+    64, or ``max_rank`` if that is lower, for all targets.
+
+    Args:
+        listed_bytes: Of each adapter that the options name.
+        bytes_per_rank: Of an adapter for all targets.
+        max_rank: That the engine accepts.
+    """
+    one_bytes = min(_UNLISTED_RANK, max_rank) * bytes_per_rank
+    num_others = max(_MIN_UNLISTED_ADAPTERS, len(listed_bytes))
+    return sum(listed_bytes) + num_others * max(one_bytes, *listed_bytes, 0)
 
 
 def plan_host_slots(

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from corun.runtime.adapters.sources import collect_sources, discover
+from corun.runtime.adapters.sources import collect_sources, discover, stored_bytes
+from corun.runtime.config.notations import LoraModule
 from corun.runtime.errors import ConfigError
 
 
@@ -68,3 +69,9 @@ def test_collect_refuses_bad_directory_names(tmp_path: Path) -> None:
     make_adapter(tmp_path / "a:b")
     with pytest.raises(ConfigError, match=r"--lora-dir: .*'a:b'.*colon"):
         collect_sources(str(tmp_path), [])
+
+
+def test_the_size_of_an_adapters_weights_is_their_files(tmp_path: Path) -> None:
+    assert stored_bytes(LoraModule("a", str(tmp_path / "nowhere"))) == 0
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
+    assert stored_bytes(LoraModule("a", str(tmp_path))) == 100

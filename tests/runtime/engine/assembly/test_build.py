@@ -1,6 +1,7 @@
 """What an engine takes from its process it gives back, also when it cannot start."""
 
 import gc
+import logging
 import os
 import threading
 from dataclasses import replace
@@ -14,7 +15,7 @@ from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.execution import assemble
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.engine.assembly import build, scheduling
+from corun.runtime.engine.assembly import build, scheduling, sizes
 from corun.runtime.engine.assembly.profiling import HowMuch, ProfileListener, run_profile
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.engine.messages import AddRequest, ModelInfo
@@ -62,6 +63,26 @@ def test_engines_that_are_closed_leave_nothing(options: dict[str, Any]) -> None:
         assert held() == before
 
 
+def test_a_small_model_takes_what_it_can_need_and_says_so(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default. Adapters count that are listed, and as many others."""
+    caplog.set_level(logging.INFO, logger="corun")
+    name = "corun.runtime.engine.assembly.sizes"
+    (tmp_path / "adapter_config.json").touch()
+    planned_bytes = []
+    for num_bytes in (0, 1 << 20):
+        (tmp_path / "adapter_model.safetensors").write_bytes(bytes(num_bytes))
+        caplog.clear()
+        chosen = {"memory_gib": None, "max_num_seqs": 2, "max_model_len": 32, "max_lora_rank": 1}
+        with pytest.raises(AdapterError):  # it is no adapter
+            answer(options | chosen | {"lora_modules": (f"a={tmp_path}",)})
+        (line,) = [record for record in caplog.records if record.name == name]
+        planned_bytes.append(float(line.getMessage().split()[1]) * 2**30)
+        assert "2 requests (--max-num-seqs) of 32 tokens" in line.getMessage()
+    assert planned_bytes[1] - planned_bytes[0] == pytest.approx(9 << 20, rel=0.05)
+
+
 def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(
     options: dict[str, Any],
 ) -> None:
@@ -75,7 +96,7 @@ def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(
         assert living.name in names
 
 
-@pytest.mark.parametrize("step", ["plan_memory", "make_scheduler", "ModelInfo"])
+@pytest.mark.parametrize("step", ["plan_engine_memory", "make_scheduler", "ModelInfo"])
 def test_a_failed_start_leaves_nothing(
     options: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +285,7 @@ def test_adapters_have_memory_of_their_own_where_it_is_planned(
     def plan_as_on_cuda(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
         return plan_memory(config, replace(facts, type="cuda"), max_model_len)
 
-    monkeypatch.setattr(build, "plan_memory", plan_as_on_cuda)
+    monkeypatch.setattr(sizes, "plan_memory", plan_as_on_cuda)
     paced = {**options, "link_gib_per_s": 4.0, "max_lora_rank": 64}
     paced["profile"] = profile_of(paced, tmp_path)
     infos: list[ModelInfo] = []

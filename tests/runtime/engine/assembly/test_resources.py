@@ -7,6 +7,8 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.resources import (
     ArenaPlan,
     DeviceFacts,
+    HostFacts,
+    needed_adapter_bytes,
     plan_copied_arena,
     plan_host_slots,
     plan_max_model_len,
@@ -35,6 +37,68 @@ def test_context_over_the_models_is_refused_with_both_numbers() -> None:
         plan_max_model_len(5000, 4096, None)
     with pytest.raises(ConfigError, match="--max-model-len"):
         plan_max_model_len(None, None, None)
+
+
+def host_facts(
+    free_gib: float, *, total_gib: float = 1000.0, limit_gib: float | None = None,
+    adapter_gib: float = 0.0,
+) -> DeviceFacts:  # fmt: skip
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    host = HostFacts(int(total_gib * GIB), limit_bytes, int(adapter_gib * GIB))
+    return replace(facts(free_gib), host=host)
+
+
+class TestTheDefaultOnACpu:
+    """The smallest of what is free, what can be needed, and a share of what there is.
+
+    A block has 16 tokens and a MiB; 256 requests of 4096 tokens take 64 GiB.
+    """
+
+    @pytest.mark.parametrize(
+        ("of_machine", "expected_gib", "reason"),
+        [
+            (host_facts(10.0), 8.5, "85% of what is free (--memory-fraction)"),
+            (host_facts(200.0), 64.0, "256 requests (--max-num-seqs) of 4096 tokens"),
+            (host_facts(200.0, adapter_gib=3.0), 67.0, "and adapters can need"),
+            (host_facts(60.0, total_gib=64.0), 32.0, "half of the machine's"),
+            (host_facts(30.0, total_gib=64.0), 25.5, "of what is free"),
+            (host_facts(60.0, total_gib=64.0, limit_gib=40.0), 34.0, "of the control group's"),
+            (host_facts(20.0, total_gib=64.0, limit_gib=40.0), 17.0, "of what is free"),
+            (host_facts(190.0, limit_gib=200.0), 64.0, "can need"),
+            # A limit above what there is does not limit.
+            (host_facts(60.0, total_gib=64.0, limit_gib=64.0), 32.0, "half of the machine's"),
+            (host_facts(60.0, total_gib=64.0, limit_gib=99.0), 32.0, "half of the machine's"),
+        ],
+    )
+    def test_is_the_smallest(
+        self, of_machine: DeviceFacts, expected_gib: float, reason: str
+    ) -> None:
+        plan = plan_memory(EngineConfig(), of_machine, 4096)
+        assert plan.capacity_bytes == pytest.approx(expected_gib * GIB, abs=1)
+        assert reason in plan.reason
+
+    def test_what_is_asked_for_may_be_more(self) -> None:
+        plan = plan_memory(EngineConfig(memory_gib=50.0), host_facts(60.0, total_gib=64.0), 4096)
+        assert (plan.capacity_bytes, plan.reason) == (50 * GIB, "--memory-gib")
+
+    def test_a_small_model_takes_what_its_requests_can_need(self) -> None:
+        small = replace(host_facts(20.0, total_gib=24.0, adapter_gib=0.01), block_bytes=2**12)
+        plan = plan_memory(EngineConfig(), small, 512)
+        assert plan.capacity_bytes == 256 * 32 * 2**12 + int(0.01 * GIB)
+        assert plan.num_blocks * 2**12 <= plan.capacity_bytes
+
+    def test_under_a_policy_that_splits_the_memory_each_part_has_what_it_needs(self) -> None:
+        config = EngineConfig(memory_policy="static-split", adapter_memory_fraction=0.2)
+        plan = plan_memory(config, host_facts(900.0, total_gib=10000.0, adapter_gib=3.0), 4096)
+        assert plan.num_blocks * BLOCK_BYTES >= 64 * GIB
+        many = host_facts(900.0, total_gib=10000.0, adapter_gib=100.0)
+        assert plan_memory(config, many, 4096).slab_bytes == 100 * GIB
+
+    def test_adapters_that_are_not_listed_have_room_like_those_that_are(self) -> None:
+        assert needed_adapter_bytes([], 100, 256) == 8 * 64 * 100
+        assert needed_adapter_bytes([], 100, 16) == 8 * 16 * 100
+        assert needed_adapter_bytes([10, 0, 9000], 100, 256) == 9010 + 8 * 9000
+        assert needed_adapter_bytes([10] * 200, 100, 256) == 2000 + 200 * 6400
 
 
 def test_default_is_a_share_of_the_free_memory() -> None:

@@ -1,0 +1,89 @@
+"""Reads what the sizes of an engine depend on: of the machine, the model and its adapters."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.sources import stored_bytes
+from ...config.engine import EngineConfig
+from ...config.notations import LoraModule
+from ...machine.facts import MachineFacts
+from .resources import (
+    ArenaPlan,
+    DeviceFacts,
+    HostFacts,
+    MemoryPlan,
+    needed_adapter_bytes,
+    plan_copied_arena,
+    plan_host_slots,
+    plan_max_model_len,
+    plan_memory,
+    plan_shared_arena,
+)
+
+if TYPE_CHECKING:
+    from ....gpu.execution.assemble import LoadedModel
+
+_LOG = logging.getLogger(__name__)
+_GIB = 2**30
+
+
+def plan_engine_memory(
+    config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts, adapters: Sequence[LoraModule]
+) -> tuple[MemoryPlan, ArenaPlan]:
+    """Share what is free between the one budget and, where those are apart, arena and host KV.
+
+    ``facts`` as they are with the model loaded; ``adapters``: that the options name.
+
+    Raises ``ConfigError`` or ``ResourceError``, see ``resources``.
+    """
+    from ....gpu.execution import assemble
+
+    device = loaded.model.device
+    arena: ArenaPlan | None = None
+    host_bytes = facts.memory_available_bytes
+    if copies_adapters(config, loaded):
+        arena = plan_copied_arena(config, device.type, host_bytes)
+        host_bytes -= arena.memory_bytes
+    block_bytes = loaded.layout.block_bytes
+    num_host_slots = plan_host_slots(config, block_bytes, host_bytes, has_link=arena is not None)
+    host_bytes -= num_host_slots * block_bytes
+    max_model_len = max_model_len_of(config, loaded.config, loaded.rope_max_len)
+    device_facts = DeviceFacts(
+        type=device.type,
+        free_bytes=assemble.free_bytes(device, host_bytes),
+        block_bytes=block_bytes,
+        host=_host_facts(config, loaded, facts, adapters) if device.type == "cpu" else None,
+    )
+    memory = plan_memory(config, device_facts, max_model_len)
+    _LOG.info(
+        "memory: %.3g GiB for KV and adapters: %s", memory.capacity_bytes / _GIB, memory.reason
+    )
+    memory = replace(memory, num_host_slots=num_host_slots)
+    return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
+
+
+def copies_adapters(config: EngineConfig, loaded: "LoadedModel") -> bool:
+    """Whether there is a link between adapters on the host and the device's kernels."""
+    is_paced = config.link_gib_per_s is not None or config.link_latency_us > 0
+    return loaded.model.device.type == "cuda" or is_paced
+
+
+def max_model_len_of(config: EngineConfig, hf_config: Any, rope_limit: int | None) -> int:
+    """Choose the context; ``hf_config`` is the text model's configuration."""
+    model_limit = getattr(hf_config, "max_position_embeddings", None)
+    return plan_max_model_len(config.max_model_len, model_limit, rope_limit)
+
+
+def _host_facts(
+    config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts, adapters: Sequence[LoraModule]
+) -> HostFacts:
+    targets = loaded.target_map.targets
+    num_features = sum(target.in_features + target.out_features for target in targets)
+    adapter_bytes = needed_adapter_bytes(
+        [stored_bytes(adapter) for adapter in adapters],
+        num_features * loaded.dtype.itemsize,
+        config.max_lora_rank,
+    )
+    return HostFacts(facts.memory_total_bytes, facts.memory_limit_bytes, adapter_bytes)
