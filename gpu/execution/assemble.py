@@ -130,7 +130,7 @@ def load(
     dtype = resolve_dtype(config.dtype, hf_config)
     linears: QuantizedLinears | None = None
     if quantization is not None:
-        dtype = check_dtype(dtype, is_chosen=config.dtype != "auto")
+        dtype = check_dtype(dtype, quantization, is_chosen=config.dtype != "auto")
         linears = QuantizedLinears(source, hf_config, quantization, kept_weights)
     context = StepContext()
     with contextlib.ExitStack() as undo:
@@ -212,10 +212,11 @@ def _replace_linears(
         wrap_linears(model, context, make_linear, target_of, group_of)
         weights = Weights(sum(full_bytes.values()))
     else:
-        on_progress(f"reading or making weights in {linears.kind}")
+        if linears.kind:
+            on_progress(f"reading or making weights in {linears.kind}")
         wrap_linears(model, context, make_linear, target_of, group_of, linears.make)
         weights = linears.finish(full_bytes)
-    is_packed = make_linear.name != PlainLinear.name or linears is not None
+    is_packed = make_linear.name != PlainLinear.name or weights.quantized_bytes > 0
     if model.device.type == "cpu" and is_packed:
         leave_weight_files(model)
     return weights

@@ -65,11 +65,15 @@ def load_model(
             model, loading = skeleton.model_class.from_pretrained(
                 None, state_dict=dict(tensors), config=skeleton.model.config, dtype=dtype,
                 attn_implementation=attention, output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )  # fmt: skip
+        except ModelError:  # of a tensor that was read
+            raise
         except Exception as error:  # foreign code and files: whatever it raises, there is no model
             raise ModelError(
                 f"cannot load {source.path!r} ({describe(config)}): {type(error).__name__}: {error}"
             ) from error
+    _check_sizes(source, loading["mismatched_keys"])
     _check_nothing_missing(source, loading["missing_keys"])
     model.requires_grad_(requires_grad=False)
     linears_for_conv1d(model)
@@ -94,6 +98,14 @@ def _quiet_library() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if was_enabled:
             transformers_logging.enable_progress_bar()
+
+
+def _check_sizes(source: ModelSource, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Refuse weights that the library made up because those in the files have another size."""
+    for name, found, expected in sorted(mismatched):
+        raise ModelError(
+            f"{name} of {source.path!r} is {list(found)}, but config.json asks for {list(expected)}"
+        )
 
 
 def _check_nothing_missing(source: ModelSource, missing: Iterable[str]) -> None:

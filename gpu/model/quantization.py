@@ -27,6 +27,7 @@ from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, remembered
 from ..linear.quantized import QuantizedWeight, quantize
 from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
+from .four_bit_files import FourBitFiles
 from .load import load_model
 from .skeleton import Skeleton, build_skeleton
 from .source import ModelSource
@@ -58,6 +59,11 @@ class Quantization:
     stored: StoredQuantization | None  # what the checkpoint says of its own
 
     @property
+    def has_integers(self) -> bool:
+        """Whether any linear is served in 8 or 4 bits."""
+        return bool(self.bits or self.head_bits or (self.stored and self.stored.bits))
+
+    @property
     def label(self) -> str:
         """What shapes the weights beside their files."""
         return f"linears {self.bits}, head {self.head_bits}, groups of {GROUP_SIZE}"
@@ -82,6 +88,7 @@ def plan_quantization(
     for a quantised checkpoint that cannot be taken.
     """
     stored = read_stored_quantization(hf_config)
+    integers = stored if stored is not None and stored.bits else None
     asked, head = config.quantization, config.lm_head_quantization
     if stored is None and asked is None:
         if head in _BITS:
@@ -89,26 +96,27 @@ def plan_quantization(
                 f"--lm-head-quantization {head} needs --quantization, or a quantised checkpoint"
             )
         return None
-    what = f"--quantization {asked}" if stored is None else f"a checkpoint of {stored.method}"
-    if device.type != "cpu":
-        raise ConfigError(f"{what} is served on the CPU alone so far; use --device cpu")
-    if stored is None:
-        assert asked is not None
-        head_bits = 8 if head == "auto" else _BITS.get(head)
-        return Quantization(_BITS[asked], head_bits, None)
-    if asked is not None and stored.bits != {_BITS[asked]}:
-        found = " and ".join(f"int{bits}" for bits in sorted(stored.bits))
+    if asked is not None and integers is not None and integers.bits != {_BITS[asked]}:
+        found = " and ".join(f"int{bits}" for bits in sorted(integers.bits))
         raise ConfigError(
             f"--quantization is {asked}, but the checkpoint is in {found} already "
-            f"({stored.method}); leave it out"
+            f"({integers.method}); leave it out"
         )
-    return Quantization(None, _BITS.get(head), stored)
+    bits = _BITS[asked] if asked is not None and integers is None else None
+    head_bits = 8 if head == "auto" and bits is not None else _BITS.get(head)
+    plan = Quantization(bits, head_bits, stored)
+    if plan.has_integers and device.type != "cpu":
+        what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
+        if integers is not None:
+            what = f"a checkpoint of {integers.method}"
+        raise ConfigError(f"{what} is served on the CPU alone so far; use --device cpu")
+    return plan
 
 
 _BITS = {"int8": 8, "int4": 4}
 
 
-def check_dtype(dtype: torch.dtype, *, is_chosen: bool) -> torch.dtype:
+def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> torch.dtype:
     """The type that a quantised model computes in, beside its integers.
 
     ``dtype``: what it is without; ``is_chosen``: by the user, who gets it.
@@ -117,10 +125,11 @@ def check_dtype(dtype: torch.dtype, *, is_chosen: bool) -> torch.dtype:
     if dtype == torch.bfloat16:
         return dtype
     if is_chosen:
-        _LOG.warning(
-            "--dtype %s with quantised weights dequantises them for each product, which is exact "
-            "and many times slower than --dtype bfloat16", name,
-        )  # fmt: skip
+        if plan.has_integers:
+            _LOG.warning(
+                "--dtype %s with quantised weights dequantises them for each product, which is "
+                "exact and many times slower than --dtype bfloat16", name,
+            )  # fmt: skip
         return dtype
     _LOG.info("the model is of %s; with quantised weights it is served in bfloat16", name)
     return torch.bfloat16
@@ -141,7 +150,8 @@ class QuantizedLinears:
         self._source = source
         self._config = config
         self._quantization = quantization
-        self._files = WeightFiles(source)
+        in_full = quantization.stored is not None and not quantization.stored.bits
+        self._files = FourBitFiles(source) if in_full else WeightFiles(source)
         self._bits: dict[str, int | None] = {}  # by path; None = as stored
         self._tensor_of: dict[str, str] = {}  # names on disk, by path; missing = under another one
         self._kept: KeptWeights | None = None
@@ -182,15 +192,16 @@ class QuantizedLinears:
 
     @property
     def kind(self) -> str:
-        """What most weights are of, for people, such as "int4, head int8"."""
+        """What most weights are of, for people, such as "int4, head int8"; "" = all in full."""
         plan = self._quantization
-        bits = plan.stored.bits if plan.stored is not None else {plan.bits}
-        kind = " and ".join(f"int{bits}" for bits in sorted(filter(None, bits)))
-        if plan.stored is None and plan.head_bits is None:
-            return f"{kind}, head in full"
-        if plan.head_bits is None or bits == {plan.head_bits}:
-            return kind
-        return f"{kind}, head int{plan.head_bits}"
+        stored_bits = frozenset() if plan.stored is None else plan.stored.bits
+        bits = stored_bits if plan.bits is None else {plan.bits}
+        kinds = [" and ".join(f"int{bits}" for bits in sorted(bits))] if bits else []
+        if plan.bits is not None and plan.head_bits is None:
+            kinds.append("head in full")
+        elif plan.head_bits is not None and bits != {plan.head_bits}:
+            kinds.append(f"head int{plan.head_bits}")
+        return ", ".join(kinds)
 
     def takes_all(self, model: nn.Module) -> bool:
         """Whether no linear of ``model`` stays as it is."""

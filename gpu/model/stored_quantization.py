@@ -1,8 +1,9 @@
-"""Checkpoints whose linears are already integers: which are taken, and what their tensors mean.
+"""Checkpoints whose linears are already quantised: which are taken, and what their tensors mean.
 
 GPTQ, AWQ and compressed-tensors, weights alone, in groups that whole groups of ours divide, or one
 scale a channel. Their codes and scales are taken as they are, never dequantised and quantised
-again. All that would change the result and is not understood is refused by name.
+again. bitsandbytes in 4 bits, whose levels are no whole numbers, is read as full matrices
+(``four_bit_files.py``). All that would change the result and is not understood is refused by name.
 """
 
 from collections.abc import Mapping
@@ -35,12 +36,17 @@ _SUFFIXES = (
 )  # fmt: skip
 
 
+_WAY_OUT = (
+    "serve the full model that it was made from (--quantization int8 or int4 makes it as small)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
     """What config.json says of all linears."""
 
     method: str  # as config.json calls it
-    bits: frozenset[int]  # that it names
+    bits: frozenset[int]  # of its integers; none = its matrices are read in full
     zero_offset: int = 0  # what zero points on disk lack
 
 
@@ -52,12 +58,15 @@ def read_stored_quantization(config: Any) -> StoredQuantization | None:
     if found is None:
         return None
     fields: dict[str, Any] = dict(found if isinstance(found, Mapping) else found.to_dict())
-    method = str(fields.get("quant_method"))
-    read = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed}
+    method = str(fields.get("quant_method") or "bitsandbytes")  # which once did not name itself
+    read = {
+        "gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed,
+        "bitsandbytes": _read_bitsandbytes,
+    }  # fmt: skip
     if method not in read:
         raise ModelError(
             f"the checkpoint is quantised by {method!r}; corun takes {', '.join(read)} and "
-            "checkpoints that are not quantised (--quantization)"
+            f"checkpoints that are not quantised; {_WAY_OUT}"
         )
     try:
         return read[method](fields)
@@ -121,6 +130,15 @@ def _read_scheme(group: dict[str, Any]) -> int:
     if strategy == "group":
         _check_group_size("compressed-tensors", weights["group_size"])
     return _checked_bits("compressed-tensors", weights["num_bits"])
+
+
+def _read_bitsandbytes(fields: dict[str, Any]) -> StoredQuantization:
+    """Kinds of codes, blocks and types are read from the files, matrix by matrix."""
+    if fields.get("load_in_8bit"):
+        raise _refused(f"bitsandbytes in 8 bits; it takes nf4 and fp4 in 4; {_WAY_OUT}")
+    if not fields.get("load_in_4bit"):
+        raise _refused("a quantization_config that names neither a quant_method nor load_in_4bit")
+    return StoredQuantization("bitsandbytes", frozenset())
 
 
 def _checked_bits(method: str, bits: object) -> int:

@@ -1,6 +1,7 @@
 """Quantises a model at start and says what it left, and by how much memory grew at most.
 
-Run as ``python -P quantized_start.py DIR``; prints the bytes of all weights, and those of the peak.
+Run as ``python -P quantized_start.py int8 DIR``; prints the bytes of all weights, and those of the
+peak. ``nf4`` in the place of ``int8``: a checkpoint of bitsandbytes becomes a full model.
 """
 
 import sys
@@ -14,6 +15,8 @@ from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
 from corun.gpu.linear.wrapper import wrap_linears
 from corun.gpu.model.quantization import Quantization, QuantizedLinears
 from corun.gpu.model.source import ModelSource, load_config
+from corun.gpu.model.stored_quantization import StoredQuantization
+from support.four_bit import store_in_four_bits
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -34,13 +37,21 @@ def memory_bytes(line: str) -> int:
     raise KeyError(line)
 
 
-def main(directory: Path) -> None:
+def main(mode: str, directory: Path) -> None:
     """Save, warm up, start."""
+    plan = Quantization(8, 8, None)
     save(directory)
+    if mode == "nf4":
+        plan = Quantization(None, None, StoredQuantization("bitsandbytes", frozenset()))
+        directory = store_in_four_bits(directory, directory / "nf4")
     packed = PackedWeight.of(quantize(torch.randn(64, 64), 8))
-    QuantizedLinear(packed, None)(torch.randn(3, 64).bfloat16())  # compiles its kernels
+    for warmed in (
+        QuantizedLinear(packed, None),
+        NumbaLinear(torch.randn(64, 64).bfloat16(), None),
+    ):
+        warmed(torch.randn(3, 64).bfloat16())  # compiles its kernels
     source = ModelSource(str(directory))
-    linears = QuantizedLinears(source, load_config(source), Quantization(8, 8, None), None)
+    linears = QuantizedLinears(source, load_config(source), plan, None)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before_bytes = memory_bytes("VmRSS")
     model = linears.load_rest(torch.bfloat16, torch.device("cpu"), "eager")
@@ -52,4 +63,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -58,6 +58,14 @@ def test_weights_that_are_missing_are_named(directory: Path, name: str) -> None:
         load(directory)
 
 
+def test_weights_of_another_size_are_named(directory: Path) -> None:
+    edit(directory / "config.json", intermediate_size=128)
+    with pytest.raises(
+        ModelError, match=r"down_proj\.weight of .* is \[64, 96\], but .*\[64, 128\]"
+    ):
+        load(directory)
+
+
 def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     model = load(save_model("gemma2", tmp_path))
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")

@@ -1,6 +1,8 @@
 """Which linears are made of fewer bits, from what, at what cost, and when that is refused."""
 
 import json
+import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +27,12 @@ from corun.gpu.model.quantization import (
     plan_quantization,
 )
 from corun.gpu.model.source import ModelSource, load_config
+from corun.gpu.model.stored_quantization import StoredQuantization
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ConfigError, ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import save_model
+from support.four_bit import four_bit_config, store_in_four_bits
 from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
@@ -40,6 +44,10 @@ def gptq_config(bits: int = 4) -> SimpleNamespace:
     return SimpleNamespace(
         quantization_config={"quant_method": "gptq", "bits": bits, "group_size": 64}
     )
+
+
+def nf4_config() -> SimpleNamespace:
+    return SimpleNamespace(quantization_config=four_bit_config())
 
 
 def plan(config: Any = PLAIN_CONFIG, **options: Any) -> Quantization | None:
@@ -86,12 +94,26 @@ def test_nothing_is_quantised_unless_it_is_asked_for() -> None:
     assert plan(gptq_config(), quantization="int4") == stored
 
 
+def test_nf4_is_full_weights_unless_integers_are_asked_for() -> None:
+    stored = StoredQuantization("bitsandbytes", frozenset())
+    for device in ("cpu", "cuda"):
+        assert plan(nf4_config(), device=device) == Quantization(None, None, stored)
+    assert plan(nf4_config(), quantization="int4") == Quantization(4, 8, stored)
+    assert plan(nf4_config(), lm_head_quantization="int8") == Quantization(None, 8, stored)
+
+
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
         (PLAIN_CONFIG, {"lm_head_quantization": "int8"}, "needs --quantization"),
         (PLAIN_CONFIG, {"quantization": "int8", "device": "cuda"}, "CPU alone so far"),
         (gptq_config(), {"device": "cuda"}, "checkpoint of gptq is served on the CPU alone"),
+        (nf4_config(), {"quantization": "int8", "device": "cuda"}, "--quantization int8 is served"),
+        (
+            nf4_config(),
+            {"lm_head_quantization": "int8", "device": "cuda"},
+            "--lm-head-quantization int8 is served on the CPU alone",
+        ),
         (gptq_config(8), {"quantization": "int4"}, "is int4, but the checkpoint is in int8"),
     ],
 )
@@ -105,10 +127,13 @@ def test_options_that_contradict_are_refused(
 def test_products_are_of_bfloat16_unless_another_type_is_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert check_dtype(torch.float16, is_chosen=False) == torch.bfloat16
-    assert check_dtype(torch.bfloat16, is_chosen=True) == torch.bfloat16
+    assert check_dtype(torch.float16, INT8, is_chosen=False) == torch.bfloat16
+    assert check_dtype(torch.bfloat16, INT8, is_chosen=True) == torch.bfloat16
+    nf4 = Quantization(None, None, StoredQuantization("bitsandbytes", frozenset()))
+    assert check_dtype(torch.float32, nf4, is_chosen=False) == torch.bfloat16
+    assert check_dtype(torch.float32, nf4, is_chosen=True) == torch.float32
     assert "slower" not in caplog.text
-    assert check_dtype(torch.float32, is_chosen=True) == torch.float32
+    assert check_dtype(torch.float32, INT8, is_chosen=True) == torch.float32
     assert "--dtype float32 with quantised weights" in caplog.text
     assert "many times slower" in caplog.text
 
@@ -258,6 +283,50 @@ def test_a_quantised_checkpoint_is_taken_as_it_is(model: Path, tmp_path: Path) -
         assert weights.kind == "int8"
 
 
+def test_a_checkpoint_in_nf4_is_read_in_full(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    four_bit = store_in_four_bits(model, tmp_path / "nf4")
+    caplog.set_level(logging.INFO)
+    planned = plan(load_config(ModelSource(str(four_bit))))
+    assert planned is not None
+    made, weights = load(four_bit, planned, tmp_path / "kept")
+    assert "14 matrices of the checkpoint are in 4 bits (bitsandbytes)" in caplog.text
+    dense = load_file(model / "model.safetensors")
+    for path, backend in backends(made).items():
+        assert torch.equal(backend.weight, dense[f"{path}.weight"])
+    sizes = sum(tensor.nbytes for tensor in dense.values())
+    assert weights == Weights(sizes, 0, "", planned.label)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_integers_are_made_of_nf4(model: Path, tmp_path: Path) -> None:
+    four_bit = store_in_four_bits(model, tmp_path / "nf4")
+    planned = plan(load_config(ModelSource(str(four_bit))), quantization="int4")
+    assert planned is not None
+    dense = load_file(model / "model.safetensors")
+    for _ in range(2):  # from the checkpoint, and from what is kept
+        made, weights = load(four_bit, planned, tmp_path / "kept")
+        for path, backend in backends(made).items():
+            if isinstance(backend, QuantizedLinear):
+                expected = quantize(dense[f"{path}.weight"], backend.packed.bits)
+                found = backend.packed.unpacked()
+                assert (found.codes == expected.codes).all()
+        assert weights.kind == "int4, head int8"
+
+
+def test_a_checkpoint_that_only_says_that_it_is_quantised_is_named(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = model / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": four_bit_config()}
+    file.write_text(json.dumps(config))
+    planned = plan(load_config(ModelSource(str(model))))
+    assert planned is not None
+    load(model, planned)
+    assert "4 bits (bitsandbytes), but no tensor is; the weights are served as" in caplog.text
+
+
 def test_quantised_weights_that_no_linear_takes_are_refused(model: Path) -> None:
     store_as_integers(model)
     file = model / "model.safetensors"
@@ -285,14 +354,17 @@ def test_a_bias_that_would_be_lost_is_refused(model: Path) -> None:
         load(model, planned)
 
 
-def test_a_start_needs_little_more_than_what_it_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "max_weight_mib"), [("int8", 67), ("nf4", 113)])
+def test_a_start_needs_little_more_than_what_it_leaves(
+    mode: str, max_weight_mib: int, tmp_path: Path
+) -> None:
     """A float32 checkpoint of 200 MiB, in another process, whose peak is its own."""
     script = Path(__file__).parents[2] / "support" / "quantized_start.py"
     done = subprocess.run(
-        [sys.executable, "-P", str(script), str(tmp_path)], capture_output=True, text=True,
-        timeout=110, check=True,
+        [sys.executable, "-P", str(script), mode, str(tmp_path)], capture_output=True, text=True,
+        timeout=110, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     weight_bytes, grown_bytes = map(int, done.stdout.split())
-    assert weight_bytes < 67 * 2**20
+    assert weight_bytes < max_weight_mib * 2**20
     # Beside it a matrix on its way, and what the libraries take; all of it in bfloat16 are 100 MiB.
     assert grown_bytes < weight_bytes + 96 * 2**20

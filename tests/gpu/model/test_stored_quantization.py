@@ -21,6 +21,7 @@ from corun.gpu.model.stored_quantization import (
 from corun.gpu.model.weight_files import WeightFiles
 from corun.runtime.errors import ModelError
 from safetensors.torch import save_file
+from support.four_bit import four_bit_config
 
 OUT, IN = 16, 256
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word has at each place
@@ -179,11 +180,22 @@ def with_activations() -> dict[str, Any]:
     return fields
 
 
+def test_bitsandbytes_is_read_in_full() -> None:
+    """What each matrix is of stands in the files."""
+    full = StoredQuantization("bitsandbytes", frozenset())
+    assert read(four_bit_config()) == full
+    assert read({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}) == full
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'; corun takes gptq, awq"),
-        ({"quant_method": "fp8"}, "'fp8'"),
+        ({"quant_method": "bitsandbytes"}, "neither a quant_method nor load_in_4bit"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            "bitsandbytes in 8 bits; it takes nf4 and fp4 in 4; serve the full model",
+        ),
+        ({"quant_method": "fp8"}, "'fp8'; corun takes gptq, awq, .*; serve the full model"),
         (gptq(bits=3), "GPTQ in 3 bits"),
         (gptq(group_size=32), "groups of 32; it takes multiples of 64"),
         (gptq(checkpoint_format="marlin"), "'marlin'"),

@@ -1,0 +1,221 @@
+"""Checkpoints of bitsandbytes in 4 bits (nf4, fp4), read as the matrices that they stand for.
+
+A matrix lies on disk as two codes a byte, the first in the upper half, with one scale for each
+block of neighbours; these scales may be codes of 8 bits with scales of their own (nested). What is
+read is what bitsandbytes dequantises, bit for bit: table[code] * scale in float32, rounded to the
+type that the matrix had before.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...runtime.errors import ModelError
+from ..device import huge_pages
+from .source import ModelSource
+from .weight_files import WeightFiles
+
+_LOG = logging.getLogger(__name__)
+
+_STATE = ".quant_state.bitsandbytes__"  # after the name of a matrix and before its kind of codes
+_KINDS = ("nf4", "fp4")
+_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors names them
+_STORAGE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+_ELEMENTS_AT_ONCE = 1 << 22  # that are float32 for a moment; a multiple of all sizes of blocks
+_MAX_BLOCK_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """What is known of a matrix before its codes are read."""
+
+    shape: tuple[int, ...]
+    dtype: str  # before it was quantised, as torch names it
+    block_size: int  # elements of a scale
+    nested_block_size: int  # scales of a scale; 0 = scales are no codes
+    nested_offset: float
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_elements // self.block_size)
+
+
+class FourBitFiles(WeightFiles):
+    """The *.safetensors of a model, with a full matrix in the place of each in 4 bits."""
+
+    def __init__(self, source: ModelSource) -> None:
+        """Read all that is known of matrices but codes and scales. Raises ``ModelError``."""
+        super().__init__(source)
+        self._matrices: dict[str, _Matrix] = {}
+        parts = set()
+        for name in super().names:
+            matrix, is_state, kind = name.partition(_STATE)
+            if is_state:
+                self._matrices[matrix] = self._read_matrix(matrix, kind)
+                parts.add(name)
+        for name in super().names:
+            matrix, _, part = name.rpartition(".")
+            if part in _PARTS:
+                if matrix not in self._matrices:
+                    raise _wrong(matrix, f"no tensor {matrix}{_STATE}{_KINDS[0]}")
+                parts.add(name)
+        self._names = frozenset(super().names) - parts
+        for name in self._names:
+            if name.rpartition(".")[0] in self._matrices:
+                raise _wrong(name.rpartition(".")[0], f"corun does not know its tensor {name}")
+            if super().dtype(name) == "U8" and name not in self._matrices:
+                raise _wrong(name, f"no tensor {name}{_STATE}{_KINDS[0]}")
+        if self._matrices:
+            _LOG.info(
+                "%d matrices of the checkpoint are in 4 bits (bitsandbytes); they are read in full",
+                len(self._matrices),
+            )  # fmt: skip
+        else:
+            _LOG.warning(
+                "config.json of %s says that the checkpoint is in 4 bits (bitsandbytes), but no "
+                "tensor is; the weights are served as they are", source.path,
+            )  # fmt: skip
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        found = self._matrices.get(name)
+        return super().shape(name) if found is None else found.shape
+
+    def dtype(self, name: str) -> str:
+        found = self._matrices.get(name)
+        return super().dtype(name) if found is None else _DTYPES[found.dtype]
+
+    def read(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return super().read(name, rows)
+        start, stop, _ = rows.indices(matrix.shape[0])
+        row_elements = matrix.num_elements // matrix.shape[0]
+        start, stop = start * row_elements, stop * row_elements
+        dtype = getattr(torch, matrix.dtype)
+        # In a mapping of its own, which goes back to the system when its linear has been packed.
+        found = huge_pages.zeros((stop - start) * dtype.itemsize).view(dtype)
+        table = super().read(f"{name}.quant_map").float().numpy()
+        # Two at once, as a byte has them.
+        pairs = np.stack((np.repeat(table, 16), np.tile(table, 16)), axis=-1).view(np.uint64)[:, 0]
+        # Codes of a block begin with a byte, those of a row perhaps not.
+        begin = start - start % matrix.block_size
+        for first in range(begin, stop, _ELEMENTS_AT_ONCE):
+            last = min(first + _ELEMENTS_AT_ONCE, -(-stop // matrix.block_size) * matrix.block_size)
+            values = self._dequantize(name, matrix, pairs, first, last)
+            low, high = max(start, first), min(stop, last)
+            found[low - start : high - start] = values[low - first : high - first]
+        return found.reshape(-1, *matrix.shape[1:])
+
+    @contextmanager
+    def lazily(self, names: Collection[str]) -> Iterator[dict[str, Any]]:
+        full = [name for name in names if name not in self._matrices]
+        with super().lazily(full) as tensors:
+            yield tensors | {name: _Lazy(self, name) for name in self._matrices.keys() & names}
+
+    def _dequantize(
+        self, name: str, matrix: _Matrix, pairs: np.ndarray, first: int, last: int
+    ) -> torch.Tensor:
+        """Whole blocks of elements, float32; of the last one also what lies beyond the matrix."""
+        size = _STORAGE_BYTES[super().dtype(name)]
+        words = super().read(name, slice(first // 2 // size, -(-last // 2 // size)))
+        codes = np.zeros((last - first) // 2, dtype=np.uint8)
+        octets = words.view(torch.uint8).flatten().numpy()[: len(codes)]
+        codes[: len(octets)] = octets
+        blocks = slice(first // matrix.block_size, last // matrix.block_size)
+        values = pairs[codes].view(np.float32).reshape(-1, matrix.block_size)
+        values *= self._scales(name, matrix, blocks)[:, None]
+        return torch.from_numpy(values).flatten()
+
+    def _scales(self, name: str, matrix: _Matrix, blocks: slice) -> np.ndarray:
+        scales = super().read(f"{name}.absmax", blocks)
+        if matrix.nested_block_size:
+            table = super().read(f"{name}.nested_quant_map").float()
+            outer = super().read(f"{name}.nested_absmax").float()
+            places = torch.arange(blocks.start, blocks.start + len(scales))
+            scales = table[scales.int()] * outer[places // matrix.nested_block_size]
+            scales += matrix.nested_offset
+        if not bool(scales.isfinite().all()):
+            raise _wrong(name, "scales that are not finite (NaN or infinity)")
+        return scales.float().numpy()
+
+    def _read_matrix(self, name: str, kind: str) -> _Matrix:
+        state = f"{name}{_STATE}{kind}"
+        if super().shape(name) is None:
+            raise _wrong(name, "no tensor of its codes")
+        try:
+            fields = json.loads(super().read(state).numpy().tobytes())
+            nested_block_size = 0
+            if super().shape(f"{name}.nested_absmax") is not None:
+                nested_block_size = int(fields["nested_blocksize"])
+            matrix = _Matrix(
+                tuple(map(int, fields["shape"])), str(fields["dtype"]), int(fields["blocksize"]),
+                nested_block_size, float(fields.get("nested_offset", 0.0)),
+            )  # fmt: skip
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _wrong(name, f"{state} is not valid: {error!r}") from error
+        for found in (kind, fields.get("quant_type", kind)):
+            if found not in _KINDS:
+                raise _wrong(name, f"codes of the kind {found!r}; corun takes {', '.join(_KINDS)}")
+        self._check(name, matrix)
+        return matrix
+
+    def _check(self, name: str, matrix: _Matrix) -> None:
+        """Hold what the files have of a matrix to what is said of it."""
+        if matrix.dtype not in _DTYPES:
+            raise _wrong(name, f"values of {matrix.dtype}; corun takes {', '.join(_DTYPES)}")
+        if not matrix.shape or min(matrix.shape) < 1:
+            raise _wrong(name, f"a matrix of shape {list(matrix.shape)}")
+        size = matrix.block_size
+        if size < 2 or _MAX_BLOCK_SIZE % size or matrix.nested_block_size < 0:
+            raise _wrong(name, f"blocks of {size}; corun takes powers of 2 to {_MAX_BLOCK_SIZE}")
+        storage = super().dtype(name)
+        if storage not in _STORAGE_BYTES:
+            raise _wrong(name, f"codes that are stored as {storage}")
+        num_bytes = -(-matrix.num_elements // 2)
+        self._check_shape(name, (-(-num_bytes // _STORAGE_BYTES[storage]), 1))
+        self._check_shape(f"{name}.absmax", (matrix.num_blocks,))
+        self._check_shape(f"{name}.quant_map", (16,))
+        if (super().dtype(f"{name}.absmax") == "U8") != bool(matrix.nested_block_size):
+            raise _wrong(name, f"nested scales, but no tensor {name}.nested_absmax")
+        if matrix.nested_block_size:
+            num_scales = -(-matrix.num_blocks // matrix.nested_block_size)
+            self._check_shape(f"{name}.nested_absmax", (num_scales,))
+            self._check_shape(f"{name}.nested_quant_map", (256,))
+
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        found = super().shape(name)
+        if found is None:
+            raise _wrong(name.rpartition(".")[0], f"no tensor {name}")
+        if found != expected:
+            raise _wrong(name, f"it is {list(found)}, but must be {list(expected)}")
+
+
+class _Lazy:
+    """A matrix that is read when transformers slices into it."""
+
+    def __init__(self, files: FourBitFiles, name: str) -> None:
+        self._files = files
+        self._name = name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._files.read(self._name)[index]
+
+
+def _wrong(name: str, what: str) -> ModelError:
+    return ModelError(f"the quantised tensor {name} cannot be taken: {what}")
