@@ -14,6 +14,8 @@ from ..forward.kernel_threads import num_kernel_threads
 from ..forward.launcher import current_launcher
 
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
+_THREE_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj"})
+_TWO_LINEARS = frozenset({"gate_up_proj", "down_proj"})
 _NUM_VALUES = 2**16
 
 
@@ -81,6 +83,12 @@ class GateUpGatedMlp:
         return result
 
 
+def is_gated(module: nn.Module) -> bool:
+    """Whether a module has the linears of a gated feed-forward."""
+    names = {name for name, _ in module.named_children()}
+    return any(linears <= names for linears in (_THREE_LINEARS, _TWO_LINEARS))
+
+
 def mlp_candidates(
     module: nn.Module, tables: ActivationTables
 ) -> Iterator[FusedGatedMlp | GateUpGatedMlp]:
@@ -89,7 +97,7 @@ def mlp_candidates(
     activation = next((children[name] for name in _ACTIVATION_NAMES if name in children), None)
     if activation is None or any(True for _ in activation.parameters()):
         return
-    if {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+    if children.keys() >= _THREE_LINEARS:
         yield FusedGatedMlp(module, tables.of(activation))
-    elif {"gate_up_proj", "down_proj"} <= children.keys():
+    elif children.keys() >= _TWO_LINEARS:
         yield GateUpGatedMlp(module, tables.of(activation))

@@ -7,16 +7,17 @@ left alone unless the kernel gives the same bits but for the last place of a few
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from .activation import ActivationTables, mlp_candidates
-from .norm import norm_candidates
-from .rope import Rotate, is_servable, rotate, rotation_of, with_rotation
+from .activation import ActivationTables, is_gated, mlp_candidates
+from .norm import is_weighted_norm, norm_candidates
+from .rope import Rotate, is_rotary_embedding, is_servable, rotate, rotation_of, with_rotation
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class FusedCounts:
 
     found: int = 0
     replaced: int = 0
+    unknown: set[str] = field(default_factory=set)  # classes of the kind, of another form
 
 
 def select_fused_kernels(name: str, model: PreTrainedModel, run: Callable[[], object]) -> str:
@@ -74,6 +76,13 @@ def install_fused_kernels(model: nn.Module, run: Callable[[], object]) -> dict[s
         }
     described = ", ".join(f"{n.replaced} of {n.found} {kind}" for kind, n in counts.items())
     _LOG.info("fused kernels: %s", described)
+    for kind, found in counts.items():
+        if found.unknown and not found.replaced:
+            _LOG.warning(
+                "fused kernels: no %s, because corun does not know the form of %s in transformers "
+                "%s; the model computes them by itself, which is right and slower",
+                kind, ", ".join(sorted(found.unknown)), transformers.__version__,
+            )  # fmt: skip
     return counts
 
 
@@ -86,6 +95,8 @@ def _install_norms(model: nn.Module) -> FusedCounts:
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
             _install_first_equal(module, candidates, inputs.of(len(weight)), counts)
+        elif is_weighted_norm(module):
+            counts.unknown.add(type(module).__name__)
     return counts
 
 
@@ -98,6 +109,8 @@ def _install_mlps(model: nn.Module) -> FusedCounts:
         if candidates:
             first: Any = next(module.children())
             _install_first_equal(module, candidates, inputs.of(first.in_features), counts)
+        elif is_gated(module):
+            counts.unknown.add(type(module).__name__)
     return counts
 
 
@@ -150,6 +163,7 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCoun
     counts = FusedCounts()
     watched: list[tuple[nn.Module, _WatchedRotation]] = []
     known: dict[Hashable, bool] = {}
+    rotary = {type(one).__name__ for one in model.modules() if is_rotary_embedding(one)}
     for module in model.modules():
         rotation = rotation_of(module)
         if rotation is not None:
@@ -157,6 +171,8 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCoun
             module.forward = with_rotation(module, watch)
             watched.append((module, watch))
     run()
+    if not any(watch.is_of_known_form for _, watch in watched):
+        counts.unknown = {type(module).__name__ for module, _ in watched} or rotary
     for module, watch in watched:
         counts.found += 1
         del module.forward
@@ -176,14 +192,22 @@ class _WatchedRotation:
         self._rotation = rotation
         self._known = known
         self._verdicts: list[bool] = []
+        self._has_other_arguments = False
 
     @property
     def is_equal(self) -> bool:
         """Whether it was called, and ours gave the same each time."""
         return bool(self._verdicts) and all(self._verdicts)
 
+    @property
+    def is_of_known_form(self) -> bool:
+        """Whether it was called, and with what ours takes, if perhaps of other types."""
+        return bool(self._verdicts) and not self._has_other_arguments
+
     def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        can_compare = len(arguments) == 4 and not named and is_servable(*arguments)
+        if len(arguments) != 4 or named:
+            self._has_other_arguments = True
+        can_compare = not self._has_other_arguments and is_servable(*arguments)
         self._verdicts.append(can_compare and self._verdict(*arguments))
         return self._rotation(*arguments, **named)
 

@@ -39,9 +39,15 @@ class FusedNorm:
         return y
 
 
+def is_weighted_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm by its name, and none of torch's own."""
+    is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm)
+    return is_norm and any(True for _ in module.parameters(recurse=False))
+
+
 def norm_candidates(module: nn.Module) -> Iterator[FusedNorm]:
     """What a module might compute if it is an RMS norm; for a check to decide."""
-    if "norm" not in type(module).__name__.lower() or isinstance(module, nn.LayerNorm):
+    if not is_weighted_norm(module):
         return
     # Only of norms: that of a linear may be packed, and unpacking a model takes half a second.
     weight = getattr(module, "weight", None)

@@ -1,11 +1,12 @@
 """Rotary embeddings of transformers' decoders in one pass, in bfloat16.
 
 The attention modules call a function of their own file by its name. A module gets a copy of its
-``forward`` whose name stands for ours; nothing that other models share is changed.
+``forward``, and of its decorators, whose name stands for ours; nothing that other models share is
+changed.
 """
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,23 +61,57 @@ def is_servable(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
     )
 
 
+def is_rotary_embedding(module: nn.Module) -> bool:
+    """Whether a module, by its name, makes the factors by which others rotate."""
+    return "rotary" in type(module).__name__.lower()
+
+
 def rotation_of(module: nn.Module) -> Rotate | None:
     """The function by which a module's ``forward`` rotates, if it does so by the usual name."""
-    forward = type(module).forward
-    if not isinstance(forward, types.FunctionType) or _NAME not in forward.__code__.co_names:
-        return None
-    found: Rotate | None = forward.__globals__.get(_NAME)
+    forward = _innermost(type(module).forward)
+    found: Rotate | None = None if forward is None else forward.__globals__.get(_NAME)
     return found
 
 
 def with_rotation(module: nn.Module, rotation: Rotate) -> Callable[..., Any]:
-    """A ``forward`` for the module that rotates by another function."""
+    """A ``forward`` for the module that rotates by another function, decorated as its own is."""
     forward = type(module).forward
     assert isinstance(forward, types.FunctionType)
-    names: Mapping[str, Any] = forward.__globals__
+    return types.MethodType(_copy(forward, rotation), module)
+
+
+def _innermost(function: Any) -> types.FunctionType | None:
+    """What rotates by the usual name under a function's decorators; None if nothing does."""
+    while isinstance(function, types.FunctionType):
+        if _NAME in function.__code__.co_names:
+            return function
+        cell = _cell_of_decorated(function)
+        function = None if cell is None else cell.cell_contents
+    return None
+
+
+def _copy(function: types.FunctionType, rotation: Rotate) -> types.FunctionType:
+    """A copy whose innermost function rotates by another one."""
+    names, closure = function.__globals__, function.__closure__ or ()
+    if _NAME in function.__code__.co_names:
+        names = {**names, _NAME: rotation}
+    else:
+        decorated = _cell_of_decorated(function)
+        assert decorated is not None
+        inner = types.CellType(_copy(decorated.cell_contents, rotation))
+        closure = tuple(inner if cell is decorated else cell for cell in closure)
     copy = types.FunctionType(
-        forward.__code__, {**names, _NAME: rotation}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return types.MethodType(copy, module)
+        function.__code__, names, function.__name__, function.__defaults__, closure
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _cell_of_decorated(function: types.FunctionType) -> types.CellType | None:
+    """Where a decorator, which names what it decorates, keeps it to call it."""
+    decorated = getattr(function, "__wrapped__", None)
+    if decorated is None:
+        return None
+    # Compared as cells, because one may be empty.
+    expected = types.CellType(decorated)
+    return next((cell for cell in function.__closure__ or () if cell == expected), None)

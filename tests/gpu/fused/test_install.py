@@ -1,11 +1,16 @@
 """One-pass kernels give the modules' own bits, and are put nowhere where they would not."""
 
+import functools
+import inspect
 import logging
+import textwrap
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from corun.gpu.fused.activation import ActivationTables, FusedGatedMlp, GateUpGatedMlp
 from corun.gpu.fused.install import install_fused_kernels, select_fused_kernels
 from corun.gpu.fused.norm import FusedNorm
@@ -13,6 +18,7 @@ from support.architectures import make_model
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 VOCAB_SIZE = 96
@@ -116,6 +122,110 @@ def test_what_computes_something_else_is_left_alone(
     counts = install_fused_kernels(model, lambda: run(model, 5))
     assert tuple(kind.replaced for kind in counts.values()) == replaced
     assert torch.equal(run(model, 9), expected)
+
+
+def _doubled(argument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that does something: it drops an argument."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def decorated(*arguments: Any, **named: Any) -> Any:
+            named.pop(argument, None)
+            return function(*arguments, **named)
+
+        return decorated
+
+    return decorate
+
+
+def _hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that does not name what it decorates."""
+
+    def decorated(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    return decorated
+
+
+def _with_forward(model: PreTrainedModel, forward: object) -> None:
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.__class__ = type("Other", (type(attention),), {"forward": forward})
+
+
+def test_decorated_rotations_stay_decorated(caplog: pytest.LogCaptureFixture) -> None:
+    model = draw_model("llama3-rope")
+    expected = run(model, 9)
+    forward = type(model.model.layers[0].self_attn).forward
+    _with_forward(model, _doubled("one")(_doubled("other")(forward)))
+    counts = install_fused_kernels(model, lambda: run(model, 5))
+    assert counts["rotary embeddings"].replaced == 2
+    assert not caplog.records
+    assert torch.equal(run(model, 9), expected)
+    attention = model.model.layers[0].self_attn
+    x, tables = torch.randn(1, 3, 64).bfloat16(), (torch.randn(1, 3, 16).bfloat16(),) * 2
+    with torch.inference_mode():
+        attention(x, tables, None, one=1, other=2)
+
+
+def _with_hidden_rotation(model: PreTrainedModel) -> None:
+    _with_forward(model, _hidden(type(model.model.layers[0].self_attn).forward))
+
+
+def _with_named_arguments(model: PreTrainedModel) -> None:
+    """As if the modules' own file called its function otherwise."""
+    module = types.ModuleType("other")
+    file = inspect.getsource(modeling_llama.LlamaAttention.forward)
+    call = "apply_rotary_pos_emb(query_states, key_states, cos, sin)"
+    assert call in file
+    exec(
+        textwrap.dedent(file).replace(call, call.replace(" cos, sin", " cos=cos, sin=sin")),
+        vars(modeling_llama), vars(module),
+    )  # fmt: skip
+    _with_forward(model, module.forward)
+
+
+def _with_other_names(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.precision = module.__dict__.pop("variance_epsilon")
+            module.__class__ = _OtherNorms
+
+
+class _OtherNorms(LlamaRMSNorm):  # type: ignore[misc]
+    @property
+    def variance_epsilon(self) -> torch.Tensor:
+        return torch.tensor(self.precision)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "name"),
+    [
+        (_with_hidden_rotation, "rotary embeddings", "LlamaRotaryEmbedding"),
+        (_with_named_arguments, "rotary embeddings", "Other"),
+        (_with_other_names, "norms", "_OtherNorms"),
+    ],
+)
+def test_a_kind_of_which_no_form_is_known_is_a_warning(
+    change: Callable[[PreTrainedModel], None], kind: str, name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    model = draw_model("llama3-rope")
+    change(model)
+    expected = run(model, 9)
+    counts = install_fused_kernels(model, lambda: run(model, 5))
+    assert counts[kind].replaced == 0
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"no {kind}, because corun does not know the form of {name}" in record.message
+    assert f"in transformers {transformers.__version__}" in record.message
+    assert torch.equal(run(model, 9), expected)
+
+
+def test_other_bits_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = draw_model("cohere")
+    install_fused_kernels(model, lambda: run(model, 5))
+    assert not caplog.records
 
 
 class _PackedLinear(nn.Module):
