@@ -33,8 +33,8 @@ class Checkpoint:
         """
         self.path = directory / WEIGHTS_NAME
         self._buffer = memoryview(bytearray())
-        _check_format(directory, self.path)
         try:
+            _check_format(directory, self.path)
             self._file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise self._unreadable(error) from error

@@ -4,16 +4,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ...cpu_workers.affinity import place_thread
-from ..errors import AdapterError, ConfigError
 from .checkpoint import WEIGHTS_NAME, is_complete
-from .dir_changes import DirChanges, DirState, FoundAdapter
-from .names import check_adapter_name
+from .dir_changes import DirChanges, DirState, FoundAdapter, is_same
 from .peft_config import CONFIG_NAME
-from .sources import discover
+from .sources import LoraDirEntries, discover, log_entries, why_unknown
 
 _LOG = logging.getLogger(__name__)
 
@@ -21,42 +20,59 @@ _LOOK_MS = 500  # while something has not settled, and to notice the end
 _POLL_S = 5.0  # where the system tells of no changes
 
 
-def look(directory: Path) -> dict[str, FoundAdapter]:
-    """Return the adapters below ``directory`` by name, as far as they can be seen now."""
-    found = {}
-    try:
-        entries = discover(directory)
-    except ConfigError:  # it is gone, and may come back
-        return {}
-    for name, path in entries:
-        try:
-            check_adapter_name(name)
-            stats = [(path / file).stat() for file in (CONFIG_NAME, WEIGHTS_NAME)]
-        except (OSError, AdapterError):
-            continue  # its weights have not come yet
-        stamps = tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
-        found[name] = FoundAdapter(str(path), stamps, is_complete(path))
-    return found
+class LoraDir:
+    """Looks at one directory; says to the log what cannot be read or served there, once."""
+
+    def __init__(self, path: Path, base_names: Collection[str] = ()) -> None:
+        """``base_names``: what no adapter may be called."""
+        self.path = path
+        self.entries = LoraDirEntries()  # as they were seen last
+        self._base_names = base_names
+
+    def look(self, known: Mapping[str, FoundAdapter] | None = None) -> dict[str, FoundAdapter]:
+        """Return the adapters by name, as far as they can be seen now; ``entries`` has the rest.
+
+        ``known``: what need not be looked into if it is the same.
+        """
+        found = {}
+        entries = discover(self.path, self._base_names)
+        for name, path in entries.adapters.items():
+            try:
+                stats = [(path / file).stat() for file in (CONFIG_NAME, WEIGHTS_NAME)]
+            except OSError as error:
+                reason = why_unknown(error)
+                if reason is not None:  # else its weights have not come yet
+                    entries.unreadable[name] = reason
+                continue
+            stamps = tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
+            adapter = FoundAdapter(str(path), stamps)
+            if not is_same((known or {}).get(name), adapter):
+                adapter = replace(adapter, is_complete=is_complete(path))
+            found[name] = adapter
+        self.entries = entries
+        return found
 
 
 class LoraDirWatch:
     """Owns the thread."""
 
     def __init__(
-        self, directory: Path, known: Mapping[str, FoundAdapter], notify: Callable[[], None],
+        self, lora_dir: LoraDir, known: Mapping[str, FoundAdapter], notify: Callable[[], None],
         cpus: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         """Start it.
 
         Args:
-            directory: To watch.
+            lora_dir: To watch.
             known: What was there and is registered.
             notify: Called by the thread when there is something to take.
             cpus: Where the thread runs; () = where the caller does.
         """
         self._cpus = cpus
-        self._directory = directory
+        self._dir = lora_dir
+        self._directory = lora_dir.path
         self._state = DirState(dict(known))
+        self._looked_s = time.monotonic()
         self._notify = notify
         self._changes: queue.SimpleQueue[DirChanges] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -69,6 +85,11 @@ class LoraDirWatch:
             return self._changes.get_nowait()
         except queue.Empty:
             return None
+
+    @property
+    def num_unreadable(self) -> int:
+        """Entries that cannot be read now; the directory itself is one."""
+        return len(self._dir.entries.unreadable)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -90,16 +111,44 @@ class LoraDirWatch:
     def _watch(self) -> None:
         from watchfiles import watch
 
-        self._look()  # what has changed since it was registered
-        for changes in watch(
-            self._directory, stop_event=self._stop, rust_timeout=_LOOK_MS, yield_on_timeout=True,
-            raise_interrupt=False,
-        ):  # fmt: skip
-            if changes or not self._state.is_settled:
-                self._look()
+        while not self._stop.is_set():
+            watched = _identity(self._directory)
+            self._look()  # what has changed since it was registered, or while it was not watched
+            if watched is None:
+                self._stop.wait(_LOOK_MS / 1000)
+                continue
+            for changes in watch(
+                self._directory, stop_event=self._stop, rust_timeout=_LOOK_MS,
+                yield_on_timeout=True, raise_interrupt=False, ignore_permission_denied=True,
+            ):  # fmt: skip
+                if changes or self._is_due():
+                    self._look()
+                if _identity(self._directory) != watched:  # the system tells of the old one
+                    break
+
+    def _is_due(self) -> bool:
+        """Whether to look although the system tells of no changes."""
+        if self.num_unreadable and time.monotonic() - self._looked_s >= _POLL_S:
+            return True
+        return not self._state.is_settled
 
     def _look(self) -> None:
-        changes = self._state.see(look(self._directory), time.monotonic())
+        before = self._dir.entries
+        found = self._dir.look(self._state.known)
+        now, self._looked_s = self._dir.entries, time.monotonic()
+        log_entries(self._directory, before, now)
+        changes = self._state.see(found, self._looked_s, now.unreadable, is_missing=now.is_missing)
         if changes.changed or changes.removed:
             self._changes.put(changes)
-            self._notify()
+        elif len(before.unreadable) == len(now.unreadable):
+            return
+        self._notify()
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Which directory has this path now; None if that cannot be seen."""
+    try:
+        status = directory.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -25,7 +25,7 @@ from .messages import (
     OperationDone,
     RemoveAdapter,
 )
-from .residency import log_left_out, log_move
+from .residency import log_change
 
 _LOG = logging.getLogger(__name__)
 
@@ -146,6 +146,11 @@ class AdapterManager:
         """Serve what comes into a directory, as it is there."""
         self._watch = watch
 
+    @property
+    def num_unreadable(self) -> int:
+        """Entries of a directory that is followed which cannot be read now."""
+        return 0 if self._watch is None else self._watch.num_unreadable
+
     def _take_changes(self) -> None:
         while self._watch is not None and (changes := self._watch.take()) is not None:
             for name, path in changes.changed.items():
@@ -162,9 +167,8 @@ class AdapterManager:
             return
         _LOG.info("adapter %r has come or changed: %s", name, path)
         try:
-            self._begin_reading(
-                None, name, path, None, outline_only=self._registry.serving(name) is None
-            )
+            is_new = self._registry.serving(name) is None
+            self._begin_reading(None, name, path, None, outline_only=is_new)
         except CorunError as error:
             _LOG.error("not served: adapter %r: %s", name, error)
 
@@ -209,9 +213,9 @@ class AdapterManager:
         """All registered adapters; what becomes of them from now on is told by ``poll``."""
         assert self._device is not None
         infos = self._registry.infos(self._device.residency)
+        before, self._told = self._told, {info.name: info for info in infos}
         for info in infos:
-            log_left_out(self._told.get(info.name), info)
-        self._told = {info.name: info for info in infos}
+            log_change(info.name, before.get(info.name), info)
         return infos
 
     def _news(self) -> AdaptersChanged | None:
@@ -225,8 +229,7 @@ class AdapterManager:
             before, info = self._told.get(name), self._registry.info(name, device.residency)
             if info == before:
                 continue
-            log_move(name, before, info)
-            log_left_out(before, info)
+            log_change(name, before, info)
             if info is None:
                 del self._told[name]
                 removed.append(name)
@@ -329,8 +332,7 @@ class AdapterManager:
             return
         registered = self._registry.ready(job.name, job.path, job.load_id, read.facts)
         if registered is None:
-            reason = f"adapter {job.name!r} was removed while it was being loaded"
-            self._end(job, AdapterError(reason))
+            self._end(job, AdapterError(f"adapter {job.name!r} was removed while it was loading"))
             self._maybe_gone.add(read.facts.digest)
             return
         if old is not None and registered.is_new:

@@ -92,6 +92,11 @@ class Core(Protocol):
 class AdapterOperations(Protocol):
     """Registers and unregisters adapters."""
 
+    @property
+    def num_unreadable(self) -> int:
+        """Entries of a directory that is followed which cannot be read now."""
+        ...
+
     def handle(self, message: AdapterOperation) -> None:
         """Begin an operation; ``poll`` tells how it ended."""
         ...
@@ -254,7 +259,9 @@ class EngineHost:
         held = [request for held in self._held.values() for request, _ in held.values()]
         last, stats = self._stats, self._core.stats(held)
         num_deferred = stats.num_deferred + len(held)
-        self._stats = msgspec.structs.replace(stats, num_deferred=num_deferred)
+        self._stats = msgspec.structs.replace(
+            stats, num_deferred=num_deferred, num_unreadable_adapters=self._adapters.num_unreadable
+        )
         if self._stats == last and not self._must_tell:
             return None
         self._must_tell = False

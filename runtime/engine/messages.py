@@ -257,6 +257,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_step_tokens: int = 0  # of all of them
     load: EngineLoadState | None = None  # None: not told yet
     decode_gap_bound_s: float = 0.0  # of the last step that had one
+    num_unreadable_adapters: int = 0  # entries of --lora-dir whose state is not known
 
     @property
     def kv_cache_usage(self) -> float:

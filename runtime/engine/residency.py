@@ -107,17 +107,13 @@ class ResidencyReader:
         return round(self._unix_clock() - (self._clock() - at_s), 3)
 
 
-def log_left_out(before: AdapterInfo | None, now: AdapterInfo | None) -> None:
-    """Write to the log what of an adapter's file is not served, if that is something else."""
+def log_change(name: str, before: AdapterInfo | None, now: AdapterInfo | None) -> None:
+    """Write to the log where an adapter is, and what it is served without, if that is news."""
     if now is not None and now.left_out and (before is None or before.left_out != now.left_out):
         _logger.info(
             "adapter %r is served without %s: answers to text are the same",
-            now.name, "; ".join(now.left_out),
+            name, "; ".join(now.left_out),
         )  # fmt: skip
-
-
-def log_move(name: str, before: AdapterInfo | None, now: AdapterInfo | None) -> None:
-    """Write to the log where an adapter is, if that is another place than before."""
     if _logger.isEnabledFor(logging.DEBUG) and (place := _place(now)) != _place(before):
         _logger.debug("adapter %r: %s -> %s", name, _place(before), place)
 

@@ -103,6 +103,11 @@ def adapter_families(
         "max_gpu_lora_adapters", "Adapters that fit on the device beside what runs.",
         num_fitting(adapters, stats.adapter_room_bytes),
     )  # fmt: skip
+    yield families.gauge(
+        "lora_dir_unreadable_entries",
+        "Entries of --lora-dir that cannot be read now; adapters there stay as they are.",
+        stats.num_unreadable_adapters,
+    )  # fmt: skip
     loaded = [one for one in adapters if one.state in (READY, DRAINING)]
     by_level = Counter(one.residency.level for one in loaded)
     for level in LEVELS:

@@ -232,6 +232,11 @@ class FakeAdapters:
                 self.pinned[message.name] = message.pinned
         self._told += [AdaptersChanged(self.infos(), removed), OperationDone(message.operation_id)]
 
+    @property
+    def num_unreadable(self) -> int:
+        """None are watched."""
+        return 0
+
     def must_wait(self, name: str) -> bool:
         return name in self.unread
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...adapter import AdapterFacts, AdapterLayers, AdapterOutline
-from ...adapters.dir_watch import LoraDirWatch, look
+from ...adapters.dir_changes import FoundAdapter
+from ...adapters.dir_watch import LoraDir, LoraDirWatch
 from ...adapters.load import OpenAdapter, open_adapter
 from ...adapters.names import unknown_name
 from ...adapters.state_file import AdapterStateFile
@@ -129,7 +130,7 @@ def register_adapters(
     found = {source.name: source.path for source in sources}
     remembered = manager.remembered
     found |= {one.name: one.path for one in remembered}  # whatever options said before
-    seen = {} if config.lora_dir is None else look(Path(config.lora_dir))
+    lora_dir, seen = _look(config)
     named = {module.name for module in parse_lora_modules(config.lora_modules)}
     needed = named.union(config.preload, config.pin) - {one.name for one in remembered}
     pinned = {one.name for one in remembered if one.pinned}
@@ -151,9 +152,17 @@ def register_adapters(
             if name in config.pin:
                 raise ConfigError(f"--pin {name}: {error}") from error
             _LOG.error("not pinned: %s", error)
-    if config.lora_dir is not None and config.watch_lora_dir == "on":
+    if lora_dir is not None and config.watch_lora_dir == "on":
         known = {name: one for name, one in seen.items() if found.get(name) == one.path}
-        manager.follow(LoraDirWatch(Path(config.lora_dir), known, manager.notify, background_cpus))
+        manager.follow(LoraDirWatch(lora_dir, known, manager.notify, background_cpus))
+
+
+def _look(config: EngineConfig) -> tuple[LoraDir | None, dict[str, FoundAdapter]]:
+    """What ``--lora-dir`` holds before anything of it is read."""
+    if config.lora_dir is None:
+        return None, {}
+    lora_dir = LoraDir(Path(config.lora_dir), base_names(config))
+    return lora_dir, lora_dir.look()
 
 
 def _check_given(flag: str, names: Sequence[str], sources: Sequence[LoraModule]) -> None:

@@ -51,3 +51,32 @@ def test_what_went_may_come_again() -> None:
     assert state.see({}, 0.0).removed == {"a": "/a"}
     state.see({"a": found(1)}, 1.0)
     assert state.see({"a": found(1)}, 1.0 + SETTLE_S).changed == {"a": "/a"}
+
+
+def test_what_cannot_be_read_is_not_gone() -> None:
+    names = ("a", "team/b", "team/part/c", "teams")
+    state = DirState({name: found(1) for name in names})
+    assert not state.see({}, 0.0, [""]).removed
+    assert not state.see({}, 1.0, ["a", "team", "teams"]).removed
+    changes = state.see({"a": found(1)}, 2.0, ["team/part"])
+    assert [*changes.removed] == ["team/b", "teams"]
+    assert [*state.see({}, 3.0).removed] == ["a", "team/part/c"]
+
+
+def test_what_can_be_read_again_is_no_news_and_other_content_is() -> None:
+    state = DirState({"a": found(1)})
+    state.see({}, 0.0, ["a"])
+    changes = state.see({"a": found(1)}, 9.0)
+    assert not changes.changed and not changes.removed
+    state.see({}, 10.0, ["a"])
+    state.see({"a": found(2)}, 11.0)
+    assert state.see({"a": found(2)}, 11.0 + SETTLE_S).changed == {"a": "/a"}
+
+
+def test_a_directory_that_is_missing_may_be_about_to_be_replaced() -> None:
+    state = DirState({"a": found(1)})
+    assert not state.see({}, 0.0, [""], is_missing=True).removed
+    assert not state.see({}, 0.9 * GIVE_UP_S, [""], is_missing=True).removed
+    assert not state.see({"a": found(1)}, GIVE_UP_S).removed
+    assert not state.see({}, 100.0, [""], is_missing=True).removed
+    assert state.see({}, 100.0 + GIVE_UP_S, [""], is_missing=True).removed == {"a": "/a"}
