@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
+from corun.runtime.engine.assembly.adapter_check import run_check
 from safetensors.torch import load_file, save_file
 from support.parity import MAX_LOGPROBS, AdapterSpec, ParityCase, largest_error
 from support.peft_adapters import WEIGHTS, edit_config
@@ -82,14 +83,19 @@ REGEX = (
 
 @pytest.mark.parametrize("model_type", WRAPPED)
 def test_the_text_of_wrappers(model_type: str, tmp_path: Path) -> None:
-    """Plain names match modules of the tower, too; here the file has none of its tensors."""
+    """Plain names and "all-linear" take modules of the tower, too, which text never meets."""
+    names = {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 3}
     specs = (
         AdapterSpec("regex", {"target_modules": REGEX}),
-        AdapterSpec("names", {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 3}),
+        AdapterSpec("names", names),
+        AdapterSpec("names, of text alone", names),
+        AdapterSpec("all", {"target_modules": "all-linear", "use_rslora": True}),
     )
     case = ParityCase(model_type, tmp_path, specs=specs)
-    leave_out_towers(case.adapters["names"])
+    leave_out_towers(case.adapters["names, of text alone"])
     check(case, case.directory, case.adapters)
+    for path in case.adapters.values():
+        assert run_check(path, str(case.directory)).problems == ()
 
 
 def leave_out_towers(directory: Path) -> None:
