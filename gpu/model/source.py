@@ -1,6 +1,7 @@
 """Where a base model comes from, and what its configuration files say."""
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from ...runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
 
-# What to do with weights that are not read.
-WAY_TO_FULL_WEIGHTS = (
-    "serve the model in safetensors that it was made from; --quantization int4 takes about as "
-    "little memory"
+# What names of repositories say of weights that are not full, e.g. "-unsloth-bnb-4bit".
+_QUANTIZED_NAME = re.compile(
+    r"([-_.](unsloth|bnb|[48]-?bits?|bitsandbytes|nf4|fp[48]|nvfp4|mxfp4|int[48]|awq|gptq|gguf|hqq"
+    r"|quanto|torchao|ao|exl[23]|w[48]a(8|16)|g\d+|q[2-8](_\w+)?|dynamic|block))+$",
+    re.IGNORECASE,
 )
+_BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", re.MULTILINE)
+_MAX_CARD_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ def load_config(source: ModelSource) -> Any:
         if not Path(source.path).exists():
             reason += "\nThere is no directory of this name either"
         if "gguf" in source.path.lower():
-            reason += f"\ncorun does not read GGUF; {WAY_TO_FULL_WEIGHTS}"
+            reason += f"\ncorun does not read GGUF; {way_to_full_weights(source.path)}"
         raise ModelError(reason) from error
 
 
@@ -70,6 +74,33 @@ def warn_of_adapter(source: ModelSource) -> None:
             "--lora-modules NAME=%s serves the adapter under a name of its own",
             source.path, source.path,
         )  # fmt: skip
+
+
+def way_to_full_weights(path: str) -> str:
+    """What to do with a checkpoint that is not read, for a message: serve which model how.
+
+    That model is named by the checkpoint's card (README.md), or by its own name without endings
+    of quantisation.
+    """
+    name = Path(path).name.removesuffix(".gguf")
+    original = _base_of_card(Path(path)) or _QUANTIZED_NAME.sub("", name)
+    named = "it was made from" if original == name else f"it was made from, {original}"
+    return (
+        f"serve the full model in safetensors that {named}; --quantization int4 takes about as "
+        "little memory"
+    )
+
+
+def _base_of_card(path: Path) -> str | None:
+    """The model that README.md names as the base of the one at ``path``, if there is one."""
+    card = (path if path.is_dir() else path.parent) / "README.md"
+    try:
+        with card.open(encoding="utf-8", errors="replace") as file:
+            _, *parts = file.read(_MAX_CARD_CHARS).split("---\n", 2)
+    except OSError:
+        return None
+    found = _BASE_MODEL.search(parts[0]) if len(parts) == 2 else None
+    return None if found is None else found[1]
 
 
 def describe(config: Any) -> str:
@@ -108,5 +139,5 @@ def _check_gguf(path: Path) -> None:
     if of_gguf and not any(one.suffix == ".safetensors" for one in found):
         raise ModelError(
             f"{str(path)!r} {'is' if path.is_file() else f'holds {of_gguf[0]},'} a GGUF file, "
-            f"which corun does not read; {WAY_TO_FULL_WEIGHTS}"
+            f"which corun does not read; {way_to_full_weights(str(path))}"
         )

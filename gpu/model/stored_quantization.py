@@ -16,6 +16,7 @@ import torch
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...runtime.errors import ModelError
 from ..linear.quantized import BITS, QuantizedWeight
+from .source import way_to_full_weights
 from .weight_files import WeightFiles
 
 _WORD_BITS = 32
@@ -36,11 +37,6 @@ _SUFFIXES = (
 )  # fmt: skip
 
 
-_WAY_OUT = (
-    "serve the full model that it was made from (--quantization int8 or int4 makes it as small)"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
     """What config.json says of all linears."""
@@ -51,7 +47,18 @@ class StoredQuantization:
 
 
 def read_stored_quantization(config: Any) -> StoredQuantization | None:
-    """What ``config`` says of quantised weights; None if nothing. Raises ``ModelError``."""
+    """What ``config`` says of quantised weights; None if nothing.
+
+    Raises ``ModelError`` with what is not taken and what to do.
+    """
+    try:
+        return _read(config)
+    except ModelError as error:
+        name = str(getattr(config, "name_or_path", None) or "model")
+        raise ModelError(f"{error}; {way_to_full_weights(name)}") from error
+
+
+def _read(config: Any) -> StoredQuantization | None:
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config, "compression_config", None)
@@ -66,7 +73,7 @@ def read_stored_quantization(config: Any) -> StoredQuantization | None:
     if method not in read:
         raise ModelError(
             f"the checkpoint is quantised by {method!r}; corun takes {', '.join(read)} and "
-            f"checkpoints that are not quantised; {_WAY_OUT}"
+            "checkpoints that are not quantised"
         )
     try:
         return read[method](fields)
@@ -135,7 +142,7 @@ def _read_scheme(group: dict[str, Any]) -> int:
 def _read_bitsandbytes(fields: dict[str, Any]) -> StoredQuantization:
     """Kinds of codes, blocks and types are read from the files, matrix by matrix."""
     if fields.get("load_in_8bit"):
-        raise _refused(f"bitsandbytes in 8 bits; it takes nf4 and fp4 in 4; {_WAY_OUT}")
+        raise _refused("bitsandbytes in 8 bits; it takes nf4 and fp4 in 4")
     if not fields.get("load_in_4bit"):
         raise _refused("a quantization_config that names neither a quant_method nor load_in_4bit")
     return StoredQuantization("bitsandbytes", frozenset())

@@ -13,7 +13,7 @@ from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.generation import GenerationDefaults, read_generation_defaults
 from corun.gpu.model.load import load_model
-from corun.gpu.model.source import ModelSource, load_config
+from corun.gpu.model.source import ModelSource, load_config, way_to_full_weights
 from corun.gpu.model.weight_files import WeightFiles
 from corun.runtime.errors import ModelError
 from safetensors.torch import load_file, save_file
@@ -112,7 +112,33 @@ def test_gguf_is_refused_with_what_to_do(
     with pytest.raises(ModelError) as refusal:
         load(tmp_path / path)
     assert expected in str(refusal.value)
-    assert "does not read; serve the model in safetensors" in str(refusal.value)
+    assert "does not read; serve the full model in safetensors" in str(refusal.value)
+    assert "--quantization int4 takes about as little memory" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "expected"),
+    [
+        ("Llama-3.1-8B-Instruct-FP8", None, "Llama-3.1-8B-Instruct"),
+        ("Qwen3-4B-unsloth-bnb-4bit", None, "Qwen3-4B"),
+        ("Qwen2.5-7B-Instruct-GPTQ-Int4", None, "Qwen2.5-7B-Instruct"),
+        ("Mistral-7B-v0.3-AWQ", "---\nlicense: mit\n---\n", "Mistral-7B-v0.3"),
+        ("mine", "---\nbase_model: Qwen/Qwen3-4B\n---\n", "Qwen/Qwen3-4B"),
+        ("mine", "---\nbase_model:\n- Qwen/Qwen3-4B\n---\n", "Qwen/Qwen3-4B"),
+        ("llama.Q4_K_M.gguf", None, "llama"),
+        ("mine", None, None),
+    ],
+)
+def test_the_model_that_a_quantised_one_was_made_from(
+    name: str, card: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if not name.endswith(".gguf"):
+        path.mkdir()
+    if card is not None:
+        (path / "README.md").write_text(card)
+    named = "that it was made from" if expected is None else f"that it was made from, {expected}"
+    assert f"{named}; --quantization int4" in way_to_full_weights(str(path))
 
 
 def test_gguf_beside_safetensors_is_ignored(directory: Path) -> None:

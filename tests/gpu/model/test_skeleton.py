@@ -96,4 +96,5 @@ def test_quantised_weights_that_are_not_read(method: str, tmp_path: Path) -> Non
     with pytest.raises(ModelError) as at_start:
         plan_quantization(EngineConfig(), load_config(source), torch.device("cpu"))
     assert str(at_check.value) == str(at_start.value)
-    assert method in str(at_check.value)
+    assert f"quantised by '{method}'" in str(at_check.value)
+    assert "serve the full model in safetensors" in str(at_check.value)
