@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .runtime.config.engine import EngineConfig
     from .runtime.errors import (
+        AdapterChangedError,
         AdapterError,
         AdapterExistsError,
         AdapterFailedError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterChangedError",
     "AdapterError",
     "AdapterExistsError",
     "AdapterFailedError",

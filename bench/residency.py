@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 
 from corun.runtime.adapter import AdapterFacts, AdapterOutline
+from corun.runtime.adapters.content import AdapterContent
+from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.engine.adapter_manager import AdapterManager
 from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.channel import encode_frame
@@ -165,9 +167,10 @@ class Engine:
         """Nobody asks."""
         raise NotImplementedError
 
-    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         facts = self._facts(path)
-        return facts, make_room(facts.host_bytes) is not None
+        is_kept = make_room(facts.host_bytes) is not None
+        return AdapterContent(facts, is_kept=is_kept)
 
     def _send_due(self) -> None:
         while self._next_arrival_s <= self._clock():

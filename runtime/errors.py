@@ -12,6 +12,7 @@ CorunError
 │   ├── ContextLengthError its prompt leaves no room for output               (HTTP 400)
 │   ├── UnknownModelError  it names no model or adapter that is served        (HTTP 404)
 │   ├── AdapterUnavailableError  its adapter is registered but not ready      (HTTP 503)
+│   │   ├── AdapterChangedError  its adapter has changed on the way           (HTTP 503)
 │   │   └── AdapterFailedError   its adapter's files are refused              (HTTP 400)
 │   ├── AdapterExistsError the name that it would give an adapter is taken    (HTTP 400)
 │   ├── InvalidKeyError    it carries no key that fits                        (HTTP 401)
@@ -91,6 +92,10 @@ class AdapterUnavailableError(RequestError):
 
     status = 503
     code = "adapter_unavailable"
+
+
+class AdapterChangedError(AdapterUnavailableError):
+    """The request's prompt was made for an older version of its adapter."""
 
 
 class AdapterFailedError(AdapterUnavailableError):

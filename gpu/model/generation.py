@@ -21,8 +21,10 @@ class GenerationDefaults:
     sampling: dict[str, float]  # only what the model's author set
 
 
-def read_generation_defaults(source: ModelSource, config: Any) -> GenerationDefaults:
-    """Read the defaults of a model.
+def read_generation_defaults(
+    source: ModelSource, config: Any, tokenizer_eos_id: int | None
+) -> GenerationDefaults:
+    """Read the defaults of a model, whose tokenizer names an end token of its own, if any.
 
     Only values that the file states count, because the library's own defaults are nobody's choice;
     ``do_sample: false`` stands for temperature 0. Values that no request may have are left out with
@@ -39,7 +41,9 @@ def read_generation_defaults(source: ModelSource, config: Any) -> GenerationDefa
     ids = eos if isinstance(eos, list | tuple) else () if eos is None else (eos,)
     if not all(isinstance(token, int) for token in ids):
         raise ModelError(f"eos_token_id of {source.path!r} is {eos!r}, not a token id or a list")
-    return GenerationDefaults(tuple(ids), sampling)
+    if tokenizer_eos_id is not None:
+        ids = (*ids, tokenizer_eos_id)
+    return GenerationDefaults(tuple(dict.fromkeys(ids)), sampling)
 
 
 def _is_usable(name: str, stated: dict[str, Any], source: ModelSource) -> bool:

@@ -9,6 +9,8 @@ never gets it is told after all, for its adapter to fail with a reason.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from .content import FileStamp
+
 SETTLE_S = 2.0
 GIVE_UP_S = 30.0  # what is incomplete for so long is no copy under way; no directory is replaced
 
@@ -18,7 +20,7 @@ class FoundAdapter:
     """What is seen of an adapter's directory without reading it."""
 
     path: str
-    stamps: tuple[tuple[int, int, int], ...]  # inode, bytes and mtime in ns, of each file
+    stamps: tuple[FileStamp | None, ...]  # of each file that is read; None = there is none
     is_complete: bool = True  # the weights are as long as their header says
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from ...cpu_workers.affinity import place_thread
 from .checkpoint import WEIGHTS_NAME, is_complete
+from .convention_files import stamps_of
+from .conventions import CONVENTION_NAMES
 from .dir_changes import DirChanges, DirState, FoundAdapter, is_same
 from .peft_config import CONFIG_NAME
 from .sources import LoraDirEntries, discover, log_entries, why_unknown
@@ -38,13 +40,12 @@ class LoraDir:
         entries = discover(self.path, self._base_names)
         for name, path in entries.adapters.items():
             try:
-                stats = [(path / file).stat() for file in (CONFIG_NAME, WEIGHTS_NAME)]
+                stamps = stamps_of(path, (CONFIG_NAME, WEIGHTS_NAME, *CONVENTION_NAMES))
             except OSError as error:
-                reason = why_unknown(error)
-                if reason is not None:  # else its weights have not come yet
-                    entries.unreadable[name] = reason
+                entries.unreadable[name] = str(why_unknown(error))
                 continue
-            stamps = tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
+            if None in stamps[:2]:
+                continue  # its weights have not come yet
             adapter = FoundAdapter(str(path), stamps)
             if not is_same((known or {}).get(name), adapter):
                 adapter = replace(adapter, is_complete=is_complete(path))

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from .conventions import AdapterConventions
 from .names import READY
 
 LEVELS = ("gpu", "partial", "cpu", "disk")  # where a version may be, the fastest first
@@ -45,11 +46,12 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     reason: str | None  # why it failed
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
-    version: str  # content digest, hexadecimal
+    version: str  # digest of configuration and tensors, hexadecimal
     pinned: bool = False  # stays on the device
     residency: Residency = Residency()
     draining: tuple[DrainingVersion, ...] = ()  # beside the one that serves
     left_out: tuple[str, ...] = ()  # what of its file changes no text answer, and why: phrases
+    conventions: AdapterConventions | None = None  # None = nothing has read them yet
 
     @property
     def is_resident(self) -> bool:

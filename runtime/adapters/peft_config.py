@@ -15,11 +15,6 @@ from .lora_spec import LoraSpec, layers_pattern_regex, pattern_key_regex
 from .path_regex import path_regex
 
 CONFIG_NAME = "adapter_config.json"
-# What else of an adapter's folder is read: by the front end, for conversations.
-TEMPLATE_NAME, TOKENIZER_NAME = "chat_template.jinja", "tokenizer.json"
-TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-GENERATION_CONFIG_NAME = "generation_config.json"
-CONVENTION_NAMES = (TEMPLATE_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, GENERATION_CONFIG_NAME)
 
 _Value = TypeVar("_Value", int, float)
 

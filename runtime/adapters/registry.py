@@ -17,6 +17,8 @@ from typing import NewType
 from ..adapter import AdapterFacts, AdapterOutline
 from ..errors import UnknownModelError
 from ..plan import AdapterId
+from .content import AdapterContent, FileStamp
+from .conventions import NO_CONVENTIONS, AdapterConventions
 from .info import AdapterInfo, DrainingVersion, Residency
 from .names import (
     DRAINING,
@@ -39,6 +41,8 @@ class AdapterVersion:
     name: str
     path: str
     facts: AdapterFacts
+    conventions: AdapterConventions = NO_CONVENTIONS
+    weights_stamps: tuple[FileStamp, ...] | None = None  # of the files that hold its facts
 
     @property
     def digest(self) -> str:
@@ -66,7 +70,7 @@ class Registered:
     """The end of a load: the version that serves now, and versions to free."""
 
     version: AdapterVersion
-    is_new: bool  # False: the content is that of the version that served before
+    is_new: bool  # False: the weights are those of the version that served before
     freed: tuple[AdapterId, ...] = ()
 
 
@@ -143,22 +147,29 @@ class AdapterRegistry:
         return entry.load_id
 
     def ready(
-        self, name: str, path: str, load_id: LoadId, facts: AdapterFacts
+        self, name: str, path: str, load_id: LoadId, content: AdapterContent
     ) -> Registered | None:
         """End a load with success; None if the name was removed meanwhile (free the bytes).
 
-        If the content is that of the version that serves, that version stays, found at ``path``
-        from now on, and the bytes just read are not needed.
+        If the weights are those of the version that serves, they stay, found at ``path`` from now
+        on, and the bytes just read are not needed. Other conventions are for requests to come:
+        what those that run need of the older ones, they have.
         """
         entry = self._entry_of_load(name, load_id)
         if entry is None:
             return None
         entry.load_id, entry.reason, entry.path, entry.outline = None, None, path, None
         old = entry.version
+        facts = content.facts
         if old is not None and old.facts == facts:
-            entry.version = self._held[old.adapter_id].version = replace(old, path=path)
+            entry.version = self._held[old.adapter_id].version = replace(
+                old, path=path, conventions=content.conventions,
+                weights_stamps=content.weights_stamps,
+            )  # fmt: skip
             return Registered(entry.version, is_new=False)
-        version = AdapterVersion(self.next_adapter_id(), name, path, facts)
+        version = AdapterVersion(
+            self.next_adapter_id(), name, path, facts, content.conventions, content.weights_stamps
+        )
         taken = version.adapter_id in self._held or version.adapter_id in self._freed
         assert not taken, "adapter ids are never reused"
         self._held[version.adapter_id] = _Held(version)
@@ -280,6 +291,7 @@ class AdapterRegistry:
             rank=0 if served is None else served.rank,
             num_bytes=0 if served is None else served.num_bytes,
             version="" if version is None else version.digest,
+            conventions=None if version is None else version.conventions,
             pinned=entry.is_pinned,
             residency=Residency() if version is None else residency_of(version),
             draining=tuple(draining),

@@ -228,7 +228,7 @@ class EngineConfig:
     adapter_templates: str = option(
         "use",
         choices=("use", "ignore"),
-        help="Chat templates and end tokens in the folders of adapters, for their requests.",
+        help="Chat templates, end tokens and tokenizers in the folders of adapters.",
     )
     watch_lora_dir: str = option(
         "on",

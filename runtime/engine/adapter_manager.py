@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 
 from ..adapter import AdapterFacts
+from ..adapters.content import AdapterContent
 from ..adapters.dir_watch import LoraDirWatch
 from ..adapters.info import AdapterInfo
 from ..adapters.names import taken_name
@@ -16,6 +17,7 @@ from ..adapters.registry import AdapterRegistry, AdapterVersion
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..errors import AdapterError, CorunError, RequestError
 from ..plan import AdapterId, HostPlace
+from .adapter_news import AdapterNews
 from .adapter_ports import AdapterHost, AdapterResidency
 from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
 from .messages import (
@@ -23,9 +25,9 @@ from .messages import (
     AdaptersChanged,
     AddAdapter,
     OperationDone,
+    ReadAdapter,
     RemoveAdapter,
 )
-from .residency import log_change
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,11 +60,11 @@ class AdapterManager:
         self._reader = AdapterReaderThread(files, self._make_room, background_cpus)
         self._maybe_gone: set[str] = set()  # digests that a version was the last to have
         self._done: list[OperationDone] = []
-        self._told: dict[str, AdapterInfo] = {}  # what others know
-        self._changed: set[str] = set()  # names of which something may be otherwise
+        self._news = AdapterNews(self._registry)
         self._watch: LoraDirWatch | None = None
         self._outlining: set[str] = set()  # names of which headers are being read
-        self._postponed: dict[str, list[AddAdapter]] = {}  # by names that are being read
+        # By names that are being read.
+        self._postponed: dict[str, list[AddAdapter | ReadAdapter]] = {}
 
     def attach(self, device: AdapterResidency) -> None:
         """Name the engine core; before that nothing can be removed."""
@@ -85,7 +87,7 @@ class AdapterManager:
 
     def release(self, adapter_id: AdapterId) -> bool:
         """A request that used this version has ended; True = drop it, nobody can name it now."""
-        self._changed.add(self._registry.version(adapter_id).name)
+        self._news.changed((self._registry.version(adapter_id).name,))
         return self._registry.release(adapter_id)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
@@ -96,7 +98,7 @@ class AdapterManager:
         """A dropped version has left the device."""
         version = self._registry.forget(adapter_id)
         if version is not None:
-            self._changed.add(version.name)
+            self._news.changed((version.name,))
             self._maybe_gone.add(version.digest)
             self._tell_gone()
 
@@ -107,8 +109,8 @@ class AdapterManager:
         if isinstance(message, RemoveAdapter):
             self._remove(message)
             return
-        if isinstance(message, AddAdapter):
-            self._begin_adding(message)
+        if isinstance(message, AddAdapter | ReadAdapter):
+            self._begin(message)
             return
         unread_path = self._registry.unread_path(message.name) if message.pinned else None
         if unread_path is not None:
@@ -140,7 +142,7 @@ class AdapterManager:
             self._registry.failed(name, load_id, str(error))
             raise AdapterError(f"adapter {name!r}: {error}") from error
         self._registry.outlined(name, load_id, outline)
-        self._changed.add(name)
+        self._news.changed((name,))
 
     def follow(self, watch: LoraDirWatch) -> None:
         """Serve what comes into a directory, as it is there."""
@@ -193,7 +195,7 @@ class AdapterManager:
         else:
             self._device.unpin_adapter(version.adapter_id)
         self._registry.set_pinned(name, is_pinned=is_pinned)
-        self._changed.add(name)
+        self._news.changed((name,))
 
     def poll(self, *, is_due: bool = True) -> list[OperationDone | AdaptersChanged]:
         """Return operations that have ended, and before them what is new of adapters.
@@ -206,38 +208,15 @@ class AdapterManager:
             self._go_on(read.job.name)
         self._tell_gone()
         done, self._done = self._done, []
-        told = self._news() if is_due or done else None
+        assert self._device is not None
+        must_tell = is_due or done or self._news.is_urgent
+        told = self._news.take(self._device) if must_tell else None
         return [*done] if told is None else [told, *done]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         """All registered adapters; what becomes of them from now on is told by ``poll``."""
         assert self._device is not None
-        infos = self._registry.infos(self._device.residency)
-        before, self._told = self._told, {info.name: info for info in infos}
-        for info in infos:
-            log_change(info.name, before.get(info.name), info)
-        return infos
-
-    def _news(self) -> AdaptersChanged | None:
-        """What is otherwise than it was told."""
-        device = self._device
-        assert device is not None
-        changed = device.take_changed_adapters()
-        self._changed |= self._registry.names_of(changed.adapter_ids, changed.digests)
-        infos, removed = list[AdapterInfo](), list[str]()
-        for name in sorted(self._changed):
-            before, info = self._told.get(name), self._registry.info(name, device.residency)
-            if info == before:
-                continue
-            log_change(name, before, info)
-            if info is None:
-                del self._told[name]
-                removed.append(name)
-            else:
-                self._told[name] = info
-                infos.append(info)
-        self._changed.clear()
-        return AdaptersChanged(tuple(infos), tuple(removed)) if infos or removed else None
+        return self._news.all(self._device)
 
     def fileno(self) -> int:
         """Readable while ``poll`` would return the end of an operation."""
@@ -253,11 +232,17 @@ class AdapterManager:
         """There is something to take for ``poll``. Called by any thread."""
         self._reader.notify()
 
-    def _begin_adding(self, message: AddAdapter) -> None:
+    def _begin(self, message: AddAdapter | ReadAdapter) -> None:
         if self._registry.is_loading(message.name):  # for requests, or for somebody else
             self._postponed.setdefault(message.name, []).append(message)
             return
         unread_path = self._registry.unread_path(message.name)
+        if isinstance(message, ReadAdapter):
+            if unread_path is None:
+                self._done.append(OperationDone(message.operation_id))
+            else:
+                self._begin_reading(message.operation_id, message.name, unread_path, None)
+            return
         if not message.replaces and unread_path not in (None, message.path):
             raise taken_name(message.name)  # whose content nobody knows
         self._begin_reading(
@@ -271,7 +256,7 @@ class AdapterManager:
         while waiting and not self._registry.is_loading(name):
             message = waiting.pop(0)
             try:
-                self._begin_adding(message)
+                self._begin(message)
             except CorunError as error:
                 failure = str(error), type(error).__name__
                 self._done.append(OperationDone(message.operation_id, *failure))
@@ -284,11 +269,16 @@ class AdapterManager:
     ) -> None:  # fmt: skip
         """Let the thread read and check a directory. Raises ``RequestError`` if it cannot begin."""
         load_id = self._registry.begin_loading(name, path)
-        self._changed.add(name)
+        self._news.changed((name,))
         if outline_only:
             self._outlining.add(name)
+        known = self._registry.serving(name)
+        if known is not None and known.path != path:
+            known = None
         self._reader.put(
-            ReadJob(operation_id, name, path, load_id, pinned, replaces, is_kept, outline_only)
+            ReadJob(
+                operation_id, name, path, load_id, pinned, replaces, is_kept, outline_only, known
+            )
         )
 
     def _remove(self, message: RemoveAdapter) -> None:
@@ -304,37 +294,40 @@ class AdapterManager:
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
         self._drop(freed)
-        self._changed.add(name)
+        self._news.changed((name,))
 
     def _settle(self, read: ReadDone) -> None:
         """Enter what reading a directory has brought."""
         job = read.job
-        self._changed.add(job.name)
+        self._news.changed((job.name,))
         self._outlining.discard(job.name)
         if read.outline is not None:
             self._registry.outlined(job.name, job.load_id, read.outline)
             return
+        content = read.content
+        facts = None if content is None else content.facts
         if read.place_id is not None:
             assert self._device is not None
-            digest = read.facts.digest if read.facts is not None and read.is_filled else None
+            digest = content.facts.digest if content is not None and content.is_kept else None
             self._device.end_registration(read.place_id, digest)
         old = self._registry.serving(job.name)
         is_pinned = self._registry.is_pinned(job.name) if job.pinned is None else job.pinned
-        error = read.error or self._pin_error(job.name, read.facts, old, is_pinned=is_pinned)
-        if error is None and old is not None and not job.replaces and read.facts != old.facts:
+        error = read.error or self._pin_error(job.name, facts, old, is_pinned=is_pinned)
+        if error is None and old is not None and not job.replaces and _differs(old, content):
             error = taken_name(job.name)
-        if read.facts is None or error is not None:
+        if content is None or error is not None:
             assert error is not None
             self._registry.failed(job.name, job.load_id, str(error))
             self._end(job, error)
-            if read.facts is not None:
-                self._maybe_gone.add(read.facts.digest)
+            if facts is not None:
+                self._maybe_gone.add(facts.digest)
             return
-        registered = self._registry.ready(job.name, job.path, job.load_id, read.facts)
+        registered = self._registry.ready(job.name, job.path, job.load_id, content)
         if registered is None:
             self._end(job, AdapterError(f"adapter {job.name!r} was removed while it was loading"))
-            self._maybe_gone.add(read.facts.digest)
+            self._maybe_gone.add(content.facts.digest)
             return
+        self._news.changed((job.name,), is_urgent=True)
         if old is not None and registered.is_new:
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
@@ -398,3 +391,10 @@ class AdapterManager:
         room = self._device.place_registration(layer_bytes)
         self._host.evict(room.evictions)
         return room.place
+
+
+def _differs(old: AdapterVersion, content: AdapterContent | None) -> bool:
+    """Whether what was read is another version."""
+    return content is not None and (
+        content.facts != old.facts or content.conventions != old.conventions
+    )

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...cpu_workers.affinity import place_thread
-from ..adapter import AdapterFacts, AdapterOutline
-from ..adapters.registry import LoadId
+from ..adapter import AdapterOutline
+from ..adapters.content import AdapterContent
+from ..adapters.registry import AdapterVersion, LoadId
 from ..errors import AdapterError, CorunError
 from ..plan import HostPlace, HostPlaceId
 
@@ -31,8 +32,8 @@ class AdapterFiles(Protocol):
         """Check all that needs no values."""
         ...
 
-    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
-        """Read all; and say whether it is kept where room was made."""
+    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
+        """Read all. ``known``: a version that was read there, whose weights may be the same."""
         ...
 
 
@@ -48,6 +49,7 @@ class ReadJob:
     replaces: bool = True  # a version with other content
     is_kept: bool = False  # beyond the engine's end
     outline_only: bool = False  # its values when somebody asks
+    known: AdapterVersion | None = None  # read from there before, and in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,10 @@ class ReadDone:
     """What has come of it."""
 
     job: ReadJob
-    facts: AdapterFacts | None = None
+    content: AdapterContent | None = None
     outline: AdapterOutline | None = None  # where that is all that was asked for
     error: CorunError | None = None
     place_id: HostPlaceId | None = None  # that was made for it
-    is_filled: bool = False
 
 
 class AdapterReaderThread:
@@ -153,8 +154,7 @@ class AdapterReaderThread:
         try:
             if job.outline_only:
                 return replace(done, outline=self._files.outline(job.path))
-            facts, is_filled = self._files.read(job.path, noted)
-            done = replace(done, facts=facts, is_filled=is_filled)
+            done = replace(done, content=self._files.read(job.path, noted, job.known))
         except CorunError as error:
             done = replace(done, error=error)
         except Exception as error:  # nobody's files may end the thread that serves all others

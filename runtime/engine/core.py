@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ...profiles.models import MachineModel
 from ..adapter import AdapterFacts
@@ -30,6 +29,7 @@ from ..plan import (
 from ..request import Request
 from ..scheduler.events import FinishReason, RequestEvent
 from ..scheduler.scheduler import Scheduler
+from .adapter_versions import AdapterVersions, sampling_of
 from .load_state import OpenWork
 from .messages import (
     AddRequest,
@@ -45,29 +45,6 @@ from .stats import StepCounts, engine_stats, machine_report
 from .updates import update_of
 
 _logger = logging.getLogger(__name__)
-
-
-class AdapterVersions(Protocol):
-    """Where adapter names are resolved and references are counted: the manager, or its registry."""
-
-    def version(self, adapter_id: AdapterId) -> AdapterVersion:
-        """Return a version that some request uses."""
-        ...
-
-    def resolve(self, name: str) -> AdapterVersion:
-        """Return the version that new requests use.
-
-        Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
-        """
-        ...
-
-    def acquire(self, adapter_id: AdapterId) -> None:
-        """A request uses this version from now on."""
-        ...
-
-    def release(self, adapter_id: AdapterId) -> bool:
-        """A request that used this version has ended; True = nothing names it any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,15 +138,17 @@ class EngineCore:
         """
         adapter_id, facts = BASE_ADAPTER, None
         adapters: tuple[tuple[str, float], ...] = ()
+        sampling = message.sampling
         if message.adapter_name is not None:
             version = self._adapters.resolve(message.adapter_name)
             adapter_id, facts = version.adapter_id, version.facts
             adapters = ((facts.digest, facts.scale),)
+            sampling = sampling_of(message, version)
         now_s = self._clock()
         request = Request(
             request_id=RequestId(message.request_id),
             prompt_token_ids=message.prompt_token_ids,
-            sampling=message.sampling,
+            sampling=sampling,
             arrival_s=now_s if arrival_s is None else arrival_s,
             adapter_id=adapter_id,
             adapter=facts,

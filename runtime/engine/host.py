@@ -29,6 +29,7 @@ from .messages import (
     ModelInfo,
     OperationDone,
     PinAdapter,
+    ReadAdapter,
     RemoveAdapter,
     ReportMachine,
     ReportStats,
@@ -198,7 +199,7 @@ class EngineHost:
             case AbortRequests(request_ids):
                 self._abort_held(request_ids)
                 self._core.abort(request_ids)
-            case AddAdapter() | PinAdapter() | RemoveAdapter():
+            case AddAdapter() | ReadAdapter() | PinAdapter() | RemoveAdapter():
                 self._begin_operation(message)
             case ReportStats():
                 self._must_tell = True
@@ -273,9 +274,10 @@ class EngineHost:
         name = request.adapter_name
         if name is not None and self._adapters.must_wait(name):
             held = self._held.setdefault(name, {})
-            held[request.request_id] = request, self._clock()
+            held[request.request_id] = request, self._clock() - request.waited_s
         else:
-            self._take(request, None)
+            has_waited = request.waited_s > 0
+            self._take(request, self._clock() - request.waited_s if has_waited else None)
 
     def _take(self, request: AddRequest, arrival_s: float | None) -> None:
         try:

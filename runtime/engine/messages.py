@@ -31,6 +31,8 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str = ""
     predicted_output_tokens: int | None = None  # None = the engine predicts
     name: str = ""  # as its caller calls it, for the log
+    conventions: str | None = None  # digest of those that made its tokens of a text; None = none
+    waited_s: float = 0.0  # for its adapter's files to be read, before it was sent
 
 
 class AddRequests(EngineMessage, frozen=True):
@@ -56,6 +58,13 @@ class AddAdapter(EngineMessage, frozen=True):
     path: str
     pinned: bool | None = None  # None = as the name is by now
     replaces: bool = True
+
+
+class ReadAdapter(EngineMessage, frozen=True):
+    """Read the files of ``name``, unless they have been read."""
+
+    operation_id: int
+    name: str
 
 
 class PinAdapter(EngineMessage, frozen=True):
@@ -85,7 +94,7 @@ class Shutdown(EngineMessage, frozen=True):
     """End the engine process; open requests get an error."""
 
 
-AdapterOperation = AddAdapter | PinAdapter | RemoveAdapter
+AdapterOperation = AddAdapter | ReadAdapter | PinAdapter | RemoveAdapter
 ToEngine = (
     AddRequests | AbortRequests | AdapterOperation | ReportStats | ReportMachine | Shutdown
 )  # fmt: skip

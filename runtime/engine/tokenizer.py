@@ -7,6 +7,7 @@ tokenizer that is all in its Rust backend. Knows nothing of requests.
 import threading
 from typing import Any
 
+from ..adapters.vocabulary import BaseTokens
 from ..errors import ModelError
 from .messages import TokenizerSpec
 
@@ -62,6 +63,20 @@ def spec_of(hf: Any) -> TokenizerSpec | None:
     except Exception:  # a bare one: parts that are written in Python cannot be told
         return None
     return TokenizerSpec(text, dict(hf.special_tokens_map), hf.chat_template)
+
+
+def read_tokenizer(
+    path: str, num_embeddings: int, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[BaseTokens, TokenizerSpec | None]:
+    """Return the tokens of the base, and what saves a front end transformers, if anything does.
+
+    ``num_embeddings``: of the model. Raises ``ModelError`` if there is no tokenizer.
+    """
+    hf = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+    added = frozenset(str(token) for token in hf.added_tokens_decoder.values())
+    tokens = BaseTokens(dict(hf.get_vocab()), added, hf.eos_token_id, num_embeddings)
+    # A tokenizer's own code may do anything, which its text does not say.
+    return tokens, None if trust_remote_code else spec_of(hf)
 
 
 def _import_auto_tokenizer() -> Any:

@@ -1,45 +1,53 @@
-"""What an adapter brings for conversations: a chat template, and more tokens that end an answer.
+"""What makes tokens of an adapter's conversations and texts: its chat template and its tokens.
 
-Many adapters are trained on base models that have no template, and theirs lies in their folder. It
-is used as the model's own is, sandbox and limits included, if the adapter's tokens are the base's:
-another vocabulary would make other tokens of the same text.
+What an adapter brings is read with its weights, by the engine (``adapters/conventions.py``). Its
+template is used as the model's own is, sandbox and limits included; tokens that its tokenizer adds
+are found in texts as ``tokenizers`` finds them.
 """
 
 import asyncio
-import json
-import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from ..adapters.peft_config import (
-    CONVENTION_NAMES,
-    GENERATION_CONFIG_NAME,
-    TEMPLATE_NAME,
-    TOKENIZER_CONFIG_NAME,
-    TOKENIZER_NAME,
-)
+from ..adapters.conventions import NO_CONVENTIONS, TEMPLATE_NAME, AdapterConventions
+from ..adapters.vocabulary import TokenDifferences
+from ..engine.messages import ModelInfo
 from ..errors import RequestError
+from .added_tokens import with_added
 from .chat_template import RENDER_ERRORS, ChatTemplate
-from .codec import Codec
+from .inputs import Lora
+from .lora_client import LoraClient
+from .outputs import LoRARequest
+from .tokenizer import Tokenizer
 
-_LOG = logging.getLogger(__name__)
-
-_LOOK_EVERY_S = 1.0  # whether files have changed
-_MAX_KNOWN = 4096  # folders
-_MAX_FILE_BYTES = 64 << 20  # tokenizers of large vocabularies have some
-
-_Stamps = tuple[tuple[int, int, int] | None, ...]
+_MAX_TEMPLATES = 1024
+_MAX_TOKENIZERS = 8  # of different added tokens, each with a vocabulary of its own
 
 
-@dataclass(frozen=True, slots=True)
 class Conventions:
-    """Of one adapter; None and () = those of the base."""
+    """Those of the base, or of one version of an adapter."""
 
-    template: ChatTemplate | None = None
-    eos_token_ids: tuple[int, ...] = ()  # beside the base's
+    def __init__(
+        self, tokenizer: Tokenizer, name: str | None = None,
+        own: AdapterConventions = NO_CONVENTIONS, template: ChatTemplate | None = None,
+        waited_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Put them together.
+
+        Args:
+            tokenizer: Makes the tokens.
+            name: Of the adapter; None = the base.
+            own: What the adapter brings.
+            template: Writes its conversations; None = that of ``tokenizer`` does.
+            waited_s: Until its files had been read.
+        """
+        self.tokenizer = tokenizer
+        self.digest = own.digest
+        self.waited_s = waited_s
+        self._name = name
+        self._refusal = own.refusal
+        self._template = template
 
     def apply_chat_template(
         self,
@@ -50,9 +58,28 @@ class Conventions:
         **template_arguments: Any,
     ) -> str:
         """See ``Tokenizer.apply_chat_template``."""
-        assert self.template is not None, "it has none"
+        if self._refusal is not None:
+            raise RequestError(
+                f"adapter {self._name!r} takes no messages: {self._refusal}; mend its files and "
+                "load it again, or use /v1/completions",
+                param="messages",
+            )
+        if self._template is None:
+            if self._name is not None and not self.tokenizer.codec.has_chat_template:
+                raise RequestError(
+                    f"neither adapter {self._name!r} nor the model has a chat template; put "
+                    f"{TEMPLATE_NAME} into the adapter's folder and load it again, give one with "
+                    "--chat-template FILE, or use /v1/completions",
+                    param="messages",
+                )
+            return self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_arguments,
+            )
         try:
-            return self.template.render(
+            return self._template.render(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -64,127 +91,69 @@ class Conventions:
             ) from error
 
 
-_NONE = Conventions()
+# Makes the tokens of a prompt by the conventions of the version that the request will use.
+MakePrompt = Callable[[Conventions], Awaitable[list[int]]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    stamps: _Stamps
-    conventions: Conventions
-    looked_s: float
+class AdapterTokenizers:
+    """Makes the conventions of adapters over one base, and keeps their tokenizers."""
 
+    def __init__(self, base: Tokenizer, loras: LoraClient, model: ModelInfo) -> None:
+        self._base = base
+        self._loras = loras
+        self._model = model
+        self._templates: dict[str, ChatTemplate] = {}  # by digest of the conventions
+        self._tokenizers: dict[TokenDifferences, Tokenizer] = {}
+        self._making: dict[TokenDifferences, asyncio.Task[Tokenizer]] = {}
 
-class AdapterConventions:
-    """Reads and keeps them, by folder. On one event loop; files are read in threads."""
+    async def conventions_of(self, lora: Lora, *, is_text: bool) -> Conventions:
+        """See ``AsyncEngine.conventions_of``."""
+        name = lora.lora_name if isinstance(lora, LoRARequest) else lora
+        if name is None:
+            return Conventions(self._base)
+        own, waited_s = self._loras.conventions_of(name), 0.0
+        if own is None and is_text:
+            began_s = time.monotonic()
+            own = await self._loras.read_conventions_of(name, self._model.max_queue_s)
+            waited_s = time.monotonic() - began_s
+        own = own or NO_CONVENTIONS
+        tokenizer = await self._tokenizer_of(own.tokens)
+        return Conventions(tokenizer, name, own, self._template_of(own), waited_s)
 
-    def __init__(self, codec: Codec, *, is_on: bool, look_every_s: float = _LOOK_EVERY_S) -> None:
-        """``codec``: the base's. ``is_on``: False = all have those of the base."""
-        self._look_every_s = look_every_s
-        self._codec = codec
-        self._is_on = is_on
-        self._vocabulary: Mapping[str, int] | None = None
-        self._known: dict[str, _Known] = {}
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        for tokenizer in self._tokenizers.values():
+            tokenizer.close()
 
-    async def of(self, path: str | None) -> Conventions:
-        """Return those of the adapter at ``path``; None = the base's."""
-        if path is None or not self._is_on:
-            return _NONE
-        known = self._known.get(path)
-        if known is None or time.monotonic() > known.looked_s + self._look_every_s:
-            known = await asyncio.to_thread(self._look, Path(path), known)
-            if path not in self._known and len(self._known) >= _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[path] = known
-        return known.conventions
+    def _template_of(self, own: AdapterConventions) -> ChatTemplate | None:
+        if own.template is None:
+            return None
+        found = self._templates.get(own.digest)
+        if found is None:
+            named = {**self._base.codec.special_tokens_map, **own.special_tokens}
+            special_tokens = {key: text for key, text in named.items() if text is not None}
+            if len(self._templates) >= _MAX_TEMPLATES:
+                del self._templates[next(iter(self._templates))]
+            found = self._templates[own.digest] = ChatTemplate(own.template, special_tokens)
+        return found
 
-    def _look(self, folder: Path, known: _Known | None) -> _Known:
-        stamps = tuple(_stamp(folder / name) for name in CONVENTION_NAMES)
-        if known is not None and known.stamps == stamps:
-            return _Known(stamps, known.conventions, time.monotonic())
-        try:
-            conventions = self._read(folder)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            _LOG.warning(
-                "%s: its chat template and end tokens are not used, because its files cannot be "
-                "read: %s: %s", folder, type(error).__name__, error,
-            )  # fmt: skip
-            conventions = _NONE
-        return _Known(stamps, conventions, time.monotonic())
+    async def _tokenizer_of(self, tokens: TokenDifferences) -> Tokenizer:
+        if not (tokens.added or tokens.missing_ids):
+            return self._base
+        found = self._tokenizers.get(tokens)
+        if found is not None:
+            return found
+        task = self._making.get(tokens)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._make(tokens))
+            self._making[tokens] = task
+            task.add_done_callback(lambda _: self._making.pop(tokens, None))
+        return await asyncio.shield(task)
 
-    def _read(self, folder: Path) -> Conventions:
-        config = _read_json(folder / TOKENIZER_CONFIG_NAME)
-        source = _template_source(folder, config)
-        eos_token_ids = _eos_token_ids(_read_json(folder / GENERATION_CONFIG_NAME))
-        if source is None and not eos_token_ids:
-            return _NONE
-        reason = self._other_tokens(config, _read_json(folder / TOKENIZER_NAME))
-        if reason is not None:
-            _LOG.warning("%s: its chat template and end tokens are not used: %s", folder, reason)
-            return _NONE
-        base = self._codec.chat_template
-        if source is not None and base is None:
-            _LOG.warning("%s: its chat template is not used: the base writes its own", folder)
-            source = None
-        template = None if source is None or base is None else base.with_source(source)
-        return Conventions(template, eos_token_ids)
-
-    def _other_tokens(self, config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str | None:
-        """Why its tokens are not those of the base; None if they are, as far as it says."""
-        if self._vocabulary is None:
-            self._vocabulary = self._codec.vocabulary()
-        base = self._vocabulary
-        if tokenizer and _vocabulary_of(tokenizer) != base:
-            return "its vocabulary is another"
-        for token_id, token in config.get("added_tokens_decoder", {}).items():
-            if base.get(token["content"]) != int(token_id):
-                return f"token {token_id} is {token['content']!r} there"
-        return None
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return what is in a file; nothing if it is not there."""
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ValueError(f"{path.name} has more than {_MAX_FILE_BYTES} bytes")
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    if not isinstance(found, dict):
-        raise TypeError(f"{path.name} is no JSON object")
-    return found
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return what transformers takes: a file of its own, or else a field of the configuration."""
-    try:
-        return (folder / TEMPLATE_NAME).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        return {str(one["name"]): str(one["template"]) for one in source}
-    return None if source is None else str(source)
-
-
-def _eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    found = config.get("eos_token_id")
-    if found is None:
-        return ()
-    return tuple(int(one) for one in (found if isinstance(found, list) else [found]))
-
-
-def _vocabulary_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of a ``tokenizer.json``, and their ids."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of unigram models, with scores
-        vocabulary = {one[0]: token_id for token_id, one in enumerate(vocabulary)}
-    added = {one["content"]: one["id"] for one in tokenizer.get("added_tokens", ())}
-    return dict(vocabulary) | added
+    async def _make(self, tokens: TokenDifferences) -> Tokenizer:
+        num_embeddings = self._model.vocab_size
+        codec = await asyncio.to_thread(with_added, self._base.codec, tokens, num_embeddings)
+        if len(self._tokenizers) >= _MAX_TOKENIZERS:
+            del self._tokenizers[next(iter(self._tokenizers))]
+        made = self._tokenizers[tokens] = Tokenizer(codec)
+        return made

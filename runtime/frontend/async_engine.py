@@ -23,11 +23,11 @@ from ..engine.messages import (
     TokenizerSpec,
 )
 from ..engine.tokenizer import load_tokenizer
-from ..errors import ConfigError, EngineDeadError
+from ..errors import AdapterChangedError, ConfigError, EngineDeadError
 from ..limits import TemplateLimits
 from ..sampling import SamplingParams
 from ..tasks import cancel_all
-from .adapter_conventions import AdapterConventions, Conventions
+from .adapter_conventions import AdapterTokenizers, Conventions, MakePrompt
 from .codec import codec_from_spec, codec_of
 from .engine_watch import EngineWatches
 from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
@@ -35,7 +35,7 @@ from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
 from .lora_resolvers import LoraResolver, make_resolver
 from .outputs import LoRARequest, RequestOutput, RequestWatch
-from .request_client import RequestClient
+from .request_client import RequestClient, is_text
 from .stats_client import MachineClient, StatsClient
 from .template_sandbox import render_in_time
 from .tokenizer import Tokenizer
@@ -86,7 +86,7 @@ class AsyncEngine:
             self._loras.add_resolver(make_resolver(where))
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
-        self._conventions: AdapterConventions | None = None
+        self._tokenizers: AdapterTokenizers | None = None
         self._hf: Any = None  # the tokenizer of transformers, where it has been needed
         self._starting: asyncio.Task[None] | None = None
         self._error: EngineDeadError | None = None
@@ -111,10 +111,8 @@ class AsyncEngine:
         self._model = ready.model
         self._machine.take(ready.machine)
         self._tokenizer = await asyncio.to_thread(self._make_tokenizer, ready.tokenizer)
-        self._conventions = AdapterConventions(
-            self._tokenizer.codec, is_on=self._client.config.adapter_templates == "use"
-        )
-        self._requests.begin(ready.model, self._tokenizer)
+        self._tokenizers = AdapterTokenizers(self._tokenizer, self._loras, ready.model)
+        self._requests.begin(ready.model)
 
     def _make_tokenizer(self, spec: TokenizerSpec | None) -> Tokenizer:
         if spec is not None:
@@ -127,8 +125,9 @@ class AsyncEngine:
         if self._starting is not None and not self._starting.done():
             await cancel_all(self._starting)
         await self._client.close()
-        if self._tokenizer is not None:
-            self._tokenizer.close()
+        for closed in (self._tokenizer, self._tokenizers):
+            if closed is not None:
+                closed.close()
 
     async def __aenter__(self) -> Self:
         try:
@@ -279,26 +278,25 @@ class AsyncEngine:
         await self.start()
         await self._loras.resolve(lora_request)
         render = partial(
-            (await self.renderer_of(lora_request)).apply_chat_template, messages,
+            (await self.conventions_of(lora_request)).apply_chat_template, messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
         )  # fmt: skip
         return await render_in_time(render, TemplateLimits())
 
-    async def renderer_of(self, lora: Lora) -> Tokenizer | Conventions:
-        """Return what has the chat template for an adapter's conversations; None = the base."""
-        conventions = await self._conventions_of(lora)
-        return self.tokenizer if conventions.template is None else conventions
+    async def conventions_of(self, lora: Lora, *, is_text: bool = True) -> Conventions:
+        """Return what makes tokens of an adapter's conversations and texts; None = the base.
 
-    async def _conventions_of(self, lora: Lora) -> Conventions:
-        assert self._conventions is not None, "the engine has not started"
-        return await self._conventions.of(self.loras.path_of(lora))
+        Unless ``is_text``, an adapter whose files have not been read has those of the base.
+        """
+        assert self._tokenizers is not None, "the engine has not started"
+        return await self._tokenizers.conventions_of(lora, is_text=is_text)
 
     # Requests.
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | MakePrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -310,35 +308,38 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's state whenever there is something new, the last one ``finished``.
 
-        ``prompt`` is text or token ids; a prompt that a chat template rendered needs
-        ``add_special_tokens=False``. Without ``sampling_params`` the model's own defaults apply.
-        ``lora_request`` may be a registered adapter's name. ``predicted_output_tokens``, roughly
-        how long each choice will be, helps the engine to fit them in. Closing the generator aborts
-        the request; ``watch`` is told how it ended, also then. Raises ``RequestError``,
-        ``AdapterError``, ``EngineDeadError`` where the first output is awaited, or a later one.
+        ``prompt`` is text, token ids, or what makes them by the adapter's conventions; a text that
+        a chat template rendered needs ``add_special_tokens=False``. Without ``sampling_params`` the
+        model's own defaults apply. ``lora_request`` may be a registered adapter's name.
+        ``predicted_output_tokens``, roughly how long each choice will be, helps the engine to fit
+        them in. Closing the generator aborts the request; ``watch`` is told how it ended, also
+        then. Raises ``RequestError``, ``AdapterError``, ``EngineDeadError`` where the first output
+        is awaited, or a later one.
         """
         await self.start()
         await self._loras.resolve(lora_request)
-        prepared = await self._requests.prepare(
-            prompt, sampling_params, request_id, lora_request,
-            add_special_tokens=add_special_tokens, cache_salt=cache_salt,
-            predicted_output_tokens=predicted_output_tokens,
-            eos_token_ids=(await self._conventions_of(lora_request)).eos_token_ids,
-        )  # fmt: skip
         waker = Waker()
-        generation = self._requests.open(prepared, lambda _: waker.set(), watch)
-        self.watches.sent(generation.request_id, self._requests.num_sent)
-        try:
-            while True:
-                await waker
-                if generation.error is not None:
-                    raise generation.error
-                output = generation.output()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._requests.close(generation)
+        while True:
+            prepared = await self._requests.prepare(
+                prompt, sampling_params, request_id, lora_request,
+                await self.conventions_of(lora_request, is_text=is_text(prompt)),
+                add_special_tokens, cache_salt, predicted_output_tokens,
+            )  # fmt: skip
+            generation = self._requests.open(prepared, lambda _: waker.set(), watch)
+            self.watches.sent(generation.request_id, self._requests.num_sent)
+            try:
+                while True:
+                    await waker
+                    if generation.error is not None:
+                        raise generation.error
+                    output = generation.output()
+                    yield output
+                    if output.finished:
+                        return
+            except AdapterChangedError:  # before it began: make its prompt again
+                continue
+            finally:
+                self._requests.close(generation)
 
     async def generate_batch(
         self,
@@ -356,9 +357,8 @@ class AsyncEngine:
         for item in items:
             prepared = await self._requests.prepare(
                 item.prompt, item.sampling_params, None, item.lora_request,
-                add_special_tokens=add_special_tokens, cache_salt=cache_salt,
-                predicted_output_tokens=predicted_output_tokens,
-                eos_token_ids=(await self._conventions_of(item.lora_request)).eos_token_ids,
+                await self.conventions_of(item.lora_request, is_text=is_text(item.prompt)),
+                add_special_tokens, cache_salt, predicted_output_tokens,
             )  # fmt: skip
             batch.append(prepared)
             await asyncio.sleep(0)  # those that run get their tokens meanwhile

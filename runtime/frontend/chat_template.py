@@ -43,12 +43,8 @@ class ChatTemplate:
     ) -> None:
         """``special_tokens``: by variable, such as ``bos_token``."""
         self.source = source
-        self._special_tokens = special_tokens
+        self.special_tokens = special_tokens
         self._takes_parts: dict[str, bool] = {}  # by source, once it is known
-
-    def with_source(self, source: str | Mapping[str, str]) -> "ChatTemplate":
-        """Return another template of the same model."""
-        return ChatTemplate(source, self._special_tokens)
 
     def render(
         self,
@@ -79,7 +75,7 @@ class ChatTemplate:
             {
                 "tools": None,
                 "documents": None,
-                **self._special_tokens,
+                **self.special_tokens,
                 **variables,
                 "messages": [_with_reasoning(message) for message in messages],
             }

@@ -1,5 +1,6 @@
 """What a tokenizer does, by the ``tokenizers`` package alone or by transformers."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -27,12 +28,14 @@ class Codec(Protocol):
         ...
 
     @property
-    def chat_template(self) -> ChatTemplate | None:
-        """What writes conversations; None if the tokenizer does so with code of its own."""
+    def special_tokens_map(self) -> Mapping[str, str]:
+        """Special tokens by what chat templates call them, such as ``bos_token``."""
         ...
 
-    def vocabulary(self) -> Mapping[str, int]:
-        """Return all tokens, added ones included, with their ids. Takes its time."""
+    def with_tokens(
+        self, tokens: Sequence[tokenizers.AddedToken]
+    ) -> "tuple[Codec, Mapping[str, int]]":
+        """Return a copy that finds these in texts, too, and their ids there. Takes its time."""
         ...
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
@@ -77,12 +80,17 @@ class PlainCodec:
         return bool(self._template.source)
 
     @property
-    def chat_template(self) -> ChatTemplate:
-        return self._template
+    def special_tokens_map(self) -> Mapping[str, str]:
+        return self._template.special_tokens
 
-    def vocabulary(self) -> Mapping[str, int]:
-        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        return found
+    def with_tokens(
+        self, tokens: Sequence[tokenizers.AddedToken]
+    ) -> tuple[Codec, Mapping[str, int]]:
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_tokens(list(tokens))
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        ids = {token.content: vocabulary[token.content] for token in tokens}
+        return PlainCodec(backend, self._template), ids
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         return _special(self._backend.get_added_tokens_decoder())
@@ -134,11 +142,17 @@ class TransformersCodec:
         return bool(self._hf.chat_template)
 
     @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._template
+    def special_tokens_map(self) -> Mapping[str, str]:
+        found: dict[str, str] = self._hf.special_tokens_map
+        return found
 
-    def vocabulary(self) -> Mapping[str, int]:
-        return dict(self._hf.get_vocab())
+    def with_tokens(
+        self, tokens: Sequence[tokenizers.AddedToken]
+    ) -> tuple[Codec, Mapping[str, int]]:
+        hf = copy.deepcopy(self._hf)
+        hf.add_tokens(list(tokens))
+        ids = {token.content: hf.convert_tokens_to_ids(token.content) for token in tokens}
+        return TransformersCodec(hf), ids
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         named = {

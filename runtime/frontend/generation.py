@@ -247,7 +247,6 @@ class Generation:
         self,
         prepared: PreparedRequest,
         engine_ids: Sequence[int],
-        tokenizer: Tokenizer,
         notify: "Notify",
         watch: "RequestWatch | None" = None,
     ) -> None:
@@ -256,7 +255,7 @@ class Generation:
         self._prepared = prepared
         self.engine_ids = engine_ids
         self.choices = [
-            Choice(index, tokenizer, prepared.prompt_token_ids, prepared.params)
+            Choice(index, prepared.tokenizer, prepared.prompt_token_ids, prepared.params)
             for index in range(len(engine_ids))
         ]
         self.notify = notify

@@ -47,8 +47,11 @@ class PreparedRequest:
     params: SamplingParams
     samplings: Sequence[SamplingParams]  # of the engine, one per choice
     lora_request: Lora
+    tokenizer: Tokenizer  # makes text of the output
     cache_salt: str = ""
     predicted_output_tokens: int | None = None  # of each choice; None = the engine predicts
+    conventions: str | None = None  # digest of those that made the prompt's tokens, if any did
+    waited_s: float = 0.0  # for the adapter's files to be read
 
     def engine_requests(self, engine_ids: Iterator[int]) -> list[AddRequest]:
         """Return one engine request per choice, with ids drawn from ``engine_ids``."""
@@ -59,6 +62,7 @@ class PreparedRequest:
             AddRequest(
                 next(engine_ids), prompt, sampling, adapter_name,
                 self.cache_salt, self.predicted_output_tokens, self.request_id,
+                self.conventions, self.waited_s,
             )
             for sampling in self.samplings
         ]  # fmt: skip
@@ -149,15 +153,13 @@ def default_sampling(model: ModelInfo) -> SamplingParams:
 
 
 def engine_sampling(
-    params: SamplingParams, *, num_prompt_tokens: int, max_model_len: int, rng: random.Random,
-    eos_token_ids: tuple[int, ...] = (),
-) -> list[SamplingParams]:  # fmt: skip
+    params: SamplingParams, *, num_prompt_tokens: int, max_model_len: int, rng: random.Random
+) -> list[SamplingParams]:
     """Return what each choice asks of the engine: one choice, a seed and a number of tokens.
 
     ``max_tokens`` is cut to what the context still takes; None means just that, and of 0 the engine
     computes one that nobody sees. Stop strings stay behind, which are a matter of text, and what
-    was cut off the prompt. ``eos_token_ids``: of the
-    adapter, beside those of the base.
+    was cut off the prompt.
     """
     room = max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -175,9 +177,6 @@ def engine_sampling(
             seed=choice_seed(seed, index),
             max_tokens=max(1, max_tokens),
             stop=(),
-            stop_token_ids=params.stop_token_ids
-            if params.ignore_eos
-            else (*params.stop_token_ids, *eos_token_ids),
             bad_words=(),
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # one for all
             truncate_prompt_tokens=None,

@@ -6,10 +6,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 
+from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from ..adapters.info import AdapterInfo
-from ..adapters.names import FAILED, check_adapter_name
+from ..adapters.names import FAILED, READY, check_adapter_name
 from ..engine.client import EngineClient
-from ..engine.messages import AdapterOperation, AddAdapter, OperationDone, PinAdapter, RemoveAdapter
+from ..engine.messages import (
+    AdapterOperation,
+    AddAdapter,
+    OperationDone,
+    PinAdapter,
+    ReadAdapter,
+    RemoveAdapter,
+)
 from ..errors import (
     AdapterError,
     AdapterUnavailableError,
@@ -18,6 +26,7 @@ from ..errors import (
     UnknownModelError,
     rebuild_error,
 )
+from ..limits import overdue_error
 from .inputs import Lora
 from .lora_directory import LoraDirectory, adapter_path, check_lora_request
 from .lora_resolvers import LoraResolver
@@ -39,6 +48,7 @@ class LoraClient:
         # Until when resolvers are not asked, and what is raised instead.
         self._unknown: dict[str, tuple[float, CorunError | None]] = {}
         self._finding: dict[str, asyncio.Task[None]] = {}
+        self._reading: dict[str, asyncio.Task[None]] = {}
         self._client = client
         self._operation_ids = itertools.count(1)
         self._operations: dict[int, asyncio.Future[None]] = {}
@@ -60,6 +70,39 @@ class LoraClient:
             self.directory.check_usable(lora)
         elif lora is not None:
             await self.add(lora, reload=False)
+
+    def conventions_of(self, name: str) -> AdapterConventions | None:
+        """Return those of the version that serves; None if its files have not been read.
+
+        Of what cannot be used, the engine says so: it has none of its own.
+        """
+        info = self.directory.get(name)
+        return NO_CONVENTIONS if info is None or info.state != READY else info.conventions
+
+    async def read_conventions_of(
+        self, name: str, timeout_s: float | None
+    ) -> AdapterConventions | None:
+        """Have the files of an adapter read, once for all who wait, and return its conventions.
+
+        Raises ``AdapterFailedError`` if that fails, ``UnknownModelError`` if it is gone meanwhile,
+        ``OverloadedError`` if it takes too long.
+        """
+        task = self._reading.get(name)
+        if task is None:
+            message = ReadAdapter(next(self._operation_ids), name)
+            task = asyncio.get_running_loop().create_task(self._run(message))
+            self._reading[name] = task
+            task.add_done_callback(lambda _: self._reading.pop(name, None))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(task)
+        except TimeoutError:
+            assert timeout_s is not None
+            raise overdue_error(timeout_s) from None
+        except AdapterError:
+            self.directory.check_usable(name)  # which says it as to those who come later
+            raise
+        return self.conventions_of(name)
 
     async def find(self, name: str) -> None:
         """Register what a resolver has under a name that is not known; else do nothing.

@@ -40,13 +40,6 @@ class LoraDirectory:
             return False
         return os.path.realpath(info.path) == os.path.realpath(adapter_path(lora))
 
-    def path_of(self, lora: LoRARequest | str | None) -> str | None:
-        """Return where its files are; None if it is not known, and for the base model."""
-        if isinstance(lora, LoRARequest):
-            return adapter_path(lora)
-        info = None if lora is None else self._infos.get(lora)
-        return None if info is None else info.path
-
     def __contains__(self, name: object) -> bool:
         """Whether an adapter has this name, in whatever state."""
         return name in self._infos

@@ -12,13 +12,14 @@ from typing import Protocol
 
 from ..adapters.allowed_dirs import resolve_allowed
 from ..adapters.checkpoint import WEIGHTS_NAME
+from ..adapters.conventions import TEMPLATE_NAME
 from ..adapters.peft_config import CONFIG_NAME
 from ..config.notations import parse_lora_resolver
 from ..errors import AdapterError, ConfigError, RequestError, UnknownModelError
 from .outputs import LoRARequest
 
 # Of a repository, which may hold a whole model: the adapter and its small files alone.
-_HUB_FILES = (WEIGHTS_NAME, "*.json")
+_HUB_FILES = (WEIGHTS_NAME, TEMPLATE_NAME, "*.json")
 _MAX_FETCHES = 4  # at a time
 _ASK_TIMEOUT_S = 5.0  # for each wait while the hub is asked whether it has a repository
 
@@ -58,7 +59,7 @@ class DirectoryResolver:
 class HubResolver:
     """Adapters are repositories of Hugging Face's hub: ``owner/name``, or ``owner/name@revision``.
 
-    Only safetensors and JSON files are fetched, into the hub's cache.
+    Only safetensors and JSON files and chat templates are fetched, into the hub's cache.
     """
 
     def __init__(self, allowed: str | None = None) -> None:

@@ -22,6 +22,7 @@ from ..engine.messages import (
 from ..errors import EngineDeadError, RequestError
 from ..limits import check_num_open, check_num_sequences, check_num_stops, check_predicted_output
 from ..sampling import SamplingParams
+from .adapter_conventions import Conventions, MakePrompt
 from .generation import Choice, Generation, Notify
 from .inputs import (
     Lora,
@@ -35,7 +36,6 @@ from .inputs import (
     truncate_prompt,
 )
 from .outputs import RequestOutput, RequestWatch
-from .tokenizer import Tokenizer
 from .waker import Waker
 
 
@@ -57,35 +57,34 @@ class RequestClient:
         self._num_waiting = 0  # of these, when it said so last
         self._on_turn: set[Callable[[], None]] = set()  # called whenever the engine has said more
         self._model: ModelInfo | None = None
-        self._tokenizer: Tokenizer | None = None
         self._error: EngineDeadError | None = None
 
-    def begin(self, model: ModelInfo, tokenizer: Tokenizer) -> None:
+    def begin(self, model: ModelInfo) -> None:
         """The engine is ready: requests may be prepared and opened from now on."""
-        self._model, self._tokenizer = model, tokenizer
+        self._model = model
 
     async def prepare(
         self,
-        prompt: Prompt,
+        prompt: Prompt | MakePrompt,
         sampling_params: SamplingParams | None,
         request_id: str | None,
         lora_request: Lora,
+        conventions: Conventions,
         add_special_tokens: bool = True,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
-        eos_token_ids: tuple[int, ...] = (),
     ) -> PreparedRequest:
         """Check what is asked, and turn its prompt into tokens. Raises ``RequestError``.
 
-        ``eos_token_ids``: end its output beside those of the base.
+        ``conventions``: of the adapter, which make the tokens.
         """
-        model, tokenizer = self._ready()
+        model, tokenizer = self._ready(), conventions.tokenizer
         check_predicted_output(predicted_output_tokens)
-        token_ids: Sequence[int] | str = prompt
-        if isinstance(token_ids, str):
-            token_ids = await tokenizer.encode_async(
-                token_ids, add_special_tokens=add_special_tokens
-            )
+        token_ids: Sequence[int]
+        if isinstance(prompt, str):
+            token_ids = await tokenizer.encode_async(prompt, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = await prompt(conventions) if callable(prompt) else prompt
         params = default_sampling(model) if sampling_params is None else sampling_params
         check_num_stops(len(params.stop), self._config.max_stop_strings)
         check_token_rules(params, model.vocab_size, self._config.max_logit_bias)
@@ -103,9 +102,11 @@ class RequestClient:
                 num_prompt_tokens=len(checked),
                 max_model_len=model.max_model_len,
                 rng=self._rng,
-                eos_token_ids=eos_token_ids,
             ),
             lora_request=lora_request,
+            tokenizer=tokenizer,
+            conventions=conventions.digest if lora_request and is_text(prompt) else None,
+            waited_s=conventions.waited_s,
             cache_salt=cache_salt,
             predicted_output_tokens=predicted_output_tokens,
         )
@@ -142,7 +143,7 @@ class RequestClient:
         self._check_room(prepared.params.n)
         requests = prepared.engine_requests(self._engine_ids)
         ids = [request.request_id for request in requests]
-        generation = Generation(prepared, ids, self._ready()[1], notify, watch)
+        generation = Generation(prepared, ids, notify, watch)
         self._num_sent += len(requests)
         self._by_id[generation.request_id] = generation
         for engine_id, choice in zip(ids, generation.choices, strict=True):
@@ -266,9 +267,9 @@ class RequestClient:
         for notify in tuple(self._on_turn):
             notify()
 
-    def _ready(self) -> tuple[ModelInfo, Tokenizer]:
-        assert self._model is not None and self._tokenizer is not None, "not begun"
-        return self._model, self._tokenizer
+    def _ready(self) -> ModelInfo:
+        assert self._model is not None, "not begun"
+        return self._model
 
     def _check_room(self, num_new: int) -> None:
         """Raise for what cannot even wait, before the engine has to hear of it."""
@@ -290,3 +291,8 @@ class RequestClient:
             num_waiting + num_new <= max_waiting
             and num_open + num_new <= self._config.max_num_seqs + max_waiting
         )
+
+
+def is_text(prompt: Prompt | MakePrompt) -> bool:
+    """Whether its tokens are still to be made."""
+    return isinstance(prompt, str) or callable(prompt)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from ..adapters.info import LEVELS, AdapterInfo, DrainingVersion, Residency
 from .errors import HttpError
 
@@ -49,13 +50,15 @@ def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
     """Return all that is known of one."""
     fields = msgspec.structs.asdict(adapter)
     residency, draining = fields.pop("residency"), fields.pop("draining")
+    conventions: AdapterConventions = fields.pop("conventions") or NO_CONVENTIONS
     versions = [
         {"version": one.version, "rank": one.rank, "num_bytes": one.num_bytes}
         | _residency_json(one.residency)
         for one in draining
     ]
     is_resident = {"resident": adapter.is_resident}
-    return fields | is_resident | _residency_json(residency) | {"draining": versions}
+    shown = {"conventions": conventions.digest, "messages_refused": conventions.refusal}
+    return fields | shown | is_resident | _residency_json(residency) | {"draining": versions}
 
 
 class LoadCounts(msgspec.Struct, frozen=True):
@@ -78,8 +81,9 @@ AdapterCard: Any = msgspec.defstruct(
     "AdapterCard",
     list(
         (
-            _types_of(AdapterInfo, without=["residency"])
+            _types_of(AdapterInfo, without=["residency", "conventions"])
             | _RESIDENCY
+            | {"conventions": str, "messages_refused": str | None}
             | {"resident": bool, "draining": list[_DRAINING]}
         ).items()
     ),

@@ -108,14 +108,13 @@ class BasicRoutes:
         target = await self._state.resolve(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise HttpError(400, "give prompt or messages, one of them", code="invalid_value")
-        tokenizer = self._state.engine.tokenizer
+        conventions = await self._state.engine.conventions_of(target.adapter_name)
+        tokenizer = conventions.tokenizer
         if body.messages is None:
             text, add_special_tokens = str(body.prompt), body.add_special_tokens is not False
         else:
-            renderer = await self._state.engine.renderer_of(target.adapter_name)
-            text = await render_in_time(
-                partial(body.render, renderer, body.messages), self._state.settings.limits.template
-            )
+            render = partial(body.render, conventions, body.messages)
+            text = await render_in_time(render, self._state.settings.limits.template)
             add_special_tokens = bool(body.add_special_tokens)
         tokens = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
         max_model_len = self._state.engine.get_model_info().max_model_len
@@ -125,11 +124,12 @@ class BasicRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
         body = parse_body(DetokenizeRequest, await self._read(request), self._state.unknown_fields)
-        await self._state.resolve(body.model)
+        target = await self._state.resolve(body.model)
         vocab_size = self._state.engine.get_model_info().vocab_size
         tokens = check_token_ids(body.tokens, vocab_size=vocab_size) if body.tokens else []
         # With the special tokens, so that its tokens without added ones are the same again.
-        text = self._state.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+        conventions = await self._state.engine.conventions_of(target.adapter_name)
+        text = conventions.tokenizer.decode(tokens, skip_special_tokens=False)
         return json_response(DetokenizedText(text))
 
     async def _read(self, request: Request) -> bytes:

@@ -12,6 +12,7 @@ from ..frontend.template_sandbox import render_in_time
 from .body import given, parse_body
 from .chat_messages import ConversationFields
 from .endpoint import GenerationEndpoint
+from .engine_port import ConventionsPort
 from .errors import HttpError
 from .fields import MESSAGE_FIELDS
 from .generation_request import GenerationFields, ParsedRequest
@@ -78,26 +79,22 @@ class ChatEndpoint(GenerationEndpoint):
             logprobs_field="top_logprobs",
         )
         self.check_num_sequences(1, sampling.n)
-        tokenizer = self.state.engine.tokenizer
-        text = await render_in_time(
-            partial(
-                request.render,
-                await self.state.engine.renderer_of(target.adapter_name),
-                request.messages,
-            ),
-            self.state.settings.limits.template,
-        )
-        # The template has written the special tokens already, unless the request knows better.
-        prompt = await tokenizer.encode_async(
-            text, add_special_tokens=bool(request.add_special_tokens)
-        )
         object_name = _CHUNK_OBJECT if request.stream else _OBJECT
         return ParsedRequest(
             body=request,
             envelope=Envelope(record.request_id, object_name, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
-            prompts=[prompt],
+            prompts=[partial(self._make_prompt, request)],
             sampling=sampling,
+        )
+
+    async def _make_prompt(self, request: ChatRequest, conventions: ConventionsPort) -> list[int]:
+        """Render the conversation. Raises ``RequestError``."""
+        render = partial(request.render, conventions, request.messages)
+        text = await render_in_time(render, self.state.settings.limits.template)
+        # The template has written the special tokens already, unless the request knows better.
+        return await conventions.tokenizer.encode_async(
+            text, add_special_tokens=bool(request.add_special_tokens)
         )
 
     def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:

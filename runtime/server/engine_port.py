@@ -4,7 +4,7 @@
 of processes, tensors or the scheduler.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..adapters.info import AdapterInfo
@@ -46,6 +46,15 @@ class TokenizerPort(RendererPort, Protocol):
         ...
 
 
+class ConventionsPort(RendererPort, Protocol):
+    """The chat template of an adapter or the base, and the tokenizer that belongs to it."""
+
+    @property
+    def tokenizer(self) -> TokenizerPort:
+        """The tokenizer, with the tokens that the adapter adds."""
+        ...
+
+
 class EnginePort(Protocol):
     """An engine that is ready. All its errors are classes of ``runtime/errors.py``."""
 
@@ -54,13 +63,13 @@ class EnginePort(Protocol):
         """The tokenizer, with the chat template."""
         ...
 
-    async def renderer_of(self, lora: str | None) -> RendererPort:
-        """Return what has the chat template for an adapter's conversations; None = the base."""
+    async def conventions_of(self, lora: str | None) -> ConventionsPort:
+        """Return what makes tokens of an adapter's conversations and texts; None = the base."""
         ...
 
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | Callable[[Any], Awaitable[list[int]]],
         sampling_params: SamplingParams,
         request_id: str,
         *,

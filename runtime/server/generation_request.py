@@ -1,6 +1,6 @@
 """What completions and chat completions have in common: a body's fields, and the parsed request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -9,12 +9,14 @@ from pydantic import BeforeValidator
 from ..errors import RequestError
 from ..sampling import SamplingParams
 from .body import RequestModel, given
+from .engine_port import ConventionsPort
 from .errors import HttpError
 from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable
 from .json_values import wrong_type
 from .responses import Envelope
 
-Prompt = str | list[int]
+# A text, token ids, or what makes them by the conventions of the adapter.
+Prompt = str | list[int] | Callable[[ConventionsPort], Awaitable[list[int]]]
 
 # Fields that SamplingParams has under the same name.
 _SAMPLING_FIELDS = (

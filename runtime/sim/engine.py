@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
 from ..adapter import AdapterFacts
+from ..adapters.content import AdapterContent
 from ..adapters.registry import AdapterRegistry
 from ..coldstart.cold_start import PlannedColdStarts
 from ..coldstart.planner import Planner, PlannerConfig
@@ -204,7 +205,7 @@ def _registry(adapters: Sequence[AdapterFacts]) -> AdapterRegistry:
     registry = AdapterRegistry(lambda: AdapterId(next(ids)))
     for facts in adapters:
         load_id = registry.begin_loading(facts.digest, facts.digest)
-        registry.ready(facts.digest, facts.digest, load_id, facts)
+        registry.ready(facts.digest, facts.digest, load_id, AdapterContent(facts))
     return registry
 
 

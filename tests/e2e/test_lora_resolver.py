@@ -22,6 +22,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     shutil.copytree(demo_adapters_path() / "reverse", folders["here"] / "team" / "reverse")
     shutil.copytree(demo_adapters_path() / "upper", folders["hub"])
     (folders["hub"] / "notes.txt").write_text("not to be fetched")
+    (folders["hub"] / "chat_template.jinja").write_text("fetched")
     shutil.copytree(demo_adapters_path() / "upper", folders["elsewhere"])
     (folders["here"] / "link").symlink_to(folders["elsewhere"])
     shutil.copytree(demo_adapters_path() / "reverse", folders["here"] / "broken")
@@ -70,7 +71,9 @@ def test_from_a_hub(http: httpx.Client, folders: dict[str, Path]) -> None:
     assert ask(http, "acme/upper").status_code == 200
     assert {"acme/upper", "acme/upper@main"} <= names(http)
     fetched = {path.name for path in (folders["cache"] / "hub").rglob("snapshots/*/*")}
-    assert fetched == {"adapter_config.json", "adapter_model.safetensors"}
+    assert fetched == {
+        "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
+from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
@@ -69,7 +70,9 @@ class _Policies:
         layers = AdapterLayers(((8,),) * _NUM_LAYERS, (200, 200), (0, 0, 1, 1))
         for name in (ON_HOST, IN_FILES):
             facts = AdapterFacts(name, 8, 400, host_bytes=_HOST_BYTES, layers=layers)
-            self.registry.ready(name, "/", self.registry.begin_loading(name, "/"), facts)
+            self.registry.ready(
+                name, "/", self.registry.begin_loading(name, "/"), AdapterContent(facts)
+            )
         room = self.memory.registrations.begin(_HOST_BYTES)
         assert room.place is not None
         self.memory.registrations.end(room.place.place_id, ON_HOST)

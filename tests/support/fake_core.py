@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+from corun.runtime.adapters.conventions import NO_CONVENTIONS
 from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import (
@@ -22,6 +23,7 @@ from corun.runtime.engine.messages import (
     ModelInfo,
     OperationDone,
     PinAdapter,
+    ReadAdapter,
     RemoveAdapter,
     RequestTiming,
     RequestUpdate,
@@ -220,6 +222,8 @@ class FakeAdapters:
             removed = (message.name,)
         elif isinstance(message, PinAdapter):
             self.pinned[message.name] = message.pinned
+        elif isinstance(message, ReadAdapter):
+            assert message.name in self.paths
         elif not Path(message.path).is_dir():
             error = f"{message.path} is no directory"
             done = OperationDone(message.operation_id, error, AdapterError.__name__)
@@ -256,6 +260,7 @@ class FakeAdapters:
                 str(self._num_versions),
                 self.pinned.get(name, False),
                 Residency(level="gpu"),
+                conventions=NO_CONVENTIONS,
             )
             for name, path in self.paths.items()
         )

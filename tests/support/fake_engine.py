@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,7 +33,6 @@ from corun.runtime.frontend.outputs import (
 from corun.runtime.limits import check_num_stops, check_predicted_output
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.step_times import LearnedTimes
-from corun.runtime.server.engine_port import RendererPort
 from corun.runtime.timing import EngineTiming
 
 BASE_NAME = "tiny"
@@ -154,8 +153,12 @@ class FakeEngine:
     async def refresh_machine(self, timeout_s: float) -> MachineReport:
         return self.machine
 
-    async def renderer_of(self, lora: str | None) -> RendererPort:
-        return self.tokenizer
+    async def conventions_of(self, lora: str | None) -> "FakeEngine":
+        return self
+
+    @property
+    def apply_chat_template(self) -> Callable[..., str]:
+        return self.tokenizer.apply_chat_template
 
     def ask_stats(self) -> None:
         self.num_asked += 1
@@ -200,7 +203,7 @@ class FakeEngine:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | Callable[[Any], Awaitable[list[int]]],
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -212,6 +215,8 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         check_predicted_output(predicted_output_tokens)
         check_num_stops(len(sampling_params.stop), 16)
+        if callable(prompt):
+            prompt = await prompt(await self.conventions_of(lora_request))
         self.seen.append((prompt, sampling_params, lora_request, cache_salt))
         self.seen_predictions.append(predicted_output_tokens)
         prompt_ids = list(map(ord, prompt)) if isinstance(prompt, str) else prompt

@@ -21,7 +21,9 @@ from typing import Any, Self
 import msgspec
 from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.checkpoint import Checkpoint
+from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.load import open_adapter
+from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.cli.main import configure_logging
 from corun.runtime.cli.parser import parse_arguments
@@ -167,9 +169,10 @@ class _Files:
         facts = self._facts(path)
         return AdapterOutline(facts.rank, facts.num_bytes)
 
-    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         facts = self._facts(path)
-        return facts, make_room(facts.host_bytes) is not None
+        is_kept = make_room(facts.host_bytes) is not None
+        return AdapterContent(facts, is_kept=is_kept)
 
     def _facts(self, path: str) -> AdapterFacts:
         directory = Path(path)

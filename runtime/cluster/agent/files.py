@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from ...adapters.checkpoint import WEIGHTS_NAME, Checkpoint
-from ...adapters.peft_config import CONFIG_NAME, CONVENTION_NAMES, read_peft_config
+from ...adapters.conventions import CONVENTION_NAMES
+from ...adapters.peft_config import CONFIG_NAME, read_peft_config
 from ...adapters.tensor_names import parse_tensor_name
 from ...errors import AdapterError
 from ...server.errors import HttpError

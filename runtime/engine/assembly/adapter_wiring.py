@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...adapter import AdapterFacts, AdapterLayers, AdapterOutline
+from ...adapters.checkpoint import WEIGHTS_NAME
+from ...adapters.content import AdapterContent
+from ...adapters.convention_files import ConventionReader, settled_stamps_of, stamps_of
+from ...adapters.conventions import CONVENTION_NAMES, NO_CONVENTIONS
 from ...adapters.dir_changes import FoundAdapter
 from ...adapters.dir_watch import LoraDir, LoraDirWatch
 from ...adapters.load import OpenAdapter, open_adapter
 from ...adapters.names import unknown_name
+from ...adapters.peft_config import CONFIG_NAME
+from ...adapters.registry import AdapterVersion
 from ...adapters.state_file import AdapterStateFile
+from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule, parse_lora_modules
@@ -70,15 +77,41 @@ def make_host_adapters(
 class HostFiles:
     """See ``AdapterFiles``: what registering needs of the host's adapters."""
 
-    def __init__(self, host: "HostAdapters") -> None:
+    def __init__(self, host: "HostAdapters", conventions: ConventionReader | None) -> None:
+        """``conventions``: None = all adapters have those of the base."""
         self._host = host
+        self._conventions = conventions
 
     def outline(self, path: str) -> AdapterOutline:
         """See ``AdapterFiles``."""
         return AdapterOutline(*self._host.outline(path))
 
-    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         """See ``AdapterFiles``."""
+        try:
+            return self._read(Path(path), make_room, known)
+        except OSError as error:
+            raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def _read(
+        self, folder: Path, make_room: MakeRoom, known: AdapterVersion | None
+    ) -> AdapterContent:
+        before = stamps_of(folder, CONVENTION_NAMES)
+        reader = self._conventions
+        conventions = NO_CONVENTIONS if reader is None else reader.read(folder)
+        weights_stamps = settled_stamps_of(folder, (CONFIG_NAME, WEIGHTS_NAME))
+        if known is not None and weights_stamps and weights_stamps == known.weights_stamps:
+            facts, is_kept = known.facts, False
+        else:
+            facts, is_kept = self._register(str(folder), make_room)
+        if stamps_of(folder, CONVENTION_NAMES) != before:
+            raise AdapterError(
+                f"the files in {folder} changed while they were read; load the adapter again once "
+                "they are written"
+            )
+        return AdapterContent(facts, conventions, weights_stamps, is_kept)
+
+    def _register(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         adapter = self._host.register(path, make_room)
         layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
         facts = AdapterFacts(
@@ -103,12 +136,15 @@ def adapter_fetch(
 
 
 def make_manager(
-    config: EngineConfig, host: "HostAdapters", background_cpus: tuple[int, ...]
-) -> AdapterManager:
+    config: EngineConfig, host: "HostAdapters", tokens: BaseTokens,
+    background_cpus: tuple[int, ...],
+) -> AdapterManager:  # fmt: skip
     """Make what registers adapters. Raises ``ConfigError`` for a bad state file."""
     path = config.lora_state_file
     state_file = None if path is None else AdapterStateFile(Path(path).expanduser())
-    return AdapterManager(HostFiles(host), base_names(config), host, state_file, background_cpus)
+    conventions = ConventionReader(tokens) if config.adapter_templates == "use" else None
+    files = HostFiles(host, conventions)
+    return AdapterManager(files, base_names(config), host, state_file, background_cpus)
 
 
 def register_adapters(

@@ -16,6 +16,7 @@ import msgspec
 
 from ....shm.stale import remove_stale_names
 from ...adapters.sources import collect_sources
+from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule
@@ -28,7 +29,7 @@ from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
 from ..loop import OwnPolicies
 from ..messages import CpuWorkerStats, ModelInfo, TokenizerSpec
-from ..tokenizer import load_tokenizer, spec_of
+from ..tokenizer import read_tokenizer
 from .adapter_wiring import (
     adapter_fetch,
     base_names,
@@ -156,7 +157,11 @@ def _build(
     if config.max_model_len is not None:
         max_model_len_of(config, hf_config.get_text_config(), rope_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
-    tokenizer = tokenizer_spec(config, on_progress) if own_process else None
+    on_progress("reading the tokenizer")
+    tokens, tokenizer = read_tokenizer(
+        config.model, int(hf_config.get_text_config().vocab_size), revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )  # fmt: skip
     loaded = assemble.load(
         source, config, on_progress, placement.background_cpus, weights_directory()
     )
@@ -170,13 +175,28 @@ def _build(
         )
         measured = _measured(config, loaded, placement, facts)
         assembly = _connect(
-            config, source, loaded, adapters, on_progress, placement, measured, own_policies
+            config,
+            _Given(source, tokens, adapters),
+            loaded,
+            on_progress,
+            placement,
+            measured,
+            own_policies,
         )
     except BaseException:
         loaded.close()
         raise
     assembly.tokenizer = tokenizer
     return assembly
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the options name."""
+
+    source: "ModelSource"
+    tokens: BaseTokens
+    adapters: Sequence[LoraModule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,31 +225,20 @@ def _measured(
     return _Measured(profile, None if profile is None else profile.model)
 
 
-def tokenizer_spec(
-    config: EngineConfig, on_progress: Callable[[str], None]
-) -> TokenizerSpec | None:
-    """What saves the front end's process transformers and torch."""
-    assert config.model is not None
-    if config.trust_remote_code:  # a tokenizer's own code may do anything
-        return None
-    on_progress("reading the tokenizer")
-    return spec_of(load_tokenizer(config.model, revision=config.revision))
-
-
 def _connect(
-    config: EngineConfig, source: "ModelSource", loaded: "LoadedModel",
-    adapters: Sequence[LoraModule], on_progress: Callable[[str], None], placement: Placement,
-    measured: _Measured, own_policies: OwnPolicies | None,
+    config: EngineConfig, given: _Given, loaded: "LoadedModel",
+    on_progress: Callable[[str], None], placement: Placement, measured: _Measured,
+    own_policies: OwnPolicies | None,
 ) -> EngineAssembly:  # fmt: skip
     """Plan the memory, make core and executor, register the adapters."""
     from ....gpu.execution import assemble
     from ....gpu.model.fingerprint import model_fingerprint
     from ....gpu.model.generation import read_generation_defaults
 
-    memory, arena = plan_engine_memory(config, loaded, read_machine_facts(), adapters)
+    memory, arena = plan_engine_memory(config, loaded, read_machine_facts(), given.adapters)
     runner = assemble.make_runner(loaded, memory.num_blocks)
-    defaults = read_generation_defaults(source, loaded.config)
-    fingerprint = model_fingerprint(source, loaded.config, loaded.weights.label)
+    defaults = read_generation_defaults(given.source, loaded.config, given.tokens.eos_token_id)
+    fingerprint = model_fingerprint(given.source, loaded.config, loaded.weights.label)
     profile = measured.profile
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
@@ -239,7 +248,7 @@ def _connect(
         if is_cuda:  # the account is of what is left when loads have their buffers
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
-        manager = make_manager(config, host, placement.background_cpus)
+        manager = make_manager(config, host, given.tokens, placement.background_cpus)
         undo.callback(manager.close)
         host_kv = _host_kv(loaded, memory, placement)
         if host_kv is not None:
@@ -266,7 +275,7 @@ def _connect(
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
         )  # fmt: skip
         manager.attach(core)
-        register_adapters(config, manager, adapters, on_progress, placement.background_cpus)
+        register_adapters(config, manager, given.adapters, on_progress, placement.background_cpus)
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary, base_fingerprint=fingerprint)

@@ -16,6 +16,7 @@ from ....profiles.curve import median
 from ....profiles.models import MachineModel
 from ....profiles.profile import ProfileError
 from ...adapter import AdapterFacts, AdapterLayers
+from ...adapters.content import AdapterContent
 from ...adapters.registry import AdapterRegistry
 from ...coldstart.cold_start import PlannedColdStarts
 from ...coldstart.link import group_of_layers
@@ -175,7 +176,7 @@ class _Bench:
             host_bytes=adapter.host_bytes, layers=layers,
         )  # fmt: skip
         load_id = self._registry.begin_loading(_ADAPTER, _ADAPTER)
-        self._registry.ready(_ADAPTER, _ADAPTER, load_id, facts)
+        self._registry.ready(_ADAPTER, _ADAPTER, load_id, AdapterContent(facts))
 
     def request_s(self) -> float:
         """A request of one token, from its coming to its end, with what its load tells of."""

@@ -43,9 +43,9 @@ def edit(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def defaults(directory: Path) -> GenerationDefaults:
+def defaults(directory: Path, eos_id: int | None = None) -> GenerationDefaults:
     source = ModelSource(str(directory))
-    return read_generation_defaults(source, load_config(source).get_text_config())
+    return read_generation_defaults(source, load_config(source).get_text_config(), eos_id)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
@@ -287,6 +287,13 @@ def test_defaults_that_no_request_may_have_are_left_out(
     (directory / "generation_config.json").write_text('{"top_p": 0.0, "temperature": 0.5}')
     assert defaults(directory) == GenerationDefaults((2,), {"temperature": 0.5})
     assert "top_p is 0.0" in caplog.text
+
+
+def test_the_end_token_of_the_tokenizer_is_one_more(directory: Path) -> None:
+    assert defaults(directory, 2).eos_token_ids == (2,)
+    assert defaults(directory, 7).eos_token_ids == (2, 7)
+    edit(directory / "generation_config.json", eos_token_id=[])
+    assert defaults(directory, 7).eos_token_ids == (7,)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "</s>"}'])

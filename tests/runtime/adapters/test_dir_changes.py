@@ -4,7 +4,7 @@ from corun.runtime.adapters.dir_changes import GIVE_UP_S, SETTLE_S, DirState, Fo
 
 
 def found(mtime: int, *, is_complete: bool = True, path: str = "/a") -> FoundAdapter:
-    return FoundAdapter(path, ((1, 100, mtime),), is_complete)
+    return FoundAdapter(path, ((1, 2, 100, mtime, mtime),), is_complete)
 
 
 def test_what_is_known_is_no_news() -> None:

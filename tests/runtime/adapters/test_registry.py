@@ -4,6 +4,8 @@ from itertools import count
 
 import pytest
 from corun.runtime.adapter import AdapterFacts, AdapterOutline
+from corun.runtime.adapters.content import AdapterContent
+from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.names import check_adapter_name
 from corun.runtime.adapters.registry import (
@@ -40,7 +42,9 @@ def facts(digest: str = "d1") -> AdapterFacts:
 
 
 def load(registry: AdapterRegistry, name: str, digest: str = "d1") -> Registered:
-    registered = registry.ready(name, "path", registry.begin_loading(name, "path"), facts(digest))
+    registered = registry.ready(
+        name, "path", registry.begin_loading(name, "path"), AdapterContent(facts(digest))
+    )
     assert registered is not None
     return registered
 
@@ -51,7 +55,7 @@ def test_a_version_serves_once_it_is_ready() -> None:
     assert registry.infos(lambda _: Residency())[0].state == "loading"
     with pytest.raises(AdapterUnavailableError, match="'a' is loading"):
         registry.resolve("a")
-    registered = registry.ready("a", "dir", load_id, facts())
+    registered = registry.ready("a", "dir", load_id, AdapterContent(facts()))
     assert registered is not None and registered.is_new
     version = registry.resolve("a")
     assert (version.name, version.path, version.digest) == ("a", "dir", "d1")
@@ -84,7 +88,7 @@ def test_what_was_not_read_serves_by_its_outline_until_it_is() -> None:
     assert registry.infos(lambda _: Residency())[0].state == "ready"
     with pytest.raises(AdapterUnavailableError, match="is loading"):
         registry.resolve("a")
-    registry.ready("a", "dir", load_id, facts())
+    registry.ready("a", "dir", load_id, AdapterContent(facts()))
     assert registry.unread_path("a") is None
     assert registry.resolve("a").rank == 8
 
@@ -130,12 +134,39 @@ def test_reload_of_an_idle_version_frees_it_at_once() -> None:
 def test_reload_of_the_same_content_keeps_the_version_at_its_new_path() -> None:
     registry = make_registry()
     old = load(registry, "a").version
-    registered = registry.ready("a", "moved", registry.begin_loading("a", "moved"), facts())
+    registered = registry.ready(
+        "a", "moved", registry.begin_loading("a", "moved"), AdapterContent(facts())
+    )
     assert registered is not None
     assert not registered.is_new
     assert registered.version.adapter_id == old.adapter_id
     assert registered.freed == ()
     assert registry.resolve("a").path == registry.version(old.adapter_id).path == "moved"
+
+
+def test_other_conventions_are_for_new_requests_and_keep_the_bytes() -> None:
+    registry = make_registry()
+    old = load(registry, "a").version
+    assert registry.infos(lambda _: Residency())[0].conventions == NO_CONVENTIONS
+    registry.acquire(old.adapter_id)
+    conventions, stamps = AdapterConventions("x", digest="c"), ((1, 2, 3, 4, 5),)
+    content = AdapterContent(facts(), conventions, stamps)
+    registered = registry.ready("a", "path", registry.begin_loading("a", "path"), content)
+    assert registered is not None
+    assert (registered.is_new, registered.freed) == (False, ())
+    found = registry.resolve("a")
+    assert (found.adapter_id, found.conventions) == (old.adapter_id, conventions)
+    assert found.weights_stamps == stamps
+    assert registry.infos(lambda _: Residency())[0].conventions == conventions
+    assert not registry.release(old.adapter_id)
+    registry.check_invariants()
+
+
+def test_conventions_of_what_was_never_read_are_unknown() -> None:
+    registry = make_registry()
+    load_id = registry.begin_loading("a", "dir")
+    registry.outlined("a", load_id, AdapterOutline(8, 9))
+    assert registry.infos(lambda _: Residency())[0].conventions is None
 
 
 def test_remove_drains() -> None:
@@ -167,10 +198,10 @@ def test_a_name_that_is_removed_while_loading_ignores_the_end_of_the_load() -> N
     load_id = registry.begin_loading("a", "dir")
     registry.remove("a")
     later = registry.begin_loading("a", "other")
-    assert registry.ready("a", "dir", load_id, facts()) is None
+    assert registry.ready("a", "dir", load_id, AdapterContent(facts())) is None
     registry.failed("a", load_id, "late")
     assert registry.infos(lambda _: Residency())[0].state == "loading"
-    assert registry.ready("a", "other", later, facts()) is not None
+    assert registry.ready("a", "other", later, AdapterContent(facts())) is not None
 
 
 def test_one_load_per_name_at_a_time() -> None:
@@ -264,7 +295,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule(load=consumes(loads), digest=st.sampled_from(["d1", "d2"]))
     def end_well(self, load: tuple[str, LoadId], digest: str) -> None:
         name, load_id = load
-        registered = self.registry.ready(name, "dir", load_id, facts(digest))
+        registered = self.registry.ready(name, "dir", load_id, AdapterContent(facts(digest)))
         if self.loading.get(name) != load_id:
             assert registered is None
             return

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from corun.runtime.adapter import AdapterFacts, AdapterOutline
+from corun.runtime.adapters.content import AdapterContent
+from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.adapters.state_file import AdapterStateFile, RememberedAdapter
@@ -19,6 +21,7 @@ from corun.runtime.engine.messages import (
     AddAdapter,
     OperationDone,
     PinAdapter,
+    ReadAdapter,
     RemoveAdapter,
 )
 from corun.runtime.engine.residency import Changed
@@ -91,6 +94,8 @@ class Files:
         self.refused: set[str] = set()  # paths of which the header is bad
         self.num_reads = 0
         self.kept: set[str] = set()  # paths for which there is room
+        self.conventions: dict[str, AdapterConventions] = {}
+        self.known: AdapterVersion | None = None  # of the last read
         self.evicted: list[HostPlaceId] = []
         self.read_on: set[int] = set()  # CPUs on which the last one may have been read
         self.gate = threading.Event()
@@ -102,15 +107,18 @@ class Files:
             raise AdapterError("bad header")
         return AdapterOutline(rank=8, num_bytes=100)
 
-    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         self.num_reads += 1
+        self.known = known
         self.read_on = os.sched_getaffinity(0)
         assert self.gate.wait(10)
         content = self.content[path]
         place = make_room((60, 40)) if path in self.kept else None
         if isinstance(content, Exception):
             raise content
-        return AdapterFacts(digest=content, rank=8, num_bytes=100), place is not None
+        facts = AdapterFacts(digest=content, rank=8, num_bytes=100)
+        conventions = self.conventions.get(path, NO_CONVENTIONS)
+        return AdapterContent(facts, conventions, is_kept=place is not None)
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         self.evicted += place_ids
@@ -373,6 +381,87 @@ def test_tells_what_has_become_resident_and_nothing_else(
     assert manager.poll() == [], "it is where it was"
     remove(manager, "b")
     assert manager.poll() == []
+
+
+def test_other_conventions_are_told_at_once_and_drop_nothing(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    add(manager, files, "d1")
+    version = manager.resolve("a")
+    manager.acquire(version.adapter_id)
+    files.conventions["/a"] = AdapterConventions("x", digest="c")
+    changed = add(manager, files, "d1")[1]
+    assert files.known == version
+    assert changed is not None
+    assert [one.conventions for one in changed.adapters] == [files.conventions["/a"]]
+    assert manager.resolve("a").adapter_id == version.adapter_id
+    assert (device.dropped, files.gone) == ([], [])
+    files.content["/b"] = "d1"
+    manager.handle(AddAdapter(9, "a", "/b", replaces=False))
+    done, _ = wait_done(manager)
+    assert done.error_kind == AdapterExistsError.__name__  # the same weights without a template
+    assert files.known is None  # which were read elsewhere
+
+
+def test_one_folder_under_two_names(manager: AdapterManager, files: Files) -> None:
+    files.conventions["/a"] = AdapterConventions("x", digest="c")
+    add(manager, files, "d1")
+    manager.handle(AddAdapter(8, "b", "/a"))
+    assert wait_done(manager)[0].error is None
+    files.conventions["/a"] = AdapterConventions("y", digest="d")
+    add(manager, files, "d1")
+    found = {info.name: info.conventions for info in manager.infos()}
+    assert {name: one and one.template for name, one in found.items()} == {"a": "y", "b": "x"}
+
+
+def test_files_are_read_when_they_are_asked_for_and_once(
+    manager: AdapterManager, files: Files
+) -> None:
+    files.content["/a"], files.conventions["/a"] = "d1", AdapterConventions("x", digest="c")
+    manager.add_unread("a", "/a")
+    assert manager.infos()[0].conventions is None
+    manager.handle(ReadAdapter(1, "a"))
+    manager.handle(ReadAdapter(2, "a"))
+    told: list[OperationDone | AdaptersChanged] = []
+    deadline_s = time.monotonic() + 10
+    while OperationDone(2) not in told and time.monotonic() < deadline_s:
+        told += manager.poll(is_due=False)
+        select.select([manager], [], [], 1.0)
+    conventions = [
+        one.conventions
+        for message in told
+        if isinstance(message, AdaptersChanged)
+        for one in message.adapters
+    ]
+    assert conventions[-1] == files.conventions["/a"]
+    assert [one for one in told if isinstance(one, OperationDone)] == [
+        OperationDone(1), OperationDone(2),
+    ]  # fmt: skip
+    assert files.num_reads == 1
+    manager.handle(ReadAdapter(3, "a"))
+    assert wait_done(manager)[0] == OperationDone(3)
+    manager.handle(ReadAdapter(4, "nobody"))
+    assert wait_done(manager)[0] == OperationDone(4)  # who asks for it next is told
+    files.content["/b"] = AdapterError("bad values")
+    manager.add_unread("b", "/b")
+    manager.handle(ReadAdapter(5, "b"))
+    assert wait_done(manager)[0].error == "bad values"
+
+
+def test_what_requests_are_made_with_is_told_before_it_is_due(
+    manager: AdapterManager, files: Files
+) -> None:
+    files.content["/a"] = "d1"
+    manager.add_unread("a", "/a")
+    assert manager.must_wait("a")
+    deadline_s = time.monotonic() + 10
+    told: list[OperationDone | AdaptersChanged] = []
+    while not told and time.monotonic() < deadline_s:
+        select.select([manager], [], [], 1.0)
+        told = manager.poll(is_due=False)
+    (changed,) = told
+    assert isinstance(changed, AdaptersChanged)
+    assert changed.adapters[0].conventions == NO_CONVENTIONS
 
 
 def test_add_now_raises_with_the_name(manager: AdapterManager, files: Files) -> None:

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapters.content import AdapterContent
+from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
-from corun.runtime.errors import EngineDeadError, RequestError, UnknownModelError
+from corun.runtime.errors import (
+    AdapterChangedError,
+    EngineDeadError,
+    RequestError,
+    UnknownModelError,
+)
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, Outcome, StepId, StepPlan, WorkersChanged
 from corun.runtime.request import Request
@@ -57,11 +64,12 @@ class Engine:
         )
 
     def register(
-        self, name: str, digest: str = "d", num_bytes: int = 200, host_bytes: tuple[int, ...] = ()
-    ) -> AdapterId:
+        self, name: str, digest: str = "d", num_bytes: int = 200, host_bytes: tuple[int, ...] = (),
+        conventions: AdapterConventions = NO_CONVENTIONS,
+    ) -> AdapterId:  # fmt: skip
         load_id = self.registry.begin_loading(name, "/path")
         facts = AdapterFacts(digest, 8, num_bytes, host_bytes=host_bytes)
-        registered = self.registry.ready(name, "/path", load_id, facts)
+        registered = self.registry.ready(name, "/path", load_id, AdapterContent(facts, conventions))
         assert registered is not None
         for adapter_id in registered.freed:
             self.core.drop_adapter(adapter_id)
@@ -120,6 +128,41 @@ def test_tokens_come_in_order_and_everything_is_let_go(depth: int) -> None:
     assert (stats.kv_blocks_used, stats.kv_blocks_total) == (0, 17)
     assert (stats.generated_tokens, stats.prompt_tokens_computed) == (200, 30)
     assert (stats.num_running, stats.num_waiting, stats.num_failed_steps) == (0, 0, 0)
+    engine.registry.check_invariants()
+
+
+def test_end_tokens_of_an_adapter_end_its_requests_alone() -> None:
+    engine = Engine()
+    adapter_id = engine.register("a")
+    message = engine.add(1, "a", max_tokens=20)
+    engine.run()
+    tokens, _ = expected_output(
+        message.prompt_token_ids, message.sampling, adapter_id, max_model_len=MAX_MODEL_LEN
+    )
+    ends = AdapterConventions(eos_token_ids=(tokens[4],), digest="c")
+    assert engine.register("a", conventions=ends) == adapter_id
+    asked: tuple[dict[str, Any], ...] = ({}, {"ignore_eos": True}, {"min_tokens": 20})
+    for sampling, reason in zip(asked, ("stop", "length", "length"), strict=True):
+        engine.add(1, "a", max_tokens=20, **sampling)
+        updates = engine.run()
+        assert ends_of(updates)[1] == reason
+        assert updates[-1].stop_token_id == (tokens[4] if reason == "stop" else None)
+    engine.register("a", "d")
+    engine.add(1, "a", max_tokens=20)
+    assert ends_of(engine.run())[1] == "length"
+
+
+def test_a_prompt_that_other_conventions_made_is_refused() -> None:
+    engine = Engine()
+    engine.register("a", conventions=AdapterConventions("x", digest="new"))
+    sampling = SamplingParams(max_tokens=4)
+    for made_by in (None, "new"):
+        engine.core.add_request(AddRequest(1, (1, 2), sampling, "a", conventions=made_by))
+        assert ends_of(engine.run()) == {1: "length"}
+    for made_by in ("", "old"):
+        with pytest.raises(AdapterChangedError, match="adapter 'a' was loaded again"):
+            engine.core.add_request(AddRequest(1, (1, 2), sampling, "a", conventions=made_by))
+    assert not engine.core.has_work
     engine.registry.check_invariants()
 
 

@@ -8,7 +8,9 @@ from mmap import PAGESIZE
 
 import pytest
 from corun.runtime.adapter import AdapterFacts, AdapterLayers, AdapterOutline
+from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.info import AdapterInfo
+from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.engine.adapter_manager import AdapterManager
 from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.core import CoreConfig, EngineCore
@@ -70,13 +72,13 @@ class World:
     def outline(self, path: str) -> AdapterOutline:
         raise NotImplementedError
 
-    def read(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         layers = AdapterLayers(((8,), (8,)), GROUP_BYTES, (0, 1))
         facts = AdapterFacts(
             self.contents[path], 8, sum(GROUP_BYTES), layers=layers,
             host_bytes=(PAGESIZE, PAGESIZE),
         )  # fmt: skip
-        return facts, False
+        return AdapterContent(facts)
 
     def add(self, name: str, content: str) -> None:
         self.contents["/" + name] = content

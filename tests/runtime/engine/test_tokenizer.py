@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun.runtime.engine.tokenizer import load_tokenizer, plain_backend, spec_of
+from corun.runtime.engine.tokenizer import load_tokenizer, plain_backend, read_tokenizer, spec_of
 from corun.runtime.errors import ModelError
 from support.tokenizers import save_sample_tokenizer
 from tokenizers import NormalizedString, PreTokenizedString
@@ -96,3 +96,16 @@ def test_two_threads_load_at_once() -> None:
     said = done.stdout.count("no tokenizer can be loaded from '/no/such/directory': ")
     assert said == 2, (done.stdout, done.stderr)
     assert "ImportError" not in done.stdout + done.stderr
+
+
+def test_the_tokens_of_the_base_are_told_and_code_of_a_tokenizer_is_not(tmp_path: Path) -> None:
+    save_sample_tokenizer("byte level", tmp_path)
+    (tokens, told), (same, untold) = (
+        read_tokenizer(str(tmp_path), 999, trust_remote_code=trusts) for trusts in (False, True)
+    )
+    assert told is not None and untold is None
+    assert tokens == same
+    assert {"<|begin|>", "<|end|>", "<tool>"} <= tokens.added
+    assert tokens.ids["<|end|>"] == tokens.eos_token_id
+    assert tokens.contents[tokens.ids["<tool>"]] == "<tool>"
+    assert tokens.num_embeddings == 999

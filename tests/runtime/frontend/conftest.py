@@ -24,6 +24,13 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def template_less(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer without a chat template."""
+    directory: Path = tmp_path_factory.mktemp("template-less")
+    return Tokenizer(codec_of(load_tokenizer(save_tokenizer(directory))))
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: str) -> Tokenizer:
     """The tokenizer in that directory."""
     return Tokenizer(codec_of(load_tokenizer(tokenizer_dir)))

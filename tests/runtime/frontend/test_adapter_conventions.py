@@ -1,125 +1,167 @@
-"""Chat templates and end tokens in the folders of adapters."""
+"""An adapter's chat template and tokenizer, as the front end uses them."""
 
 import asyncio
-import json
-import logging
-import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tokenizers
-from corun.runtime.demo import demo_model_path
-from corun.runtime.errors import RequestError
-from corun.runtime.frontend.adapter_conventions import AdapterConventions, Conventions
-from corun.runtime.frontend.chat_template import ChatTemplate
-from corun.runtime.frontend.codec import PlainCodec
+from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
+from corun.runtime.adapters.info import AdapterInfo
+from corun.runtime.adapters.vocabulary import AddedToken, TokenDifferences
+from corun.runtime.engine.messages import OperationDone, ReadAdapter
+from corun.runtime.errors import AdapterError, AdapterFailedError, OverloadedError, RequestError
+from corun.runtime.frontend.adapter_conventions import AdapterTokenizers, Conventions
+from corun.runtime.frontend.lora_client import LoraClient
+from corun.runtime.frontend.tokenizer import Tokenizer
+from support.fake_core import model_info
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 HELLO = [{"role": "user", "content": "hello"}]
-BASE_TOKENIZER = demo_model_path() / "tokenizer.json"
-
-
-@pytest.fixture(scope="module")
-def codec() -> PlainCodec:
-    backend = tokenizers.Tokenizer.from_file(str(BASE_TOKENIZER))
-    return PlainCodec(backend, ChatTemplate("{{ messages }}", {"bos_token": "<s>"}))
-
-
-def write(folder: Path, **files: Any) -> None:
-    """Files by name, "." written as "_"; what is no text as JSON."""
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        text = content if isinstance(content, str) else json.dumps(content)
-        stem, _, suffix = name.rpartition("_")
-        (folder / f"{stem}.{suffix}").write_text(text)
-
-
-def found(codec: PlainCodec, folder: Path, *, is_on: bool = True) -> Conventions:
-    return asyncio.run(AdapterConventions(codec, is_on=is_on).of(str(folder)))
+TEMPLATE = "{{ bos_token }}{{ eos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 
 
 def text_of(conventions: Conventions) -> str:
-    return conventions.apply_chat_template(HELLO)
+    return conventions.apply_chat_template(HELLO, add_generation_prompt=False)
 
 
-def test_a_file_of_its_own_goes_before_a_field(codec: PlainCodec, tmp_path: Path) -> None:
-    write(tmp_path, tokenizer_config_json={"chat_template": "of the field"})
-    assert text_of(found(codec, tmp_path)) == "of the field"
-    write(tmp_path, chat_template_jinja=TEMPLATE)
-    assert text_of(found(codec, tmp_path)) == "<s>[hello]"
-    assert found(codec, tmp_path, is_on=False) == Conventions()
+def made(tokenizer: Tokenizer, own: AdapterConventions) -> Conventions:
+    """As the front end makes them of what the engine has told."""
+    found: list[Conventions] = []
+
+    async def scene(world: World) -> None:
+        world.tell(own)
+        found.append(await world.tokenizers.conventions_of("a", is_text=True))
+
+    run(tokenizer, scene)
+    return found[0]
 
 
-def test_templates_by_name(codec: PlainCodec, tmp_path: Path) -> None:
-    templates = [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "no"}]
-    write(tmp_path, tokenizer_config_json={"chat_template": templates})
-    assert text_of(found(codec, tmp_path)) == "<s>[hello]"
+def test_the_adapters_template_writes_its_conversations(tokenizer: Tokenizer) -> None:
+    assert text_of(Conventions(tokenizer)) == "<user>hello"
+    assert text_of(made(tokenizer, NO_CONVENTIONS)) == "<user>hello"
+    found = made(tokenizer, AdapterConventions(TEMPLATE, digest="d"))
+    assert text_of(found) == "<s></s>[hello]"
+    assert (found.digest, found.waited_s) == ("d", 0.0)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, ())])
-def test_end_tokens(codec: PlainCodec, tmp_path: Path, given: Any, expected: Any) -> None:
-    write(tmp_path, generation_config_json={"eos_token_id": given, "temperature": 0.7})
-    conventions = found(codec, tmp_path)
-    assert (conventions.template, conventions.eos_token_ids) == (None, expected)
+def test_a_template_names_the_special_tokens_of_the_adapter(tokenizer: Tokenizer) -> None:
+    own = AdapterConventions(TEMPLATE, {"bos_token": None, "eos_token": "<end>"})
+    assert text_of(made(tokenizer, own)) == "<end>[hello]"
 
 
-def test_a_folder_without_any_has_those_of_the_base(codec: PlainCodec, tmp_path: Path) -> None:
-    assert found(codec, tmp_path) == Conventions()
-    assert found(codec, tmp_path / "nowhere") == Conventions()
-    assert asyncio.run(AdapterConventions(codec, is_on=True).of(None)) == Conventions()
-
-
-def test_the_base_tokenizer_beside_it_is_no_other(codec: PlainCodec, tmp_path: Path) -> None:
-    write(tmp_path, chat_template_jinja=TEMPLATE, tokenizer_json=BASE_TOKENIZER.read_text())
-    assert found(codec, tmp_path).template is not None
-
-
-def _other_vocabulary() -> dict[str, Any]:
-    tokenizer: dict[str, Any] = json.loads(BASE_TOKENIZER.read_text())
-    tokenizer["added_tokens"][-1]["content"] = "<|other|>"
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({"tokenizer_json": _other_vocabulary()}, "its vocabulary is another"),
-        (
-            {"tokenizer_config_json": {"added_tokens_decoder": {"1": {"content": "<|x|>"}}}},
-            "token 1 is '<|x|>' there",
-        ),
-        ({"tokenizer_config_json": "{"}, "cannot be read"),
-        ({"generation_config_json": [1]}, "no JSON object"),
-        ({"generation_config_json": {"eos_token_id": "x"}}, "cannot be read"),
-        ({"tokenizer_json": {"model": {}}}, "cannot be read"),
-    ],
-)
-def test_those_of_other_tokens_are_left_and_it_is_said(
-    codec: PlainCodec, tmp_path: Path, caplog: pytest.LogCaptureFixture, files: Any, reason: str
-) -> None:
-    write(tmp_path, chat_template_jinja=TEMPLATE, **files)
-    with caplog.at_level(logging.WARNING):
-        assert found(codec, tmp_path) == Conventions()
-    assert reason in caplog.text
-
-
-def test_a_template_that_refuses_is_the_requests_fault(codec: PlainCodec, tmp_path: Path) -> None:
-    write(tmp_path, chat_template_jinja="{{ raise_exception('no system message') }}")
+def test_a_template_that_refuses_is_the_requests_fault(tokenizer: Tokenizer) -> None:
+    own = AdapterConventions("{{ raise_exception('no system message') }}")
     with pytest.raises(RequestError, match=r"adapter's chat template refuses.*no system message"):
-        text_of(found(codec, tmp_path))
+        text_of(made(tokenizer, own))
 
 
-def test_files_are_read_again_when_they_have_changed(codec: PlainCodec, tmp_path: Path) -> None:
-    conventions = AdapterConventions(codec, is_on=True, look_every_s=-1.0)
+def test_conventions_that_cannot_be_used_refuse_conversations(tokenizer: Tokenizer) -> None:
+    own = AdapterConventions(refusal="tokenizer.json is not a file")
+    with pytest.raises(RequestError, match=r"'a' takes no messages: tokenizer\.json is not a file"):
+        text_of(made(tokenizer, own))
 
-    def now() -> Conventions:
-        return asyncio.run(conventions.of(str(tmp_path)))
 
-    write(tmp_path, chat_template_jinja="one")
-    first = now()
-    assert text_of(first) == "one"
-    assert now() is first
-    write(tmp_path, chat_template_jinja="two")
-    os.utime(tmp_path / "chat_template.jinja", ns=(1, 1))
-    assert text_of(now()) == "two"
+def test_without_any_template_the_folder_is_named(template_less: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"neither adapter 'a' nor .* chat_template\.jinja"):
+        text_of(Conventions(template_less, "a"))
+    with pytest.raises(RequestError, match="the model has no chat template"):
+        text_of(Conventions(template_less))
+
+
+class Client:
+    """An engine client that only notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class World:
+    """What a front end knows of one adapter that nothing has read yet."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.client = Client()
+        self.loras = LoraClient(self.client)  # type: ignore[arg-type]
+        self.tell(None)
+        self.tokenizers = AdapterTokenizers(tokenizer, self.loras, model_info("x"))
+
+    def tell(self, conventions: AdapterConventions | None, state: str = "ready") -> None:
+        info = AdapterInfo("a", "/a", state, "damaged", 8, 9, "", conventions=conventions)
+        self.loras.directory.update((info,))
+
+    async def done(self, error: str | None = None) -> None:
+        while not self.client.sent:
+            await asyncio.sleep(0)
+        (message,) = self.client.sent
+        assert isinstance(message, ReadAdapter) and message.name == "a"
+        kind = None if error is None else AdapterError.__name__
+        self.loras.operation_done(OperationDone(message.operation_id, error, kind))
+
+
+def run(tokenizer: Tokenizer, scene: Callable[[World], Any]) -> None:
+    async def play() -> None:
+        world = World(tokenizer)
+        await scene(world)
+        world.tokenizers.close()
+
+    asyncio.run(play())
+
+
+def test_files_are_read_once_for_all_who_need_them(tokenizer: Tokenizer) -> None:
+    async def scene(world: World) -> None:
+        asked = [
+            asyncio.ensure_future(world.tokenizers.conventions_of("a", is_text=True))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0)
+        ids = await world.tokenizers.conventions_of("a", is_text=False)
+        assert (ids.digest, ids.tokenizer) == ("", tokenizer)  # which need none
+        world.tell(AdapterConventions(TEMPLATE, digest="d"))
+        await world.done()
+        found = await asyncio.gather(*asked)
+        assert [text_of(one) for one in found] == ["<s></s>[hello]"] * 3
+        assert {one.digest for one in found} == {"d"}
+        again = await world.tokenizers.conventions_of("a", is_text=True)
+        assert again.digest == "d" and len(world.client.sent) == 1
+        assert found[0].waited_s > again.waited_s == 0.0
+
+    run(tokenizer, scene)
+
+
+def test_files_that_cannot_be_read_fail_as_the_adapter_does(tokenizer: Tokenizer) -> None:
+    async def scene(world: World) -> None:
+        asked = asyncio.ensure_future(world.tokenizers.conventions_of("a", is_text=True))
+        await asyncio.sleep(0)
+        world.tell(None, "failed")
+        await world.done("damaged")
+        with pytest.raises(AdapterFailedError, match="damaged"):
+            await asked
+
+    run(tokenizer, scene)
+
+
+def test_no_request_waits_longer_than_for_its_turn(tokenizer: Tokenizer) -> None:
+    async def scene(world: World) -> None:
+        with pytest.raises(OverloadedError, match="--max-queue-s"):
+            await world.loras.read_conventions_of("a", 0.0)
+        world.tell(NO_CONVENTIONS)
+        await world.done()  # the reading goes on
+
+    run(tokenizer, scene)
+
+
+def test_adapters_that_add_the_same_tokens_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+    async def scene(world: World) -> None:
+        tokens = TokenDifferences((AddedToken("<new>", 258),))
+        world.tell(AdapterConventions(tokens=tokens))
+        one, two = await asyncio.gather(
+            *(world.tokenizers.conventions_of("a", is_text=True) for _ in range(2))
+        )
+        assert one.tokenizer is two.tokenizer is not tokenizer
+        assert one.tokenizer.encode("<new>", add_special_tokens=False) == [258]
+        world.tell(AdapterConventions("x", digest="x"))
+        other = await world.tokenizers.conventions_of("a", is_text=True)
+        assert other.tokenizer is tokenizer
+
+    run(tokenizer, scene)

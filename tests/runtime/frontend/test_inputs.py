@@ -18,6 +18,7 @@ from corun.runtime.frontend.inputs import (
     engine_sampling,
     read_options,
 )
+from corun.runtime.frontend.tokenizer import Tokenizer
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.fcfs import FcfsPolicy
@@ -26,7 +27,9 @@ from hypothesis import strategies as st
 from support.fake_core import MAX_MODEL_LEN, model_info
 
 
-def engine_requests(*, first_id: int = 0, **sampling: Any) -> list[AddRequest]:
+def engine_requests(
+    tokenizer: Tokenizer, *, first_id: int = 0, **sampling: Any
+) -> list[AddRequest]:
     params = SamplingParams(**sampling)
     samplings = engine_sampling(
         params, num_prompt_tokens=3, max_model_len=MAX_MODEL_LEN, rng=random.Random(0)
@@ -38,6 +41,7 @@ def engine_requests(*, first_id: int = 0, **sampling: Any) -> list[AddRequest]:
         params=params,
         samplings=samplings,
         lora_request="name",
+        tokenizer=tokenizer,
         cache_salt="salt",
         predicted_output_tokens=5,
     )
@@ -52,8 +56,10 @@ def test_choices_differ_and_the_first_keeps_the_seed(seed: int) -> None:
     assert all(0 <= one < 2**63 for one in seeds[1:])
 
 
-def test_one_engine_request_per_choice() -> None:
-    requests = engine_requests(first_id=7, n=3, seed=9, stop="x", truncate_prompt_tokens=3)
+def test_one_engine_request_per_choice(tokenizer: Tokenizer) -> None:
+    requests = engine_requests(
+        tokenizer, first_id=7, n=3, seed=9, stop="x", truncate_prompt_tokens=3
+    )
     assert [request.request_id for request in requests] == [7, 8, 9]
     for request in requests:
         assert (request.sampling.n, request.sampling.stop) == (1, ())
@@ -76,10 +82,10 @@ def test_no_more_tokens_are_listed_than_the_model_has(name: str) -> None:
     assert caught.value.param == name
 
 
-def test_max_tokens_is_what_the_context_takes_at_most() -> None:
+def test_max_tokens_is_what_the_context_takes_at_most(tokenizer: Tokenizer) -> None:
     cases = ((None, MAX_MODEL_LEN - 3), (10**6, MAX_MODEL_LEN - 3), (5, 5), (0, 1))
     for max_tokens, expected in cases:
-        (request,) = engine_requests(max_tokens=max_tokens, prompt_logprobs=0)
+        (request,) = engine_requests(tokenizer, max_tokens=max_tokens, prompt_logprobs=0)
         assert request.sampling.max_tokens == expected
         assert request.sampling.seed is not None
 

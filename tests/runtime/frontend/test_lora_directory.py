@@ -4,6 +4,7 @@ from itertools import count
 
 import pytest
 from corun.runtime.adapter import AdapterFacts
+from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.errors import AdapterUnavailableError, RequestError, UnknownModelError
@@ -18,7 +19,8 @@ def make_registry() -> AdapterRegistry:
     registry = AdapterRegistry(lambda: AdapterId(next(ids)))
     for name in ("ready", "draining"):
         load_id = registry.begin_loading(name, f"/{name}")
-        registered = registry.ready(name, f"/{name}", load_id, AdapterFacts(name, 8, 100))
+        content = AdapterContent(AdapterFacts(name, 8, 100))
+        registered = registry.ready(name, f"/{name}", load_id, content)
         assert registered is not None
         registry.acquire(registered.version.adapter_id)
     registry.remove("draining")

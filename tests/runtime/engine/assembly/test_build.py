@@ -169,12 +169,6 @@ def num_tokens(plan: StepPlan) -> list[int]:
     return [count for batch in plan.sub_batches for count in batch.num_tokens]
 
 
-def test_a_tokenizer_with_code_of_its_own_is_not_told(options: dict[str, Any]) -> None:
-    plain, remote = EngineConfig(**options), EngineConfig(**options, trust_remote_code=True)
-    assert build.tokenizer_spec(plain, lambda _: None) is not None
-    assert build.tokenizer_spec(remote, lambda _: None) is None
-
-
 def profile_of(options: dict[str, Any], directory: Path) -> str:
     """Or each engine with a link would measure one."""
     return str(save_made_up_profile(EngineConfig(**options), directory / "profile.json"))

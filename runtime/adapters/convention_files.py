@@ -1,0 +1,185 @@
+"""Reads what an adapter's folder holds for conversations and texts, each file once and bounded.
+
+A file that cannot be read refuses the adapter's conversations, for they might be written otherwise
+than the adapter was trained; its weights, and prompts, are served.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .content import FileStamp
+from .conventions import (
+    ADDED_TOKENS_NAME,
+    GENERATION_CONFIG_NAME,
+    MAX_TEMPLATE_BYTES,
+    SPECIAL_TOKENS_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    AdapterConventions,
+    ConventionContents,
+    conventions_of,
+    refused,
+)
+from .sources import why_unknown
+from .vocabulary import AddedToken, BaseTokens, TokenDifferences, compare
+
+_LOG = logging.getLogger(__name__)
+
+_MAX_JSON_BYTES = 16 << 20
+_MAX_TOKENIZER_BYTES = 64 << 20  # those of large vocabularies have half of it
+_MAX_KNOWN = 64  # tokenizers: adapters of one trainer have the same
+# The clock of a file system may stand still for so long while a file is written twice.
+_CLOCK_STEP_NS = 1_000_000_000
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]  # of unigram models, with scores
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is needed of a ``tokenizer.json``."""
+
+    model: _Model
+    added_tokens: list[AddedToken] = []
+
+
+class ConventionReader:
+    """Reads folders of adapters over one base. Belongs to one thread at a time."""
+
+    def __init__(self, base: BaseTokens) -> None:
+        self._base = base
+        self._known: dict[bytes, TokenDifferences] = {}  # by digest of the file
+
+    def read(self, folder: Path) -> AdapterConventions:
+        """Return the conventions of the adapter in ``folder``; what is wrong is logged."""
+        try:
+            contents = ConventionContents(
+                template=_read_template(folder),
+                tokenizer_config=_read_json(folder, TOKENIZER_CONFIG_NAME),
+                special_tokens_map=_read_json(folder, SPECIAL_TOKENS_NAME),
+                added_tokens=_read_json(folder, ADDED_TOKENS_NAME),
+                generation_config=_read_json(folder, GENERATION_CONFIG_NAME),
+            )
+            found, notes = conventions_of(contents, self._compare(folder), self._base)
+        except ValueError as error:
+            _LOG.warning(
+                "%s: %s; requests with messages are refused, requests with a prompt are served",
+                folder, error,
+            )  # fmt: skip
+            return refused(str(error))
+        for note in notes:
+            _LOG.warning("%s: %s", folder, note)
+        return found
+
+    def _compare(self, folder: Path) -> TokenDifferences:
+        """Compare the tokenizer in ``folder``, if there is one, with the base's."""
+        raw = _read(folder / TOKENIZER_NAME, _MAX_TOKENIZER_BYTES)
+        if raw is None:
+            return TokenDifferences()
+        digest = hashlib.sha256(raw).digest()
+        found = self._known.get(digest)
+        if found is None:
+            if len(self._known) >= _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            found = self._known[digest] = self._compare_file(raw)
+        return found
+
+    def _compare_file(self, raw: bytes) -> TokenDifferences:
+        try:
+            file = msgspec.json.decode(raw, type=_TokenizerFile)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{TOKENIZER_NAME} is not one of a tokenizer: {error}") from error
+        words = file.model.vocab
+        if isinstance(words, list):
+            words = {word: token_id for token_id, (word, _) in enumerate(words)}
+        # A vocabulary may repeat its added tokens, which are no words of it for that.
+        return compare(words, file.added_tokens, self._base)
+
+
+def stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp | None, ...]:
+    """Return what tells each file from any other that is there before or later; None = no file.
+
+    Raises ``OSError`` if that cannot be told.
+    """
+    return tuple(_stamp_of(folder / name) for name in names)
+
+
+def settled_stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp, ...] | None:
+    """Return the same of files that are all there, and were last written a while ago; else None.
+
+    Files with these stamps have the same contents: no later write can leave a stamp as it is.
+    """
+    stamps = [stamp for stamp in stamps_of(folder, names) if stamp is not None]
+    newest_ns = time.time_ns() - _CLOCK_STEP_NS
+    is_settled = len(stamps) == len(names) and all(stamp[-1] < newest_ns for stamp in stamps)
+    return tuple(stamps) if is_settled else None
+
+
+def _stamp_of(path: Path) -> FileStamp | None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        if why_unknown(error) is not None:
+            raise
+        return None
+    return (
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
+    )  # fmt: skip
+
+
+def _read_template(folder: Path) -> str | None:
+    raw = _read(folder / TEMPLATE_NAME, MAX_TEMPLATE_BYTES)
+    if raw is None:
+        return None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{TEMPLATE_NAME} is not valid UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object that is in a file; nothing if there is no file."""
+    raw = _read(folder / name, _MAX_JSON_BYTES)
+    if raw is None:
+        return {}
+    try:
+        found = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not valid UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    return found
+
+
+def _read(path: Path, max_bytes: int) -> bytes | None:
+    """Return what is in a file; None if there is none. Raises ``ValueError``."""
+    try:
+        # What is no file would be waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{path.name} is not a file")
+            raw = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    if len(raw) > max_bytes:
+        raise ValueError(f"{path.name} has more than {max_bytes} bytes")
+    return raw

@@ -1,0 +1,199 @@
+"""What an adapter brings for texts: a chat template, end tokens, and tokens of its tokenizer.
+
+They belong to its version as its weights do, and are read with them. Plain data, and what the
+contents of the files mean; knows no files.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .vocabulary import AddedToken, BaseTokens, TokenDifferences, compare
+
+TEMPLATE_NAME, TOKENIZER_NAME = "chat_template.jinja", "tokenizer.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+SPECIAL_TOKENS_NAME = "special_tokens_map.json"
+ADDED_TOKENS_NAME = "added_tokens.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+CONVENTION_NAMES = (
+    TEMPLATE_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    SPECIAL_TOKENS_NAME,
+    ADDED_TOKENS_NAME,
+    GENERATION_CONFIG_NAME,
+)
+"""What is read of an adapter's folder beside its configuration and weights."""
+
+MAX_TEMPLATE_BYTES = 1 << 20
+
+# What templates can name, as transformers has it.
+_SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+
+Template = str | dict[str, str]  # one, or several by name
+
+
+class AdapterConventions(msgspec.Struct, frozen=True, array_like=True):
+    """Of one version of an adapter. Empty = those of the base."""
+
+    template: Template | None = None
+    special_tokens: dict[str, str | None] = {}  # as templates name them; None = it has none
+    eos_token_ids: tuple[int, ...] = ()  # beside the base's
+    tokens: TokenDifferences = TokenDifferences()
+    refusal: str | None = None  # why its conversations are refused, if they are
+    digest: str = ""  # of all others, hexadecimal; "" if they are those of the base
+
+
+NO_CONVENTIONS = AdapterConventions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConventionContents:
+    """What is in the files, as JSON's types; empty where there is no file."""
+
+    template: str | None = None  # of a file of its own
+    tokenizer_config: Mapping[str, Any]
+    special_tokens_map: Mapping[str, Any]
+    added_tokens: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+
+
+def conventions_of(
+    contents: ConventionContents, tokenizer: TokenDifferences, base: BaseTokens
+) -> tuple[AdapterConventions, list[str]]:
+    """Return the conventions, and what is to be said of them in a log.
+
+    ``tokenizer``: how the ``tokenizer.json`` of the folder differs. Raises ``ValueError`` for
+    contents that are none.
+    """
+    template = _template(contents)
+    listed = list(_listed_tokens(contents))
+    tokens = _join(tokenizer, compare(None, listed, base), {token.token_id for token in listed})
+    if tokens.reason is not None:
+        what = f"its tokenizer is not the base's: {tokens.reason}"
+        refusal = None if template is None else what
+        return refused(refusal), [f"its chat template and end tokens are not used: {what}"]
+    eos_token_ids, notes = _end_tokens(contents, tokens, base)
+    special_tokens = {} if template is None else _special_tokens(contents)
+    return _with_digest(AdapterConventions(template, special_tokens, eos_token_ids, tokens)), notes
+
+
+def refused(reason: str | None) -> AdapterConventions:
+    """Return those of an adapter of which only prompts are served; None = those of the base."""
+    return NO_CONVENTIONS if reason is None else _with_digest(AdapterConventions(refusal=reason))
+
+
+def _with_digest(found: AdapterConventions) -> AdapterConventions:
+    if found == NO_CONVENTIONS:
+        return NO_CONVENTIONS
+    digest = hashlib.sha256(msgspec.json.encode(found, order="sorted")).hexdigest()
+    return msgspec.structs.replace(found, digest=digest)
+
+
+def _template(contents: ConventionContents) -> Template | None:
+    """Return what transformers takes: a file of its own, or else a field of the configuration."""
+    if contents.template is not None:
+        return contents.template
+    source = contents.tokenizer_config.get("chat_template")
+    if isinstance(source, list):
+        try:
+            source = {str(one["name"]): str(one["template"]) for one in source}
+        except (TypeError, KeyError):
+            raise _wrong(TOKENIZER_CONFIG_NAME, "chat_template", "a text or named texts") from None
+    elif not isinstance(source, str | None):
+        raise _wrong(TOKENIZER_CONFIG_NAME, "chat_template", "a text or named texts")
+    num_bytes = sum(len(one.encode(errors="replace")) for one in _texts(source))
+    if num_bytes > MAX_TEMPLATE_BYTES:
+        raise ValueError(
+            f"the chat_template of {TOKENIZER_CONFIG_NAME} has {num_bytes} bytes, and at most "
+            f"{MAX_TEMPLATE_BYTES} are read"
+        )
+    return source
+
+
+def _texts(source: Template | None) -> Sequence[str]:
+    if source is None:
+        return ()
+    return (source,) if isinstance(source, str) else tuple(source.values())
+
+
+def _listed_tokens(contents: ConventionContents) -> Iterator[AddedToken]:
+    """Yield the added tokens that are written beside the tokenizer itself."""
+    decoder = contents.tokenizer_config.get("added_tokens_decoder") or {}
+    try:
+        for token_id, fields in decoder.items():
+            yield msgspec.convert({**fields, "id": int(token_id)}, AddedToken)
+    except (AttributeError, TypeError, ValueError):
+        raise _wrong(TOKENIZER_CONFIG_NAME, "added_tokens_decoder", "tokens by id") from None
+    for content, token_id in contents.added_tokens.items():
+        if type(token_id) is not int:
+            raise _wrong(ADDED_TOKENS_NAME, repr(content), "the id of a token")
+        yield AddedToken(content, token_id)
+
+
+def _join(
+    tokenizer: TokenDifferences, listed: TokenDifferences, listed_ids: Collection[int]
+) -> TokenDifferences:
+    """Return both together; what the tokenizer itself says of a token goes before."""
+    known = {token.content for token in tokenizer.added}
+    return TokenDifferences(
+        (*tokenizer.added, *(token for token in listed.added if token.content not in known)),
+        tuple(one for one in tokenizer.missing_ids if one not in listed_ids),
+        tokenizer.reason or listed.reason,
+    )
+
+
+def _special_tokens(contents: ConventionContents) -> dict[str, str | None]:
+    """Return what templates can name, from the file that transformers takes it from."""
+    config, mapped = contents.tokenizer_config, contents.special_tokens_map
+    fields = {**mapped, **config} if "added_tokens_decoder" in config else {**config, **mapped}
+    found: dict[str, str | None] = {}
+    for name in _SPECIAL_TOKENS:
+        if name in fields:
+            texts = _token_texts(fields[name], name)
+            found[name] = texts[0] if texts else None
+    return found
+
+
+def _end_tokens(
+    contents: ConventionContents, tokens: TokenDifferences, base: BaseTokens
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return the tokens that end its answers, and which of the named ones cannot."""
+    ids = {**base.ids, **{token.content: token.token_id for token in tokens.added}}
+    found, notes = dict[int, None](), list[str]()
+    for fields in (contents.tokenizer_config, contents.special_tokens_map):
+        for text in _token_texts(fields.get("eos_token"), "eos_token"):
+            if ids.get(text, base.num_embeddings) < base.num_embeddings:
+                found[ids[text]] = None
+            else:
+                notes.append(f"its eos_token {text!r} is no token of the base, and ends no answer")
+    found |= dict.fromkeys(_token_ids(contents.generation_config.get("eos_token_id")))
+    of_base = (base.eos_token_id,)
+    ends = tuple(one for one in found if 0 <= one < base.num_embeddings and one not in of_base)
+    return ends, list(dict.fromkeys(notes))
+
+
+def _token_texts(value: object, name: str) -> list[str]:
+    """Return the texts of a token as trainers write it: a text, an object, or a list of these."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    texts = [one.get("content") if isinstance(one, dict) else one for one in values]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} is {value!r:.100}, expected the text of a token")
+    return [str(text) for text in texts]
+
+
+def _token_ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [one for one in values if type(one) is int]
+    if len(ids) < len(values):
+        raise _wrong(GENERATION_CONFIG_NAME, "eos_token_id", "ids of tokens")
+    return ids
+
+
+def _wrong(file: str, field: str, expected: str) -> ValueError:
+    return ValueError(f"{field} in {file} holds something else than {expected}")

@@ -1,0 +1,98 @@
+"""Whether an adapter's tokenizer makes the base's tokens, and which it has beside them. Pure.
+
+Trainers add tokens (one for padding, marks of turns). A tokenizer that leaves the base's ids alone
+makes the same tokens of all texts that hold no added one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+_MAX_ADDED_TOKENS = 1024
+_MAX_CHARS_SHOWN = 60
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is found in a text before the text is cut into words, as ``tokenizers`` says."""
+
+    content: str
+    token_id: int = msgspec.field(name="id")
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class BaseTokens:
+    """The tokens of the base model."""
+
+    ids: Mapping[str, int]  # by content, added ones included
+    added: frozenset[str]  # contents of those that are found before a text is cut into words
+    eos_token_id: int | None
+    num_embeddings: int  # ids below have an embedding
+
+    @cached_property
+    def contents(self) -> Mapping[int, str]:
+        """The same by id."""
+        return {token_id: content for content, token_id in self.ids.items()}
+
+
+class TokenDifferences(msgspec.Struct, frozen=True, array_like=True):
+    """How an adapter's tokenizer differs from the base's."""
+
+    added: tuple[AddedToken, ...] = ()  # tokens that the base does not find in texts
+    missing_ids: tuple[int, ...] = ()  # added tokens of the base that it does not have
+    reason: str | None = None  # why the base's tokens are not its tokens, if so
+
+
+def compare(
+    words: Mapping[str, int] | None, added: Iterable[AddedToken], base: BaseTokens
+) -> TokenDifferences:
+    """Compare an adapter's tokenizer with the base's.
+
+    Args:
+        words: Its vocabulary without the added tokens; None = not known, and taken as the base's.
+        added: Its added tokens, as far as they are known.
+        base: The base's tokens.
+    """
+    own_added = {token.content: token for token in added}
+    ids = {**(words or {}), **{one.content: one.token_id for one in own_added.values()}}
+    for content, token_id in ids.items():
+        if base.ids.get(content) != token_id:
+            reason = _conflict(content, token_id, base)
+            if reason is None and content not in own_added:
+                reason = f"the base has no token {_shown(content)} (id {token_id})"
+            if reason is not None:
+                return TokenDifferences(reason=reason)
+    missing = () if words is None else base.ids.keys() - ids.keys()
+    for content in missing:
+        if content not in base.added:
+            return TokenDifferences(reason=f"the base's token {_shown(content)} is missing")
+    more = [one for one in own_added.values() if one.content not in base.added]
+    if len(more) > _MAX_ADDED_TOKENS:
+        return TokenDifferences(
+            reason=f"it adds {len(more)} tokens, and at most {_MAX_ADDED_TOKENS} are served"
+        )
+    return TokenDifferences(
+        tuple(sorted(more, key=lambda one: one.token_id)),
+        tuple(sorted(base.ids[content] for content in missing)),
+    )
+
+
+def _conflict(content: str, token_id: int, base: BaseTokens) -> str | None:
+    """Say what the base has in place of a token; None if it has neither the text nor the id."""
+    own_id, other = base.ids.get(content), base.contents.get(token_id)
+    if own_id is not None:
+        return f"token {_shown(content)} has id {token_id}, and id {own_id} in the base"
+    if other is not None:
+        return f"id {token_id} is token {_shown(content)}, and token {_shown(other)} in the base"
+    return None
+
+
+def _shown(content: str) -> str:
+    is_long = len(content) > _MAX_CHARS_SHOWN
+    return repr(content[:_MAX_CHARS_SHOWN] + "…" if is_long else content)

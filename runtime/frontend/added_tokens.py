@@ -1,0 +1,117 @@
+"""A base's tokenizer with the tokens that an adapter's tokenizer has beside them.
+
+``tokenizers`` gives new tokens the ids that follow; those of the adapter may be others, so ids are
+translated on the way in and out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from ..adapters.vocabulary import AddedToken, TokenDifferences
+from ..errors import RequestError
+from .codec import Codec
+from .detokenizer import Decode
+from .special_stops import SpecialToken
+
+
+class AddedTokensCodec:
+    """See ``Codec``."""
+
+    def __init__(
+        self, codec: Codec, ids: Mapping[int, int], tokens: TokenDifferences, num_embeddings: int
+    ) -> None:
+        """``codec``: the base's with the tokens; ``ids``: the adapter's, by those that it gives."""
+        self._codec = codec
+        self._ids = {inner: outer for inner, outer in ids.items() if inner != outer}
+        self._inner_ids = {outer: inner for inner, outer in self._ids.items()}
+        self._added = {token.token_id: token.content for token in tokens.added}
+        self._refused = set(tokens.missing_ids)
+        self._refused.update(one for one in self._added if one >= num_embeddings)
+        self._num_embeddings = num_embeddings
+
+    @property
+    def is_quick(self) -> bool:
+        return self._codec.is_quick
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._codec.has_chat_template
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, str]:
+        return self._codec.special_tokens_map
+
+    def special_tokens(self) -> Mapping[int, SpecialToken]:
+        found = self._codec.special_tokens()
+        return {self._ids.get(inner, inner): token for inner, token in found.items()}
+
+    def with_tokens(
+        self, tokens: Sequence[tokenizers.AddedToken]
+    ) -> tuple[Codec, Mapping[str, int]]:
+        return self._codec.with_tokens(tokens)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises ``RequestError`` for a token that the base has not, or the adapter has not."""
+        token_ids = self._codec.encode(text, add_special_tokens=add_special_tokens)
+        if self._ids:
+            token_ids = [self._ids.get(one, one) for one in token_ids]
+        if not self._refused.isdisjoint(token_ids):
+            raise self._refusal(next(one for one in token_ids if one in self._refused))
+        return token_ids
+
+    def decoding(self, *, skip_special_tokens: bool) -> Decode:
+        decode = self._codec.decoding(skip_special_tokens=skip_special_tokens)
+        inner_ids = self._inner_ids
+        if not inner_ids:
+            return decode
+
+        def translated(token_ids: Sequence[int]) -> str:
+            return decode([inner_ids.get(one, one) for one in token_ids])
+
+        return translated
+
+    def token_name(self, token_id: int) -> str | None:
+        return self._codec.token_name(self._inner_ids.get(token_id, token_id))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        return self._codec.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+
+    def _refusal(self, token_id: int) -> RequestError:
+        content = self._added.get(token_id)
+        if content is None:
+            content = self._codec.token_name(token_id)
+            why = "which the tokenizer of the base has and that of the adapter has not"
+        else:
+            why = (
+                f"which the adapter's tokenizer has added (id {token_id}): the base model has "
+                f"embeddings of ids 0 to {self._num_embeddings - 1} alone"
+            )
+        return RequestError(f"the prompt contains the token {content!r}, {why}", param="prompt")
+
+
+def with_added(base: Codec, tokens: TokenDifferences, num_embeddings: int) -> Codec:
+    """Return ``base`` with the tokens of an adapter. Takes its time."""
+    codec, ids = base.with_tokens([_token(one) for one in tokens.added])
+    outer = {ids[one.content]: one.token_id for one in tokens.added}
+    return AddedTokensCodec(codec, outer, tokens, num_embeddings)
+
+
+def _token(token: AddedToken) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token.content, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
+        normalized=token.normalized, special=token.special,
+    )  # fmt: skip
