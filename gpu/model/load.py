@@ -59,7 +59,7 @@ def load_model(
         if tensors is None:
             files = WeightFiles(source)
             tensors = stack.enter_context(files.lazily(files.names))
-        stack.enter_context(_quiet_library())
+        stack.enter_context(quiet_library())
         try:
             # Of a path it would apply an adapter that lies there.
             model, loading = skeleton.model_class.from_pretrained(
@@ -81,10 +81,10 @@ def load_model(
 
 
 @contextmanager
-def _quiet_library() -> Iterator[None]:
-    """Keep the library's bars and its table of unused tensors off the terminal.
+def quiet_library() -> Iterator[None]:
+    """Keep transformers' bars, warnings and tables of unused tensors off the terminal.
 
-    What is being done is told by ``on_progress``, and what is wrong with weights by an error.
+    What is being done is told by ``on_progress``, and what is wrong with a model by an error.
     """
     was_enabled, verbosity = (
         transformers_logging.is_progress_bar_enabled(),
