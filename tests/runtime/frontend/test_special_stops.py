@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corun.runtime.adapters.vocabulary import AddedToken as AddedAdapterToken
+from corun.runtime.adapters.vocabulary import TokenDifferences
 from corun.runtime.engine.messages import RequestUpdate
 from corun.runtime.engine.tokenizer import load_tokenizer
+from corun.runtime.frontend.added_tokens import with_added
 from corun.runtime.frontend.codec import Codec, codec_from_spec, codec_of
 from corun.runtime.frontend.generation import Choice
 from corun.runtime.frontend.tokenizer import Tokenizer
@@ -193,6 +196,25 @@ def test_the_token_that_ends_the_sequence_may_complete_a_stop_string(
     assert shown.end == end
     assert shown.token_ids == ids("ab\n", END)
     assert not shown.can_stop_engine
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text"),
+    [
+        ("<|tool|>", ["ab", 350, "c"], "ab"),
+        ("b<|tool|>\n", ["ab", 350, "\nc"], "a"),
+        ("<|tool|><|im_end|>", ["ab", 350, END], "ab"),
+        ("<content>", ["ab", 351, "c"], "ab"),
+    ],
+)
+def test_tokens_that_an_adapter_adds(
+    stop: str, tokens: list[str | int], text: str, skip: bool
+) -> None:
+    added = (AddedAdapterToken("<|tool|>", 350, special=True), AddedAdapterToken("<content>", 351))
+    tokenizer = Tokenizer(with_added(byte_codec(), TokenDifferences(added), 400))
+    shown = Shown(tokenizer, ids(*tokens), stop=stop, skip_special_tokens=skip)
+    assert shown.end == (text, "stop", stop)
 
 
 def test_a_stop_frees_the_engine_and_counts_its_token(tokenizer: Tokenizer) -> None:
