@@ -128,8 +128,9 @@ class SpecialStoppingDetokenizer:
             starts = self._starts_of_matches(character, is_shown=is_shown)
             if starts and may_stop:
                 start = min(starts)
-                self.stop = self._spellings.get(starts[start], starts[start])
-                return self._release_match(start)
+                found = starts[start]
+                self.stop = self._spellings.get(found, found)
+                return self._release_match(start, len(found))
         at_stake = [self._start(one.num_at_stake) for one in self._matchers]
         at_stake += [self._start_shown(one.num_at_stake) for one in self._shown_matchers]
         return self._release(min(at_stake))
@@ -137,12 +138,12 @@ class SpecialStoppingDetokenizer:
     def _starts_of_matches(self, character: str, *, is_shown: bool) -> dict[int, str]:
         """Return what the next character completes, by where it begins in what is held."""
         # Every matcher must see the character, so these are lists and not generators.
-        found = [one.stop for one in self._matchers if one.feed(character)]
-        starts = {self._start(len(stop)): stop for stop in found}
+        starts: dict[int, str] = {}
         if is_shown:
             found = [one.stop for one in self._shown_matchers if one.feed(character)]
-            starts |= {self._start_shown(len(stop)): stop for stop in found}
-        return starts
+            starts = {self._start_shown(len(stop)): stop for stop in found}
+        found = [one.stop for one in self._matchers if one.feed(character)]
+        return starts | {self._start(len(stop)): stop for stop in found}
 
     def _start(self, num_characters: int) -> int:
         """Return where the last characters begin, in what is held."""
@@ -163,9 +164,11 @@ class SpecialStoppingDetokenizer:
         self._num_released += end
         return shown
 
-    def _release_match(self, start: int) -> str:
+    def _release_match(self, start: int, num_characters: int) -> str:
+        """Return what is shown before a match of so many characters, and if asked the match."""
         shown = self._release(start)
         if self._params.include_stop_str_in_output:
-            shown += "".join(self._held)
+            is_whole = len(self._held) == num_characters  # else tokens in it are left out
+            shown += "".join(self._held) if is_whole else self._release(len(self._held))
         self._held.clear()
         return shown

@@ -14,7 +14,7 @@ from corun.runtime.frontend.codec import Codec, codec_from_spec, codec_of
 from corun.runtime.frontend.generation import Choice
 from corun.runtime.frontend.tokenizer import Tokenizer
 from corun.runtime.sampling import SamplingParams
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.tokenizers import SAMPLE_KINDS, save_sample_tokenizer
 from tokenizers import AddedToken, decoders, models
@@ -155,7 +155,7 @@ def test_a_text_around_a_token_that_is_left_out_stops_as_before(tokenizer: Token
         tokenizer, ids("ab", END, "cd"), stop=["bc", "<|im_start|>"],
         include_stop_str_in_output=True,
     )  # fmt: skip
-    assert kept.end == ("ab<|im_end|>c", "stop", "bc")
+    assert kept.end == ("abc", "stop", "bc")
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -231,6 +231,9 @@ def test_a_stop_frees_the_engine_and_counts_its_token(tokenizer: Tokenizer) -> N
     ),
     st.booleans(), st.booleans(),
 )  # fmt: skip
+@example(ids("x", END, "x"), [ids("xx")], True, True)
+@example(ids("x", END, "x"), [ids("xx"), [START]], True, True)
+@settings(max_examples=500)
 def test_streams_are_the_whole_text_cut(
     tokens: list[int], stops: list[list[int]], skip: bool, include: bool
 ) -> None:
@@ -262,11 +265,11 @@ def _expected(
             seen = [at for at in range(end) if not (is_plain and tokens[at] in NAMES)]
             if seen[-1:] != [end - 1] or [tokens[at] for at in seen[-len(stop) :]] != stop:
                 continue
-            matches.append((seen[-len(stop)], spelled(stop)))
+            matches.append((seen[-len(stop)], is_plain, spelled(stop)))
         if matches:
-            start, found = min(matches)
-            kept = spelled(tokens[start:end]) if include else ""
-            return text(tokens[:start]) + kept, "stop", found
+            start, is_plain, found = min(matches)
+            kept = text(tokens[start:end]) if is_plain else spelled(tokens[start:end])
+            return text(tokens[:start]) + kept * include, "stop", found
     return text(tokens), "length", None
 
 
