@@ -37,6 +37,11 @@ class CorunError(Exception):
     code = "internal_error"
     timing: EngineTiming | None = None  # of the request that it ended, if the engine had begun
 
+    @property
+    def kind(self) -> str:
+        """The name of its class, or of the nearest above that this module has."""
+        return next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
+
 
 class ConfigError(CorunError):
     """An option, or a key of a configuration file, is unknown or out of range."""

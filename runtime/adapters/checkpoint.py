@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from ..errors import AdapterError
+from .peft_config import GGUF_REASON, GGUF_SUFFIX
 from .resolved import RawTensor
 from .safetensors_header import LENGTH_BYTES, HeaderError, parse_header
 
@@ -178,4 +179,6 @@ def _check_format(directory: Path, path: Path) -> None:
             f"{directory / _INDEX_NAME} is refused: adapters in several files are not served; "
             f"save the adapter as one {WEIGHTS_NAME}"
         )
+    for file in sorted(directory.glob(f"*{GGUF_SUFFIX}")):
+        raise AdapterError(f"{file} {GGUF_REASON}")
     raise AdapterError(f"{directory} holds no {WEIGHTS_NAME}")

@@ -13,8 +13,14 @@ from typing import Any, TypeVar
 from ..errors import AdapterError
 from .lora_spec import LoraSpec, layers_pattern_regex, pattern_key_regex
 from .path_regex import path_regex
+from .peft_defaults import PEFT_DEFAULTS, PEFT_VERSION, TASK_TYPES
 
 CONFIG_NAME = "adapter_config.json"
+GGUF_SUFFIX = ".gguf"
+GGUF_REASON = (
+    "is a GGUF adapter, which corun does not read; give the directory of the PEFT adapter that it "
+    "was made from"
+)
 
 _Value = TypeVar("_Value", int, float)
 
@@ -103,6 +109,8 @@ def read_peft_config(directory: Path) -> LoraSpec:
 def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
     """Check the fields of a configuration read from ``path``. Raises ``AdapterError``."""
     reader = _Fields(fields, path)
+    if fields.get("peft_type") is not None:  # other kinds of adapters have other fields
+        reader.one_of("peft_type", ("LORA",), "corun serves LoRA adapters (LORA) and no other kind")
     for name in _REQUIRED:
         if fields.get(name) is None:
             raise AdapterError(f"{path}: {name} is missing; a PEFT LoRA configuration has it")
@@ -120,16 +128,15 @@ def _read_json(directory: Path, path: Path) -> dict[str, Any]:
         shown = str(directory)[:_MAX_CHARS_SHOWN]
         raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
     if not is_there:
-        if directory.suffix.lower() == ".gguf":
-            raise AdapterError(
-                f"{directory} is a GGUF adapter, which corun does not read; give the directory of "
-                "the PEFT adapter that it was made from"
-            )
+        if directory.suffix.lower() == GGUF_SUFFIX:
+            raise AdapterError(f"{directory} {GGUF_REASON}")
         raise AdapterError(f"no such adapter directory: {directory}")
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
+        for gguf in sorted(directory.glob(f"*{GGUF_SUFFIX}")):
+            raise AdapterError(f"{gguf} {GGUF_REASON}") from None
         raise AdapterError(f"{directory} holds no {CONFIG_NAME}: not a PEFT adapter") from None
     except OSError as error:
         raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
@@ -145,8 +152,9 @@ def _read_json(directory: Path, path: Path) -> dict[str, Any]:
 
 
 def _check_kind(reader: "_Fields") -> None:
-    reader.one_of("peft_type", ("LORA",), "only LoRA adapters are served")
-    reader.one_of("task_type", (None, "CAUSAL_LM"), "only causal language models are served")
+    # What the adapter was trained for changes nothing in its matrices; what it trained beside
+    # them, modules_to_save and the tensors say.
+    reader.one_of("task_type", (None, *TASK_TYPES), "PEFT knows no such task")
     reader.one_of("bias", (None, "none"), "trained biases are not served")
     init = reader.fields.get("init_lora_weights")
     if init is None or isinstance(init, bool):
@@ -164,15 +172,21 @@ def _check_kind(reader: "_Fields") -> None:
 
 def _check_unknown(reader: "_Fields") -> None:
     for name, value in reader.fields.items():
-        if name in SERVED_FIELDS or name in IGNORED_FIELDS or _is_neutral(value):
+        if name in SERVED_FIELDS or name in IGNORED_FIELDS or _is_neutral(name, value):
             continue
-        reason = REFUSAL_REASONS.get(name, "unknown field, and not at a neutral value")
-        raise reader.error(name, reason)
+        unknown = f"PEFT {PEFT_VERSION}, the newest that corun knows, has no such field"
+        raise reader.error(name, REFUSAL_REASONS.get(name, unknown))
 
 
-def _is_neutral(value: object) -> bool:
-    """Whether a field switches nothing on: null, false or empty. Zero is a value."""
-    return value is None or value is False or value in ("", [], {})
+def _is_neutral(name: str, value: object) -> bool:
+    """Whether a field switches nothing on: null, false, empty, or PEFT's default.
+
+    Zero is a value.
+    """
+    if value is None or value is False or value in ("", [], {}):
+        return True
+    default = PEFT_DEFAULTS.get(name)
+    return type(value) is type(default) and value == default
 
 
 def _build_spec(reader: "_Fields") -> LoraSpec:

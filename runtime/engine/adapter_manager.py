@@ -258,7 +258,7 @@ class AdapterManager:
             try:
                 self._begin(message)
             except CorunError as error:
-                failure = str(error), type(error).__name__
+                failure = str(error), error.kind
                 self._done.append(OperationDone(message.operation_id, *failure))
         if not waiting:
             self._postponed.pop(name, None)
@@ -343,7 +343,7 @@ class AdapterManager:
             if error is not None:
                 _LOG.error("adapter %r cannot be served: %s", job.name, error)
             return
-        failure = () if error is None else (str(error), type(error).__name__)
+        failure = () if error is None else (str(error), error.kind)
         self._done.append(OperationDone(job.operation_id, *failure))
 
     def _pin_error(

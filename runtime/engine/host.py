@@ -332,7 +332,7 @@ class EngineHost:
             self._adapters.handle(message)
         except CorunError as error:
             self._failed_operations.append(
-                OperationDone(message.operation_id, str(error), type(error).__name__)
+                OperationDone(message.operation_id, str(error), error.kind)
             )
 
 
@@ -340,6 +340,6 @@ def _failed(
     request_id: int, error: CorunError, timing: RequestTiming | None = None
 ) -> RequestUpdate:
     return RequestUpdate(
-        request_id, finish_reason="error", error_kind=type(error).__name__, error=str(error),
+        request_id, finish_reason="error", error_kind=error.kind, error=str(error),
         timing=timing,
     )  # fmt: skip

@@ -128,7 +128,8 @@ def serve_channel(
         assembly = build(config, on_progress=report, own_process=own_process)
     except Exception as error:
         is_heard = not channel.at_end  # afterwards it ends because the peer has read this
-        channel.send(StartupFailed(type(error).__name__, str(error)))
+        kind = error.kind if isinstance(error, CorunError) else type(error).__name__
+        channel.send(StartupFailed(kind, str(error)))
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
         if isinstance(error, CorunError) and is_heard:
             return False

@@ -176,9 +176,8 @@ class Scheduler:
             return []
         assert self.config.max_queue_s is not None
         error = overdue_error(self.config.max_queue_s)
-        kind = type(error).__name__
         return self._settle(
-            [_error_event(request.request_id, kind, str(error)) for request in overdue], now_s
+            [_error_event(request.request_id, error.kind, str(error)) for request in overdue], now_s
         )
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:

@@ -33,6 +33,34 @@ def test_values_that_are_not_finite(value: float, kind: torch.dtype) -> None:
         to_tensor(*raw, torch.float32)
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e-10, 1e-40])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_matrices_that_float16_would_lose(size: float, kind: torch.dtype) -> None:
+    raw = stored((normal() * size).to(kind))
+    with pytest.raises(AdapterError, match=r"a holds .* too small for torch.float16, .*--dtype"):
+        to_tensor(*raw, torch.float16)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert to_tensor(*raw, dtype).any()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-4, 1e-5, 2e-6])
+def test_small_values_of_ordinary_matrices_are_served(size: float) -> None:
+    """Some of their values become zero, which make no difference."""
+    tensor = normal() * size
+    tensor[:, ::2] *= 1e-5
+    found = to_tensor(*stored(tensor), torch.float16)
+    assert (found == 0).any()
+    assert (found.float() - tensor).norm() < 0.01 * tensor.norm()
+
+
+def test_matrices_of_zeros_are_served() -> None:
+    assert not to_tensor(*stored(torch.zeros(3, 4)), torch.float16).any()
+
+
+def normal() -> torch.Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+
 def test_values_over_the_range_of_the_served_type() -> None:
     raw = stored(torch.tensor([[1.0, -1e6]]))
     with pytest.raises(AdapterError, match=r"a holds 1e\+06, over .* torch.float16 .*--dtype"):

@@ -281,3 +281,26 @@ def test_files_that_are_written_while_they_are_registered(tmp_path: Path) -> Non
         os.utime(tmp_path / WEIGHTS, ns=(1, 1))
         with pytest.raises(AdapterError, match="changed while it was read"):
             list(layers)
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_directory_of_a_gguf_adapter(tmp_path: Path, *, has_config: bool) -> None:
+    save_adapter(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "lora-f16.gguf")
+    if not has_config:
+        (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(AdapterError, match=r"lora-f16.gguf is a GGUF adapter, .* PEFT adapter"):
+        read(tmp_path)
+
+
+def test_bad_values_name_the_directory_too(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+
+    def refuse(raw: RawTensor, data: memoryview) -> None:
+        raise AdapterError(f"{raw.name} holds nonsense")
+
+    with (
+        open_adapter(tmp_path, _TARGET_MAP, max_rank=64) as source,
+        pytest.raises(AdapterError, match=rf"{tmp_path}: base_model.* holds nonsense"),
+    ):
+        list(source.read_layers(refuse))

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 from corun.runtime.adapters.peft_config import (
     IGNORED_FIELDS,
@@ -13,8 +14,20 @@ from corun.runtime.adapters.peft_config import (
     parse_peft_config,
     read_peft_config,
 )
+from corun.runtime.adapters.peft_defaults import PEFT_DEFAULTS, PEFT_VERSION, TASK_TYPES
 from corun.runtime.errors import AdapterError
-from peft import LoraConfig
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    TaskType,
+    VeraConfig,
+)
 
 _PATH = Path("some/adapter_config.json")
 _MINIMAL = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
@@ -83,7 +96,8 @@ def test_how_the_base_keeps_its_weights_is_not_asked(value: bool | None) -> None
         ("bias", "all"),
         ("bias", "lora_only"),
         ("peft_type", "IA3"),
-        ("task_type", "SEQ_CLS"),
+        ("task_type", "IMAGE_CLASSIFICATION"),
+        ("qalora_group_sizes", 16),
         ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_16"),
         ("init_lora_weights", "olora"),
@@ -99,6 +113,38 @@ def test_refused_by_name(field: str, value: object) -> None:
     message = str(caught.value)
     assert str(_PATH) in message
     assert f"{field}={value!r}" in message
+
+
+def test_the_table_of_defaults_is_that_of_the_installed_peft(tmp_path: Path) -> None:
+    LoraConfig().save_pretrained(str(tmp_path))
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved.pop("peft_version") == PEFT_VERSION == peft.__version__
+    # Whether it is for inference, saving decides.
+    assert saved | {"inference_mode": False} == PEFT_DEFAULTS
+    assert set(TASK_TYPES) == {task.value for task in TaskType}
+
+
+def test_every_field_may_have_the_default_of_peft() -> None:
+    given = {name: value for name, value in PEFT_DEFAULTS.items() if value is not None}
+    assert parse(**given | {"target_modules": ["q_proj"]}).r == 8
+
+
+@pytest.mark.parametrize("task", TASK_TYPES)
+def test_what_an_adapter_was_trained_for_changes_nothing(task: str) -> None:
+    assert parse(task_type=task) == parse()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LoHaConfig(), IA3Config(), OFTConfig(), VeraConfig(), AdaLoraConfig(total_step=9),
+     PromptTuningConfig(task_type="CAUSAL_LM"), PrefixTuningConfig(task_type="CAUSAL_LM")],
+)  # fmt: skip
+def test_other_kinds_of_adapters_are_named(config: PeftConfig, tmp_path: Path) -> None:
+    config.save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterError) as caught:
+        read_peft_config(tmp_path)
+    kind = f"peft_type={config.peft_type.value!r} is refused"
+    assert f"{kind}: corun serves LoRA adapters (LORA) and no other kind" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])

@@ -6,6 +6,7 @@ import sys
 import corun
 import pytest
 from corun.runtime import errors
+from corun.runtime.adapters.resolve import ResolveError
 
 HEAVY = {"torch", "transformers", "numpy", "msgspec", "asyncio", "tokenizers", "numba"}
 
@@ -53,3 +54,7 @@ def test_errors_travel_between_processes_by_name() -> None:
         error = errors.rebuild_error(kind, "text", default=errors.ModelError)
         assert type(error) is expected
         assert "text" in str(error)
+    refused = ResolveError(["bad name"])
+    error = errors.rebuild_error(refused.kind, str(refused), default=errors.StepFailedError)
+    assert type(error) is errors.AdapterError
+    assert str(error) == str(refused)
