@@ -61,12 +61,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def corun_server(model: Path, lora_dir: Path, *options: str) -> Iterator[tuple[str, int, int]]:
+def corun_server(
+    model: Path, lora_dir: Path, *options: str, preloaded: Sequence[str] = ("all",)
+) -> Iterator[tuple[str, int, int]]:
     """Run ``corun serve`` and wait until it is ready; gives host, port and process id."""
     port = free_port()
     command = [
         sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
-        str(lora_dir), "--preload", "all", "--port", str(port), "--log-level", "warning", *options,
+        str(lora_dir), *(["--preload", *preloaded] if preloaded else []), "--port", str(port),
+        "--log-level", "warning", *options,
     ]  # fmt: skip
     process = subprocess.Popen(command)
     try:

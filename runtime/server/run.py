@@ -19,6 +19,7 @@ from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from ..machine.gc_control import collection_paused, keep_imported
+from ..machine.unused_memory import give_back_unused
 from ..tasks import cancel_all
 from .access import Access
 from .listening import StopSignals, allow_descriptors, bind, handled_signals
@@ -93,6 +94,7 @@ async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) 
         await importing
         if owns_process:  # what was imported would be looked at again and again
             keep_imported()
+            give_back_unused()
     if starting.done():
         starting.result()
         return True

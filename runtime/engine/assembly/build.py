@@ -22,6 +22,7 @@ from ...config.engine import EngineConfig
 from ...config.notations import LoraModule
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
+from ...machine.unused_memory import give_back_unused
 from ...memory.host_cache import HostCache
 from ...scheduler.limits import blocks_for
 from ...scheduler.scheduler import Scheduler
@@ -116,6 +117,7 @@ def build_engine(
         built = _build(config, on_progress, own_policies, own_process=own_process)
     if own_process:
         keep_living()
+        give_back_unused()
     return built
 
 
