@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from .messages import DeltaMeasurement
-from .process_life import OrphanError, die_with_parent, leave
+from .process_life import OrphanError, leave, own_child_process, signals_held
 from .worker_process import ENVIRONMENT, describe_end
 
 
@@ -19,13 +19,14 @@ class MeasureProcess:
         command += ["--cpu", str(cpu), "--in-features", str(wanted.in_features)]
         command += ["--columns", ",".join(map(str, wanted.columns))]
         command += [] if backend == "auto" else ["--backend", backend]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | ENVIRONMENT,
-        )
+        with signals_held():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+            )
 
     def has_ended(self) -> bool:
         """Whether ``take`` may be called. What it prints fits a pipe, so it ends by itself."""
@@ -46,7 +47,7 @@ class MeasureProcess:
 def main(arguments: Sequence[str]) -> int:
     """Measure, bound to the parent that the first two arguments name."""
     try:
-        die_with_parent(int(arguments[1]))
+        own_child_process(int(arguments[1]))
     except OrphanError:
         return 1
     from .deltas.measure import main as measure

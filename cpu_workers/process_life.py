@@ -14,17 +14,38 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from .watch import ProcessStat
 
 _PR_SET_PDEATHSIG = 1
+_END_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM))
 
 
 class OrphanError(Exception):
     """The parent died before this process could bind itself to it."""
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Have processes that are started inside begin with SIGINT and SIGTERM held back.
+
+    They are let through once the process has said what they mean to it: an interpreter that is
+    still importing would show where it was interrupted.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupts() -> None:
+    """Leave SIGINT to the parent, which it reaches as well, and let held signals through."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -49,8 +70,8 @@ def own_child_process(parent_pid: int) -> None:
         OrphanError: The parent is gone.
     """
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_interrupts()
     faulthandler.enable()
 
 

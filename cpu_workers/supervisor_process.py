@@ -6,7 +6,7 @@ import sys
 
 from .ipc import Link, link_pair
 from .messages import Descriptors, FromSupervisor
-from .process_life import has_ended
+from .process_life import has_ended, signals_held
 from .worker_process import describe_end
 
 
@@ -18,7 +18,7 @@ class SupervisorProcess:
         ours, theirs = link_pair()
         command = [sys.executable, "-P", "-m", f"{__package__}.supervisor"]
         command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
-        with theirs:
+        with theirs, signals_held():
             try:
                 self._process = subprocess.Popen(
                     command,

@@ -7,6 +7,7 @@ import sys
 
 from .ipc import Link, link_pair
 from .messages import FromWorker, WorkerSetup
+from .process_life import signals_held
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -36,7 +37,7 @@ class WorkerProcess:
         self.link: Link[FromWorker] = Link(ours, FromWorker)
         command = [sys.executable, "-P", "-m", f"{__package__}.worker"]
         command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
-        with theirs:
+        with theirs, signals_held():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ import numpy as np
 from ...cpu_workers.deltas.base import BACKEND_NAMES, ITEM_BYTES, DeltaBackend, DeltaJob, shape_of
 from ...cpu_workers.deltas.select import make_backend
 from ...cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
-from ...cpu_workers.process_life import OrphanError, die_with_parent
+from ...cpu_workers.process_life import OrphanError, own_child_process
 from ...shm.region import Region
 from ..curve import median
 from ..rounds import Case, Repeats, measure_rounds
@@ -203,7 +203,7 @@ def say(message: DeltaProgress | DeltaReport) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Measure what the last argument says, bound to the parent that the first one names."""
     try:
-        die_with_parent(int(arguments[0]))
+        own_child_process(int(arguments[0]))
     except OrphanError:
         return 1
     task = msgspec.json.decode(arguments[-1], type=DeltaTask)

@@ -12,6 +12,7 @@ import msgspec
 
 from ...cpu_workers.deltas.measure import TORCH_MARGIN
 from ...cpu_workers.deltas.table import DeltaShape, DeltaTable, DeltaTime
+from ...cpu_workers.process_life import signals_held
 from ...cpu_workers.worker_process import ENVIRONMENT, describe_end
 from ..busy import relative_spread
 from ..curve import Curve, CurveFamily, median
@@ -137,12 +138,13 @@ def delta_table(profile: Profile) -> DeltaTable | None:
 def run_bench(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaReport:
     """Measure in a process of its own. Raises ``ProfileError`` if that fails."""
     command = [sys.executable, "-P", "-m", _MODULE, str(os.getpid())]
-    process = subprocess.Popen(
-        [*command, msgspec.json.encode(task).decode()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=os.environ | ENVIRONMENT,
-    )
+    with signals_held():
+        process = subprocess.Popen(
+            [*command, msgspec.json.encode(task).decode()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=os.environ | ENVIRONMENT,
+        )
     try:
         report = _read(process, time.monotonic() + limit_s, on_progress)
         if report is None:  # it has closed its output, so it is about to end

@@ -1,20 +1,23 @@
 """The console script ``corun``: runs one command and turns errors into exit codes.
 
 The only place where logging is configured. Exit codes: 0 done, 1 it failed, 2 an option or a
-configuration file is wrong, 130 interrupted, 141 nobody reads what it says any more.
+configuration file is wrong, 130 interrupted, 141 nobody reads what it says any more, 143 ended by
+SIGTERM.
+
+An interrupt ends the process at once, which a shell shows as 130, but inside ``in_order`` and where
+a server has begun. So this module loads next to nothing before ``console`` has said so.
 """
 
-import argparse
-import importlib
-import logging
-import select
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
 
-from ...cpu_workers.process_life import leave
-from ..errors import ConfigError, CorunError
-from .parser import parse_arguments
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from ..errors import CorunError
 
 _COMMAND_MODULES = {
     "serve": ".serve",
@@ -36,11 +39,20 @@ _COMMAND_MODULES = {
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 EXIT_UNREAD = 141  # as a shell shows it of a process that SIGPIPE has ended
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM has come: what runs is given up as for an interrupt."""
 
 
 def console() -> NoReturn:
     """Run the process's command line and end the process: the ``corun`` command."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from ...cpu_workers.process_life import leave
+
     try:
         code = main()
     except BrokenPipeError:
@@ -50,8 +62,29 @@ def console() -> NoReturn:
     leave(code)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@contextmanager
+def in_order() -> "Iterator[None]":
+    """Have SIGINT and SIGTERM raise ``KeyboardInterrupt`` inside the block.
+
+    For what is to be put right before the process ends. Nothing changes where somebody else has
+    said what these signals do.
+    """
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _terminate}
+    ours = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, handlers[number])
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def main(argv: "Sequence[str] | None" = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return the exit code."""
+    from ..errors import CorunError
+    from .parser import parse_arguments
+
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         debug = vars(arguments).get("log_level") == "debug"
@@ -59,12 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_command(arguments)
     except CorunError as error:
         return _report(error)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        return _code_of(interrupt)
 
 
 def configure_logging(level: str) -> None:
     """Send log records of ``level`` and above to stderr, one line each."""
+    import logging
+
     logging.basicConfig(
         level=level.upper(),
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
@@ -73,15 +108,29 @@ def configure_logging(level: str) -> None:
     )
 
 
+def _terminate(*_: object) -> NoReturn:
+    raise _TerminatedError
+
+
+def _code_of(interrupt: KeyboardInterrupt) -> int:
+    return EXIT_TERMINATED if isinstance(interrupt, _TerminatedError) else EXIT_INTERRUPTED
+
+
 def _is_unread() -> bool:
     """Whether what reads this process's output has ended, as ``head`` does."""
+    import select
+
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         poll.register(stream, 0)  # errors are told anyway
     return bool(poll.poll(0))
 
 
-def _run_command(arguments: argparse.Namespace) -> int:
+def _run_command(arguments: "argparse.Namespace") -> int:
+    import importlib
+
+    from ..errors import ConfigError
+
     # Imported by name so that a command loads its own libraries and no other's.
     try:
         module = importlib.import_module(_COMMAND_MODULES[arguments.command], __package__)
@@ -96,7 +145,11 @@ def _run_command(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _report(error: CorunError) -> int:
+def _report(error: "CorunError") -> int:
+    import logging
+
+    from ..errors import ConfigError
+
     if logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger(__name__).error("the command failed", exc_info=error)
     print(f"corun: error: {error}", file=sys.stderr)

@@ -32,6 +32,7 @@ from ..sim.variants import specs_of
 from ..sim.workload_file import read_workload
 from ..sim.workload_spec import WorkloadSpec
 from ..sim.workloads import draw_workload
+from .main import in_order
 from .profile import ProgressLine
 
 # bench/sim_vs_real.py, 25 November 2026, on a CPU at 0.7 of the largest load: see bench/RESULTS.md.
@@ -43,6 +44,7 @@ _MAX_SIMULATED = 8  # servers; more take minutes
 _SAME = 0.03  # below this a what-if changes nothing that can be told from seeds
 
 
+@in_order()
 def run(arguments: argparse.Namespace) -> int:
     """Search, and print what was found."""
     engine, config = build_configs(

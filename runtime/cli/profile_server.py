@@ -16,12 +16,14 @@ from ..config.flags import build_configs
 from ..config.option import option_specs
 from ..errors import ConfigError, CorunError, ResourceError
 from ..server.errors import HttpError
+from .main import in_order
 from .profile import ProgressLine
 
 _USED = ("model", "revision", "trust_remote_code", "dtype", "max_num_batched_tokens")
 _TOLD = ("output", "max_num_batched_tokens", "max_num_seqs")  # which nobody else knows
 
 
+@in_order()
 def run_server(arguments: argparse.Namespace) -> int:
     """Measure, save and print; return the exit code."""
     url = check_url(arguments.url, "--url")

@@ -32,9 +32,11 @@ from ..sim.traces import trace_directory
 from ..sim.variants import Variant, check_number, rates_of, specs_of, variants_of
 from ..sim.workload_file import read_workload
 from ..sim.workload_spec import WorkloadSpec
+from .main import in_order
 from .profile import ProgressLine
 
 
+@in_order()
 def run(arguments: argparse.Namespace) -> int:
     """Simulate everything, print a table, write figures and pictures."""
     engine, config = build_configs(

@@ -1,7 +1,7 @@
 """How processes of a cluster begin and end: ``python -P -m MODULE``, with settings on its input.
 
-They end with whoever started them, however that ends, and never import the user's main module. A
-terminal's signals do not reach them: who started them ends them in order, by SIGTERM. The exit
+They end with whoever started them, however that ends, and never import the user's main module. They
+take no SIGINT, which may be sent to all: who started them ends them in order, by SIGTERM. The exit
 status is 0 after that, 2 for what only a user can put right, otherwise 1.
 """
 
@@ -16,7 +16,13 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from ...cpu_workers.process_life import OrphanError, die_with_parent, leave
+from ...cpu_workers.process_life import (
+    OrphanError,
+    die_with_parent,
+    ignore_interrupts,
+    leave,
+    signals_held,
+)
 from ..errors import ConfigError, CorunError
 from .settings import ProcessSettings
 
@@ -34,15 +40,16 @@ def spawn(
     environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":  # fmt: skip
     """Start ``module`` as a process that ends with the thread that calls. Raises ``OSError``."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module.removesuffix(".__main__"), *arguments],
-        stdin=subprocess.DEVNULL if settings is None else subprocess.PIPE,
-        env={
-            **(os.environ if environment is None else environment),
-            _PARENT_VARIABLE: str(os.getpid()),
-        },
-        start_new_session=True,
-    )
+    with signals_held():
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module.removesuffix(".__main__"), *arguments],
+            stdin=subprocess.DEVNULL if settings is None else subprocess.PIPE,
+            env={
+                **(os.environ if environment is None else environment),
+                _PARENT_VARIABLE: str(os.getpid()),
+            },
+            start_new_session=True,
+        )
     if settings is not None:
         assert process.stdin is not None
         try:
@@ -76,11 +83,15 @@ def exit_words(status: int) -> str:
 
 
 def bind_to_parent() -> None:
-    """End with the thread that called ``spawn``; at once if its process is gone."""
+    """End with the thread that called ``spawn``; at once if its process is gone.
+
+    From here on SIGTERM ends this process, and SIGINT does nothing.
+    """
     try:
         die_with_parent(int(os.environ.pop(_PARENT_VARIABLE)))
     except OrphanError:
         leave(EXIT_FAILED)
+    ignore_interrupts()
 
 
 def run_process(
@@ -94,6 +105,8 @@ def run_process(
     """
     if is_bound:
         bind_to_parent()
+    else:
+        ignore_interrupts()
     try:
         settings = _read_settings(kind)
         logging.basicConfig(

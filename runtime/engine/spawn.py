@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+from ...cpu_workers.process_life import signals_held
 from .heartbeat import Heartbeat, open_heartbeat_file
 
 DEFAULT_FACTORY = f"{__package__}.assembly.build:build_engine"
@@ -41,7 +42,8 @@ def spawn_engine(log_level: str = "info", factory: str = DEFAULT_FACTORY) -> Spa
             command += ["--fd", str(fds[0]), "--heartbeat-fd", str(fds[1])]
             command += ["--parent-pid", str(os.getpid())]
             command += ["--factory", factory, "--log-level", log_level]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+            with signals_held():
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
             return SpawnedEngine(process, ours, Heartbeat(beats.fileno()))
     except BaseException:
         ours.close()

@@ -3,18 +3,23 @@
 import gc
 import hashlib
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import TracebackType
 
 import msgspec
 
 from ... import __version__
-from ...cpu_workers.process_life import own_child_process
+from ...cpu_workers.process_life import OrphanError, leave, own_child_process, signals_held
 from ..config.engine import EngineConfig
 from ..engine.core import EngineCore
 from ..errors import ResourceError
@@ -157,6 +162,37 @@ def _outcome(record: RequestRecord, workload: Workload, cut_s: float) -> Request
 Then = Callable[[SimulatedRun, RunOutcome], SimulatedRun | None]
 
 
+# Python's tracker takes away the semaphores of a process that is killed, and is not to say so.
+_NO_WORDS = "ignore:resource_tracker:UserWarning"
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Take SIGINT and SIGTERM after the block: a process that is half started would fail aloud."""
+    if current_thread() is not main_thread():  # which takes none
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for one in before:
+        signal.signal(one, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def _begin_process(parent_pid: int) -> None:
+    """Begin one of the pool."""
+    try:
+        own_child_process(parent_pid)
+    except OrphanError:
+        leave(1)
+
+
 class Study:
     """Runs them in several processes, and keeps what each came to in a folder; for ``with``."""
 
@@ -168,11 +204,15 @@ class Study:
         self._num_processes = num_processes
         self._on_progress = on_progress
         self._pool: ProcessPoolExecutor | None = None
+        self._others: set[BaseProcess] = set()  # children that were there before
 
     def __enter__(self) -> "Study":
+        if _NO_WORDS not in sys.warnoptions:
+            sys.warnoptions.append(_NO_WORDS)
+        self._others = set(active_children())
         # Spawned, not forked: a fork would hold locks of threads that it has not.
         self._pool = ProcessPoolExecutor(
-            self._num_processes, get_context("spawn"), own_child_process, (os.getpid(),)
+            self._num_processes, get_context("spawn"), _begin_process, (os.getpid(),)
         )
         return self
 
@@ -181,6 +221,9 @@ class Study:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         assert self._pool is not None
+        if kind is not None:  # what runs is for nobody any more, and may take minutes
+            for process in set(active_children()) - self._others:
+                process.kill()
         self._pool.shutdown(cancel_futures=True)
         self._pool = None
         gc.collect()  # its semaphores go with it, and not at an exit that may be in haste
@@ -200,7 +243,8 @@ class Study:
         wanted, num_done, began_s = runs, 0, time.monotonic()
         while wanted or futures:
             ended = {one: outcome for one in wanted if (outcome := self._read(one)) is not None}
-            futures |= {self._pool.submit(run, one): one for one in wanted if one not in ended}
+            with _signals_later(), signals_held():
+                futures |= {self._pool.submit(run, one): one for one in wanted if one not in ended}
             for future in () if ended else wait(futures, return_when=FIRST_COMPLETED).done:
                 one = futures.pop(future)
                 ended[one] = future.result()

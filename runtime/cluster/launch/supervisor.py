@@ -109,12 +109,14 @@ class ClusterSupervisor:
                     self._has_begun = True
                     _logger.info("serving %s at %s/v1", self._plan.name, self._plan.url)
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                return self._ended.result() if self._ended.done() else os.EX_OK
             finally:
                 await cancel_all(starting, stopped)
                 await self._end(stop)
                 await static.close()
                 await watching
+        # A signal to all processes of the group ends those that start as well.
+        has_failed = self._ended.done() and not stop.first.is_set()
+        return self._ended.result() if has_failed else os.EX_OK
 
     async def _start(self, session: aiohttp.ClientSession, static: StaticLauncher) -> None:
         plan = self._plan

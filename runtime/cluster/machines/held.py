@@ -27,6 +27,7 @@ from typing import IO
 
 import msgspec
 
+from ....cpu_workers.process_life import signals_held
 from ...server.listening import bind, url_of
 from ...whole_file import write_whole
 from ..agent.run import run_agent
@@ -159,7 +160,7 @@ class AgentHolder:
             path.replace(path.with_suffix(".1"))
         # Nothing of Ray's is an agent's business, but for the devices that it was given.
         environment = {name: os.environ[name] for name in os.environ if name[:4] != "RAY_"}
-        with runs, path.open("ab") as log:
+        with runs, path.open("ab") as log, signals_held():
             subprocess.run(
                 [sys.executable, "-P", "-m", _MODULE],
                 input=msgspec.json.encode(self._settings), stdout=log, stderr=log,

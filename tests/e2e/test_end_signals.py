@@ -1,0 +1,76 @@
+"""SIGINT and SIGTERM to all processes of a command, at any moment, show no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from support.serving import wait_until
+
+_TIMEOUT_S = 60.0
+_PLAN = ("plan", "--profile", "a40-llama7b", "--workload", "S1", "--slo-ttft-s", "8", "--rps", "10")
+_SERVE = ("serve", "--device", "cpu", "--port", "0")
+_CLUSTER = ("cluster", "--engines", "1", "--device", "cpu", "--port", "0", "--cluster-port", "0")
+_PROFILE = ("profile", "--device", "cpu")
+
+
+def _imports(process: psutil.Process) -> bool:
+    """Whether the command has said what an interrupt does: before, Python itself is starting."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            has_begun = process.cpu_times().user > 0.0
+            return has_begun and not int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1
+    raise AssertionError("a process has a status")
+
+
+def _has(number: int) -> Callable[[psutil.Process], bool]:
+    return lambda process: len(process.children(recursive=True)) >= number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("command", "moment", "after_s"),
+    [
+        pytest.param(_PROFILE, _imports, 0.0, id="profile imports"),
+        pytest.param(_SERVE, _imports, 0.0, id="serve imports"),
+        pytest.param(_SERVE, _has(1), 0.0, id="serve has an engine"),
+        pytest.param(_SERVE, _has(1), 1.5, id="serve loads the model", marks=pytest.mark.full),
+        pytest.param(_PLAN, _has(2), 0.0, id="plan starts processes"),
+        pytest.param(_PLAN, _has(2), 1.5, id="plan simulates", marks=pytest.mark.full),
+        pytest.param(_CLUSTER, _has(1), 0.0, id="cluster has a controller"),
+        pytest.param(_CLUSTER, _has(2), 0.0, id="cluster has an agent", marks=pytest.mark.full),
+        pytest.param(_CLUSTER, _has(3), 0.1, id="cluster has an engine"),
+        pytest.param(_CLUSTER, _has(5), 0.0, id="cluster has a gateway", marks=pytest.mark.full),
+    ],
+)
+def test_all_processes_end_without_a_word(
+    command: tuple[str, ...], moment: Callable[[psutil.Process], bool], after_s: float,
+    number: signal.Signals, tmp_path: Path,
+) -> None:  # fmt: skip
+    errors = tmp_path / "errors"
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "corun.runtime.cli", *command],
+            env=os.environ | {"XDG_STATE_HOME": str(tmp_path)}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
+        )  # fmt: skip
+    try:
+        root = psutil.Process(process.pid)
+        wait_until(lambda: moment(root), _TIMEOUT_S)
+        time.sleep(after_s)
+        everybody = [*root.children(recursive=True), root]
+        for one in everybody:
+            one.send_signal(number)
+        assert process.wait(_TIMEOUT_S) in (0, 128 + number, -number), errors.read_text()
+        _, alive = psutil.wait_procs(everybody, timeout=_TIMEOUT_S)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
+    text = errors.read_text()
+    assert "Traceback" not in text and "Exception" not in text, text
