@@ -128,9 +128,7 @@ def _read_json(directory: Path, path: Path) -> dict[str, Any]:
         shown = str(directory)[:_MAX_CHARS_SHOWN]
         raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
     if not is_there:
-        if directory.suffix.lower() == GGUF_SUFFIX:
-            raise AdapterError(f"{directory} {GGUF_REASON}")
-        raise AdapterError(f"no such adapter directory: {directory}")
+        raise _no_directory(directory)
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_CONFIG_BYTES + 1)
@@ -149,6 +147,14 @@ def _read_json(directory: Path, path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise AdapterError(f"{path} is not a JSON object")
     return fields
+
+
+def _no_directory(path: Path) -> AdapterError:
+    if path.suffix.lower() == GGUF_SUFFIX:
+        return AdapterError(f"{path} {GGUF_REASON}")
+    if path.exists():
+        return AdapterError(f"{path} is no directory; give the one that holds the adapter's files")
+    return AdapterError(f"no such adapter directory: {path}")
 
 
 def _check_kind(reader: "_Fields") -> None:

@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 _MAX_DEPTH = 4  # of directories whose names are joined by slashes
 _MAX_NAMES_SHOWN = 5
 # What the system says of what is not there. Anything else says that it cannot be known.
-_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF})
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,16 @@ def log_entries(lora_dir: Path, before: LoraDirEntries, now: LoraDirEntries) -> 
         _LOG.warning("passed over in --lora-dir %s: %s", lora_dir, now.unservable[name])
 
 
+def is_adapter(directory: Path) -> bool:
+    """Whether it holds an adapter_config.json. Raises ``OSError`` if that cannot be known."""
+    try:
+        return stat.S_ISREG((directory / CONFIG_NAME).stat().st_mode)
+    except OSError as error:
+        if why_unknown(error) is None:
+            return False
+        raise
+
+
 def why_unknown(error: OSError) -> str | None:
     """The system's reason why it is not known whether a file is there; None if it is not there."""
     return None if error.errno in _NOT_THERE else error.strerror or str(error)
@@ -142,22 +152,12 @@ def _in_entry(
 ) -> Iterator[tuple[str, Path]]:
     path = Path(entry.path)
     try:
-        if _is_file(path / CONFIG_NAME):
+        if is_adapter(path):
             yield "/".join(names), path
         elif len(names) < _MAX_DEPTH and _may_hold_others(entry):
             yield from _below(path, names, unreadable)
     except OSError as error:
         unreadable["/".join(names)] = error.strerror or str(error)
-
-
-def _is_file(path: Path) -> bool:
-    """Whether it is one. Raises ``OSError`` if that cannot be known."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError as error:
-        if why_unknown(error) is None:
-            return False
-        raise
 
 
 def _is_missing(directory: Path) -> bool:

@@ -14,6 +14,7 @@ from ..adapters.allowed_dirs import resolve_allowed
 from ..adapters.checkpoint import WEIGHTS_NAME
 from ..adapters.conventions import TEMPLATE_NAME
 from ..adapters.peft_config import CONFIG_NAME
+from ..adapters.sources import is_adapter
 from ..config.notations import parse_lora_resolver
 from ..errors import AdapterError, ConfigError, RequestError, UnknownModelError
 from .outputs import LoRARequest
@@ -47,8 +48,14 @@ class DirectoryResolver:
 
     def _find(self, name: str) -> LoRARequest | None:
         path = self._directory / name
-        if not (path / CONFIG_NAME).is_file():
-            return None
+        try:
+            if not is_adapter(path):
+                return None
+        except OSError as error:
+            raise UnknownModelError(
+                f"whether there is an adapter {name!r} is not known: its directory cannot be read "
+                f"({error.strerror})", param="lora_request",
+            ) from error  # fmt: skip
         try:
             found = resolve_allowed(str(path), [str(self._directory)])
         except RequestError:  # whoever asks is not told what lies elsewhere

@@ -12,9 +12,15 @@ from corun.runtime.engine.assembly.adapter_check import run_check
 from corun.runtime.errors import CorunError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.bases import COMMON, TEXT_MODELS, auto_class
 from support.peft_adapters import WEIGHTS, edit_config, rename_tensors
 from support.tokenizers import save_word_tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -57,7 +63,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(base: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(base)
+    model: PreTrainedModel = auto_class(config).from_pretrained(base, dtype=torch.float32)
     return model
 
 
@@ -164,6 +171,31 @@ def test_an_embedding_that_is_not_that_of_the_base(
     (problem,) = run_check(adapter, str(base)).problems
     assert problem in str(caught.value)
     assert "embed_tokens.weight: its values are not those of the base model's" in problem
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_projections_of_layers_that_share_keys_and_values(model_type: str, tmp_path: Path) -> None:
+    """Versions of these models that had them have left LoRA for them, which PEFT passes over."""
+    fields = {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **{**COMMON, **TEXT_MODELS[model_type], **fields})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill(model, 0)
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    save_word_tokenizer(base, COMMON["vocab_size"])
+    adapter = save(base, tmp_path / "old", target_modules=_NAMES)
+    tensors = load_file(adapter / WEIGHTS)
+    for name in [one for one in tensors if ".layers.1.self_attn.k_proj." in one]:
+        for key in ("k_proj", "v_proj"):
+            tensors[name.replace("layers.1", "layers.3").replace("k_proj", key)] = tensors[name] + 1
+    save_file(tensors, adapter / WEIGHTS)
+    with Engine(model=str(base), dtype="float32", device="cpu", max_model_len=64) as engine:
+        assert error_against_peft(engine, base, adapter) < 1e-4
+        (phrase,) = left_out(engine, "old")
+    assert phrase.startswith("4 tensors of model.layers.3.self_attn.k_proj, ")
 
 
 def test_a_prefix_of_compilation_and_data_parallelism(

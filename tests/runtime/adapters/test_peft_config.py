@@ -222,6 +222,9 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
         read_peft_config(tmp_path / "nowhere")
     with pytest.raises(AdapterError, match=r"holds no adapter_config.json"):
         read_peft_config(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(AdapterError, match="is no directory; give the one that holds"):
+        read_peft_config(tmp_path / "file")
 
 
 def test_a_path_that_is_too_long_is_not_told_back() -> None:

@@ -1,6 +1,8 @@
 """Resolvers are asked once for each name, however many wait, and not again for a while."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,17 @@ def test_what_cannot_be_loaded_is_not_tried_again_at_once(run: Callable[..., Non
         assert len(resolver.asked) == 1
 
     run(test, "/broken")
+
+
+def test_a_directory_that_cannot_be_read_is_not_said_to_hold_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver = make_resolver(f"directory:{tmp_path}")
+    assert asyncio.run(resolver.resolve_lora("base", "x" * 256)) is None
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(UnknownModelError, match=r"'a' is not known.*Permission denied"):
+        asyncio.run(resolver.resolve_lora("base", "a"))
