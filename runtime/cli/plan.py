@@ -79,7 +79,7 @@ def _setups(
         raise ConfigError(
             f"--workload is {config.workload}, a log, whose load is its own; corun simulate runs it"
         )
-    machine = machine_of(engine.profile, engine, given)
+    machine = machine_of(engine.profile, config.workload, engine, given)
     return [
         SimulatedRun(
             name="as it is",

@@ -69,7 +69,7 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
     check_number(len(variants), len(rates_rps), config.seeds)
     for variant, workload in zip(variants, workloads, strict=True):
         named = given | variant.compared
-        machine = machine_of(variant.engine.profile, variant.engine, named)
+        machine = machine_of(variant.engine.profile, variant.config.workload, variant.engine, named)
         cluster = cluster_of(variant.config, named)
         for rate_rps in rates_rps:
             setups = [

@@ -1,7 +1,9 @@
 """From options of ``corun serve`` and a profile to what is simulated."""
 
+import logging
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,32 @@ from ..scheduler.predictor import make_predictor
 from .cluster_spec import DEFAULT_ROUTER, ClusterSpec, ServerLife
 from .engine import SimulationOptions
 from .machines import MACHINES, SimulatedMachine
+from .recipes import RECIPES
+
+_LOG = logging.getLogger(__name__)
 
 _GIB = 2**30
 _FILE_BYTES_PER_S = 1e9  # by hand: of reading adapters' files, which no profile measures
 
 
-def machine_of(name: str | None, config: EngineConfig, given: frozenset[str]) -> SimulatedMachine:
+def machine_of(
+    name: str | None, workload: str, config: EngineConfig, given: frozenset[str]
+) -> SimulatedMachine:
     """The machine of this name, of this profile's file, or this one as it was measured last.
 
     Args:
-        name: Of ``MACHINES``, or a file's; None = the newest profile of this machine.
+        name: Of ``MACHINES``, or a file's; None = the newest profile of this machine, or if there
+            is none the machine that the workload is meant for.
+        workload: As ``--workload`` names it.
         config: Its sizes count as far as they are ``given``; else the machine's own do.
         given: Names of options.
 
     Raises:
         ConfigError: There is no such machine, and no profile.
     """
+    path = _newest() if name is None else Path(name)
+    if path is None:
+        name = _meant_for(workload)
     if name is not None and name in MACHINES:
         machine = MACHINES[name]
     elif name is not None and not Path(name).is_file():
@@ -45,7 +57,8 @@ def machine_of(name: str | None, config: EngineConfig, given: frozenset[str]) ->
             f"{', '.join(MACHINES)}"
         )
     else:
-        machine = _measured(_newest() if name is None else Path(name), config)
+        assert path is not None
+        machine = _measured(path, config)
     sizes: dict[str, Any] = {
         option: getattr(config, option)
         for option in ("block_size", "max_num_batched_tokens", "max_num_seqs")
@@ -158,13 +171,26 @@ def _title(profile: Profile) -> str:
     return f"{machine.device} ({machine.cpu_model}), measured {profile.created_at[:10]}"
 
 
-def _newest() -> Path:
-    """The newest of this user's profiles. Raises ``ConfigError`` if there is none."""
-    directory = state_directory(dict(os.environ), Path.home())
-    found = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
+def _newest() -> Path | None:
+    """The newest of this user's profiles."""
+    return max(_directory().glob("*.json"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+@cache  # said once
+def _meant_for(workload: str) -> str:
+    """The machine of a recipe. Raises ``ConfigError`` for another workload, which has none."""
+    recipe = RECIPES.get(workload)
+    if recipe is None:
         raise ConfigError(
-            f"there is no profile of this machine in {directory}; run corun profile, or name a "
+            f"there is no profile of this machine in {_directory()}; run corun profile, or name a "
             f"machine by --profile: {', '.join(MACHINES)}"
         )
-    return found[-1]
+    _LOG.info(
+        "there is no profile of this machine, so %s is simulated, which %s is meant for "
+        "(--profile names another)", recipe.machine, workload,
+    )  # fmt: skip
+    return recipe.machine
+
+
+def _directory() -> Path:
+    return state_directory(dict(os.environ), Path.home())

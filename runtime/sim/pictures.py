@@ -19,6 +19,7 @@ _COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a6a00", "#000000",
 )  # fmt: skip
 _GREY = "0.35"
+_LEAST_S = 1e-4  # on an axis of logarithms
 _POINTS = 9  # of all text but titles
 _LINE_GAP = 1.25  # between names, in heights of text
 _TITLE_CHARACTERS, _FOOT_CHARACTERS = 84, 130
@@ -26,6 +27,17 @@ _WIDTH, _HEIGHT = 9.6, 5.6  # in inches, at least
 _LEFT, _AXES_WIDTH, _GAP = 0.85, 6.3, 0.1
 
 Seconds = NDArray[np.float64]
+
+
+SHARES = np.linspace(0.0, 100.0, 1001)  # percent of the requests
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenCurve:
+    """Of one variant, over seeds."""
+
+    times_s: Seconds  # within which each of ``SHARES`` comes
+    at_percentile_s: float  # within which the share comes that is marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +67,20 @@ class LoadsOverTime:
 
 
 def draw_first_tokens(
-    ttft_s: Mapping[str, Seconds], slo_s: float | None, title: str, foot: str, path: Path
-) -> None:
+    curves: Mapping[str, FirstTokenCurve], percentile: float, slo_s: float | None,
+    title: str, foot: str, path: Path,
+) -> None:  # fmt: skip
     """Shares of requests by their first tokens' times; one line for each name."""
     page = _Page(title, foot, "seconds to the first token", "share of requests, %")
     page.axes.set_xscale("log")
-    for name, color in zip(ttft_s, _cycle(), strict=False):
-        times_s = np.sort(np.maximum(ttft_s[name], 1e-4))
-        shares = 100.0 * np.arange(1, len(times_s) + 1) / len(times_s)
-        page.axes.step(times_s, shares, where="post", color=color, linewidth=1.8)
-        p95_s = float(np.percentile(times_s, 95))
-        page.axes.plot([p95_s], [95.0], color=color, marker="o", markersize=5)
-        page.name_line(95.0, f"{name}: 95 % in {p95_s:.3g} s", color)
-    page.axes.axhline(95.0, color=_GREY, linewidth=0.8, linestyle=":")
+    for (name, curve), color in zip(curves.items(), _cycle(), strict=False):
+        times_s, mark_s = np.maximum(curve.times_s, _LEAST_S), curve.at_percentile_s
+        page.axes.plot(times_s, SHARES, color=color, linewidth=1.8)
+        page.axes.plot(
+            [max(mark_s, _LEAST_S)], [percentile], color=color, marker="o", markersize=5
+        )  # fmt: skip
+        page.name_line(percentile, f"{name}: {percentile:g} % in {mark_s:.3g} s", color)
+    page.axes.axhline(percentile, color=_GREY, linewidth=0.8, linestyle=":")
     if slo_s is not None:
         page.mark_x(slo_s, f"SLO {slo_s:g} s")
     page.axes.set_ylim(0.0, 101.0)

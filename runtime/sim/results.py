@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from .variants import spread_of
 
 RESULT_NAME = "result.json"
 RUNS_NAME = "runs"
+_Figures = TypeVar("_Figures", Figures, ClusterFigures)
 _PICTURES = tuple(f"{name}.png" for name in ("first_tokens", "memory", "parts", "load", "servers"))
 
 
@@ -58,15 +59,20 @@ class Results:
         """By seed."""
         return [percentile_s(one, self.percentile) for one in self.of(cell)]
 
+    def ttft_percentile_s(self, cell: Cell) -> float:
+        """The median over seeds, as all figures of a cell are."""
+        return spread_of(self.ttft_percentiles_s(cell))[0]
+
     def slo_share(self, cell: Cell) -> float:
-        """Of the requests of all seeds: their first tokens came within the SLO."""
-        assert self.slo_s is not None
-        times_s = np.concatenate([ttft_s(one) for one in self.of(cell)])
-        return float((times_s <= self.slo_s).mean())
+        """Of the requests whose first tokens came within the SLO: the median over seeds."""
+        slo_s = self.slo_s
+        assert slo_s is not None
+        shares = [float((ttft_s(one) <= slo_s).mean()) for one in self.of(cell)]
+        return spread_of(shares)[0]
 
 
 def percentile_s(outcome: RunOutcome, percentile: float) -> float:
-    """Of first tokens."""
+    """Of a run's first tokens, interpolated linearly between the two nearest."""
     return float(np.percentile(ttft_s(outcome), percentile))
 
 
@@ -103,31 +109,34 @@ def cut_short(results: Results) -> Iterator[str]:
         )
 
 
-# Of each cell the median over seeds.
-_COLUMNS: Mapping[str, Callable[[Figures], str]] = {
-    "mean": lambda one: f"{one.ttft_mean_s:.3g}",
-    "P50": lambda one: f"{one.ttft_p50_s:.3g}",
-    "P99": lambda one: f"{one.ttft_p99_s:.3g}",
-    "TPOT ms": lambda one: f"{1e3 * one.tpot_mean_s:.1f}",
-    "tokens/s": lambda one: f"{one.tokens_per_s:.0f}",
-    "prefix hits": lambda one: f"{one.hit_share:.0%}",
-    "evicted": lambda one: str(one.num_evictions),
-    "GB in": lambda one: f"{one.link_bytes / 1e9:.1f}",
-    "preempted": lambda one: str(one.num_preempted),
-    "refused": lambda one: str(one.num_refused),
-    "unfinished": lambda one: str(one.num_unfinished),
+# Each with the format of its median over seeds.
+_COLUMNS: Mapping[str, tuple[Callable[[Figures], float], str]] = {
+    "mean": (lambda one: one.ttft_mean_s, ".3g"),
+    "P50": (lambda one: one.ttft_p50_s, ".3g"),
+    "P99": (lambda one: one.ttft_p99_s, ".3g"),
+    "TPOT ms": (lambda one: 1e3 * one.tpot_mean_s, ".1f"),
+    "tokens/s": (lambda one: one.tokens_per_s, ".0f"),
+    "prefix hits": (lambda one: one.hit_share, ".0%"),
+    "evicted": (lambda one: one.num_evictions, ".0f"),
+    "GB in": (lambda one: one.link_bytes / 1e9, ".1f"),
+    "preempted": (lambda one: one.num_preempted, ".0f"),
+    "refused": (lambda one: one.num_refused, ".0f"),
+    "unfinished": (lambda one: one.num_unfinished, ".0f"),
 }
 
-_CLUSTER_COLUMNS: Mapping[str, Callable[[ClusterFigures], str]] = {
-    "busiest/mean": lambda one: f"{one.largest_over_mean_load:.2f}",
-    "most files": lambda one: str(one.most_files),
-    "GB fetched": lambda one: f"{one.fetched_bytes / 1e9:.1f}",
-    "moved": lambda one: str(one.num_moved),
+_CLUSTER_COLUMNS: Mapping[str, tuple[Callable[[ClusterFigures], float], str]] = {
+    "busiest/mean": (lambda one: one.largest_over_mean_load, ".2f"),
+    "most files": (lambda one: one.most_files, ".0f"),
+    "GB fetched": (lambda one: one.fetched_bytes / 1e9, ".1f"),
+    "moved": (lambda one: one.num_moved, ".0f"),
 }
 
 
 def table(results: Results) -> Iterator[str]:
-    """Yield aligned lines; seconds to first tokens where nothing else is said."""
+    """Yield aligned lines; seconds to first tokens where nothing else is said.
+
+    Every figure is the median over seeds of what each run came to.
+    """
     head = ["" if not any(cell.variant for cell in results.cells) else "variant", "req/s"]
     head.append(f"P{results.percentile:g}")
     head += [f"within {results.slo_s:g} s"] if results.slo_s is not None else []
@@ -135,13 +144,13 @@ def table(results: Results) -> Iterator[str]:
     rows = [[*head, *_COLUMNS, *(_CLUSTER_COLUMNS if has_servers else ())]]
     for cell in results.cells:
         row = [cell.variant, f"{cell.rate_rps:g}" if cell.rate_rps else "own"]
-        row.append(f"{spread_of(results.ttft_percentiles_s(cell))[0]:.3g}")
+        row.append(f"{results.ttft_percentile_s(cell):.3g}")
         row += [f"{results.slo_share(cell):.1%}"] if results.slo_s is not None else []
-        middle = _middle(results.of(cell))
-        row += [show(middle.figures) for show in _COLUMNS.values()]
+        outcomes = results.of(cell)
+        row += _medians(_COLUMNS, [one.figures for one in outcomes])
         if has_servers:
-            of_all = None if middle.cluster is None else middle.cluster.figures
-            row += ["" if of_all is None else show(of_all) for show in _CLUSTER_COLUMNS.values()]
+            of_servers = [one.cluster.figures for one in outcomes if one.cluster is not None]
+            row += _medians(_CLUSTER_COLUMNS, of_servers)
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -152,10 +161,16 @@ def table(results: Results) -> Iterator[str]:
         yield "  ".join([first, *others] if first.strip() else others).rstrip()
 
 
-def _middle(outcomes: Sequence[RunOutcome]) -> RunOutcome:
-    """The seed with the median of mean first tokens."""
-    ordered = sorted(outcomes, key=lambda one: one.figures.ttft_mean_s)
-    return ordered[len(ordered) // 2]
+def _medians(
+    columns: Mapping[str, tuple[Callable[[_Figures], float], str]], figures: Sequence[_Figures]
+) -> list[str]:
+    """One cell of each column; empty ones where there are no figures."""
+    if not figures:
+        return [""] * len(columns)
+    return [
+        format(spread_of([figure(one) for one in figures])[0], style)
+        for figure, style in columns.values()
+    ]
 
 
 def foot(results: Results) -> str:
@@ -260,11 +275,11 @@ def draw(folder: Path, results: Results) -> list[Path]:
     # One load, where the policies differ most: the largest.
     shown = [cell for cell in results.cells if cell.rate_rps == loads[-1]]
     *paths, load_path, servers_path = (folder / name for name in _PICTURES)
-    times_s = {
-        _label(cell): np.concatenate([ttft_s(o) for o in results.of(cell)]) for cell in shown
-    }
-    title = _title_of_times(times_s, shown[0].load)
-    pictures.draw_first_tokens(times_s, results.slo_s, title, at_foot, paths[0])
+    curves = {_label(cell): _first_tokens(results, cell) for cell in shown}
+    title = _title_of_times(curves, results.percentile, shown[0].load)
+    pictures.draw_first_tokens(
+        curves, results.percentile, results.slo_s, title, at_foot, paths[0]
+    )  # fmt: skip
     _draw_memory(results, shown[0], at_foot, paths[1])
     _draw_parts(results, shown[0], at_foot, paths[2])
     if len(loads) > 1:
@@ -280,11 +295,19 @@ def _label(cell: Cell) -> str:
     return cell.variant or cell.load
 
 
-def _title_of_times(times_s: Mapping[str, pictures.Seconds], load: str) -> str:
-    p95_s = {name: float(np.percentile(times, 95)) for name, times in times_s.items()}
-    best, worst = min(p95_s, key=p95_s.__getitem__), max(p95_s, key=p95_s.__getitem__)
-    text = f"At {load} 95 % of first tokens come within {p95_s[best]:.3g} s"
-    return text if best == worst else f"{text} with {best}, {p95_s[worst]:.3g} s with {worst}"
+def _first_tokens(results: Results, cell: Cell) -> pictures.FirstTokenCurve:
+    """Each percentile of the curve is what the table shows of it: the median over seeds."""
+    shares = np.array([np.percentile(ttft_s(one), pictures.SHARES) for one in results.of(cell)])
+    return pictures.FirstTokenCurve(np.median(shares, axis=0), results.ttft_percentile_s(cell))
+
+
+def _title_of_times(
+    curves: Mapping[str, pictures.FirstTokenCurve], percentile: float, load: str
+) -> str:
+    marks_s = {name: curve.at_percentile_s for name, curve in curves.items()}
+    best, worst = min(marks_s, key=marks_s.__getitem__), max(marks_s, key=marks_s.__getitem__)
+    text = f"At {load} {percentile:g} % of first tokens come within {marks_s[best]:.3g} s"
+    return text if best == worst else f"{text} with {best}, {marks_s[worst]:.3g} s with {worst}"
 
 
 def _draw_memory(results: Results, cell: Cell, at_foot: str, path: Path) -> None:

@@ -1,10 +1,12 @@
 """The examples of the README do what it says, as they stand there."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from corun import PolicyFacts, SchedulerPolicy
+from corun.runtime.cli.main import main
 from corun.runtime.engine.assembly import scheduling
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -24,6 +26,29 @@ def python_example(readme: str, word: str) -> str:
     """The one Python example that contains ``word``."""
     (found,) = (block for block in _BLOCK.findall(readme) if word in block)
     return str(found)
+
+
+def commands(readme: str, *names: str) -> list[list[str]]:
+    """All lines of the README that run one of these commands, as a shell takes them apart."""
+    joined = readme.replace("\\\n", " ")
+    found = re.findall(rf"^    corun ((?:{'|'.join(names)}) .*)$", joined, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in found]
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_simulations_work_where_nothing_was_measured(
+    readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    found = commands(readme, "simulate", "plan")
+    assert len(found) >= 3
+    for arguments in found:
+        small = ["--seeds", "1", "--requests", "30", "--jobs", "2"]
+        small += ["--quick"] if arguments[0] == "plan" else []
+        assert main([*arguments, *small]) == 0, capsys.readouterr().err
+        assert "Simulated, not measured. Machine: " in capsys.readouterr().out
+    assert (tmp_path / "results" / "load.png").exists()
 
 
 def test_answers_of_the_demo(server: Served, readme: str) -> None:

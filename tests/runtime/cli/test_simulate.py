@@ -1,13 +1,18 @@
 """``corun simulate`` and ``corun plan`` from end to end, small, and what they refuse."""
 
 import json
+import re
+import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from corun.profiles.profile import save_profile
 from corun.runtime.cli.main import main
+from corun.runtime.sim import pictures
+from corun.runtime.sim.pictures import SHARES, FirstTokenCurve
 from support.profiles import PROFILE
 
 WORKLOAD = """
@@ -176,6 +181,51 @@ def test_this_machine_as_it_was_measured(
     assert main([*arguments[:2], str(other), *arguments[3:]]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "adapters of rank 96" in error and "up to rank 64" in error
+
+
+@pytest.mark.parametrize("percentile", [95.0, 80.0])
+def test_table_and_pictures_say_the_same(
+    percentile: float, workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    drawn: list[tuple[Mapping[str, FirstTokenCurve], float, str]] = []
+    monkeypatch.setattr(
+        pictures, "draw_first_tokens",
+        lambda curves, marked, _, title, *__: drawn.append((curves, marked, title)),
+    )  # fmt: skip
+    for number in (1, 2, 3):
+        out = tmp_path / str(number)
+        options = ["--seeds", str(number), "--percentile", str(percentile), "--out", str(out)]
+        arguments = ["simulate", "--workload", workload, *SMALL, *options, "--slo-ttft-s", "0.2"]
+        assert main([*arguments, "--rps", "6"]) == 0
+        heading, row = (re.split("  +", line.strip()) for line in lines(capsys)[:2])
+        curves, marked, title = drawn[-1]
+        (curve,) = curves.values()
+        assert marked == percentile
+        shown = f"{curve.at_percentile_s:.3g}"
+        assert row[heading.index(f"P{percentile:g}")] == shown
+        assert f"{percentile:g} % of first tokens come within {shown} s" in title
+        of_share = dict(zip(SHARES.tolist(), curve.times_s.tolist(), strict=True))
+        assert of_share[percentile] == pytest.approx(curve.at_percentile_s)
+        (cell,) = json.loads((out / "result.json").read_text())["cells"]
+        of_runs = [run["ttft_percentile_s"] for run in cell["runs"]]
+        assert statistics.median(of_runs) == pytest.approx(curve.at_percentile_s)
+        p50_s = [run["figures"]["ttft_p50_s"] for run in cell["runs"]]
+        assert row[heading.index("P50")] == f"{statistics.median(p50_s):.3g}"
+        assert of_share[50.0] == pytest.approx(statistics.median(p50_s))
+
+
+def test_a_recipe_knows_its_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    few = ["--rps", "1", "--seeds", "1", "--requests", "5", "--jobs", "1"]
+    for workload, machine in (("S1", "a40-llama7b"), ("prod50", "tp4-llama7b-padded")):
+        assert main(["simulate", "--workload", workload, *few]) == 0
+        assert f"Machine: {machine}." in capsys.readouterr().out
+    save_profile(PROFILE, tmp_path / "corun" / "profiles" / "one.json")
+    assert main(["simulate", "--workload", "S1", *few]) == 2
+    assert "the profile of cpu (A CPU)" in capsys.readouterr().err
 
 
 def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:

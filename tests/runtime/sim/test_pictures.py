@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from corun.runtime.sim import pictures
-from corun.runtime.sim.pictures import LoadPoint, LoadsOverTime, MemoryOverTime
+from corun.runtime.sim.pictures import (
+    SHARES,
+    FirstTokenCurve,
+    LoadPoint,
+    LoadsOverTime,
+    MemoryOverTime,
+)
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -21,8 +27,12 @@ NAMES = ("scheduling-policy=corun", "scheduling-policy=chameleon", "scheduling-p
 
 def first_tokens(path: Path) -> None:
     rng = np.random.default_rng(0)
-    times_s = {name: rng.lognormal(0.0, 1.0, 200) for name in NAMES}
-    pictures.draw_first_tokens(times_s, 2.0, TITLE, FOOT, path)
+    times_s = [rng.lognormal(0.0, 1.0, 200) for _ in NAMES]
+    curves = {
+        name: FirstTokenCurve(np.percentile(times, SHARES), float(np.percentile(times, 95)))
+        for name, times in zip(NAMES, times_s, strict=True)
+    }
+    pictures.draw_first_tokens(curves, 95.0, 2.0, TITLE, FOOT, path)
 
 
 def loads(path: Path) -> None:
