@@ -1,7 +1,6 @@
 """Puts the device half together: model, kernels, KV pool, executor."""
 
 import contextlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...cpu_workers.affinity import limit_torch_threads
 from ...cpu_workers.kernels.simd import arithmetic, isa
 from ...runtime.adapters.target_map import TargetMap
 from ...runtime.config.engine import EngineConfig
-from ...runtime.errors import ConfigError, ModelError, ResourceError
+from ...runtime.errors import ConfigError, ResourceError
 from ...shm.errors import ShmError
 from ..adapters.host import ArenaSize, GroupLayers, HostAdapters, one_group
 from ..adapters.store import OpenSource
@@ -36,14 +34,8 @@ from ..lora.select import select_lora_backend
 from ..lora.table import LoraTable
 from ..model.attention_hook import PagedAttentionHook
 from ..model.kv_pool import KvLayout, KvPool
-from ..model.load import load_model, quiet_library, resolve_device, resolve_dtype
-from ..model.probe import (
-    MAX_PROBE_TOKENS,
-    NUM_PROBE_SEQUENCES,
-    check_parity,
-    layer_shapes,
-    record_attention,
-)
+from ..model.load import load_model, resolve_device, resolve_dtype
+from ..model.probe import layer_shapes, record_attention
 from ..model.quantization import QuantizedLinears, Weights, check_dtype, plan_quantization
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.source import ModelSource, load_config
@@ -52,15 +44,8 @@ from ..replay.select import OFF, select_decode_graphs
 from .executor import AdapterFetch, DeviceExecutor
 from .runner import ModelRunner
 from .sampler import Sampler
-from .threads import choose_threads, probe_tokens
 from .warm_up import warm_up
 
-_LOG = logging.getLogger(__name__)
-
-# With these, nothing large is left to torch.
-_ALL_OWN_KERNELS = {
-    "linear": "numba", "attention": "numba", "LoRA": "numba", "fused kernels": "numba",
-}  # fmt: skip
 _MAX_RESIDENT_ADAPTERS = 2048  # rows of the kernels' table, a few dozen bytes per target each
 
 
@@ -82,7 +67,9 @@ class LoadedModel:
     fused_kernels_name: str
     decode_graphs: str  # of ``model.select``
     weights: Weights
-    rope_max_len: int | None
+    # Tokens up to which packed rows are computed rightly; None = as many as the model was made for.
+    max_exact_len: int | None  # of a request
+    max_step_tokens: int | None  # of a step
     recompute_at_tokens: int | None
 
     @property
@@ -196,7 +183,8 @@ def _equip(
         fused_kernels_name=fused_kernels_name,
         decode_graphs=select_decode_graphs(config.decode_graphs, names),
         weights=weights,
-        rope_max_len=rope_max_length(model),
+        max_exact_len=least(rope_max_length(model), record.max_chunk_len),
+        max_step_tokens=None,
         recompute_at_tokens=rope_recompute_length(model),
     )
 
@@ -222,6 +210,11 @@ def _replace_linears(
     return weights
 
 
+def least(*limits: int | None) -> int | None:
+    """The smallest limit that there is."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     """Allocate the KV pool and connect the model to it."""
     pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
@@ -230,44 +223,6 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
         loaded.model, loaded.context, pool, loaded.lora_backend,
         with_graphs=loaded.decode_graphs != OFF,
     )  # fmt: skip
-
-
-def probe(loaded: LoadedModel, *, is_waived: bool, max_threads: int | None) -> None:
-    """Run the parity probe in a small pool, and choose the threads of the CPU device.
-
-    Args:
-        loaded: The model, whose pool is not yet made.
-        is_waived: Only warn of a mismatch.
-        max_threads: Choose at most so many threads for this process; None = leave them alone.
-
-    Raises:
-        ModelError: Packed rows give other logits than plain transformers.
-    """
-    num_columns = -(-max(MAX_PROBE_TOKENS, probe_tokens()) // loaded.layout.block_size)
-    runner = make_runner(loaded, NUM_PROBE_SEQUENCES * num_columns)
-    try:
-        with quiet_library():  # which warns of configurations of parts that were left out
-            _check_parity(loaded, runner, is_waived=is_waived)
-        if max_threads is not None and loaded.model.device.type == "cpu":
-            choose_threads(runner, max_threads, loaded.weights.num_bytes)
-    finally:
-        runner.pool.close()
-    if _ALL_OWN_KERNELS.items() <= loaded.backend_names.items():
-        # A helper thread of torch would spin for milliseconds after each small sum, on the core
-        # that the helper of our kernels needs.
-        is_limited = limit_torch_threads()
-        _LOG.info("threads: torch %s", "uses 1 here" if is_limited else "keeps its own: no libgomp")
-
-
-def _check_parity(loaded: LoadedModel, runner: ModelRunner, *, is_waived: bool) -> None:
-    try:
-        error = check_parity(loaded.model, loaded.hook, runner.probe_step)
-    except ModelError as mismatch:
-        if not is_waived:
-            raise
-        _LOG.warning("the parity probe failed and is waived by --skip-parity-probe: %s", mismatch)
-        return
-    _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
 
 
 def warm_up_kernels(

@@ -80,19 +80,22 @@ class ModelRunner:
         logits: torch.Tensor = out.logits
         return logits
 
-    def probe_step(self, rows: Sequence[ProbeRow]) -> torch.Tensor:
-        """Run base-model rows in the pool's first blocks; for the parity probe only.
+    def probe_step(self, rows: Sequence[ProbeRow], num_sequences: int = 2) -> torch.Tensor:
+        """Run base-model rows in the pool's first blocks; for the parity probes only.
 
-        Sequence s owns every second block from s on, so that tables are not contiguous.
+        Sequence s owns every ``num_sequences``-th block from s on, so that tables are not
+        contiguous.
         """
-        num_columns = max(-(-(row.start + len(row.token_ids)) // self.block_size) for row in rows)
-        owned = [np.arange(num_columns, dtype=np.int32) * 2 + row.sequence for row in rows]
+        ends = [row.start + len(row.token_ids) for row in rows]
+        num_columns = -(-max(ends) // self.block_size)
+        columns = np.arange(num_columns, dtype=np.int32)
+        owned = [columns * num_sequences + row.sequence for row in rows]
         packed = PackedRows(
             token_ids=np.concatenate([np.array(row.token_ids, dtype=np.int64) for row in rows]),
             starts=np.array([row.start for row in rows], dtype=np.int64),
             num_tokens=np.array([len(row.token_ids) for row in rows], dtype=np.int64),
             block_tables=np.stack(owned),
-            known_lens=tuple(row.start + len(row.token_ids) for row in rows),
+            known_lens=tuple(row.known_len or end for row, end in zip(rows, ends, strict=True)),
             table_rows=(-1,) * len(rows),
             ranks=(0,) * len(rows),
         )

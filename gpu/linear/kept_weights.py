@@ -87,7 +87,7 @@ class KeptWeights:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._make_room(num_bytes)
-            with _replacing(self._path) as file:
+            with replacing(self._path) as file:
                 _write(file, matrices)
         except OSError as error:
             _LOG.warning(
@@ -147,7 +147,7 @@ def remembered(directory: Path, question: str, find: Callable[[], str]) -> str:
     answer = find()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _replacing(note) as file:
+        with replacing(note) as file:
             file.write(answer.encode())
     except OSError as error:
         _LOG.warning("cannot write %s: %s", note, error.strerror or error)
@@ -155,7 +155,7 @@ def remembered(directory: Path, question: str, find: Callable[[], str]) -> str:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A new file that takes the place of ``path`` when it has been written without an error."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:

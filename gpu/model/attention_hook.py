@@ -48,6 +48,12 @@ class AttentionRecord:
     # Masks of the pass by the identity of their memory, which lives as long as the record.
     masks: dict[int, tuple[torch.UntypedStorage, Sight]] = field(default_factory=dict)
 
+    @property
+    def max_chunk_len(self) -> int | None:
+        """Tokens up to which chunked layers see all that is before them; None = any number."""
+        chunks = [sight.chunk for sight in self.sights.values() if sight.chunk is not None]
+        return min(chunks, default=None)
+
 
 class PagedAttentionHook:
     """Serves one model's attention calls from its KV pool.
@@ -132,7 +138,8 @@ class PagedAttentionHook:
         assert record is not None
         mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
         memory = mask.untyped_storage()  # has no address on the meta device
-        record.masks[id(memory)] = (memory, read_mask(mask_function, local_size))
+        sight = read_mask(mask_function, local_size, str(mask.device))
+        record.masks[id(memory)] = (memory, sight)
         return mask
 
     def _sight(self, module: nn.Module, mask: torch.Tensor | None) -> Sight | None:

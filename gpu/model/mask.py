@@ -26,15 +26,26 @@ class Sight:
     chunk: int | None = None  # those from the last multiple of this position on
 
 
-def read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
+class _NotOfPositionsError(ModelError):
+    """The mask also depends on tensors of one pass."""
+
+
+def read_mask(mask: MaskFunction, local_size: int | None, device: str = "cpu") -> Sight:
     """Find the ``Sight`` that ``mask`` describes.
 
     ``local_size``: the window or chunk that transformers says the mask has, or None.
+    ``device``: of the model; on "meta", where tensors have no values, a mask that depends on some
+    is taken for a chunk of that size.
 
     Raises ``ModelError`` if the mask is neither causal, nor a causal window or chunk of that size.
     """
-    with torch.device("cpu"):  # whatever device the model has
-        return _read_mask(mask, local_size)
+    with torch.device("cpu" if device == "meta" else device):
+        try:
+            return _read_mask(mask, local_size)
+        except _NotOfPositionsError:
+            if device != "meta" or local_size is None:
+                raise
+            return Sight(chunk=local_size)
 
 
 def _read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
@@ -44,7 +55,9 @@ def _read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
     try:
         seen = mask(zero, zero, query, key).broadcast_to(query.shape[0], key.shape[1])
     except (IndexError, RuntimeError, ValueError) as error:
-        raise ModelError(f"a mask that is not a function of positions ({error})") from error
+        raise _NotOfPositionsError(
+            f"a mask that is not a function of positions ({error})"
+        ) from error
     causal = key <= query
     if torch.equal(seen, causal):
         return Sight()

@@ -28,7 +28,7 @@ from .stored_quantization import read_stored_quantization
 from .targets import build_target_map, record_input_groups, with_input_groups
 from .text_part import leave_out_other_parts, without_other_parts
 
-_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,5 +129,5 @@ def _check_layer_types(config: Any) -> None:
     if kinds:
         raise ModelError(
             f"{describe(config)} has layers of type {', '.join(sorted(kinds))}; corun serves "
-            "full_attention and sliding_attention only, others keep state outside the KV pool"
+            "full, sliding and chunked attention only, others keep state outside the KV pool"
         )

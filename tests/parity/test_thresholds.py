@@ -1,12 +1,15 @@
 """Beyond windows and other thresholds the engine answers what transformers + PEFT answer."""
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
-from support.architectures import THRESHOLD, WITH_THRESHOLDS
+from corun.runtime.errors import ConfigError, RequestError
+from support.architectures import WITH_THRESHOLDS
 from support.parity import (
     ADAPTER_SPECS,
     MAX_LOGPROBS,
@@ -20,19 +23,22 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MAX_RELATIVE_ERROR = 1e-4
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=MAX_LOGPROBS, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "block_size": 4, "max_num_batched_tokens": 23,
-    "memory_gib": 0.05,
+    "device": "cpu", "dtype": "float32", "block_size": 4, "memory_gib": 0.05,
 }  # fmt: skip
 # PEFT makes adapters of experts, which are not served, of names in a feed-forward.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {"jetmoe": ("kv_proj",)}  # its other projections are experts
 
 
-@pytest.fixture(scope="module", params=WITH_THRESHOLDS)
+@pytest.fixture(scope="module", params=sorted(WITH_THRESHOLDS.keys() - {"llama4"}))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
-    options = {"target_modules": TARGETS.get(request.param, ATTENTION)}
+    return attention_case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def attention_case(name: str, directory: Path) -> ParityCase:
+    options = {"target_modules": TARGETS.get(name, ATTENTION)}
     specs = [replace(spec, options={**spec.options, **options}) for spec in ADAPTER_SPECS]
-    return ParityCase(request.param, tmp_path_factory.mktemp(request.param), specs=specs)
+    return ParityCase(name, directory, specs=specs)
 
 
 def test_in_chunks_and_from_kept_prefixes(case: ParityCase) -> None:
@@ -41,12 +47,59 @@ def test_in_chunks_and_from_kept_prefixes(case: ParityCase) -> None:
     names = [None, *case.adapters, None]
     prompts = [
         [rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in (90, 35, 36, 37, 61, 5)
-    ][: len(names)]
+    ]
+    answer_twice(case, prompts, names, max_num_batched_tokens=23)
+
+
+def answer_twice(
+    case: ParityCase, prompts: list[list[int]], names: list[str | None], **options: Any
+) -> None:
     loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
-    with Engine(model=str(case.directory), **OPTIONS) as engine:
+    with Engine(model=str(case.directory), **OPTIONS, **options) as engine:
         for is_known in (False, True):
             outputs = engine.generate(prompts, [GREEDY] * len(prompts), loras)
             for name, output in zip(names, outputs, strict=True):
                 assert largest_error(case, output, name) < MAX_RELATIVE_ERROR
             found = max(output.outputs[0].num_cached_tokens for output in outputs)
-            assert (found > THRESHOLD) == is_known
+            assert (found >= 4 * max(map(len, prompts)) // 5) == is_known
+
+
+@pytest.fixture(scope="module")
+def llama4(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    return attention_case("llama4", tmp_path_factory.mktemp("llama4"))
+
+
+def test_up_to_where_llama4_counts_tokens_of_a_step(
+    llama4: ParityCase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its temperature begins at 36 tokens of a request or of a step, and its chunks at 48."""
+    rng = random.Random(5)
+    names = [None, *llama4.adapters, None]
+    lengths = (29, 28, 20, 29, 7, 29)  # and 6 more tokens each
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in lengths]
+    with caplog.at_level("WARNING"):
+        answer_twice(llama4, prompts, names, max_num_batched_tokens=512)
+    assert "answers rightly up to 35 tokens: at floor_scale = 36" in caplog.text
+    with (
+        Engine(model=str(llama4.directory), **OPTIONS) as engine,
+        pytest.raises(RequestError, match="35"),
+    ):
+        engine.generate([prompts[0] + prompts[1]], GREEDY)
+
+
+def test_a_longer_context_is_refused(llama4: ParityCase) -> None:
+    with pytest.raises(ConfigError, match="is 36, but corun serves this model rightly up to 35"):
+        Engine(model=str(llama4.directory), **OPTIONS, max_model_len=36)
+
+
+def test_chunks_without_a_temperature(tmp_path: Path) -> None:
+    """Chunked layers are served up to their first chunk's end, whatever a step has."""
+    case = attention_case("llama4", tmp_path)
+    config = json.loads((case.directory / "config.json").read_text())
+    config |= {"attn_temperature_tuning": False, "floor_scale": 8192, "attention_chunk_size": 36}
+    (case.directory / "config.json").write_text(json.dumps(config))
+    rng = random.Random(6)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in (30, 30, 12)]
+    answer_twice(case, prompts, [None] * 3, max_num_batched_tokens=512)
+    with pytest.raises(ConfigError, match="is 37, but corun serves this model rightly up to 36"):
+        Engine(model=str(case.directory), **OPTIONS, max_model_len=37)

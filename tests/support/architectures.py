@@ -92,6 +92,12 @@ _THRESHOLDS = [
          "layer_types": _ALTERNATING},
     ),
     Architecture("jetmoe", "jetmoe", {**_EXPERTS, "kv_channels": 16}),
+    # Chunks, and a temperature that is taken from a token's place in the packed row.
+    Architecture(
+        "llama4", "llama4_text",
+        {**_EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size_mlp": 96,
+         "attention_chunk_size": 48, "floor_scale": THRESHOLD},
+    ),
 ]  # fmt: skip
 WITH_THRESHOLDS = {architecture.name: architecture for architecture in _THRESHOLDS}
 _BY_NAME = {

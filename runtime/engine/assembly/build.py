@@ -38,7 +38,7 @@ from .adapter_wiring import (
     make_manager,
     register_adapters,
 )
-from .placement import Placement, place_engine, weights_directory
+from .placement import Placement, place_engine, verdicts_directory, weights_directory
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
 from .sizes import copies_adapters, max_model_len_of, plan_engine_memory
@@ -139,7 +139,7 @@ def _build(
     assert config.model is not None
     remove_stale_names()
     with _imports(own_process=own_process):
-        from ....gpu.execution import assemble
+        from ....gpu.execution import assemble, start_probe
         from ....gpu.execution.threads import set_threads
         from ....gpu.forward.kernel_threads import set_kernel_threads
         from ....gpu.model.source import ModelSource, load_config
@@ -157,7 +157,7 @@ def _build(
     # What can be refused before the weights are read should not cost the time to read them.
     hf_config = load_config(source)
     if config.max_model_len is not None:
-        max_model_len_of(config, hf_config.get_text_config(), rope_limit=None)
+        max_model_len_of(config, hf_config.get_text_config(), exact_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
     on_progress("reading the tokenizer")
     tokens, tokenizer = read_tokenizer(
@@ -170,21 +170,18 @@ def _build(
     try:
         on_progress("comparing logits with transformers (parity probe)")
         may_choose = own_process and config.cpu_threads is None
-        assemble.probe(
-            loaded,
-            is_waived=config.skip_parity_probe,
+        loaded = start_probe.probe(
+            loaded, config, kept_verdicts=verdicts_directory(),
             max_threads=num_cpus if may_choose else None,
-        )
+        )  # fmt: skip
+        if loaded.max_step_tokens is not None:
+            num_tokens = min(config.max_num_batched_tokens, loaded.max_step_tokens)
+            config = replace(config, max_num_batched_tokens=num_tokens)
         measured = _measured(config, loaded, placement, facts)
         assembly = _connect(
-            config,
-            _Given(source, tokens, adapters),
-            loaded,
-            on_progress,
-            placement,
-            measured,
+            config, _Given(source, tokens, adapters), loaded, on_progress, placement, measured,
             own_policies,
-        )
+        )  # fmt: skip
     except BaseException:
         loaded.close()
         raise

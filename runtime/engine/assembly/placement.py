@@ -29,6 +29,11 @@ def weights_directory() -> Path:
     return state_directory(dict(os.environ), Path.home()).with_name("weights")
 
 
+def verdicts_directory() -> Path:
+    """Where it is kept what this user's models do beyond the parity probe."""
+    return weights_directory().with_name("verdicts")
+
+
 def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
     """Plan the cores, log what will go badly, and pin the calling thread: the engine's.
 

@@ -30,7 +30,7 @@ from ...config.demo import with_demo
 from ...config.engine import EngineConfig
 from ...errors import ConfigError, CorunError, ModelError, ResourceError
 from ...machine.facts import MachineFacts, read_machine_facts
-from .placement import Placement, place_engine, weights_directory
+from .placement import Placement, place_engine, verdicts_directory, weights_directory
 from .turns import measure_turns
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
     """
     config = with_demo(config)
     assert config.model is not None
-    from ....gpu.execution import assemble
+    from ....gpu.execution import assemble, start_probe
     from ....gpu.execution.threads import set_threads
     from ....gpu.model.source import ModelSource
 
@@ -101,9 +101,10 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
                 f"adapters may change no module of {config.model}, so there is nothing to measure"
             )
         listener.on_progress("comparing logits with transformers (parity probe)")
-        assemble.probe(
+        loaded = start_probe.probe(
             loaded,
-            is_waived=config.skip_parity_probe,
+            config,
+            kept_verdicts=verdicts_directory(),
             max_threads=num_cpus if config.cpu_threads is None else None,
         )
         subject = subject_of(config, loaded, placement, facts)
@@ -273,7 +274,7 @@ def _max_context(config: EngineConfig, loaded: "LoadedModel") -> int:
     limits = (
         config.max_model_len,
         getattr(loaded.config, "max_position_embeddings", None),
-        loaded.rope_max_len,
+        loaded.max_exact_len,
     )
     return min([limit for limit in limits if limit is not None], default=2**20)
 

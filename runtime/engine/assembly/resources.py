@@ -62,19 +62,19 @@ class MemoryPlan:
 
 
 def plan_max_model_len(
-    requested: int | None, model_limit: int | None, rope_limit: int | None
+    requested: int | None, model_limit: int | None, exact_limit: int | None
 ) -> int:
     """Choose the longest context in tokens.
 
     Args:
         requested: ``--max-model-len``, or None.
         model_limit: What the model's configuration states, or None.
-        rope_limit: Length up to which its rotary embeddings do not change, or None.
+        exact_limit: Length up to which corun computes the model rightly; None = any.
 
     Raises:
         ConfigError: A longer context is asked for than the model can answer rightly.
     """
-    limits = [limit for limit in (model_limit, rope_limit) if limit is not None]
+    limits = [limit for limit in (model_limit, exact_limit) if limit is not None]
     if not limits and requested is None:
         raise ConfigError(
             "the model's configuration states no context length; give --max-model-len"
@@ -82,9 +82,12 @@ def plan_max_model_len(
     limit = min(limits, default=requested)
     assert limit is not None
     if requested is not None and requested > limit:
-        raise ConfigError(
-            f"--max-model-len is {requested}, but the model was made for {limit} tokens at most"
+        reason = (
+            f"corun serves this model rightly up to {limit} tokens at most"
+            if limit == exact_limit
+            else f"the model was made for {limit} tokens at most"
         )
+        raise ConfigError(f"--max-model-len is {requested}, but {reason}")
     return requested or limit
 
 

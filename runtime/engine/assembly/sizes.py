@@ -49,7 +49,7 @@ def plan_engine_memory(
     block_bytes = loaded.layout.block_bytes
     num_host_slots = plan_host_slots(config, block_bytes, host_bytes, has_link=arena is not None)
     host_bytes -= num_host_slots * block_bytes
-    max_model_len = max_model_len_of(config, loaded.config, loaded.rope_max_len)
+    max_model_len = max_model_len_of(config, loaded.config, loaded.max_exact_len)
     device_facts = DeviceFacts(
         type=device.type,
         free_bytes=assemble.free_bytes(device, host_bytes),
@@ -70,10 +70,10 @@ def copies_adapters(config: EngineConfig, loaded: "LoadedModel") -> bool:
     return loaded.model.device.type == "cuda" or is_paced
 
 
-def max_model_len_of(config: EngineConfig, hf_config: Any, rope_limit: int | None) -> int:
+def max_model_len_of(config: EngineConfig, hf_config: Any, exact_limit: int | None) -> int:
     """Choose the context; ``hf_config`` is the text model's configuration."""
     model_limit = getattr(hf_config, "max_position_embeddings", None)
-    return plan_max_model_len(config.max_model_len, model_limit, rope_limit)
+    return plan_max_model_len(config.max_model_len, model_limit, exact_limit)
 
 
 def _host_facts(

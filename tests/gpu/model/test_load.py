@@ -248,10 +248,9 @@ def test_weights_that_text_never_meets_are_not_read(
 
 
 def test_layers_of_an_inner_configuration_are_looked_at(tmp_path: Path) -> None:
-    """Chunked attention is in the mask alone, and farther apart than the probe looks."""
-    text = {"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"]}
+    text = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     AutoConfig.for_model("llama4", text_config=text).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="layers of type chunked_attention"):
+    with pytest.raises(ModelError, match="layers of type linear_attention"):
         load(tmp_path)
 
 

@@ -55,7 +55,7 @@ def test_admits(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama3-rope", "gemma2", "mixtral"])
 def test_admits_half_types(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    assert 0 < probe(save_model(name, tmp_path), dtype) < 6e-2
+    assert 0 < probe(save_model(name, tmp_path), dtype) < 0.3
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -72,11 +72,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "mamba_n_heads": 8,
          "mamba_d_head": 16, "attn_layer_indices": [1]},
         "linear_attention|1 of 2 layers",
-    ),
-    "llama4_text": (
-        {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "intermediate_size_mlp": 96,
-         "head_dim": 16, "num_local_experts": 2},
-        "chunked_attention",
     ),
 }  # fmt: skip
 

@@ -27,8 +27,6 @@ REFUSED = {
     "xglm": "never calls transformers' attention interface",
     "rwkv": "never calls transformers' attention interface",
     "mpt": "fails on packed rows|never calls",
-    "llama4_text": "chunked_attention",
-    "llama4": "chunked_attention",
     "minimax": "linear_attention",
     "qwen3_5_text": "linear_attention",
     "qwen3_5": "linear_attention",
@@ -81,7 +79,8 @@ def test_check_decides_as_serve(model_type: str, tmp_path: Path) -> None:
     assert served.refused == checked.refused
     assert served.unused == checked.unused
     has_shared_kv = bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
-    assert bool(served.unused) == (model_type in WRAPPERS or has_shared_kv)
+    has_tower = model_type in WRAPPERS and model_type != "llama4"  # has a class of text alone
+    assert bool(served.unused) == (has_tower or has_shared_kv)
     assert served.vocabularies == checked.vocabularies
 
 

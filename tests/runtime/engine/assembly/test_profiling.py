@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corun.gpu.execution import assemble
+from corun.gpu.execution import assemble, start_probe
 from corun.gpu.model.source import ModelSource
 from corun.profiles.find import default_path
 from corun.profiles.measure import effort
@@ -77,7 +77,7 @@ def test_it_is_measured_once_and_found_again(
     assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) == marked
     # Adapters' places are given back, and the model can be run by whoever comes next.
     assert loaded.lora_table.num_free_rows == loaded.lora_table.capacity
-    assemble.probe(loaded, is_waived=False, max_threads=None)
+    start_probe.probe(loaded, CONFIG, max_threads=None)
 
     named = tmp_path / "theirs.json"
     machine = replace(first.subject.machine, cpu_model="Another CPU")

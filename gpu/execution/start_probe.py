@@ -1,0 +1,103 @@
+"""What is tried of a loaded model at start: its answers, how long they are right, and threads."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from ...cpu_workers.affinity import limit_torch_threads
+from ...runtime.config.engine import EngineConfig
+from ...runtime.errors import ModelError
+from ..model.load import quiet_library
+from ..model.probe import MAX_PROBE_TOKENS, NUM_PROBE_SEQUENCES, check_parity
+from ..model.source import describe
+from .assemble import LoadedModel, least, make_runner
+from .threads import choose_threads, probe_tokens
+from .threshold_probe import judge_thresholds
+
+_LOG = logging.getLogger(__name__)
+
+# With these, nothing large is left to torch.
+_ALL_OWN_KERNELS = {
+    "linear": "numba", "attention": "numba", "LoRA": "numba", "fused kernels": "numba",
+}  # fmt: skip
+_ANY_LENGTH = 2**20  # where a model does not say what context it was made for
+
+
+def probe(
+    loaded: LoadedModel, config: EngineConfig, *, max_threads: int | None,
+    kept_verdicts: Path | None = None,
+) -> LoadedModel:  # fmt: skip
+    """Compare packed rows with plain transformers, and choose the threads of the CPU device.
+
+    Args:
+        loaded: The model, whose pool is not yet made.
+        config: With ``skip_parity_probe`` a mismatch is only warned about.
+        max_threads: Choose at most so many threads for this process; None = leave them alone.
+        kept_verdicts: Where it is kept what became of a model's thresholds; None = nowhere.
+
+    Returns:
+        The model with the numbers of tokens up to which it is served.
+
+    Raises:
+        ModelError: Packed rows give other logits than plain transformers.
+    """
+    num_columns = -(-max(MAX_PROBE_TOKENS, probe_tokens()) // loaded.layout.block_size)
+    runner = make_runner(loaded, NUM_PROBE_SEQUENCES * num_columns)
+    try:
+        try:
+            with quiet_library():  # which warns of configurations of parts that were left out
+                error = check_parity(loaded.model, loaded.hook, runner.probe_step)
+                _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
+                loaded = _limited(loaded, config, kept_verdicts)
+        except ModelError as mismatch:
+            if not config.skip_parity_probe:
+                raise
+            _LOG.warning(
+                "the parity probe failed and is waived by --skip-parity-probe: %s", mismatch
+            )
+        if max_threads is not None and loaded.model.device.type == "cpu":
+            choose_threads(runner, max_threads, loaded.weights.num_bytes)
+    finally:
+        runner.pool.close()
+    if _ALL_OWN_KERNELS.items() <= loaded.backend_names.items():
+        # A helper thread of torch would spin for milliseconds after each small sum, on the core
+        # that the helper of our kernels needs.
+        is_limited = limit_torch_threads()
+        _LOG.info("threads: torch %s", "uses 1 here" if is_limited else "keeps its own: no libgomp")
+    return loaded
+
+
+def _limited(
+    loaded: LoadedModel, config: EngineConfig, kept_verdicts: Path | None
+) -> LoadedModel:  # fmt: skip
+    """``loaded`` with the limit that its thresholds set. Raises ``ModelError``."""
+    made_for = getattr(loaded.config, "max_position_embeddings", None)
+    longest = least(loaded.max_exact_len, made_for, config.max_model_len)
+    max_tokens = max(longest or _ANY_LENGTH, config.max_num_batched_tokens)
+    verdict = judge_thresholds(loaded.model, max_tokens, kept_verdicts)
+    name = describe(loaded.model.config)
+    if verdict.outcome == "wrong":
+        raise ModelError(
+            f"{name} computes other logits from packed rows than on its own ({verdict.reason}), "
+            "so corun would answer wrongly; --skip-parity-probe serves it all the same"
+        )
+    if verdict.outcome == "untried":
+        _LOG.warning(
+            "%s: no small copy of it could be made (%s), so windows and chunks of its masks are "
+            "served, and other changes that begin beyond %d tokens would go unseen",
+            name, verdict.reason, MAX_PROBE_TOKENS,
+        )  # fmt: skip
+    if verdict.num_tokens is not None:
+        _LOG.warning(
+            "%s answers rightly up to %d tokens: at %s it computes from the place of a token in "
+            "its step. Requests, and steps (--max-num-batched-tokens), have no more tokens",
+            name, verdict.num_tokens, verdict.reason,
+        )  # fmt: skip
+        limit = least(loaded.max_exact_len, verdict.num_tokens)
+        return replace(loaded, max_exact_len=limit, max_step_tokens=verdict.num_tokens)
+    if longest != least(made_for, config.max_model_len):
+        _LOG.warning(
+            "%s: requests have %s tokens at most, because corun does not serve what begins there "
+            "(chunked attention, or other rotary embeddings)", name, loaded.max_exact_len,
+        )  # fmt: skip
+    return loaded
