@@ -11,13 +11,16 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TYPING := $(VENV)/typing
+NEWEST := $(VENV)/newest
+NEWEST_TESTS := tests/parity tests/e2e/test_answers.py tests/gpu/fused tests/gpu/model
 
-.PHONY: help serve test test-full test-clients test-ray lint types format clean
+.PHONY: help serve test test-full test-newest test-clients test-ray lint types format clean
 
 help:
 	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
 	@echo "make test               format, lint, types, spelling and tests, as CI runs them"
 	@echo "make test-full          the same, and kernels on every lower level of instructions"
+	@echo "make test-newest        parity, answers and kernels with the newest releases that are allowed"
 	@echo "make test-clients       other projects' clients against corun serve, installed for it"
 	@echo "make test-ray           clusters over Ray, which is installed for it: as root also partitions"
 	@echo "make lint | types       only these checks"
@@ -33,6 +36,15 @@ test: lint types
 # Beside them, the same tests of kernels and answers on every lower level of instructions.
 test-full: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --full $(ARGS)
+
+# Without constraints, in an environment of its own: what `pip install corun` takes today.
+test-newest:
+	$(MAKE) --no-print-directory VENV=$(NEWEST) $(NEWEST)/bin/python
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--upgrade --upgrade-strategy eager -e '.[dev]'
+	$(NEWEST)/bin/corun env
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+		$(NEWEST_TESTS) $(ARGS)
 
 # Other projects' clients, unchanged, each in an environment of its own (tests/clients/README.md).
 test-clients: $(VENV)/.installed-dev

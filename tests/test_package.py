@@ -2,8 +2,34 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import corun
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+KNOWN_FROM_WITHIN = {"torch", "transformers", "numba", "llvmlite", "uvicorn"}
+READ_REQUESTS = {"starlette", "aiohttp", "msgspec", "uvicorn"}
+
+
+def test_what_is_tested_is_what_is_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    allowed = [Requirement(text) for text in sum(extras, project["dependencies"])]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = {one.name: one.specifier for one in map(Requirement, filter(_is_entry, lines))}
+    for one in allowed:
+        operators = {bound.operator for bound in one.specifier}
+        assert one.name not in KNOWN_FROM_WITHIN or "<" in operators, one
+        assert one.name not in READ_REQUESTS or ">=" in operators, one
+        for bound in tested.get(one.name, ()):
+            assert bound.operator != "==" or one.specifier.contains(bound.version), one
+    assert {one.name for one in allowed} & tested.keys() >= KNOWN_FROM_WITHIN | READ_REQUESTS
+
+
+def _is_entry(line: str) -> bool:
+    return bool(line) and not line.startswith("#")
 
 
 def test_version_is_set() -> None:

@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = frozenset(
     {
         "position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions",
         "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
-        "past_key_values", "past_key_value", "dropout", "layer_idx", "num_items_in_batch",
+        "past_key_values", "past_key_value", "cache", "dropout", "layer_idx", "num_items_in_batch",
     }
 )  # fmt: skip
 

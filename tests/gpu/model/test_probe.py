@@ -63,7 +63,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, "never calls .* attention interface"),
     "mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
             "never calls .* attention interface"),
-    "gptj": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention interface"),
+    "gpt_neo": (
+        {"hidden_size": 64, "num_layers": 2, "num_heads": 4,
+         "attention_types": [[["global", "local"], 1]]},
+        "attention interface",
+    ),
     "mamba": (
         {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
         "linear_attention|never calls",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.load import load_model
@@ -15,15 +16,14 @@ from corun.gpu.model.targets import build_target_map, record_input_groups, with_
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ModelError
+from packaging.version import Version
 from support.bases import TEXT_MODELS, WRAPPERS, auto_class, base_config
 
 # Their refusals: what the message says.
 REFUSED = {
     "bloom": "never calls transformers' attention interface",
     "falcon": "does not go through transformers' attention interface",
-    "gptj": "does not go through transformers' attention interface",
     "gpt_neo": "does not go through transformers' attention interface",
-    "codegen": "never calls transformers' attention interface",
     "xglm": "never calls transformers' attention interface",
     "rwkv": "never calls transformers' attention interface",
     "mpt": "fails on packed rows|never calls",
@@ -45,6 +45,11 @@ REFUSED = {
     "paligemma": "not causal",
     "mllama": "1 of 2 layers",
 }
+if Version(transformers.__version__) < Version("5.24"):
+    REFUSED |= {
+        "gptj": "does not go through transformers' attention interface",
+        "codegen": "never calls transformers' attention interface",
+    }
 
 
 def as_served(source: ModelSource) -> TargetMap:
