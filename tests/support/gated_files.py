@@ -10,7 +10,8 @@ from typing import Self
 from unittest import mock
 
 from corun.runtime.adapters.digest import ContentDigest
-from corun.runtime.adapters.load import open_adapter
+from corun.runtime.adapters.load import OpenAdapter, open_adapter
+from corun.runtime.adapters.lora_spec import LoraSpec
 from corun.runtime.adapters.resolved import AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
 from corun.runtime.engine.assembly import adapter_wiring
 
@@ -36,7 +37,7 @@ class FileGate:
     def let(self, num_tensors: int) -> None:
         self._passes.release(num_tensors)
 
-    def wrap(self, source: AdapterReader) -> AdapterReader:
+    def wrap(self, source: OpenAdapter) -> AdapterReader:
         """What is read from ``source``, but when the gate says so."""
         return _GatedReader(source, self)
 
@@ -94,10 +95,14 @@ class FolderGate(FileGate):
 
 
 class _GatedReader:
-    def __init__(self, source: AdapterReader, gate: FileGate) -> None:
+    def __init__(self, source: OpenAdapter, gate: FileGate) -> None:
         self._source = source
         self._gate = gate
         self._is_held = gate.holds_registrations
+
+    @property
+    def spec(self) -> LoraSpec:
+        return self._source.spec
 
     @property
     def adapter(self) -> ResolvedAdapter:

@@ -9,6 +9,7 @@ from ...adapters.lora_spec import LoraSpec
 from ...adapters.resolve import ResolveError
 from ...adapters.resolved import RawTensor, ResolvedAdapter
 from ...errors import AdapterError
+from .base_model import read_served_base
 
 _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
 
@@ -23,6 +24,7 @@ class CheckReport:
     spec: LoraSpec | None = None
     adapter: ResolvedAdapter | None = None
     digest: str | None = None
+    remark: str | None = None  # on the base that the adapter names
 
     @property
     def ok(self) -> bool:
@@ -40,7 +42,8 @@ class CheckReport:
         return (head, *(f"  {line}" for line in _describe(self.spec, self.adapter)), *self._tail())
 
     def _tail(self) -> tuple[str, ...]:
-        return (f"  digest    {self.digest}",)
+        digest = f"  digest    {self.digest}"
+        return (digest,) if self.remark is None else (digest, f"  note      {self.remark}")
 
 
 def run_check(
@@ -79,7 +82,8 @@ def run_check(
             for _ in reader.read_layers(check_values):
                 pass
             digest = reader.digest.hexadecimal
-            return CheckReport(str(adapter), model, (), reader.spec, reader.adapter, digest)
+            remark = read_served_base(source).remark(reader.spec.base_model_name_or_path)
+            return CheckReport(str(adapter), model, (), reader.spec, reader.adapter, digest, remark)
     except ResolveError as error:
         return CheckReport(str(adapter), model, error.problems)
     except AdapterError as error:

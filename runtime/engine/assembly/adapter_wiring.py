@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...adapter import AdapterFacts, AdapterLayers, AdapterOutline
+from ...adapters.base_names import BaseRemarks
 from ...adapters.checkpoint import WEIGHTS_NAME
 from ...adapters.content import AdapterContent
 from ...adapters.convention_files import ConventionReader, settled_stamps_of, stamps_of
@@ -25,6 +26,7 @@ from ...errors import AdapterError, ConfigError, RequestError
 from ...plan import AdapterTransfer
 from ..adapter_manager import AdapterManager
 from ..adapter_reading import MakeRoom
+from .base_model import read_served_base
 from .resources import ArenaPlan
 
 if TYPE_CHECKING:
@@ -61,8 +63,14 @@ def make_host_adapters(
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     base = StoredBaseWeights(source, loaded.dtype)
 
+    remarks = BaseRemarks(read_served_base(source))
+
     def open_source(path: str) -> OpenAdapter:
-        return open_adapter(Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base)
+        adapter = open_adapter(
+            Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base
+        )
+        remarks.log(path, adapter.spec.base_model_name_or_path)
+        return adapter
 
     slab = None if slab_bytes is None else SlabSize(slab_bytes, config.max_lora_rank)
     size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, slab)

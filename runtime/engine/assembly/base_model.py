@@ -1,10 +1,15 @@
 """What a base model is, from its configuration alone: no weights are read."""
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ....profiles.server import BaseModel
+from ...adapters.base_names import ServedBase
 from ...config.engine import EngineConfig
 from ...errors import ModelError
+
+if TYPE_CHECKING:
+    from ....gpu.model.source import ModelSource
 
 
 def read_base_model(config: EngineConfig) -> BaseModel:
@@ -28,6 +33,20 @@ def read_base_model(config: EngineConfig) -> BaseModel:
         kv_bytes_per_token=dtype.itemsize * text.num_hidden_layers * _kv_width(config, text),
         targets=tuple((one.path, one.in_features, one.out_features) for one in targets),
     )
+
+
+def read_served_base(source: "ModelSource") -> ServedBase:
+    """What a base is called, and whether it is quantised on disk. Raises ``ModelError``."""
+    from transformers import PretrainedConfig
+
+    try:
+        fields, _ = PretrainedConfig.get_config_dict(source.path, **source.hub_arguments())
+    except Exception as error:  # foreign code: whatever it raises, there is no configuration
+        raise ModelError(f"cannot read the configuration of {source.path!r}: {error}") from error
+    path = Path(source.path)
+    names = (source.path, str(path.resolve()) if path.is_dir() else "")
+    is_quantized = bool(fields.get("quantization_config"))
+    return ServedBase((*names, str(fields.get("_name_or_path") or "")), is_quantized)
 
 
 def _kv_width(config: EngineConfig, text: Any) -> int:

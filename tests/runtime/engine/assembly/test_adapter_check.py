@@ -42,6 +42,20 @@ def test_report_of_a_good_adapter(adapter_dir: Path, model_dir: str) -> None:
     )
 
 
+def test_another_base_is_noted(adapter_dir: Path, model_dir: str) -> None:
+    named = Path(model_dir).rename(Path(model_dir).with_name("Tiny-1B"))
+    for base, note in (
+        ("x/Tiny-1B", None),
+        ("x/Other-1B", "made for x/Other-1B, another base than the one that is served (tiny-1b)"),
+        ("x/Tiny-1B-AWQ", "a quantised copy of the base that is served in full"),
+    ):
+        edit_config(adapter_dir, base_model_name_or_path=base)
+        report = run_check(adapter_dir, str(named))
+        assert report.ok
+        last = report.lines()[-1]
+        assert last.startswith("  digest") if note is None else last.endswith(note)
+
+
 def test_every_problem_is_listed(adapter_dir: Path, model_dir: str) -> None:
     edit_tensors(adapter_dir, lora_A=lambda tensor: tensor[:, 1:])
     report = run_check(adapter_dir, model_dir)

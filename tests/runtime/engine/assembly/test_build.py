@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from support.architectures import save_model
 from support.fake_core import save_tokenizer
 from support.half_made_segment import half_made_segment
 from support.model_profiles import save_made_up_profile
-from support.peft_adapters import save_adapter
+from support.peft_adapters import edit_config, save_adapter
 from support.residue import named_segments
 from transformers import AttentionInterface
 
@@ -61,6 +62,23 @@ def test_engines_that_are_closed_leave_nothing(options: dict[str, Any]) -> None:
     for _ in range(4):
         assert answer(options) == first
         assert held() == before
+
+
+def test_adapters_of_another_base_are_named_once_a_base(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = shutil.copytree(options["model"], tmp_path / "Tiny-1B")
+    bases = ["x/Other-1B", "x/Other-1B", "x/tiny-1b-bnb-4bit", "x/Tiny-1B", "x/tiny-1b-bnb-4bit"]
+    with Engine(**{**options, "model": str(model)}) as engine:
+        caplog.clear()
+        for number, base in enumerate(bases):
+            path = tmp_path / f"adapter-{number}"
+            save_adapter(path)
+            edit_config(path, base_model_name_or_path=base)
+            engine.add_lora(LoRARequest(f"a{number}", number + 1, str(path)))
+    other, copied = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert "adapter-0 is made for x/Other-1B, another base than the one that is served" in other
+    assert "adapter-2 is trained over x/tiny-1b-bnb-4bit, an nf4 copy of the base" in copied
 
 
 def test_a_small_model_takes_what_it_can_need_and_says_so(
