@@ -9,7 +9,7 @@ type that the matrix had before.
 import json
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +72,7 @@ class FourBitFiles(WeightFiles):
                     raise _wrong(matrix, f"no tensor {matrix}{_STATE}{_KINDS[0]}")
                 parts.add(name)
         self._names = frozenset(super().names) - parts
+        self._transposed: frozenset[str] = frozenset()
         for name in self._names:
             if name.rpartition(".")[0] in self._matrices:
                 raise _wrong(name.rpartition(".")[0], f"corun does not know its tensor {name}")
@@ -122,11 +123,24 @@ class FourBitFiles(WeightFiles):
             found[low - start : high - start] = values[low - first : high - first]
         return found.reshape(-1, *matrix.shape[1:])
 
+    def transpose(self, paths: Iterable[str]) -> None:
+        """Let transformers load the matrices of these modules as ``Conv1D`` keeps them.
+
+        On disk they lie as those of linears, because bitsandbytes puts its own in their place.
+        """
+        weights = tuple(f".{path}.weight" for path in paths)
+        self._transposed = frozenset(
+            name for name in self._matrices if any(one.endswith(f".{name}") for one in weights)
+        )
+
     @contextmanager
     def lazily(self, names: Collection[str]) -> Iterator[dict[str, Any]]:
         full = [name for name in names if name not in self._matrices]
         with super().lazily(full) as tensors:
-            yield tensors | {name: _Lazy(self, name) for name in self._matrices.keys() & names}
+            yield tensors | {
+                name: _Lazy(self, name, is_transposed=name in self._transposed)
+                for name in self._matrices.keys() & names
+            }
 
     def _dequantize(
         self, name: str, matrix: _Matrix, pairs: np.ndarray, first: int, last: int
@@ -209,12 +223,14 @@ class FourBitFiles(WeightFiles):
 class _Lazy:
     """A matrix that is read when transformers slices into it."""
 
-    def __init__(self, files: FourBitFiles, name: str) -> None:
+    def __init__(self, files: FourBitFiles, name: str, *, is_transposed: bool) -> None:
         self._files = files
         self._name = name
+        self._is_transposed = is_transposed
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._files.read(self._name)[index]
+        matrix = self._files.read(self._name)
+        return (matrix.T if self._is_transposed else matrix)[index]
 
 
 def _wrong(name: str, what: str) -> ModelError:

@@ -36,9 +36,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:
-    """Turn ``--dtype`` into a type; "auto" takes the checkpoint's (float32 if it names none)."""
+    """Turn ``--dtype`` into a type.
+
+    "auto" takes the checkpoint's (float32 if it names none), of quantised ones bfloat16.
+    """
     if name != "auto":
         return _DTYPES[name]
+    if getattr(config, "quantization_config", None) is not None:
+        return torch.bfloat16
     dtype = getattr(config, "dtype", None) or torch.float32
     return dtype if dtype in _DTYPES.values() else torch.float32
 

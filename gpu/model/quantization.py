@@ -169,6 +169,8 @@ class QuantizedLinears:
         if self._quantization.stored is not None:
             del self._config.quantization_config  # or transformers wants the method's own library
         skeleton = build_skeleton(self._source, self._config, attention)
+        if isinstance(self._files, FourBitFiles):
+            self._files.transpose(skeleton.transposed)
         linears = _linears(skeleton.model)
         self._choose(skeleton, linears)
         zero = torch.zeros((), dtype=dtype)

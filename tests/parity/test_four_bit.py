@@ -33,6 +33,7 @@ def answers(case: ParityCase, model: Path, **options: Any) -> list[tuple[str | N
         ("llama3-rope", {"kind": "fp4", "nested": False, "storage": torch.bfloat16}),
         ("gemma3", {"block_size": 128}),  # its head is its embedding
         ("qwen2", {"skipped": ("lm_head", "layers.0.mlp", "q_proj")}),
+        ("gpt2", {"transposed": True, "skipped": ("lm_head", "wte", "wpe")}),
         ("mixtral", {}),  # experts that lie one by one on disk
     ],
 )

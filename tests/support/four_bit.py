@@ -80,12 +80,12 @@ def four_bit_config(**fields: Any) -> dict[str, Any]:
 
 def store_in_four_bits(
     directory: Path, target: Path, *, skipped: tuple[str, ...] = ("lm_head",),
-    dtype: torch.dtype = torch.bfloat16, **options: Any,
+    dtype: torch.dtype = torch.bfloat16, transposed: bool = False, **options: Any,
 ) -> Path:  # fmt: skip
     """Write a model's linears in 4 bits to ``target``, and what is left of them to ``directory``.
 
-    ``skipped``: parts of names whose weights stay in full. ``options``: of
-    ``quantize_in_four_bits``.
+    ``skipped``: parts of names whose weights stay in full. ``transposed``: the model keeps its
+    linears so, which are quantised as others are. ``options``: of ``quantize_in_four_bits``.
     """
     shutil.copytree(directory, target)
     file = directory / "model.safetensors"
@@ -96,7 +96,9 @@ def store_in_four_bits(
         if tensor.ndim != 2 or stays or not name.endswith("weight"):
             stored[name] = tensor
             continue
-        found, full[name] = quantize_in_four_bits(name, tensor, **options)
+        matrix = tensor.T.contiguous() if transposed else tensor
+        found, dense = quantize_in_four_bits(name, matrix, **options)
+        full[name] = dense.T.contiguous() if transposed else dense
         stored |= found
     save_file(full, file, metadata={"format": "pt"})
     save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
