@@ -265,6 +265,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     steps_by_tokens: dict[int, int] = {}  # by their tokens, rounded up to a power of two
     num_step_tokens: int = 0  # of all of them
     load: EngineLoadState | None = None  # None: not told yet
+    is_memory_short: bool = False  # of the machine: idle KV and adapters give way
+    relieved_bytes: int = 0  # that these have given way so far
     decode_gap_bound_s: float = 0.0  # of the last step that had one
     num_unreadable_adapters: int = 0  # entries of --lora-dir whose state is not known
 

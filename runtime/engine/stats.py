@@ -81,6 +81,8 @@ def engine_stats(
         steps_by_tokens=dict(steps.by_tokens),
         num_step_tokens=steps.num_tokens,
         load=load_state(scheduler, work),
+        is_memory_short=memory.relief.is_active,
+        relieved_bytes=memory.relief.num_bytes,
         decode_gap_bound_s=scheduler.decode_gap.bound_s,
     )
 

@@ -40,8 +40,14 @@ class _Hierarchy:
 
 def cgroup_memory(root: Path) -> CgroupMemory:
     """Return the memory limit and what is left of it."""
-    limits: list[int] = []
-    available: list[int] = []
+    rooms = cgroup_memory_rooms(root)
+    available = min((room for room, _ in rooms), default=None)
+    return CgroupMemory(min((limit for _, limit in rooms), default=None), available)
+
+
+def cgroup_memory_rooms(root: Path) -> list[tuple[int, int]]:
+    """Return what is left, and the limit, of each group around this process that has one."""
+    rooms: list[tuple[int, int]] = []
     for hierarchy in _hierarchies(root):
         if hierarchy.version == 1 and "memory" not in hierarchy.controllers:
             continue
@@ -49,9 +55,8 @@ def cgroup_memory(root: Path) -> CgroupMemory:
         for group in hierarchy.levels():
             limit, used = read_level(group)
             if limit is not None:
-                limits.append(limit)
-                available.append(max(0, limit - used))
-    return CgroupMemory(min(limits, default=None), min(available, default=None))
+                rooms.append((max(0, limit - used), limit))
+    return rooms
 
 
 def cgroup_cpu_quota(root: Path) -> float | None:

@@ -15,6 +15,7 @@ class EvictionReason(enum.StrEnum):
     ADAPTER = "adapter"  # room for another adapter
     UNUSED = "unused"  # the policy keeps none that nobody uses
     ASKED = "asked"  # by the program that the engine is in
+    MACHINE = "machine"  # the machine runs short of memory
     DROPPED = "dropped"  # nobody can name it any more
 
 

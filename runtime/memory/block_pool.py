@@ -73,6 +73,11 @@ class BlockPool:
         self.budget.promise(self.num_promised_blocks * self.block_bytes)
 
     @property
+    def num_warm_blocks(self) -> int:
+        """Free blocks that may hold memory."""
+        return len(self._warm)
+
+    @property
     def written_bytes(self) -> int:
         """What the blocks may hold of the machine's memory, where that is taken on first write."""
         return (len(self._allocated) + len(self._warm)) * self.block_bytes

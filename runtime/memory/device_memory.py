@@ -27,6 +27,7 @@ from .pins import Pins
 from .policy_inputs import PolicyInputs
 from .prefix_cache import PrefixCache
 from .registrations import AdapterRegistrations
+from .relief import MemoryRelief
 from .room import RoomMaker
 from .swapper import KvSwapper
 from .tied_kv import TiedKv
@@ -62,6 +63,7 @@ class DeviceMemory:
         self.prefixes = PrefixCache(pool, tree, cache.policy, slots, reuse)
         self.tied_kv = TiedKv(cache, self.prefixes)
         self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
+        self.relief = MemoryRelief(pool, cache, self._room, host)
         self.transfers = TransferTable() if transfers is None else transfers
         self._inputs = inputs
         self.swapper: KvSwapper | None = None
@@ -252,7 +254,7 @@ class DeviceMemory:
             left_bytes = self.budget.capacity_bytes - self.pool.written_bytes
             if self.cache.slab is not None:
                 left_bytes = min(left_bytes, self.cache.slab.capacity_bytes)
-            self.host.keep_within(max(0, left_bytes))
+            self.host.keep_within(max(0, self.relief.host_limit_bytes(left_bytes)))
         return self.host.take_evictions()
 
     def drop(self, adapter_id: AdapterId) -> None:
@@ -294,6 +296,7 @@ class DeviceMemory:
         if self._max_history_blocks is not None:
             num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
             self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
+        self.relief.give_way(now_s)
         self._collect_gone()
 
     def copy_ahead(self, now_s: float) -> None:

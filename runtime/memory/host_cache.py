@@ -72,6 +72,11 @@ class HostCache:
         return self._ranges.capacity_bytes - self._ranges.free_bytes
 
     @property
+    def idle_bytes(self) -> int:
+        """Bytes of adapters that nothing uses. O(such adapters)."""
+        return sum(kept.num_bytes for kept in self._idle.values())
+
+    @property
     def has_evictions(self) -> bool:
         """Whether evictions wait to be commanded."""
         return bool(self._evictions)
@@ -244,7 +249,7 @@ class HostCache:
         self._evictions.append(kept.place_id)
 
     def _used_bytes(self) -> int:
-        return self.taken_bytes - sum(kept.num_bytes for kept in self._idle.values())
+        return self.taken_bytes - self.idle_bytes
 
 
 def _take(ranges: RangeAllocator, sizes: Sequence[int]) -> list[int] | None:

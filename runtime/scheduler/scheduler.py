@@ -222,7 +222,7 @@ class Scheduler:
             step_id,
             now_s,
             evict_adapters=self.memory.take_evictions(),
-            freed_blocks=self.memory.pool.give_back() if has_loads else (),
+            freed_blocks=self.memory.relief.take_freed_blocks(is_needed=has_loads),
             transfers=transfers,
             host_evictions=self.memory.take_host_evictions(),
             promoted_transfers=self.memory.transfers.take_promoted(),

@@ -150,7 +150,9 @@ class StepDraft:
     ) -> InFlightStep | None:
         """Close the draft and note in the requests what the step computes; None if it is idle."""
         decodes, passes = self._lay_out()
-        commands = evict_adapters or transfers or promoted_transfers or host_evictions
+        commands = (
+            evict_adapters or freed_blocks or transfers or promoted_transfers or host_evictions
+        )
         if not (decodes or passes or commands or self._block_updates):
             return None
         sub_batches: list[SubBatch] = []

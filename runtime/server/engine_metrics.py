@@ -83,6 +83,14 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
         ],
     )
     yield families.gauge(
+        "memory_short", "1 while the machine runs short of memory, so that idle KV and adapters "
+        "give way.", float(stats.is_memory_short),
+    )  # fmt: skip
+    yield families.count(
+        "memory_given_way_bytes", "By which idle KV and adapters have given way for that.",
+        stats.relieved_bytes,
+    )  # fmt: skip
+    yield families.gauge(
         "invalid_kv_bytes", "KV on the device without its adapter.", stats.invalid_kv_bytes
     )
     labels = ("direction", "kind")

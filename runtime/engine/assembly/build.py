@@ -29,6 +29,7 @@ from ...scheduler.scheduler import Scheduler
 from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
 from ..loop import OwnPolicies
+from ..memory_watch import watch_memory
 from ..messages import CpuWorkerStats, ModelInfo, TokenizerSpec
 from ..tokenizer import read_tokenizer
 from .adapter_wiring import (
@@ -274,6 +275,9 @@ def _connect(
             cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
         )  # fmt: skip
         manager.attach(core)
+        if not is_cuda:
+            relief = scheduler.memory.relief
+            undo.callback(watch_memory(relief, manager.notify, placement.background_cpus))
         register_adapters(config, manager, given.adapters, on_progress, placement.background_cpus)
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)

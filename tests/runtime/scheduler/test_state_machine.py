@@ -12,6 +12,7 @@ from corun.runtime.adapter import AdapterFacts
 from corun.runtime.errors import RequestError
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
+from corun.runtime.memory.relief import MemoryRoom
 from corun.runtime.plan import (
     AdapterId,
     AdapterTransfer,
@@ -135,6 +136,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_s=token_s,
             policy=memory_policy,
         )
+        self.rooms: list[MemoryRoom] = []
+        memory.relief.follow(lambda: self.rooms.pop() if self.rooms else None, lambda: None)
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), memory.transfers, start_share=cold_start_share,
             blocking_share=0.1,
@@ -326,6 +329,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         loads = list(self.executor.transfers)
         self.executor.progress_transfer(loads[index % len(loads)], num_groups)
         self.poll()
+
+    @rule(share=st.sampled_from([0.0, 0.09, 0.12, 0.2]), is_later=st.booleans())
+    def see_memory(self, share: float, is_later: bool) -> None:
+        """What else runs on the machine takes memory, or gives it back."""
+        self.rooms.append(MemoryRoom(int(share * 10_000), 10_000))
+        self.now_s += 40.0 * is_later
 
     @rule(adapter=st.integers(1, NUM_ADAPTERS), is_pinned=st.booleans())
     def pin(self, adapter: int, is_pinned: bool) -> None:

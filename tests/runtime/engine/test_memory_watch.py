@@ -1,0 +1,66 @@
+"""The thread that looks at the machine's memory tells of it while it is short, and in the log."""
+
+import logging
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from corun.runtime.engine.memory_watch import MemoryWatch
+from corun.runtime.memory.relief import MemoryRoom
+
+_TIMEOUT_S = 20.0
+
+
+class Looks:
+    """What each look sees; a look waits until a test says it."""
+
+    def __init__(self) -> None:
+        self.rooms: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
+        self.notified: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def read(self) -> tuple[int, int]:
+        room = self.rooms.get(timeout=_TIMEOUT_S)
+        if isinstance(room, Exception):
+            raise room
+        return room
+
+
+@contextmanager
+def watching(looks: Looks) -> Iterator[MemoryWatch]:
+    watch = MemoryWatch(lambda: looks.notified.put(None), read=looks.read, interval_s=0.001)
+    try:
+        yield watch
+    finally:
+        looks.rooms.put(OSError("the test is over"))
+        watch.close()
+        watch.close()
+
+
+def test_nothing_is_told_while_there_is_enough() -> None:
+    looks = Looks()
+    with watching(looks) as watch:
+        looks.rooms.put((50, 100))
+        looks.rooms.put((10, 100))
+        looks.rooms.put((9, 100))
+        looks.notified.get(timeout=_TIMEOUT_S)
+        assert looks.notified.empty()
+        assert watch.take() == MemoryRoom(9, 100)
+        assert watch.take() is None
+
+
+def test_a_shortage_is_told_until_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="corun")
+    looks = Looks()
+    with watching(looks) as watch:
+        for available in (5, 20, 6):
+            looks.rooms.put((available, 100))
+            looks.notified.get(timeout=_TIMEOUT_S)
+            assert watch.take() == MemoryRoom(available, 100)
+        watch.relieved()
+        looks.rooms.put((20, 100))
+        looks.rooms.put((5, 100))
+        looks.notified.get(timeout=_TIMEOUT_S)
+        assert watch.take() == MemoryRoom(5, 100)
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told[:3] == ["memory is short", "memory is no longer short", "memory is short"]
