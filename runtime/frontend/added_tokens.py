@@ -22,13 +22,17 @@ class AddedTokensCodec:
     def __init__(
         self, codec: Codec, ids: Mapping[int, int], tokens: TokenDifferences, num_embeddings: int
     ) -> None:
-        """``codec``: the base's with the tokens; ``ids``: the adapter's, by those that it gives."""
+        """``codec``: the base's with the tokens; ``ids``: the adapter's, by those that it gives.
+
+        Without ``ids`` it is the base's itself, and no added token has an embedding.
+        """
         self._codec = codec
         self._ids = {inner: outer for inner, outer in ids.items() if inner != outer}
         self._inner_ids = {outer: inner for inner, outer in self._ids.items()}
         self._added = {token.token_id: token.content for token in tokens.added}
         self._refused = set(tokens.missing_ids)
         self._refused.update(one for one in self._added if one >= num_embeddings)
+        self._refused_texts = {} if ids else {text: one for one, text in self._added.items()}
         self._num_embeddings = num_embeddings
 
     @property
@@ -54,6 +58,9 @@ class AddedTokensCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises ``RequestError`` for a token that the base has not, or the adapter has not."""
+        for content, token_id in self._refused_texts.items():
+            if content in text:
+                raise self._refusal(token_id)
         token_ids = self._codec.encode(text, add_special_tokens=add_special_tokens)
         if self._ids:
             token_ids = [self._ids.get(one, one) for one in token_ids]
@@ -104,10 +111,17 @@ class AddedTokensCodec:
 
 
 def with_added(base: Codec, tokens: TokenDifferences, num_embeddings: int) -> Codec:
-    """Return ``base`` with the tokens of an adapter. Takes its time."""
+    """Return ``base`` with the tokens of an adapter. Takes its time if one has an embedding."""
+    if all(_is_text_alone(one, num_embeddings) for one in tokens.added):
+        return AddedTokensCodec(base, {}, tokens, num_embeddings)
     codec, ids = base.with_tokens([_token(one) for one in tokens.added])
     outer = {ids[one.content]: one.token_id for one in tokens.added}
     return AddedTokensCodec(codec, outer, tokens, num_embeddings)
+
+
+def _is_text_alone(token: AddedToken, num_embeddings: int) -> bool:
+    """Whether the token is only ever refused, and wherever its text is in a prompt."""
+    return token.token_id >= num_embeddings and not (token.normalized or token.single_word)
 
 
 def _token(token: AddedToken) -> tokenizers.AddedToken:

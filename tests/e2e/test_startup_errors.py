@@ -19,6 +19,7 @@ import pytest
 import torch
 from corun import AdapterError, ConfigError, CorunError, Engine, ModelError, ResourceError
 from corun.runtime.demo import demo_adapters_path, demo_model_path
+from support.fake_core import save_tokenizer
 from support.serving import START_TIMEOUT_S, corun_command
 
 NUM_AT_ONCE = 2
@@ -124,6 +125,7 @@ def refused_model(directory: Path) -> dict[str, Any]:
     config = BloomConfig(vocab_size=262, hidden_size=64, n_layer=2, n_head=4)
     torch.manual_seed(0)
     BloomForCausalLM(config).save_pretrained(directory)
+    save_tokenizer(directory)
     return {"model": str(directory)}
 
 

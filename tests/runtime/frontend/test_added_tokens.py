@@ -13,7 +13,10 @@ from corun.runtime.frontend.codec import Codec, PlainCodec, TransformersCodec
 from support.fake_core import BOS_ID, EOS_ID, save_tokenizer
 
 NUM_EMBEDDINGS = 270  # ids are bytes, BOS_ID and EOS_ID
-NEAR, FAR = AddedToken("<near>", 265, special=True), AddedToken("<far>", 270, special=True)
+NEAR, FAR = (
+    AddedToken("<near>", 265, special=True),
+    AddedToken("<far>", 270, normalized=False, special=True),
+)
 WORD = AddedToken("<word>", 258, normalized=False)
 
 
@@ -52,8 +55,11 @@ def test_texts_show_an_added_token_unless_special_ones_are_left_out(base: Codec)
     assert BOS_ID in own.special_tokens()
 
 
-def test_a_token_without_an_embedding_refuses_the_prompt_that_holds_it(base: Codec) -> None:
-    own = codec(base, NEAR, FAR)
+@pytest.mark.parametrize("beside", [(), (NEAR,)])
+def test_a_token_without_an_embedding_refuses_the_prompt_that_holds_it(
+    base: Codec, beside: tuple[AddedToken, ...]
+) -> None:
+    own = codec(base, *beside, FAR)
     assert encode(own, "far") == list(b"far")
     with pytest.raises(RequestError, match=r"'<far>'.*id 270.*ids 0 to 269") as raised:
         encode(own, "a<far>")
