@@ -1,6 +1,7 @@
 """``corun adapters``: where the adapters of a server or of a cluster are, as a table."""
 
 import argparse
+import http.client
 import json
 import os
 import shlex
@@ -124,8 +125,12 @@ def _ago(seconds: float) -> str:
 
 
 def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port, or of the address
+        is_url = False
+    if not is_url or any(character.isspace() for character in url):
         raise ConfigError(f"--url is {url!r}, expected something like http://localhost:8000")
     return url.rstrip("/").removesuffix("/v1")
 
@@ -138,8 +143,9 @@ def _get(url: str, api_key: str | None) -> dict[str, Any]:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
         raise CorunError(f"{url} answers {error.code}: {_message(error)}") from error
-    except (OSError, ValueError) as error:
-        raise CorunError(f"{url} cannot be read: {error}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise CorunError(f"{url} cannot be read: {words}") from error
     if not isinstance(answer, dict) or "has_more" not in answer:
         raise CorunError(f"{url} is not a corun server of this version")
     return answer

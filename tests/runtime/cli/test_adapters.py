@@ -1,5 +1,8 @@
 """``corun adapters``: the table, and what it says when there is no server."""
 
+import socket
+import threading
+
 import msgspec
 import pytest
 from corun.runtime.adapters.info import AdapterInfo, DrainingVersion, Residency
@@ -48,6 +51,10 @@ def test_the_summary_says_how_many_fit_and_how_old_it_is() -> None:
     ("arguments", "code", "says"),
     [
         (["--url", "localhost:8000"], 2, "--url is 'localhost:8000', expected something like http"),
+        (["--url", "http://127.0.0.1:80,"], 2, "--url is 'http://127.0.0.1:80,', expected"),
+        (["--url", "http://[::1"], 2, "--url is 'http://[::1', expected"),
+        (["--url", "http://:80"], 2, "--url is 'http://:80', expected"),
+        (["--url", "http://a b"], 2, "--url is 'http://a b', expected"),
         (["--url", "http://127.0.0.1:9"], 1, "cannot be read: "),
         (["--urls", "x"], 2, "unknown option --urls (did you mean --url?)"),
     ],
@@ -57,3 +64,27 @@ def test_what_cannot_be_asked(
 ) -> None:
     assert main(["adapters", *arguments]) == code
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n[]",
+     b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}", b"HTTP/1.1 500 No\r\n\r\nno"],
+)  # fmt: skip
+def test_what_is_no_server_of_ours_is_one_line(
+    answer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def serve() -> None:
+            connection, _ = sock.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert main(["adapters", "--url", f"http://127.0.0.1:{sock.getsockname()[1]}"]) == 1
+        thread.join()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("corun: error: http://127.0.0.1:")
