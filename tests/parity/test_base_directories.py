@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from corun import Engine, LoRARequest, SamplingParams
+from corun import Engine, LoRARequest, RequestError, SamplingParams
 from corun.runtime.engine.assembly.adapter_check import run_check
 from safetensors.torch import load_file, save_file
 from support.parity import MAX_LOGPROBS, AdapterSpec, ParityCase, largest_error
@@ -39,6 +40,50 @@ def test_an_adapter_beside_the_base(tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(case.adapters["beside"] / name, both)
     check(case, both, {"beside": both, "other": case.adapters["other"]})
+
+
+def test_one_adapter_under_many_names(tmp_path: Path) -> None:
+    case = ParityCase("qwen3", tmp_path, specs=(AdapterSpec("one"),))
+    prompt, path = PROMPTS[1], str(case.adapters["one"])
+    with Engine(model=str(case.directory), dtype="float32", device="cpu", memory_gib=0.1) as engine:
+        loras = [LoRARequest(f"name {number}", number, path) for number in range(1, 7)]
+        outputs = engine.generate([prompt] * 6, GREEDY, loras)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    for output in outputs:
+        assert largest_error(case, output, "one") < MAX_RELATIVE_ERROR
+
+
+def test_prompts_that_fill_the_context(tmp_path: Path) -> None:
+    """In chunks of a part of it; one token more is refused."""
+    case = ParityCase("qwen3", tmp_path, specs=(AdapterSpec("one"),))
+    longest = [int(7 + i * 13 % 80) for i in range(255)]
+    with Engine(
+        model=str(case.directory), dtype="float32", device="cpu", memory_gib=0.1,
+        max_model_len=256, max_num_batched_tokens=64,
+    ) as engine:  # fmt: skip
+        lora = LoRARequest("one", 1, str(case.adapters["one"]))
+        once = replace(GREEDY, max_tokens=1)
+        for name, asked in ((None, None), ("one", lora)):
+            (output,) = engine.generate([longest], once, asked)
+            assert len(output.outputs[0].token_ids) == 1
+            assert largest_error(case, output, name) < MAX_RELATIVE_ERROR
+        with pytest.raises(RequestError, match="maximum context length is 256 tokens"):
+            engine.generate([[*longest, 5]], once)
+
+
+def test_greedy_choices_are_equal_and_drawn_ones_repeat(tmp_path: Path) -> None:
+    case = ParityCase("qwen3", tmp_path, specs=(AdapterSpec("one"),))
+    with Engine(model=str(case.directory), dtype="float32", device="cpu", memory_gib=0.1) as engine:
+        lora = LoRARequest("one", 1, str(case.adapters["one"]))
+
+        def choices(**params: Any) -> list[tuple[int, ...]]:
+            sampling = SamplingParams(max_tokens=12, ignore_eos=True, **params)
+            (output,) = engine.generate([PROMPTS[1]], sampling, lora)
+            return [tuple(one.token_ids) for one in output.outputs]
+
+        assert len(set(choices(n=4, temperature=0))) == 1
+        drawn = choices(n=8, seed=5, temperature=1.0)
+        assert drawn == choices(n=8, seed=5, temperature=1.0) and len(set(drawn)) > 1
 
 
 GPT2: dict[str, dict[str, Any]] = {

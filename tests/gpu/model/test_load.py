@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from corun.runtime.errors import ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import make_model, save_model
 from support.peft_adapters import save_adapter
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import peft as peft_integration
 from transformers.models.auto import auto_factory
 
@@ -82,6 +82,71 @@ def test_shards(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def drop_fields(file: Path, *names: str) -> None:
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({name: fields[name] for name in fields if name not in names}))
+
+
+def rewrite_weights(
+    directory: Path, change: Callable[[str, torch.Tensor], tuple[str, Any]]
+) -> None:
+    file = directory / "model.safetensors"
+    weights = dict(change(*item) for item in load_file(file).items())
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def leave_other_files(directory: Path) -> None:
+    """Older formats of other weights, as published directories have them."""
+    save_file({"tok_embeddings.weight": torch.zeros(4, 4)}, directory / "consolidated.safetensors")
+    (directory / "original").mkdir()
+    (directory / "original" / "params.json").write_text("{}")
+    weights = load_file(directory / "model.safetensors")
+    stale = {name: 3 * weight for name, weight in weights.items()}
+    torch.save(stale, directory / "pytorch_model.bin")
+
+
+def write_old_fields(directory: Path) -> None:
+    """As releases before 5 wrote configurations."""
+    file = directory / "config.json"
+    drop_fields(file, "dtype", "rope_parameters")
+    edit(file, torch_dtype="float32", transformers_version="4.30.0", rope_theta=10000.0,
+         rope_scaling=None, pretraining_tp=1, use_cache=False)  # fmt: skip
+
+
+def become_links(directory: Path) -> None:
+    """As the hub's cache has it: names in a snapshot, files by their digests elsewhere."""
+    blobs = directory.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(directory.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..") / "blobs" / str(number))
+
+
+DIRECTORIES: dict[str, Callable[[Path], None]] = {
+    "other weights beside them": leave_other_files,
+    "old fields": write_old_fields,
+    "no architectures": lambda one: drop_fields(one / "config.json", "architectures"),
+    "half precision": lambda one: rewrite_weights(one, lambda name, w: (name, w.half())),
+    "no prefix": lambda one: rewrite_weights(one, lambda name, w: (name.removeprefix("model."), w)),
+    "tied, with a head of its own": lambda one: edit(one / "config.json", tie_word_embeddings=True),
+    "links": become_links,
+}
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_directories_as_people_have_them(kind: str, tmp_path: Path) -> None:
+    """All weights are those that transformers loads."""
+    directory = save_model("llama3-rope", tmp_path / "model")
+    DIRECTORIES[kind](directory)
+    expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = load(directory)
+    assert dict(model.named_parameters()).keys() == dict(expected.named_parameters()).keys()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+
+
 @pytest.mark.parametrize("content", [b"", b"\x40\0\0\0\0\0\0\0{"])
 def test_damaged_weights(directory: Path, content: bytes) -> None:
     (directory / "model.safetensors").write_bytes(content)
@@ -92,6 +157,11 @@ def test_damaged_weights(directory: Path, content: bytes) -> None:
 def test_pickled_weights_are_refused_by_name(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"only pytorch_model\.bin, which corun does not load"):
+        load(directory)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
+    (directory / "pytorch_model.bin").rename(directory / "pytorch_model-00001-of-00001.bin")
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"pytorch_model.*, which corun does not load"):
         load(directory)
 
 
