@@ -1,7 +1,6 @@
 """An engine and a process beside it that takes memory, in a control group that is too small."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +13,16 @@ from support.memory_group import memory_group
 from transformers import LlamaConfig, LlamaForCausalLM
 
 _MIB = 2**20
-_LIMIT_BYTES = 1800 * _MIB
+_LIMIT_BYTES = 2000 * _MIB
+_ROOM_BYTES = 280 * _MIB  # beside the engine and its KV
 
 # Joins the group before it imports anything. Fills 300 MiB with KV of requests that have ended,
-# then lets another process take all that is left, and more than that, but for a part of the KV.
+# then leaves little room in the group, starts a process, and answers requests until that says that
+# it has what it wants.
 _ENGINE = """
 import json, os, subprocess, sys, time
 from pathlib import Path
-group, model = Path(sys.argv[1]), sys.argv[2]
+group, model, beside = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 (group / "cgroup.procs").write_text(str(os.getpid()))
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
@@ -53,16 +54,14 @@ first = answer(0)
 while core.stats().memory_bytes["gpu"]["history_kv"] < 300 << 20:
     answer(num_requests)
 available, total = read_memory_room()
+limit = group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")
+limit.write_text(str(total - available + int(sys.argv[4])))
+available, total = read_memory_room()
 kept = core.stats().memory_bytes["gpu"]["history_kv"]
-ballast = subprocess.Popen([sys.executable, "-c", '''
-import sys, time
-parts = []
-for _ in range(int(sys.argv[1]) // (10 << 20)):
-    parts.append(b"x" * (10 << 20))
-    time.sleep(0.1)
-print("taken", flush=True)
-sys.stdin.read()
-''', str(available + (60 << 20))], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+ballast = subprocess.Popen(
+    [sys.executable, "-c", beside, str(available + (60 << 20)), model],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+)
 os.set_blocking(ballast.stdout.fileno(), False)
 was_short, reasons = False, []
 while ballast.poll() is None and not ballast.stdout.read():
@@ -86,6 +85,30 @@ engine.close()
 """
 
 
+# Takes 60 MiB more than is available.
+_TAKES_MEMORY = """
+import sys, time
+parts = []
+for _ in range(int(sys.argv[1]) // (10 << 20)):
+    parts.append(b"x" * (10 << 20))
+    time.sleep(0.1)
+print("taken", flush=True)
+sys.stdin.read()
+"""
+_SECOND_ENGINE = """
+import sys
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.assembly.build import build_engine
+config = EngineConfig(
+    model=sys.argv[2], device="cpu", dtype="float32", memory_gib=0.05, linear_backend="plain",
+    attention_backend="torch", lora_backend="torch", max_model_len=512,
+)
+engine = build_engine(config, on_progress=lambda _: None, own_process=False)
+print("started", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small one whose KV is large: 64 KiB a token."""
@@ -100,17 +123,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_kv_of_ended_requests_gives_way_to_a_process_beside(model: Path) -> None:
+@pytest.mark.parametrize(
+    "beside",
+    [_TAKES_MEMORY, _SECOND_ENGINE],
+    ids=["a process that takes memory", "a second engine"],
+)
+def test_kv_of_ended_requests_gives_way_to_a_process_beside(model: Path, beside: str) -> None:
     with memory_group(_LIMIT_BYTES) as group:
         done = subprocess.run(
-            [sys.executable, "-c", _ENGINE, str(group), str(model)],
-            env=os.environ | {"CORUN_LOG_LEVEL": "info"}, capture_output=True, text=True,
-            timeout=240,
+            [sys.executable, "-c", _ENGINE, str(group), str(model), beside, str(_ROOM_BYTES)],
+            capture_output=True, text=True, timeout=240,
         )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["was_short"], result
-    assert result["ballast"] is None, "the process that takes memory was not killed"
+    assert result["ballast"] is None, "the process beside was killed"
     assert result["reasons"] == ["length"], result
     assert result["same"], result
     assert result["given_way"] > 0, result
