@@ -21,6 +21,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ("./outputs/final_model", None),
         ("/models/base", None),
         ("model", None),
+        ("/srv/m2", None),
         ("..", None),
         ("", None),
         (None, None),
