@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun import Engine, LoRARequest, RequestError, SamplingParams
+from corun import Engine, LoRARequest, ModelError, RequestError, SamplingParams
 from corun.runtime.engine.assembly.adapter_check import run_check
 from safetensors.torch import load_file, save_file
 from support.parity import MAX_LOGPROBS, AdapterSpec, ParityCase, largest_error
@@ -51,6 +51,17 @@ def test_one_adapter_under_many_names(tmp_path: Path) -> None:
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
     for output in outputs:
         assert largest_error(case, output, "one") < MAX_RELATIVE_ERROR
+
+
+def test_a_base_with_a_weight_that_is_no_number(tmp_path: Path) -> None:
+    """The parity probe refuses it: there is no answer to be near to."""
+    case = ParityCase("qwen3", tmp_path)
+    file = case.directory / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="relative error inf"):
+        Engine(model=str(case.directory), dtype="float32", device="cpu", memory_gib=0.1)
 
 
 def test_prompts_that_fill_the_context(tmp_path: Path) -> None:
