@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,29 +72,27 @@ def judge_thresholds(
 
 
 def _judge(model: PreTrainedModel, max_tokens: int) -> ThresholdVerdict:
-    try:
-        small = make_small_copy(model, MAX_PROBE_TOKENS + 1, max_tokens)
-    except ValueError as error:
-        return ThresholdVerdict("untried", reason=str(error))
-    if small is None:
-        return ThresholdVerdict()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for one another
-    trial = _Trial(small)
     try:
+        small = make_small_copy(model, MAX_PROBE_TOKENS + 1, max_tokens)
+        return ThresholdVerdict() if small is None else _judge_copy(small)
+    except Exception as error:  # foreign code with sizes that it was not made for
+        return ThresholdVerdict("untried", reason=f"{type(error).__name__}: {error}")
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _judge_copy(small: SmallCopy) -> ThresholdVerdict:
+    with closing(_Trial(small)) as trial:
         worst = trial.run(None)
         if worst.is_within:
             return ThresholdVerdict()
         for threshold in reversed(small.thresholds):
             worst = trial.run(threshold.copy_value - 1)
             if worst.is_within:
-                names = " and ".join(threshold.names)
-                return ThresholdVerdict(
-                    "limited", threshold.value - 1, f"{names} = {threshold.value}"
-                )
-    finally:
-        trial.close()
-        torch.set_num_threads(num_threads)
+                reason = f"{' and '.join(threshold.names)} = {threshold.value}"
+                return ThresholdVerdict("limited", threshold.value - 1, reason)
     names = ", ".join(name for threshold in small.thresholds for name in threshold.names)
     return ThresholdVerdict(
         "wrong",
@@ -147,7 +146,11 @@ class _Trial:
         self._hook = PagedAttentionHook(self._context)
         model.set_attn_implementation(self._hook.name)
         guard_longrope(model, self._context)
-        record = record_attention(model, self._hook)
+        try:
+            record = record_attention(model, self._hook)
+        except BaseException:
+            self._hook.close()
+            raise
         self._layout = KvLayout(layer_shapes(record), _BLOCK_SIZE, torch.float32)
         limits = [record.max_chunk_len, rope_max_length(model)]
         self._max_len = min((limit for limit in limits if limit is not None), default=None)

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...runtime.errors import ModelError
 from .attention_hook import PagedAttentionHook
+from .source import describe
 
 # Relative errors that need no measuring. In float32 any real difference is far above.
 _FLOOR = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -43,7 +45,10 @@ class Comparison:
 
 
 class PlainLogits:
-    """Logits after each token of some sequences, from plain attention and without a cache."""
+    """Logits after each token of some sequences, from plain attention and without a cache.
+
+    Raises ``ModelError`` if the model fails there.
+    """
 
     def __init__(
         self, model: PreTrainedModel, hook: PagedAttentionHook,
@@ -78,6 +83,12 @@ class PlainLogits:
                     ).logits[0]
                     for tokens in self._sequences
                 ]
+        except Exception as error:  # foreign code: whatever it raises, there is nothing to hold to
+            raise ModelError(
+                f"{describe(model.config)} cannot be compared with plain transformers, where it "
+                f"fails ({type(error).__name__}: {error}); --skip-parity-probe serves it all the "
+                "same"
+            ) from error
         finally:
             model.set_attn_implementation(self._hook.name)
 

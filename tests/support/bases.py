@@ -29,7 +29,7 @@ _EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "head_dim": 8,
+    "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
 _HEADS: dict[str, Any] = {"head_dim": 16}
 _BOTH = ["sliding_attention", "full_attention"]

@@ -85,6 +85,12 @@ def test_a_class_that_cannot_be_copied_is_told() -> None:
     assert verdict.outcome == "untried" and verdict.reason
 
 
+def test_a_copy_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "probe_step", None)
+    verdict = judge_thresholds(make_model("phimoe-window"), MAX_TOKENS, None)
+    assert verdict.outcome == "untried" and "not callable" in verdict.reason
+
+
 def mark(directory: Path) -> None:
     """Change the one verdict that is kept."""
     (path,) = directory.iterdir()

@@ -7,6 +7,7 @@ import torch
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.plain_logits import PlainLogits
+from corun.runtime.errors import ModelError
 from support.architectures import make_model
 
 TOKENS = (5, 9, 2, 70, 33, 12)
@@ -38,4 +39,14 @@ def test_in_float32_the_limit_is_the_floor() -> None:
         logits = model(input_ids=torch.tensor([TOKENS])).logits[0]
     found = truth.compare(0, 4, logits[4] + 0.01 * logits[4].abs().max())
     assert (round(found.error, 4), found.limit, found.is_within) == (0.01, 1e-3, False)
+    hook.close()
+
+
+def test_a_model_that_fails_by_itself_is_told() -> None:
+    model = make_model("mixtral")
+    model.lm_head = torch.nn.Identity()
+    model.model.norm = torch.nn.Linear(3, 3)
+    hook = PagedAttentionHook(StepContext())
+    with pytest.raises(ModelError, match=r"fails .*--skip-parity-probe"):
+        PlainLogits(model, hook, [TOKENS])
     hook.close()
