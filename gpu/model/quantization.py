@@ -167,7 +167,10 @@ class QuantizedLinears:
         Raises ``ModelError``.
         """
         if self._quantization.stored is not None:
-            del self._config.quantization_config  # or transformers wants the method's own library
+            # Or transformers wants the method's own library.
+            for name in ("quantization_config", "compression_config"):
+                if hasattr(self._config, name):
+                    delattr(self._config, name)
         skeleton = build_skeleton(self._source, self._config, attention)
         if isinstance(self._files, FourBitFiles):
             self._files.transpose(skeleton.transposed)

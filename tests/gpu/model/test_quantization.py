@@ -245,8 +245,13 @@ def test_a_wrong_product_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch
         load(model, INT8)
 
 
-def store_as_integers(directory: Path) -> dict[str, torch.Tensor]:
-    """Make a checkpoint of compressed-tensors of one; returns its dequantised matrices."""
+def store_as_integers(
+    directory: Path, field: str = "quantization_config"
+) -> dict[str, torch.Tensor]:
+    """Make a checkpoint of compressed-tensors of one; returns its dequantised matrices.
+
+    ``field``: of config.json, under which the method describes itself.
+    """
     file = directory / "model.safetensors"
     dense, tensors = {}, load_file(file)
     for name, tensor in list(tensors.items()):
@@ -260,7 +265,7 @@ def store_as_integers(directory: Path) -> dict[str, torch.Tensor]:
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    config["quantization_config"] = {
+    config[field] = {
         "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }  # fmt: skip
@@ -268,8 +273,9 @@ def store_as_integers(directory: Path) -> dict[str, torch.Tensor]:
     return dense
 
 
-def test_a_quantised_checkpoint_is_taken_as_it_is(model: Path, tmp_path: Path) -> None:
-    dense = store_as_integers(model)
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_a_quantised_checkpoint_is_taken_as_it_is(model: Path, tmp_path: Path, field: str) -> None:
+    dense = store_as_integers(model, field)
     config = load_config(ModelSource(str(model)))
     planned = plan(config)
     assert planned is not None
