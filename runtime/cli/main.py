@@ -1,7 +1,7 @@
 """The console script ``corun``: runs one command and turns errors into exit codes.
 
 The only place where logging is configured. Exit codes: 0 done, 1 it failed, 2 an option or a
-configuration file is wrong, 130 interrupted, 141 nobody reads what it says any more, 143 ended by
+configuration file is wrong, 130 interrupted, 141 the reader of its output has ended, 143 ended by
 SIGTERM.
 
 An interrupt ends the process at once, which a shell shows as 130, but inside ``in_order`` and where
@@ -66,8 +66,7 @@ def console() -> NoReturn:
 def in_order() -> "Iterator[None]":
     """Have SIGINT and SIGTERM raise ``KeyboardInterrupt`` inside the block.
 
-    For what is to be put right before the process ends. Nothing changes where somebody else has
-    said what these signals do.
+    For work that must be undone before the process ends. A signal that has a handler keeps it.
     """
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _terminate}
     ours = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]

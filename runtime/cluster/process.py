@@ -1,8 +1,8 @@
 """How processes of a cluster begin and end: ``python -P -m MODULE``, with settings on its input.
 
-They end with whoever started them, however that ends, and never import the user's main module. They
-take no SIGINT, which may be sent to all: who started them ends them in order, by SIGTERM. The exit
-status is 0 after that, 2 for what only a user can put right, otherwise 1.
+They end when the process that started them ends, and never import the user's main module. They
+ignore SIGINT, which a terminal sends to all of them: the parent ends them in order, by SIGTERM. The
+exit status is 0 after that, 2 for an error that only a user can mend, otherwise 1.
 """
 
 import asyncio

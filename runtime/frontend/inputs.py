@@ -157,9 +157,9 @@ def engine_sampling(
 ) -> list[SamplingParams]:
     """Return what each choice asks of the engine: one choice, a seed and a number of tokens.
 
-    ``max_tokens`` is cut to what the context still takes; None means just that, and of 0 the engine
-    computes one that nobody sees. Stop strings stay behind, which are a matter of text, and what
-    was cut off the prompt.
+    ``max_tokens`` is cut to the room that the context has left; None means all of that room. For 0
+    the engine computes one token, which the front end drops. Stop strings, which are a matter of
+    text, and what was cut off the prompt are not passed on.
     """
     room = max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

@@ -82,7 +82,7 @@ class LoraClient:
     async def read_conventions_of(
         self, name: str, timeout_s: float | None
     ) -> AdapterConventions | None:
-        """Have the files of an adapter read, once for all who wait, and return its conventions.
+        """Have the files of an adapter read and return its conventions; calls share one read.
 
         Raises ``AdapterFailedError`` if that fails, ``UnknownModelError`` if it is gone meanwhile,
         ``OverloadedError`` if it takes too long.
@@ -100,7 +100,7 @@ class LoraClient:
             assert timeout_s is not None
             raise overdue_error(timeout_s) from None
         except AdapterError:
-            self.directory.check_usable(name)  # which says it as to those who come later
+            self.directory.check_usable(name)  # raises what later requests get
             raise
         return self.conventions_of(name)
 

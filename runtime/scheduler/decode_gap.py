@@ -135,7 +135,7 @@ class _Company:
 
 
 def _is_awaited(rows: StepRows) -> bool:
-    """Whether somebody who has had tokens waits for the next one, which this step brings."""
+    """Whether the step computes the next token of a request that has had tokens."""
     return bool(rows.decodes) or any(request.num_output_tokens for request, _ in rows.chunks)
 
 

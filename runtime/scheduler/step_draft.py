@@ -90,7 +90,7 @@ class StepDraft:
             self.rows.chunks.append((request, num_tokens))
 
     def _in_time(self, request: Request, num_tokens: int) -> int:
-        """How many of so many tokens may join; if that is not all, nobody else joins after it."""
+        """How many of so many tokens may join; if not all may, no other request joins after it."""
         in_time = self._gap.max_tokens(self.rows, request, num_tokens)
         if in_time < num_tokens:
             self.num_free_tokens = in_time

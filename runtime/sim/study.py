@@ -221,7 +221,7 @@ class Study:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         assert self._pool is not None
-        if kind is not None:  # what runs is for nobody any more, and may take minutes
+        if kind is not None:  # runs whose results are not used may take minutes
             for process in set(active_children()) - self._others:
                 process.kill()
         self._pool.shutdown(cancel_futures=True)

@@ -376,7 +376,7 @@ def test_templates_of_adapters_can_be_left(base: Path, tmp_path: Path) -> None:
 def test_each_answer_is_of_one_version_however_often_it_changes(
     http: httpx.Client, base: Path, tmp_path: Path
 ) -> None:
-    """Versions say who they are: the template writes it, and the end token cuts there."""
+    """Each version has a mark, which its template writes, and an end token of its own."""
     for mark, end in (("y", "c"), ("z", "d")):
         adapter(
             tmp_path / mark, chat_template__jinja=template(mark),

@@ -38,7 +38,7 @@ def outside(low: int) -> MaskFunction:
     ("mask", "local_size"),
     [
         (bidirectional_mask_function, None),
-        (sliding_window_causal_mask_function(36), None),  # of a size that nobody says
+        (sliding_window_causal_mask_function(36), None),  # of a size that is not given
         (sliding_window_causal_mask_function(36), 40),
         (or_masks(sliding_window_causal_mask_function(36), bidirectional_mask_function), 36),
         (and_masks(causal_mask_function, outside(2)), None),

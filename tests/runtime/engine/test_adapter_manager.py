@@ -441,7 +441,7 @@ def test_files_are_read_when_they_are_asked_for_and_once(
     manager.handle(ReadAdapter(3, "a"))
     assert wait_done(manager)[0] == OperationDone(3)
     manager.handle(ReadAdapter(4, "nobody"))
-    assert wait_done(manager)[0] == OperationDone(4)  # who asks for it next is told
+    assert wait_done(manager)[0] == OperationDone(4)  # the next request gets the error
     files.content["/b"] = AdapterError("bad values")
     manager.add_unread("b", "/b")
     manager.handle(ReadAdapter(5, "b"))
