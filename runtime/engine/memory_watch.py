@@ -1,4 +1,4 @@
-"""A thread that looks every second whether the machine runs short of memory."""
+"""A thread that looks whether memory is short, and more often while it nearly is."""
 
 import logging
 import threading
@@ -11,6 +11,9 @@ from ..memory.relief import MemoryRelief, MemoryRoom
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
+_LOOKS_NEARBY = (
+    10  # in an interval, while memory is nearly short: a process can take 1 GiB a second
+)
 _GIB = 2**30
 
 
@@ -57,15 +60,17 @@ class MemoryWatch:
     def _run(self) -> None:
         place_thread(self._cpus)
         try:
-            while not self._stop.wait(self._interval_s):
-                self._look()
+            wait_s = self._interval_s
+            while not self._stop.wait(wait_s):
+                is_nearby = self._look().is_nearly_short
+                wait_s = self._interval_s / (_LOOKS_NEARBY if is_nearby else 1)
         except (OSError, KeyError, ValueError) as error:
             _LOG.warning(
                 "memory cannot be watched (%s: %s): idle KV and adapters do not give way when it "
                 "is short", type(error).__name__, error,
             )  # fmt: skip
 
-    def _look(self) -> None:
+    def _look(self) -> MemoryRoom:
         room = MemoryRoom(*self._read())
         if room.is_short and not self._is_short:
             self._is_short = True
@@ -77,6 +82,7 @@ class MemoryWatch:
         if self._is_short:
             self._seen = room
             self._notify()
+        return room
 
 
 def watch_memory(

@@ -14,6 +14,7 @@ from .block_pool import BlockPool
 from .host_cache import HostCache
 from .room import RoomMaker
 
+_NEAR_SHARE = 0.20  # of all memory that is available, below which memory may soon be short
 _SHORT_SHARE = 0.10  # of all memory that is available, below which idle items give way,
 _AIM_SHARE = 0.12  # to which they do,
 _ENOUGH_SHARE = 0.15  # and from which on
@@ -31,6 +32,11 @@ class MemoryRoom:
     def is_short(self) -> bool:
         """Whether idle items are to give way."""
         return self.available_bytes < _SHORT_SHARE * self.total_bytes
+
+    @property
+    def is_nearly_short(self) -> bool:
+        """Whether it may be short a moment later."""
+        return self.available_bytes < _NEAR_SHARE * self.total_bytes
 
     @property
     def is_enough(self) -> bool:

@@ -2,6 +2,8 @@
 
 import logging
 import queue
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,6 +49,31 @@ def test_nothing_is_told_while_there_is_enough() -> None:
         assert looks.notified.empty()
         assert watch.take() == MemoryRoom(9, 100)
         assert watch.take() is None
+
+
+@pytest.mark.parametrize(("available", "num_looks"), [(50, 1), (20, 1), (19, 10), (5, 10)])
+def test_looks_follow_each_other_faster_while_memory_is_nearly_short(
+    available: int, num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    wait = threading.Event.wait
+
+    def note(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None and threading.current_thread().name == "corun-memory-watch":
+            waits.append(timeout)
+        return wait(event, 0 if timeout is None else timeout * 1e-6)
+
+    looks = Looks()
+    for _ in range(3):
+        looks.rooms.put((available, 100))
+    looks.rooms.put(OSError("the test is over"))
+    monkeypatch.setattr(threading.Event, "wait", note)
+    watch = MemoryWatch(lambda: None, read=looks.read, interval_s=1.0)
+    while not looks.rooms.empty():
+        time.sleep(0.001)
+    watch.close()
+    assert waits[0] == 1.0
+    assert set(waits[1:]) == {1.0 / num_looks}
 
 
 def test_a_shortage_is_told_until_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
