@@ -125,8 +125,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "beside",
-    [_TAKES_MEMORY, _SECOND_ENGINE],
-    ids=["a process that takes memory", "a second engine"],
+    [
+        pytest.param(_TAKES_MEMORY, id="a process that takes memory"),
+        pytest.param(_SECOND_ENGINE, id="a second engine", marks=pytest.mark.full),
+    ],
 )
 def test_kv_of_ended_requests_gives_way_to_a_process_beside(model: Path, beside: str) -> None:
     with memory_group(_LIMIT_BYTES) as group:
