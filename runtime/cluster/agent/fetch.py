@@ -14,7 +14,7 @@ import msgspec
 from ...errors import AdapterError
 from ...server.errors import HttpError
 from ...tasks import cancel_all
-from ..wire import AdapterEntry, Manifest, PeerFetches
+from ..wire import AdapterEntry, PeerFetches
 from .store import AdapterFileStore, Release, check_digest
 from .transfer import PeerError, PeerFiles, WrongContentError
 
@@ -66,14 +66,14 @@ class Fetcher:
         for peer in sources:
             started_s = time.monotonic()
             try:
-                manifest = await self._from_peer(peer, entry.digest)
+                num_bytes = await self._from_peer(peer, entry.digest)
             except PeerError as error:
                 is_wrong = isinstance(error, WrongContentError)
                 self._count(peer, num_wrong=int(is_wrong), num_lost=int(not is_wrong))
                 _logger.warning("%s is not taken from a peer: %s", entry.name, error)
                 reasons.append(str(error))
             else:
-                self._count_fetched(peer, manifest, started_s)
+                self._count_fetched(peer, num_bytes, started_s)
                 return
         started_s = time.monotonic()
         try:
@@ -83,7 +83,8 @@ class Fetcher:
         except AdapterError as error:
             reasons.append(str(error))
         else:
-            self._count_fetched(SOURCE, manifest, started_s)
+            num_bytes = sum(one.num_bytes for one in manifest.files)
+            self._count_fetched(SOURCE, num_bytes, started_s)
             return
         self._count(SOURCE, num_lost=1)
         raise HttpError(
@@ -91,17 +92,18 @@ class Fetcher:
             code="adapter_unavailable",
         )  # fmt: skip
 
-    async def _from_peer(self, peer: str, digest: str) -> Manifest:
+    async def _from_peer(self, peer: str, digest: str) -> int:
+        """Bring an adapter here; returns how many bytes the peer has sent."""
         with PeerFiles(peer, self._key, digest) as files:
             manifest = await asyncio.to_thread(files.manifest)
             num_bytes = sum(one.num_bytes for one in manifest.files)
             async with self._store.incoming(num_bytes, self._release) as directory:
-                await asyncio.to_thread(files.copy, manifest, directory)
+                same_files = self._store.same_files(manifest)
+                num_received = await asyncio.to_thread(files.copy, manifest, directory, same_files)
                 self._store.adopt(directory, manifest)
-        return manifest
+        return num_received
 
-    def _count_fetched(self, peer: str, manifest: Manifest, started_s: float) -> None:
-        num_bytes = sum(one.num_bytes for one in manifest.files)
+    def _count_fetched(self, peer: str, num_bytes: int, started_s: float) -> None:
         seconds = time.monotonic() - started_s
         self._count(peer, num_fetched=1, num_bytes=num_bytes, seconds=seconds)
 

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO
@@ -114,6 +114,19 @@ class AdapterFileStore:
         """What it consists of; None if it is not here."""
         copy = self._copies.get(digest)
         return None if copy is None else copy.manifest
+
+    def same_files(self, manifest: Manifest) -> Mapping[str, Path]:
+        """Where files with the same content are here already, by their names in ``manifest``.
+
+        A new chat template makes another digest over the same weights.
+        """
+        here = {
+            file.sha256: self.path(digest) / file.name
+            for digest, copy in self._copies.items()
+            if copy.is_verified
+            for file in copy.manifest.files
+        }
+        return {one.name: here[one.sha256] for one in manifest.files if one.sha256 in here}
 
     def path(self, digest: str) -> Path:
         """Where its files are."""

@@ -6,6 +6,8 @@ an event loop's streams do.
 
 import hashlib
 import http.client
+import os
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -58,18 +60,24 @@ class PeerFiles:
             )
         return manifest
 
-    def copy(self, manifest: Manifest, directory: Path) -> None:
+    def copy(self, manifest: Manifest, directory: Path, same_files: Mapping[str, Path]) -> int:
         """Copy all files into the empty ``directory``, each held to ``manifest``.
 
-        Raises ``PeerError``, or ``StoreFullError``.
+        ``same_files``: files with the right content, by name, which are linked instead. Returns
+        how many bytes were received. Raises ``PeerError``, or ``StoreFullError``.
         """
+        num_bytes = 0
         with ThreadPoolExecutor(1, thread_name_prefix="corun-hash") as hasher:
             for file in manifest.files:
+                if _link(same_files.get(file.name), directory / file.name):
+                    continue
                 with new_file(directory / file.name) as write:
                     sha256 = self._copy(file, write, hasher)
                 if sha256 != file.sha256:
                     raise WrongContentError(f"{self._where.netloc} sent another {file.name}")
+                num_bytes += file.num_bytes
         write_manifest(directory, list(manifest.files))
+        return num_bytes
 
     def _copy(self, file: StoredFile, write: Write, hasher: ThreadPoolExecutor) -> str:
         """Receive into one buffer while the other is hashed."""
@@ -122,3 +130,13 @@ class PeerFiles:
     def _lost(self, error: Exception) -> PeerError:
         text = str(error) or type(error).__name__
         return PeerError(f"{self._where.netloc} is lost: {text}")
+
+
+def _link(source: Path | None, target: Path) -> bool:
+    """Make ``target`` the file ``source``; False without one, or where no link can be made."""
+    try:
+        if source is not None:
+            os.link(source, target)
+    except OSError:
+        return False
+    return source is not None

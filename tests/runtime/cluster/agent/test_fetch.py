@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from aiohttp import ClientSession, web
 from corun.runtime.cluster.agent import transfer
 from corun.runtime.cluster.agent.fetch import SOURCE, Fetcher
-from corun.runtime.cluster.agent.files import StoreFullError
+from corun.runtime.cluster.agent.files import StoreFullError, holds
 from corun.runtime.cluster.agent.store import AdapterFileStore
 from corun.runtime.cluster.http.serving import struct_response
 from corun.runtime.cluster.wire import AGENT_FILES_PATH, Manifest, PeerFetches
@@ -179,6 +180,41 @@ def test_one_fetch_however_many_wait(tmp_path: Path) -> None:
         await asyncio.gather(*waiting[1:])
         assert fetcher.by_peer.keys() == {good} and fetcher.by_peer[good].num_fetched == 1
         await fetcher.have(entry_of(digest), [])  # it is here
+
+    with_peer(tmp_path, work)
+
+
+def test_a_new_template_brings_no_weights_again(tmp_path: Path) -> None:
+    versions = [write_adapter(tmp_path / name, num_bytes=NUM_BYTES) for name in ("one", "two")]
+    (versions[1] / "chat_template.jinja").write_text("{{ messages }}")
+
+    async def run() -> None:
+        with opened_store(tmp_path / "a") as theirs, opened_store(tmp_path / "b") as ours:
+            old, new = [(await theirs.ingest(one, release))[0].digest for one in versions]
+            async with agent_of(theirs) as url:
+                fetcher = Fetcher(ours, KEY, release)
+                await fetcher.have(entry_of(old), [url])
+                num_before = fetcher.by_peer[url].num_bytes
+                await fetcher.have(entry_of(new), [url])
+                assert 0 < fetcher.by_peer[url].num_bytes - num_before < 1000
+                ours.released = frozenset({old})
+                shutil.rmtree(ours.path(old))  # as when it is dropped
+                manifest = ours.manifest(new)
+                assert manifest is not None and holds(ours.path(new), manifest)
+                await fetcher.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_that_has_gone_meanwhile_is_fetched(tmp_path: Path) -> None:
+    async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
+        with transfer.PeerFiles(good, KEY, digest) as files:
+            manifest = await asyncio.to_thread(files.manifest)
+            (tmp_path / "here").mkdir()
+            gone = {file.name: tmp_path / "gone" for file in manifest.files}
+            num_received = await asyncio.to_thread(files.copy, manifest, tmp_path / "here", gone)
+        assert num_received == sum(file.num_bytes for file in manifest.files)
+        assert holds(tmp_path / "here", manifest)
 
     with_peer(tmp_path, work)
 
