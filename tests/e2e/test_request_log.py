@@ -180,9 +180,9 @@ def test_an_engine_that_is_killed(tmp_path: Path) -> None:
             threading.Thread(target=server.post, args=("/v1/completions", LONG | {"n": n}))
             for n in (2, 1)
         ]
-        for thread in threads:
+        for thread, state in zip(threads, ((2, 0), (2, 1)), strict=True):  # in this order
             thread.start()
-        wait_until(partial(logged.has, (2, 1)))
+            wait_until(partial(logged.has, state), timeout_s=60.0)
         server.engine.send_signal(signal.SIGKILL)
         for thread in threads:
             thread.join()
