@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ class ClusterSupervisor:
         self._controllers = _processes(_CONTROLLER, [plan.controller])
         self._agents = [*_processes(_NODES, [plan.ray]), *_processes(_AGENT, [plan.agent])]
         self._gateways = _processes(_GATEWAY, plan.gateways)
-        self._has_begun = False
+        self._begun: set[KeptProcess] = set()  # started well: restarted from then on
         self._is_told = False
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -106,7 +107,6 @@ class ClusterSupervisor:
                 await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done() and not stopped.done():
                     await starting  # raises what was refused
-                    self._has_begun = True
                     _logger.info("serving %s at %s/v1", self._plan.name, self._plan.url)
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -134,9 +134,11 @@ class ClusterSupervisor:
         await self._engine_is_ready(session)
         for adapter in plan.adapters:
             await self._register(session, adapter)
-        # Whoever sees them ready finds the adapters, too.
+        # A client may see gateways as ready before this process does: what it uses has begun.
+        self._begun.update(self._controllers, self._agents)
         self._begin(self._gateways)
         await self._gateway_is_ready(session)
+        self._begun.update(self._gateways)
 
     async def _add(
         self, session: aiohttp.ClientSession, static: StaticLauncher, card: EngineCard
@@ -153,13 +155,14 @@ class ClusterSupervisor:
 
     def _begin(self, processes: Iterable[KeptProcess]) -> None:
         for process in processes:
-            process.start(self._exited)
+            process.start(partial(self._exited, process))
 
-    def _exited(self, status: int) -> bool:
-        """Whether to start it again: once all has begun, whatever it was."""
-        if not self._has_begun and not self._ended.done():
+    def _exited(self, process: KeptProcess, status: int) -> bool:
+        """Whether to start it again: whatever its status, if its start went well."""
+        has_begun = process in self._begun
+        if not has_begun and not self._ended.done():
             self._ended.set_result(status if status > 0 else EXIT_FAILED)
-        return self._has_begun
+        return has_begun
 
     async def _controller_answers(self, session: aiohttp.ClientSession) -> None:
         deadline_s = time.monotonic() + _CONTROLLER_START_S

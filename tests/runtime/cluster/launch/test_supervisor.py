@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from corun.runtime.cli.main import main
+from corun.runtime.cluster.launch import supervisor
 from corun.runtime.cluster.launch.launcher import READY
 from corun.runtime.cluster.launch.supervisor import ClusterPlan
 from corun.runtime.cluster.wire import ClusterStatus
@@ -46,7 +47,10 @@ async def complete(cluster: Supervised, model: str) -> int:
         return response.status
 
 
-def test_what_is_killed_is_back_and_what_ends_leaves_nothing(tmp_path: Path) -> None:
+def test_what_is_killed_is_back_and_what_ends_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_ASK_EVERY_S", 0.5)  # clients see gateways as ready first
     source = save_tiny_adapter(tmp_path / "a")
     plan = simulated_plan(tmp_path / "state", adapters=[LoraModule("a", str(source))])
 
@@ -59,7 +63,7 @@ def test_what_is_killed_is_back_and_what_ends_leaves_nothing(tmp_path: Path) -> 
 
         (controller,) = processes_of("cluster.controller")
         controller.kill()
-        assert await complete(cluster, "a") == 200  # nobody asks it for tokens
+        assert await complete(cluster, "a") == 200  # no token passes through it
         status = await cluster.until(lambda status: num_ready(status) == 1)
         assert [one.name for one in status.adapters] == ["a"]
 
