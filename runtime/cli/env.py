@@ -1,12 +1,15 @@
 """``corun env``: versions, devices and limits; what a bug report needs."""
 
 import argparse
-import importlib
+import importlib.util
 import os
 import platform
+import runpy
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
+from ..machine.devices import describe_cuda_devices, load_cuda_driver
 from ..machine.facts import MachineFacts, read_machine_facts
 
 _PACKAGES = (
@@ -89,19 +92,22 @@ def _matters(feature: str) -> bool:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    import torch
-
-    yield "torch threads", str(torch.get_num_threads())
-    yield "onednn", "yes" if torch.backends.mkldnn.is_available() else "no"
-    yield "torch built for cuda", torch.version.cuda or "no"
-    if not torch.cuda.is_available():
+    yield "torch built for cuda", _torch_cuda_version() or "no"
+    driver = load_cuda_driver()
+    devices = () if driver is None else describe_cuda_devices(driver)
+    if not devices:
         yield "cuda devices", "none"
-        return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        memory = _gib(properties.total_memory)
-        yield f"cuda device {index}", f"{properties.name}, {memory}, capability {capability}"
+    for index, description in enumerate(devices):
+        yield f"cuda device {index}", description
+
+
+def _torch_cuda_version() -> str | None:
+    """What torch's own file says, without importing torch, which takes a second."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
+    return None if version is None else str(version)
 
 
 def _numba_layers() -> list[str]:

@@ -11,6 +11,9 @@ _LOG = logging.getLogger(__name__)
 _LIBRARY = "libcuda.so.1"
 _ADDRESS_BYTES = 32  # "0000:3b:00.0", with room for longer domains
 _UUID_BYTES = 16
+_NAME_BYTES = 256
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # of CUdevice_attribute
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +26,50 @@ class VisibleDevice:
 
 def read_cuda_devices(library: str = _LIBRARY) -> tuple[VisibleDevice, ...]:
     """Return the devices that CUDA_VISIBLE_DEVICES leaves; () without a driver or a device."""
-    try:
-        driver = ctypes.CDLL(library)
-    except OSError:
-        return ()
-    return devices_of(driver)
+    driver = load_cuda_driver(library)
+    return () if driver is None else devices_of(driver)
 
 
 def devices_of(driver: Any) -> tuple[VisibleDevice, ...]:
     """Return those that CUDA's driver, a library of C functions, tells of."""
+    return tuple(_device(driver, index) for index in range(_count(driver)))
+
+
+def describe_cuda_devices(driver: Any) -> tuple[str, ...]:
+    """Return name, memory and compute capability of each device that ``driver`` tells of."""
+    return tuple(_description(driver, index) for index in range(_count(driver)))
+
+
+def load_cuda_driver(library: str = _LIBRARY) -> Any | None:
+    """Return CUDA's driver, a library of C functions; None where there is none."""
+    try:
+        return ctypes.CDLL(library)
+    except OSError:
+        return None
+
+
+def _count(driver: Any) -> int:
     count = ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    return tuple(_device(driver, index) for index in range(count.value))
+        return 0
+    return count.value
+
+
+def _description(driver: Any, index: int) -> str:
+    handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    num_bytes = ctypes.c_size_t()
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    failed = (
+        driver.cuDeviceGet(ctypes.byref(handle), index)
+        or driver.cuDeviceGetName(name, _NAME_BYTES, handle)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(num_bytes), handle)
+        or driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, handle)
+        or driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, handle)
+    )
+    if failed:
+        return f"does not say what it is (CUDA error {failed})"
+    memory = f"{num_bytes.value / _GIB:.1f} GiB"
+    return f"{name.value.decode()}, {memory}, capability {major.value}.{minor.value}"
 
 
 def _device(driver: Any, index: int) -> VisibleDevice:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 
 def test_env_shows_versions_devices_and_limits() -> None:
     script = Path(sys.executable).with_name("corun")
@@ -16,3 +18,4 @@ def test_env_shows_versions_devices_and_limits() -> None:
         assert facts[name].strip()
     assert "numba threading" in facts
     assert any(name.startswith("cuda device") for name in facts)
+    assert facts["torch built for cuda"].strip() == (torch.version.cuda or "no")

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 from corun.runtime.machine import devices
-from corun.runtime.machine.devices import VisibleDevice, devices_of, read_cuda_devices
+from corun.runtime.machine.devices import (
+    VisibleDevice,
+    describe_cuda_devices,
+    devices_of,
+    load_cuda_driver,
+    read_cuda_devices,
+)
 
 UUID = bytes(range(16))
 
@@ -34,6 +40,18 @@ class FakeDriver:
         address.value = b"0000:3B:00.0"
         return 0
 
+    def cuDeviceGetName(self, name: Any, size: int, handle: Any) -> int:  # noqa: N802
+        name.value = b"NVIDIA H100"
+        return 0
+
+    def cuDeviceTotalMem_v2(self, num_bytes: Any, handle: Any) -> int:  # noqa: N802
+        num_bytes._obj.value = 80 * 2**30 if handle.value == 0 else 0
+        return 0 if handle.value == 0 else 101
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, handle: Any) -> int:  # noqa: N802
+        value._obj.value = {75: 9, 76: 0}[attribute]
+        return 0
+
 
 def test_devices_are_named_so_that_their_order_does_not_matter(
     monkeypatch: pytest.MonkeyPatch,
@@ -45,6 +63,15 @@ def test_devices_are_named_so_that_their_order_does_not_matter(
     )
 
 
+def test_devices_are_described_without_torch() -> None:
+    assert describe_cuda_devices(FakeDriver()) == (
+        "NVIDIA H100, 80.0 GiB, capability 9.0",
+        "does not say what it is (CUDA error 101)",
+    )
+
+
 def test_without_driver_or_device_there_are_none() -> None:
+    assert load_cuda_driver("libnothing.so.0") is None
+    assert describe_cuda_devices(FakeDriver(init_status=100)) == ()
     assert read_cuda_devices("libnothing.so.0") == ()
     assert devices_of(FakeDriver(init_status=100)) == ()

@@ -1,0 +1,117 @@
+"""Commands that compute nothing import neither torch nor transformers, so they answer at once."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+# Runs a command, and says on the last line of stderr which heavy libraries it has imported.
+SCRIPT = """
+import sys
+from corun.runtime.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as done:
+    code = done.code
+heavy = ("torch", "transformers", "numba")
+print("imported", *(name for name in heavy if name in sys.modules), file=sys.stderr)
+sys.exit(code)
+"""
+COMMANDS = (
+    "serve", "profile", "simulate", "plan", "check", "adapters", "cluster", "cluster status",
+    "cluster add", "cluster remove", "cluster drain", "gateway", "env", "options",
+)  # fmt: skip
+WORKLOAD = """
+rps: 2
+requests: 30
+lengths: {source: fixed, prompt_tokens: 200, output_tokens: 20}
+adapters: {number: 10, ranks: [8, 64]}
+"""
+SMALL = ["--profile", "a40-llama7b", "--seeds", "1", "--jobs", "1"]
+ADAPTERS = {"data": [], "has_more": False, "num_adapters": 0, "num_fitting": 0, "age_s": 0}
+STATUS = {
+    "engines": [], "agents": [], "adapters": [], "num_gateways": 1, "placement": "none",
+    "ejected": {},
+}  # fmt: skip
+
+
+def imported(command: list[str], code: int = 0) -> set[str]:
+    """Heavy libraries that the command has imported."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *command], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    word, *names = done.stderr.splitlines()[-1].split()
+    assert word == "imported"
+    return set(names)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Stands for a server or controller that has nothing."""
+
+    def do_GET(self) -> None:
+        body = json.dumps(ADAPTERS if "adapters" in self.path else STATUS).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Keep the log quiet."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_help_of_every_command_is_light() -> None:
+    script = SCRIPT.replace("main(sys.argv[1:])", "[help_of(name) for name in sys.argv[1:]][0]")
+    help_of = (
+        "def help_of(name):\n"
+        "    try:\n        main([*name.split(), '--help'])\n"
+        "    except SystemExit as done:\n        return done.code\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", help_of + script, *COMMANDS], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: corun") == len(COMMANDS)
+    assert done.stderr.splitlines()[-1] == "imported"
+
+
+def test_adapters_are_listed_without_heavy_libraries(url: str) -> None:
+    assert imported(["adapters", "--url", url]) == set()
+
+
+def test_a_cluster_is_asked_without_heavy_libraries(url: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    options = ["--controller", url, "--cluster-key-file", str(key)]
+    assert imported(["cluster", "status", *options]) == set()
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_simulations_run_without_heavy_libraries(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "workload.yaml"
+    path.write_text(WORKLOAD)
+    arguments = [command, "--workload", str(path), *SMALL]
+    if command == "plan":
+        arguments += ["--slo-ttft-s", "0.5", "--rps", "50", "--requests", "60", "--quick"]
+    assert imported(arguments) == set()
+
+
+def test_env_asks_neither_torch_nor_transformers() -> None:
+    """numba measures which arithmetic is faster here, so it is imported."""
+    assert imported(["env"]) == {"numba"}
