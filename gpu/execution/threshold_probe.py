@@ -6,24 +6,21 @@ with plain transformers beyond all of them, or below one of them, or never.
 """
 
 import hashlib
-import logging
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from ... import __version__ as corun_version
+from ...runtime.kept_records import keep, read_kept
 from ..attention.torch_backend import TorchAttention
 from ..forward.batch import StepContext
-from ..linear.kept_weights import replacing
 from ..model.attention_hook import PagedAttentionHook
+from ..model.fingerprint import code_files
 from ..model.kv_pool import KvLayout, KvPool
 from ..model.plain_logits import Comparison, PlainLogits
 from ..model.probe import (
@@ -35,8 +32,6 @@ from ..model.probe import (
 from ..model.rope import guard_longrope, rope_max_length
 from ..model.small_copy import SmallCopy, make_small_copy
 from .runner import ModelRunner
-
-_LOG = logging.getLogger(__name__)
 
 _METHOD = 1  # raised when other things are tried, so that older verdicts do not count
 _BLOCK_SIZE = 8
@@ -63,11 +58,11 @@ def judge_thresholds(
     be read or written is found anew each time.
     """
     path = None if directory is None else directory / f"{_digest(model, max_tokens)}.json"
-    verdict = None if path is None else _read(path)
+    verdict = None if path is None else read_kept(path, ThresholdVerdict)
     if verdict is None:
         verdict = _judge(model, max_tokens)
         if path is not None:
-            _write(path, verdict)
+            keep(path, verdict, "the next start tries the model's thresholds again")
     return verdict
 
 
@@ -107,33 +102,9 @@ def _digest(model: PreTrainedModel, max_tokens: int) -> str:
     config = {**model.config.to_dict(), "_name_or_path": ""}
     versions = (_METHOD, corun_version, transformers.__version__, str(torch.__version__))
     digest.update(repr((versions, max_tokens, sorted(config.items(), key=str))).encode())
-    modules = {cls.__module__ for one in model.modules() for cls in type(one).__mro__}
-    for name in sorted(modules):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None and not name.startswith(("torch.", f"{__package__.split('.')[0]}.")):
-            digest.update(Path(file).read_bytes())
+    for file in code_files(model):
+        digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _read(path: Path) -> ThresholdVerdict | None:
-    try:
-        verdict = msgspec.json.decode(path.read_bytes(), type=ThresholdVerdict)
-        os.utime(path)
-    except (OSError, msgspec.MsgspecError):  # there is none, or not one of ours
-        return None
-    return verdict
-
-
-def _write(path: Path, verdict: ThresholdVerdict) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(msgspec.json.encode(verdict))
-    except OSError as error:
-        _LOG.warning(
-            "cannot write %s: %s; the next start tries the model's thresholds again",
-            path, error.strerror or error,
-        )  # fmt: skip
 
 
 class _Trial:

@@ -12,15 +12,14 @@ import math
 import os
 import re
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from ...runtime.whole_file import replacing
 from ..device import huge_pages
 
 _LOG = logging.getLogger(__name__)
@@ -152,19 +151,6 @@ def remembered(directory: Path, question: str, find: Callable[[], str]) -> str:
     except OSError as error:
         _LOG.warning("cannot write %s: %s", note, error.strerror or error)
     return answer
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of ``path`` when it has been written without an error."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def _write(file: IO[bytes], matrices: Mapping[str, Arrays]) -> None:

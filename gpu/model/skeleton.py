@@ -6,6 +6,7 @@
 import copy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ...runtime.errors import ModelError
 from ..forward.batch import StepContext
 from .attention_hook import PagedAttentionHook
 from .conv1d import linears_for_conv1d
+from .fingerprint import code_files
 from .probe import record_attention
 from .source import ModelSource, describe, load_config, warn_of_adapter
 from .stored_quantization import read_stored_quantization
@@ -67,7 +69,12 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
 
 
 def target_map_of(source: ModelSource) -> TargetMap:
-    """The targets of a model whose weights are not needed.
+    """The targets of a model whose weights are not needed; see ``target_map_and_code_of``."""
+    return target_map_and_code_of(source)[0]
+
+
+def target_map_and_code_of(source: ModelSource) -> tuple[TargetMap, tuple[Path, ...]]:
+    """The targets of a model whose weights are not needed, and the files of its classes.
 
     Raises ``ModelError`` for all that a start refuses, as far as it shows without weights.
     """
@@ -77,7 +84,7 @@ def target_map_of(source: ModelSource) -> TargetMap:
     hook = PagedAttentionHook(StepContext())
     try:
         model = build_skeleton(source, config, hook.name).model
-        return _as_called(build_target_map(model), model, hook)
+        return _as_called(build_target_map(model), model, hook), code_files(model)
     finally:
         hook.close()
 

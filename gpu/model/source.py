@@ -1,15 +1,18 @@
-"""Where a base model comes from, and what its configuration files say."""
+"""Where a base model comes from, and what its configuration files say.
+
+Importing it imports no transformers: ``corun check`` needs none for a model that it knows.
+"""
 
 import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig, GenerationConfig
-from transformers.utils import find_adapter_config_file
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -21,6 +24,7 @@ _QUANTIZED_NAME = re.compile(
 )
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", re.MULTILINE)
 _MAX_CARD_CHARS = 1 << 16
+_ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ class ModelSource:
 
 def load_config(source: ModelSource) -> Any:
     """Read a model's configuration. Raises ``ModelError``."""
-    _check_directory(source)
+    check_directory(source)
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(source.path, **source.hub_arguments())
     except Exception as error:  # foreign code: whatever it raises, there is no configuration
@@ -50,11 +56,13 @@ def load_config(source: ModelSource) -> Any:
         raise ModelError(reason) from error
 
 
-def load_generation_config(source: ModelSource, config: Any) -> GenerationConfig:
+def load_generation_config(source: ModelSource, config: Any) -> "GenerationConfig":
     """Read generation_config.json, or derive it from the model's configuration.
 
     Raises ``ModelError`` if there is such a file and it cannot be read.
     """
+    from transformers import GenerationConfig
+
     try:
         return GenerationConfig.from_pretrained(source.path, **source.hub_arguments())
     except Exception as error:  # OSError also if there is no such file
@@ -68,12 +76,21 @@ def load_generation_config(source: ModelSource, config: Any) -> GenerationConfig
 
 def warn_of_adapter(source: ModelSource) -> None:
     """Say that an adapter beside the base's weights is not applied, if there is one."""
-    if find_adapter_config_file(source.path, revision=source.revision) is not None:
+    if _has_adapter(source):
         _LOG.warning(
             "%s also holds an adapter (adapter_config.json). The base is served without it; "
             "--lora-modules NAME=%s serves the adapter under a name of its own",
             source.path, source.path,
         )  # fmt: skip
+
+
+def _has_adapter(source: ModelSource) -> bool:
+    directory = Path(source.path)
+    if directory.is_dir():
+        return (directory / _ADAPTER_CONFIG_NAME).is_file()
+    from transformers.utils import find_adapter_config_file
+
+    return find_adapter_config_file(source.path, revision=source.revision) is not None
 
 
 def way_to_full_weights(path: str) -> str:
@@ -109,15 +126,18 @@ def describe(config: Any) -> str:
     return ", ".join([str(getattr(config, "model_type", "unknown")), *names])
 
 
-def _check_directory(source: ModelSource) -> None:
-    """Tell a directory that is no model's, and a path that does not exist, from a hub id."""
+def check_directory(source: ModelSource) -> None:
+    """Tell a directory that is no model's, and a path that does not exist, from a hub id.
+
+    Raises ``ModelError``.
+    """
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith((".", "~")) or "\\" in source.path
     if path.is_dir():
         _check_gguf(path)
         if not (path / "config.json").is_file():
             hint = ""
-            if (path / "adapter_config.json").is_file():
+            if (path / _ADAPTER_CONFIG_NAME).is_file():
                 hint = (
                     "; it holds an adapter: name its base model as --model, and the adapter as "
                     f"--lora-modules NAME={source.path}"

@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_adapter(adapter: Path, config: EngineConfig) -> bool:
     assert config.model is not None
     from ..engine.assembly.adapter_check import run_check
+    from ..engine.assembly.placement import verdicts_directory
 
     report = run_check(
         adapter,
@@ -36,6 +37,7 @@ def _check_adapter(adapter: Path, config: EngineConfig) -> bool:
         max_rank=config.max_lora_rank,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        kept_bases=verdicts_directory(),
     )
     for line in report.lines():
         print(line)

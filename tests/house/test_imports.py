@@ -64,6 +64,9 @@ _ALLOWED_IMPORTS = {
         "runtime.adapters.target_map",
         "runtime.adapters.resolved",
         "runtime.adapters.tensor_names",
+        "runtime.adapters.values",  # what of it can be served in which type: numpy alone
+        "runtime.kept_records",
+        "runtime.whole_file",
     ),
     "cpu_workers": ("cpu_workers", "shm"),
     "shm": ("shm",),
@@ -88,6 +91,7 @@ _POLICY = (
     "runtime.errors",
     "runtime.limits",
     "runtime.adapters.names",
+    "runtime.adapters.values",
     "runtime.adapters.registry",
     "runtime.adapters.target_map",
     "runtime.engine.core",

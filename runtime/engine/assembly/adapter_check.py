@@ -1,15 +1,19 @@
 """``corun check``: does an adapter fit a model, and what will it cost. Reads no base weights."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from ....gpu.model.source import ModelSource
 from ...adapters.load import open_adapter
 from ...adapters.lora_spec import LoraSpec
 from ...adapters.resolve import ResolveError
-from ...adapters.resolved import RawTensor, ResolvedAdapter
+from ...adapters.resolved import BaseWeights, RawTensor, ResolvedAdapter
+from ...adapters.values import check_values
 from ...errors import AdapterError
-from .base_model import read_served_base
+from .known_base import known_base
 
 _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
 
@@ -46,6 +50,30 @@ class CheckReport:
         return (digest,) if self.remark is None else (digest, f"  note      {self.remark}")
 
 
+class _BaseWeights:
+    """The weights of the model in its files; see ``resolved.BaseWeights``.
+
+    Few adapters have copies of some, and reading weights needs torch.
+    """
+
+    def __init__(self, source: ModelSource, dtype: str) -> None:
+        """``dtype``: what the model is served in."""
+        self._source = source
+        self._dtype = dtype
+
+    def has_values(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> bool:
+        """See ``resolved.BaseWeights``."""
+        return self._stored.has_values(name, tensor, parts)
+
+    @cached_property
+    def _stored(self) -> BaseWeights:
+        import torch
+
+        from ....gpu.model.base_weights import StoredBaseWeights
+
+        return StoredBaseWeights(self._source, getattr(torch, self._dtype))
+
+
 def run_check(
     adapter: Path,
     model: str,
@@ -54,35 +82,29 @@ def run_check(
     max_rank: int = 256,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    kept_bases: Path | None = None,
 ) -> CheckReport:
     """Check the PEFT directory ``adapter`` against the model directory or hub id ``model``.
 
-    Builds the model's modules from its configuration, without weights; of the weights' files only
-    that is read which the adapter has a copy of. ``dtype``: what the model is to be served in.
+    Builds the model's modules from its configuration, without weights, unless ``kept_bases`` (a
+    directory; None = none) holds what they say; of the weights' files only that is read which the
+    adapter has a copy of. ``dtype``: what the model is to be served in.
     Raises ``ModelError`` if that fails; what is wrong with the adapter is in the report. A module
     that the model never calls is noticed only by the engine, which runs the model.
     """
-    # Imported here so that the registry and its callers stay free of torch.
-    from ....gpu.lora.convert import to_tensor
-    from ....gpu.model.base_weights import StoredBaseWeights
-    from ....gpu.model.load import resolve_dtype
-    from ....gpu.model.skeleton import target_map_of
-    from ....gpu.model.source import ModelSource, load_config
-
     source = ModelSource(model, revision, trust_remote_code)
-    target_map = target_map_of(source)
-    served_dtype = resolve_dtype(dtype, load_config(source))
-    base = StoredBaseWeights(source, served_dtype)
+    known = known_base(source, dtype, kept_bases)
+    base = _BaseWeights(source, known.dtype)
 
-    def check_values(raw: RawTensor, data: memoryview) -> None:
-        to_tensor(raw, data, served_dtype)
+    def check(raw: RawTensor, data: memoryview) -> None:
+        check_values(raw, data, known.dtype)
 
     try:
-        with open_adapter(adapter, target_map, max_rank=max_rank, base=base) as reader:
-            for _ in reader.read_layers(check_values):
+        with open_adapter(adapter, known.target_map, max_rank=max_rank, base=base) as reader:
+            for _ in reader.read_layers(check):
                 pass
             digest = reader.digest.hexadecimal
-            remark = read_served_base(source).remark(reader.spec.base_model_name_or_path)
+            remark = known.served.remark(reader.spec.base_model_name_or_path)
             return CheckReport(str(adapter), model, (), reader.spec, reader.adapter, digest, remark)
     except ResolveError as error:
         return CheckReport(str(adapter), model, error.problems)

@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from support.architectures import ARCHITECTURES
+from support.peft_adapters import edit_tensors, save_adapter
 
 # Runs a command, and says on the last line of stderr which heavy libraries it has imported.
 SCRIPT = """
@@ -40,13 +42,18 @@ STATUS = {
 }  # fmt: skip
 
 
-def imported(command: list[str], code: int = 0) -> set[str]:
+def imported(command: list[str]) -> set[str]:
     """Heavy libraries that the command has imported."""
+    return said_and_imported(command)[1]
+
+
+def said_and_imported(command: list[str], code: int = 0) -> tuple[str, set[str]]:
+    """What the command has printed, and heavy libraries that it has imported."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, *command], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     word, *names = done.stderr.splitlines()[-1].split()
     assert word == "imported"
-    return set(names)
+    return done.stdout, set(names)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -115,3 +122,21 @@ def test_simulations_run_without_heavy_libraries(command: str, tmp_path: Path) -
 def test_env_asks_neither_torch_nor_transformers() -> None:
     """numba measures which arithmetic is faster here, so it is imported."""
     assert imported(["env"]) == {"numba"}
+
+
+def test_a_second_check_imports_nothing_heavy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    model = tmp_path / "model"
+    ARCHITECTURES["llama3-rope"].config().save_pretrained(model)
+    save_adapter(tmp_path / "good")
+    save_adapter(tmp_path / "bad")
+    edit_tensors(tmp_path / "bad", layers__0__self_attn__q_proj__lora_B=lambda one: one / 0)
+    good = ["check", str(tmp_path / "good"), "--model", str(model)]
+    bad = ["check", str(tmp_path / "bad"), "--model", str(model)]
+    first, heavy = said_and_imported(good)
+    assert "torch" in heavy
+    assert said_and_imported(good) == (first, set())
+    said, heavy = said_and_imported(bad, code=1)
+    assert "not finite" in said and heavy == set()
