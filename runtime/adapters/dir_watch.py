@@ -114,16 +114,18 @@ class LoraDirWatch:
 
         while not self._stop.is_set():
             watched = _identity(self._directory)
-            self._look()  # what has changed since it was registered, or while it was not watched
             if watched is None:
+                self._look()
                 self._stop.wait(_LOOK_MS / 1000)
                 continue
+            is_first = True  # the system tells of no changes before it began to watch
             for changes in watch(
                 self._directory, stop_event=self._stop, rust_timeout=_LOOK_MS,
                 yield_on_timeout=True, raise_interrupt=False, ignore_permission_denied=True,
             ):  # fmt: skip
-                if changes or self._is_due():
+                if is_first or changes or self._is_due():
                     self._look()
+                is_first = False
                 if _identity(self._directory) != watched:  # the system tells of the old one
                     break
 

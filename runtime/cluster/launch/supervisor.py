@@ -51,6 +51,7 @@ _ASK_EVERY_S = 0.1
 _CONTROLLER_START_S = 30.0
 _CALL_TIMEOUT_S = 10.0
 _LOAD_TIMEOUT_S = 180.0
+_SIGNAL_S = 1.0
 _GRACE_S = 5.0  # beside the time that running requests have
 
 _CONTROLLER = "corun.runtime.cluster.controller.__main__"
@@ -105,6 +106,9 @@ class ClusterSupervisor:
             ends: set[asyncio.Future[Any]] = {stopped, self._ended}
             try:
                 await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                if self._ended.done() or (starting.done() and starting.exception()):
+                    # A signal to all processes of the group may reach this one last.
+                    await asyncio.wait({stopped}, timeout=_SIGNAL_S)
                 if starting.done() and not stopped.done():
                     await starting  # raises what was refused
                     _logger.info("serving %s at %s/v1", self._plan.name, self._plan.url)

@@ -6,8 +6,10 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import watchfiles
 from corun.runtime.adapters import dir_watch, sources
 from corun.runtime.adapters.dir_changes import DirChanges
 from corun.runtime.adapters.dir_watch import LoraDir, LoraDirWatch
@@ -85,6 +87,23 @@ def test_nothing_goes_while_it_cannot_be_read(
         changes = watched.next()
         removed |= set(changes.removed) if changes is not None else set()
     assert watched.watch.num_unreadable == 0
+
+
+def test_what_comes_just_before_the_system_watches_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = watchfiles.watch
+
+    def late(*args: Any, **options: Any) -> Iterator[object]:
+        make_adapter(tmp_path / "loras" / "new")
+        yield from real(*args, **options)
+
+    make_adapter(tmp_path / "loras" / "one")
+    monkeypatch.setattr(watchfiles, "watch", late)
+    watched = Watched(tmp_path / "loras")
+    changes = watched.next()
+    watched.watch.close()
+    assert changes is not None and [*changes.changed] == ["new"]
 
 
 def test_a_directory_that_is_replaced_by_another(watched: Watched, tmp_path: Path) -> None:
