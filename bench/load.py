@@ -9,8 +9,9 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 _EVENT_MARK = b"data: {"
 
@@ -78,6 +79,32 @@ async def closed_loop(send: Send, jobs: Sequence[Job], num_clients: int) -> list
     return samples
 
 
+async def window_loop(
+    send: Send, jobs: Iterator[Job], num_clients: int, window_s: float
+) -> list[Sample]:
+    """Keep ``num_clients`` requests in flight for so many seconds; then those that run are left.
+
+    Each sample has the tokens that came within the window, also of requests that have not ended.
+    """
+    samples: list[Sample] = []
+
+    async def client() -> None:
+        for job in jobs:
+            samples.append(Sample())
+            await _time(send, job, samples[-1])
+
+    clients = [asyncio.create_task(client()) for _ in range(num_clients)]
+    ended, running = await asyncio.wait(
+        clients, timeout=window_s, return_when=asyncio.FIRST_EXCEPTION
+    )
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    for task in ended:
+        task.result()  # raises what a request has failed with
+    return samples
+
+
 async def open_loop(send: Send, jobs: Sequence[Job], rate_per_s: float, seed: int) -> list[Sample]:
     """Send at Poisson arrivals, whether or not earlier requests have ended."""
     rng = random.Random(seed)
@@ -96,9 +123,13 @@ async def timed_loop(send: Send, jobs: Sequence[Job], arrivals_s: Sequence[float
 
 
 async def _timed(send: Send, job: Job) -> Sample:
-    start = time.perf_counter()
     sample = Sample()
-    last = start
+    await _time(send, job, sample)
+    return sample
+
+
+async def _time(send: Send, job: Job, sample: Sample) -> None:
+    start = last = time.perf_counter()
 
     def on_tokens(count: int) -> None:
         nonlocal last
@@ -112,7 +143,6 @@ async def _timed(send: Send, job: Job) -> Sample:
 
     await send(job, on_tokens)
     sample.e2e_s = time.perf_counter() - start
-    return sample
 
 
 class _Receiver(asyncio.Protocol):
@@ -162,26 +192,35 @@ def _refusal(answer: bytes) -> str:
     return said.decode(errors="replace").strip() or "the connection was closed without an answer"
 
 
-def http_sender(host: str, port: int, *, api_key: str = "") -> Send:
-    """Send jobs as streaming /v1/completions requests, one connection each."""
+def http_sender(
+    host: str, port: int, *, api_key: str = "",
+    more_fields: Callable[[Job], dict[str, Any]] = lambda _: {},
+) -> Send:  # fmt: skip
+    """Send jobs as streaming /v1/completions requests, one connection each.
+
+    ``more_fields``: of a request's body, for servers that want others.
+    """
 
     async def send(job: Job, on_tokens: Callable[[int], None]) -> None:
         body = json.dumps(
             {"model": job.model, "prompt": job.prompt, "max_tokens": job.output_tokens,
-             "temperature": 0, "ignore_eos": True, "stream": True}
+             "temperature": 0, "ignore_eos": True, "stream": True, **more_fields(job)}
         ).encode()  # fmt: skip
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             f"Authorization: Bearer {api_key}\r\nContent-Length: {len(body)}\r\n"
             "Connection: close\r\n\r\n"
         )
-        transport, receiver = await asyncio.get_running_loop().create_connection(
-            lambda: _Receiver(head.encode() + body, on_tokens), host, port
-        )
+        receiver = _Receiver(head.encode() + body, on_tokens)
+        loop = asyncio.get_running_loop()
         try:
-            await receiver.ended
+            transport, _ = await loop.create_connection(lambda: receiver, host, port)
+            try:
+                await receiver.ended
+            finally:
+                transport.close()
         finally:
-            transport.close()
+            receiver.ended.cancel()  # where the job was cancelled before it was connected
 
     return send
 

@@ -93,9 +93,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def setup() -> dict[str, Any]:
-    """Machine, versions and commit."""
-    root = Path(__file__).resolve().parent.parent
+def setup(root: Path | None = None) -> dict[str, Any]:
+    """Machine, versions and the commit of a checkout; None = this one."""
+    root = root or Path(__file__).resolve().parent.parent
     commit = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty"],
         capture_output=True, text=True, check=False,

@@ -14,13 +14,14 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import shlex
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from workload_jobs import jobs_of, send_all
 REQUIRED_HTTP_SHARE = 0.9
 # (clients, prompt tokens, output tokens, requests)
 CLOSED_LOOPS = ((8, 128, 32, 24), (16, 64, 64, 48))
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
 
 
 def free_port() -> int:
@@ -62,23 +63,37 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def corun_server(
-    model: Path, lora_dir: Path, *options: str, preloaded: Sequence[str] = ("all",)
-) -> Iterator[tuple[str, int, int]]:
-    """Run ``corun serve`` and wait until it is ready; gives host, port and process id."""
+    model: Path, lora_dir: Path, *options: str, preloaded: Sequence[str] = ("all",),
+    prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, int, int]]:  # fmt: skip
+    """Run ``corun serve`` and wait until it is ready; gives host, port and process id.
+
+    ``prefix``: a command that runs another one.
+    """
     port = free_port()
     command = [
-        sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
+        *prefix, sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
         str(lora_dir), *(["--preload", *preloaded] if preloaded else []), "--port", str(port),
         "--log-level", "warning", *options,
     ]  # fmt: skip
-    process = subprocess.Popen(command)
+    with running_server(command, port, environment=environment) as pid:
+        yield "127.0.0.1", port, pid
+
+
+@contextlib.contextmanager
+def running_server(
+    command: Sequence[str], port: int, *, ready_path: str = "/ready",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[int]:  # fmt: skip
+    """Run a server and wait until it is ready; gives its process id."""
+    process = subprocess.Popen(command, env=environment)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_ready(f"http://127.0.0.1:{port}/ready"):
+        while not _is_ready(f"http://127.0.0.1:{port}{ready_path}"):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("corun serve did not become ready")
+                raise RuntimeError(f"{shlex.join(command)} did not become ready")
             time.sleep(0.2)
-        yield "127.0.0.1", port, process.pid
+        yield process.pid
     finally:
         process.terminate()
         process.wait(timeout=30)

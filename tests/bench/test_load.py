@@ -1,10 +1,10 @@
 """The load generator's own HTTP: events that come in any pieces, and answers that are none."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
-from load import Job, Workload, http_sender, make_jobs
+from load import Job, Sample, Workload, http_sender, make_jobs, window_loop
 
 JOB = Job([5, 6], "", 3)
 
@@ -65,3 +65,22 @@ def test_events_are_counted_however_they_are_cut() -> None:
 def test_other_answers_are_errors_of_one_line(answer: bytes, said: str) -> None:
     with pytest.raises(RuntimeError, match=f"{said}$"):
         tokens_of([answer])
+
+
+def test_a_window_has_what_came_within_it() -> None:
+    async def send(job: Job, on_tokens: Callable[[int], None]) -> None:
+        for _ in range(job.output_tokens):
+            on_tokens(1)
+        if job.model == "hangs":
+            await asyncio.Event().wait()
+        if job.model == "fails":
+            raise RuntimeError("no such model")
+
+    def samples_of(*models: str) -> list[Sample]:
+        jobs = iter([Job([], model, 3) for model in models])
+        return asyncio.run(window_loop(send, jobs, 2, 0.05))
+
+    samples = samples_of("ends", "hangs", "ends", "hangs", "never begins")
+    assert [sample.num_tokens for sample in samples] == [3] * 4
+    with pytest.raises(RuntimeError, match="no such model"):
+        samples_of("hangs", "fails")
