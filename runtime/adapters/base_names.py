@@ -18,7 +18,7 @@ _IN_FOUR_BITS = re.compile(r"[-_.](?:bnb[-_.]4bit|nf4)$")
 # A commit of a hub repository, and what people call directories of any model.
 _SAYS_NOTHING = re.compile(
     r".{1,2}|[0-9a-f]{7,64}|(?:(?:base|model|models|llm|hf|checkpoint|ckpt|weights|outputs?|final|merged|"
-    r"latest|main|snapshots?|data|step|epoch|run|\d+)[-_.]?)*"
+    r"latest|main|snapshots?|data|step|epoch|run|\d)[-_.]?)*"
 )
 _HUB_CACHE = "models--"  # of organisation and name, as the hub's cache calls a directory
 

@@ -44,6 +44,7 @@ def remark(served: str, named: str | None, *, is_quantized: bool = False) -> str
         (QWEN, "/runs/checkpoint-12"),
         (f"/cache/{COMMIT}", QWEN),  # nothing is known of it
         ("/models/model", QWEN),
+        (f"/models/{'1' * 64}", QWEN),  # a number
         ("unsloth/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
         ("unsloth/Qwen2.5-7B-Instruct-bnb-4bit", QWEN),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", QWEN),
@@ -60,6 +61,7 @@ def test_nothing_is_said_of_the_same_base(served: str, named: str | None) -> Non
         "Qwen/Qwen2.5-7B-bnb-4bit",
         "meta-llama/Llama-3.1-8B-Instruct",
         "Qwen/Qwen2.5-14B-Instruct",
+        f"Qwen/{'1' * 64}-{'run' * 32}x",  # compared in no time
     ],
 )
 @pytest.mark.parametrize("served", [QWEN, f"{QWEN}-AWQ"])
