@@ -171,8 +171,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 def _read(path: Path, max_bytes: int) -> bytes | None:
     """Return what is in a file; None if there is none. Raises ``ValueError``."""
     try:
-        # What is no file would be waited for.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError(f"{path.name} is not a file")
             raw = file.read(max_bytes + 1)
@@ -183,3 +182,7 @@ def _read(path: Path, max_bytes: int) -> bytes | None:
     if len(raw) > max_bytes:
         raise ValueError(f"{path.name} has more than {max_bytes} bytes")
     return raw
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would be waited for
