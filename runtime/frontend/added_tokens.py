@@ -5,7 +5,6 @@ translated on the way in and out.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tokenizers
 
@@ -27,6 +26,9 @@ class AddedTokensCodec:
         Without ``ids`` it is the base's itself, and no added token has an embedding.
         """
         self._codec = codec
+        self.is_quick, self.has_chat_template = codec.is_quick, codec.has_chat_template
+        self.special_tokens_map = codec.special_tokens_map
+        self.with_tokens, self.render = codec.with_tokens, codec.render
         self._ids = {inner: outer for inner, outer in ids.items() if inner != outer}
         self._inner_ids = {outer: inner for inner, outer in self._ids.items()}
         self._added = {token.token_id: token.content for token in tokens.added}
@@ -35,26 +37,9 @@ class AddedTokensCodec:
         self._refused_texts = {} if ids else {text: one for one, text in self._added.items()}
         self._num_embeddings = num_embeddings
 
-    @property
-    def is_quick(self) -> bool:
-        return self._codec.is_quick
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._codec.has_chat_template
-
-    @property
-    def special_tokens_map(self) -> Mapping[str, str]:
-        return self._codec.special_tokens_map
-
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         found = self._codec.special_tokens()
         return {self._ids.get(inner, inner): token for inner, token in found.items()}
-
-    def with_tokens(
-        self, tokens: Sequence[tokenizers.AddedToken]
-    ) -> tuple[Codec, Mapping[str, int]]:
-        return self._codec.with_tokens(tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises ``RequestError`` for a token that the base has not, or the adapter has not."""
@@ -81,21 +66,6 @@ class AddedTokensCodec:
 
     def token_name(self, token_id: int) -> str | None:
         return self._codec.token_name(self._inner_ids.get(token_id, token_id))
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> str:
-        return self._codec.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
 
     def _refusal(self, token_id: int) -> RequestError:
         content = self._added.get(token_id)

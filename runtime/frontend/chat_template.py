@@ -5,7 +5,7 @@ may use beside Jinja's own is what transformers documents for them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -33,6 +33,8 @@ RENDER_ERRORS = (
     RecursionError,
     MemoryError,
 )
+
+Render = Callable[..., str]  # from messages and variables to a prompt: see ``ChatTemplate.render``
 
 
 class ChatTemplate:

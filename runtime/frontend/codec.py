@@ -9,7 +9,7 @@ import tokenizers
 
 from ..engine.messages import TokenizerSpec
 from ..engine.tokenizer import plain_backend
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, Render
 from .detokenizer import Decode
 from .special_stops import SpecialToken
 
@@ -54,15 +54,9 @@ class Codec(Protocol):
         """Return how the vocabulary writes a token; None if it has no such token."""
         ...
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Return the prompt for ``messages``. Raises one of ``chat_template.RENDER_ERRORS``."""
+    @property
+    def render(self) -> Render:
+        """What makes the prompt for messages. Raises one of ``chat_template.RENDER_ERRORS``."""
         ...
 
 
@@ -74,6 +68,7 @@ class PlainCodec:
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate) -> None:
         self._backend = backend
         self._template = template
+        self.render = template.render
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,21 +100,6 @@ class PlainCodec:
     def token_name(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> str:
-        return self._template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
-
 
 class TransformersCodec:
     """A tokenizer of which Python is a part."""
@@ -132,10 +112,10 @@ class TransformersCodec:
 
         self._hf = hf
         # One that writes conversations with code of its own has no limits but that of its author.
-        render = getattr(type(hf), "apply_chat_template", None)
-        self._template: ChatTemplate | None = None
-        if render is PreTrainedTokenizerBase.apply_chat_template:
-            self._template = ChatTemplate(hf.chat_template, hf.special_tokens_map)
+        own = getattr(type(hf), "apply_chat_template", None)
+        self.render: Render = self._render
+        if own is PreTrainedTokenizerBase.apply_chat_template:
+            self.render = ChatTemplate(hf.chat_template, hf.special_tokens_map).render
 
     @property
     def has_chat_template(self) -> bool:
@@ -180,29 +160,9 @@ class TransformersCodec:
         name = self._hf.convert_ids_to_tokens(token_id)
         return None if name is None else str(name)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> str:
-        if self._template is not None:
-            return self._template.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
-            )
-        text = self._hf.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
-        return str(text)
+    def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        copies = [dict(message) for message in messages]
+        return str(self._hf.apply_chat_template(copies, tokenize=False, **variables))
 
 
 def _special(added: Mapping[int, Any]) -> dict[int, SpecialToken]:
