@@ -43,6 +43,13 @@ class SpecialTokens:
         text = self._token_text(token_id)
         return token.content if not text or text.startswith(_BYTES) else text
 
+    def dropped_blank(self, token_id: int, shown: str) -> str:
+        """Return the blank that a token is written with, if it is ``shown`` without it; else "".
+
+        Some decoders drop it from the first token that has text, and special tokens have none.
+        """
+        return " " if self._token_text(token_id) == f" {shown}" else ""
+
     def spellings(self, stops: Iterable[str]) -> dict[str, str]:
         """Return the texts that complete the ``stops`` with special tokens, and which each does.
 
@@ -104,9 +111,13 @@ class SpecialStoppingDetokenizer:
 
     def push(self, token_id: int) -> str:
         self._num_tokens += 1
-        shown = self._feed(self._stream.push(token_id), is_shown=True)
-        if self.stop is None and self._params.skip_special_tokens:
-            shown += self._feed(self._tokens.text(token_id), is_shown=False)
+        text = self._stream.push(token_id)
+        if not self._params.skip_special_tokens:
+            return self._feed(text, is_shown=True)
+        shown = self._feed(self._tokens.dropped_blank(token_id, text), is_shown=False)
+        for part, is_shown in ((text, True), (self._tokens.text(token_id), False)):
+            if self.stop is None:
+                shown += self._feed(part, is_shown=is_shown)
         return shown
 
     def hide(self, token_id: int) -> str:

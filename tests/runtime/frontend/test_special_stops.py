@@ -303,3 +303,22 @@ def test_tokenizers_of_all_kinds(tmp_path: Path, kind: str, skip: bool, is_plain
         text, reason, found = shown.end
         assert text.strip() == (whole.removesuffix("tokens").strip() if "t" in stop else whole)
         assert (reason, found) == ("stop", stop)
+
+
+@pytest.mark.parametrize("kind", SAMPLE_KINDS)
+def test_a_blank_that_the_decoder_drops_from_the_first_text(tmp_path: Path, kind: str) -> None:
+    save_sample_tokenizer(kind, tmp_path)
+    hf = load_tokenizer(str(tmp_path))
+    end = hf.eos_token or hf.sep_token
+    end_id = hf.convert_tokens_to_ids(end)
+    tokenizer = Tokenizer(codec_of(hf))
+    words = tokenizer.encode("hello the tokens", add_special_tokens=False)
+    written = "".join(map(tokenizer.token_text, words))  # after another token
+    for stop in (f"{end}{written}", f"{written}{end}", f"{end} hello"):
+        answer = [end_id, *words, end_id]
+        choice = Choice(0, tokenizer, [end_id] * 9, SamplingParams(max_tokens=99, stop=stop))
+        choice.update(RequestUpdate(0, tuple(answer), finish_reason="length"))
+        is_there = stop in f"{end}{written}{end}"
+        expected = ("", "stop", stop) if is_there else (written.lstrip(), "length", None)
+        output = choice.output()
+        assert (output.text, output.finish_reason, output.stop_reason) == expected
