@@ -133,56 +133,40 @@ class OpenRecord:
         self, request_id: str, route: str, metrics: ServerMetrics, on_record: OnRecord
     ) -> None:
         self.request_id = request_id
-        self._route = route
+        self._record = HttpRequestRecord(arrived_at=time.time(), id=request_id, route=route)
         self._metrics = metrics
         self._on_record = on_record
-        self._arrived_at = time.time()
         self._started_s = metrics.clock()
-        self._model: str | None = None
-        self._is_stream = False
-        self._adapter: str | None = None
         self._runs: list[PromptRun] = []
-        self._end: tuple[int | None, BaseException | None, float] | None = None
+        self._has_ended = False
 
     def read(self, body: GenerationFields) -> None:
         """Its body has been read."""
-        self._model = None if body.model is None else body.model[:_MAX_NAME_CHARS]
-        self._is_stream = bool(body.stream)
+        self._record.model = None if body.model is None else body.model[:_MAX_NAME_CHARS]
+        self._record.stream = bool(body.stream)
 
     def begin(self, request: ParsedRequest) -> list[PromptRun]:
         """Its prompts are about to be sent; return a run for each."""
-        self._adapter = request.adapter_name
-        self._runs = [PromptRun(self._metrics, self._adapter, self._tell) for _ in request.prompts]
+        adapter = self._record.adapter = request.adapter_name
+        self._runs = [PromptRun(self._metrics, adapter, self._tell) for _ in request.prompts]
         return self._runs
 
     def end(self, status: int | None, error: BaseException | None) -> None:
         """Its answer has ended, with ``error`` if that was the reason."""
-        self._end = status, error, self._metrics.clock() - self._started_s
+        record = self._record
+        record.status, record.outcome, record.error = status, _outcome_of(error), _code_of(error)
+        record.total_s = self._metrics.clock() - self._started_s
+        self._has_ended = True
         self._tell()
 
     def _tell(self) -> None:
         """Hand over the record, once nothing more comes."""
-        if self._end is None or any(run.is_open for run in self._runs):
+        if not self._has_ended or any(run.is_open for run in self._runs):
             return
-        status, error, total_s = self._end
-        outcome = _outcome_of(error)
-        prompts = [run.record(outcome) for run in self._runs]
+        prompts = [run.record(self._record.outcome) for run in self._runs]
+        self._record.prompts = [one for one in prompts if one is not None]
         self._runs = []
-        self._on_record(
-            HttpRequestRecord(
-                arrived_at=self._arrived_at,
-                id=self.request_id,
-                route=self._route,
-                model=self._model,
-                adapter=self._adapter,
-                stream=self._is_stream,
-                outcome=outcome,
-                status=status,
-                error=_code_of(error),
-                total_s=total_s,
-                prompts=[one for one in prompts if one is not None],
-            )
-        )
+        self._on_record(self._record)
 
 
 def _outcome_of(error: BaseException | None) -> str:

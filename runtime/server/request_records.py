@@ -29,7 +29,7 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int  # of them, whose KV was found, on the device or on the host
     host_cached_tokens: int  # of these, on the host
-    adapter_version: str | None  # digest of the adapter's content; null: the base model
+    adapter_version: str | None  # digests of weights and conventions; null: the base model
     first_token_s: float | None  # from when it was sent; null: no token came
     total_s: float  # from then until its last token, or its end
     choices: Sequence[ChoiceRecord]
@@ -42,20 +42,20 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class HttpRequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request to a route that generates."""
+class HttpRequestRecord(msgspec.Struct, kw_only=True):
+    """One HTTP request to a route that generates, with what is known of it so far."""
 
     arrived_at: float  # Unix time
     id: str  # of its answer
     route: str
-    model: str | None  # as the request named it; null: it named none, or could not be read
-    adapter: str | None  # null: the base model, or none was found
-    stream: bool
-    outcome: str  # finished, abort, refused or error
-    status: int | None  # that was sent; null: its client left before
-    error: str | None  # the code of what ended it
-    total_s: float  # until its answer had ended
-    prompts: Sequence[PromptRecord]
+    model: str | None = None  # as the request named it; null: it named none, or could not be read
+    adapter: str | None = None  # null: the base model, or none was found
+    stream: bool = False
+    outcome: str = FINISHED  # or abort, refused, error
+    status: int | None = None  # that was sent; null: its client left before
+    error: str | None = None  # the code of what ended it
+    total_s: float = 0.0  # until its answer had ended
+    prompts: Sequence[PromptRecord] = ()
 
     @property
     def finish_reasons(self) -> Iterator[str]:
