@@ -34,6 +34,7 @@ class Request:
     arrival_s: float
     adapter_id: AdapterId = BASE_ADAPTER
     adapter: AdapterFacts | None = None  # of the version; None for the base model
+    adapter_version: str = ""  # for people; "" for the base model
     namespace: bytes = b""  # KV made under another namespace is never read
 
     status: RequestStatus = RequestStatus.WAITING

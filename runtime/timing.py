@@ -15,7 +15,7 @@ class EngineTiming:
     num_host_cached_tokens: int = 0  # of the prompt, whose KV came from the host
     num_preemptions: int = 0  # until it ended, squashes included
     num_squashes: int = 0
-    adapter_version: str = ""  # digest of the content that it computed with; "" = the base model
+    adapter_version: str = ""  # digests of what it computed with; "" = the base model
 
     @property
     def first_token_s(self) -> float:

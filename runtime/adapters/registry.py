@@ -45,6 +45,11 @@ class AdapterVersion:
     weights_stamps: tuple[FileStamp, ...] | None = None  # of the files that hold its facts
 
     @property
+    def label(self) -> str:
+        """Its digest, and behind a plus that of its conventions if it has any."""
+        return "+".join(filter(None, (self.digest, self.conventions.digest)))
+
+    @property
     def digest(self) -> str:
         """Digest of configuration and tensors, hexadecimal."""
         return self.facts.digest

@@ -138,12 +138,12 @@ class EngineCore:
         """
         adapter_id, facts = BASE_ADAPTER, None
         adapters: tuple[tuple[str, float], ...] = ()
-        sampling = message.sampling
+        sampling, adapter_version = message.sampling, ""
         if message.adapter_name is not None:
             version = self._adapters.resolve(message.adapter_name)
             adapter_id, facts = version.adapter_id, version.facts
             adapters = ((facts.digest, facts.scale),)
-            sampling = sampling_of(message, version)
+            sampling, adapter_version = sampling_of(message, version), version.label
         now_s = self._clock()
         request = Request(
             request_id=RequestId(message.request_id),
@@ -152,6 +152,7 @@ class EngineCore:
             arrival_s=now_s if arrival_s is None else arrival_s,
             adapter_id=adapter_id,
             adapter=facts,
+            adapter_version=adapter_version,
             namespace=kv_namespace(
                 self._config.base_fingerprint, self._config.dtype, adapters, message.cache_salt
             ),

@@ -31,7 +31,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str = ""
     predicted_output_tokens: int | None = None  # None = the engine predicts
     name: str = ""  # as its caller calls it, for the log
-    conventions: str | None = None  # digest of those that made its tokens of a text; None = none
+    conventions: str | None = None  # digest of those that it was made with; None = any
     waited_s: float = 0.0  # for its adapter's files to be read, before it was sent
 
 
@@ -195,7 +195,7 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
 
     parts: dict[str, float]  # seconds, by values of ``scheduler.events.TimePart``
     num_predicted_output_tokens: int
-    adapter_version: str = ""  # its digest; "" = the base model, or none was found
+    adapter_version: str = ""  # ``AdapterVersion.label``; "" = the base model, or none was found
 
 
 class ColdStartInfo(msgspec.Struct, frozen=True, array_like=True):

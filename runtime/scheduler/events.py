@@ -51,7 +51,7 @@ class TimeParts(NamedTuple):
         TimePart, int
     ]  # requests that ran when it was last told to wait for memory
     num_predicted_output_tokens: int
-    adapter_version: str = ""  # digest of its adapter; "" = the base model
+    adapter_version: str = ""  # as of ``Request``
 
 
 class RequestEvent(NamedTuple):

@@ -147,7 +147,7 @@ class Timelines:
         request = timeline.request
         return TimeParts(
             timeline.parts, timeline.num_in_the_way, request.num_predicted_output_tokens,
-            "" if request.adapter is None else request.adapter.digest,
+            request.adapter_version,
         )  # fmt: skip
 
     def num_deferred(self) -> int:

@@ -152,6 +152,20 @@ def test_end_tokens_of_an_adapter_end_its_requests_alone() -> None:
     assert ends_of(engine.run())[1] == "length"
 
 
+def test_a_request_tells_which_weights_and_conventions_it_began_with() -> None:
+    engine = Engine()
+
+    def told() -> list[str]:
+        return [one.timing.adapter_version for one in engine.run() if one.timing is not None]
+
+    engine.register("a")
+    engine.add(1, "a")
+    engine.register("a", conventions=AdapterConventions("x", digest="c"))
+    engine.add(2, "a")
+    engine.add(3)
+    assert sorted(set(told())) == ["", "d", "d+c"]
+
+
 def test_a_prompt_that_other_conventions_made_is_refused() -> None:
     engine = Engine()
     engine.register("a", conventions=AdapterConventions("x", digest="new"))
