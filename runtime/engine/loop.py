@@ -110,10 +110,14 @@ class EngineLoop:
         selector.select(None if wake_at_s is None else max(0.0, wake_at_s - time.monotonic()))
 
 
+class _FrontEndGoneError(KeyboardInterrupt):
+    """The channel has ended: a start is given up as for an interrupt."""
+
+
 def serve_channel(
     channel: Channel[ToEngine], config: EngineConfig, build: BuildEngine, *, own_process: bool
 ) -> bool:
-    """Build an engine, tell the peer, run it to its end, free it.
+    """Build an engine, tell the peer, run it to its end or to the channel's, free it.
 
     Returns False if the engine could not start and the peer was told why: that is the peer's to
     report. Raises what is nobody's fault but ours, and what ends an engine that had started.
@@ -122,10 +126,13 @@ def serve_channel(
     def report(text: str) -> None:
         channel.send(StartupProgress(text))
         if channel.at_end:
-            raise EngineDeadError("the front end has gone while the engine was starting")
+            raise _FrontEndGoneError
 
     try:
         assembly = build(config, on_progress=report, own_process=own_process)
+    except _FrontEndGoneError:
+        _logger.info("the front end has ended, so the engine does not start")
+        return True
     except Exception as error:
         is_heard = not channel.at_end  # afterwards it ends because the peer has read this
         kind = error.kind if isinstance(error, CorunError) else type(error).__name__

@@ -142,8 +142,9 @@ def test_the_end_of_the_channel_ends_a_start(child: Child) -> None:
     child.configure(SLOW_MODEL)
     child.sock.recv(1)
     child.sock.close()
-    assert child.status() == 1
-    assert "the front end has gone" in child.log()
+    assert child.status() == 0
+    assert "the front end has ended, so the engine does not start" in child.log()
+    assert "ERROR" not in child.log()
 
 
 def test_a_bad_configuration_is_named(child: Child) -> None:
