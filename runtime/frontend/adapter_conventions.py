@@ -106,13 +106,13 @@ class AdapterTokenizers:
         self._tokenizers: dict[TokenDifferences, Tokenizer] = {}
         self._making: dict[TokenDifferences, asyncio.Task[Tokenizer]] = {}
 
-    async def conventions_of(self, lora: Lora, *, is_text: bool) -> Conventions:
+    async def conventions_of(self, lora: Lora) -> Conventions:
         """See ``AsyncEngine.conventions_of``."""
         name = lora.lora_name if isinstance(lora, LoRARequest) else lora
         if name is None:
             return Conventions(self._base)
         own, waited_s = self._loras.conventions_of(name), 0.0
-        if own is None and is_text:
+        if own is None:
             began_s = time.monotonic()
             own = await self._loras.read_conventions_of(name, self._model.max_queue_s)
             waited_s = time.monotonic() - began_s

@@ -5,6 +5,7 @@ Knows nothing of HTTP, and of the engine only its client.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -35,7 +36,7 @@ from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
 from .lora_resolvers import LoraResolver, make_resolver
 from .outputs import LoRARequest, RequestOutput, RequestWatch
-from .request_client import RequestClient, is_text
+from .request_client import RequestClient
 from .stats_client import MachineClient, StatsClient
 from .template_sandbox import render_in_time
 from .tokenizer import Tokenizer
@@ -284,13 +285,10 @@ class AsyncEngine:
         )  # fmt: skip
         return await render_in_time(render, TemplateLimits())
 
-    async def conventions_of(self, lora: Lora, *, is_text: bool = True) -> Conventions:
-        """Return what makes tokens of an adapter's conversations and texts; None = the base.
-
-        Unless ``is_text``, an adapter whose files have not been read has those of the base.
-        """
+    async def conventions_of(self, lora: Lora) -> Conventions:
+        """Return what makes an adapter's tokens, once its files have been read; None = the base."""
         assert self._tokenizers is not None, "the engine has not started"
-        return await self._tokenizers.conventions_of(lora, is_text=is_text)
+        return await self._tokenizers.conventions_of(lora)
 
     # Requests.
 
@@ -322,7 +320,7 @@ class AsyncEngine:
         while True:
             prepared = await self._requests.prepare(
                 prompt, sampling_params, request_id, lora_request,
-                await self.conventions_of(lora_request, is_text=is_text(prompt)),
+                await self.conventions_of(lora_request),
                 add_special_tokens, cache_salt, predicted_output_tokens,
             )  # fmt: skip
             generation = self._requests.open(prepared, lambda _: waker.set(), watch)
@@ -351,18 +349,19 @@ class AsyncEngine:
     ) -> list[RequestOutput]:
         """Return one finished output per item, however many wait. See ``Engine.generate``."""
         await self.start()
-        batch = []
         for lora in dict.fromkeys(item.lora_request for item in items):
             await self._loras.resolve(lora)
-        for item in items:
-            prepared = await self._requests.prepare(
-                item.prompt, item.sampling_params, None, item.lora_request,
-                await self.conventions_of(item.lora_request, is_text=is_text(item.prompt)),
-                add_special_tokens, cache_salt, predicted_output_tokens,
-            )  # fmt: skip
-            batch.append(prepared)
-            await asyncio.sleep(0)  # those that run get their tokens meanwhile
-        return await self._requests.complete(batch)
+        while True:
+            batch = []
+            for item in items:
+                batch.append(await self._requests.prepare(
+                    item.prompt, item.sampling_params, None, item.lora_request,
+                    await self.conventions_of(item.lora_request),
+                    add_special_tokens, cache_salt, predicted_output_tokens,
+                ))  # fmt: skip
+                await asyncio.sleep(0)  # those that run get their tokens meanwhile
+            with contextlib.suppress(AdapterChangedError):  # before all of it was sent: once more
+                return await self._requests.complete(batch)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator yields what there is, with finish reason "abort"."""

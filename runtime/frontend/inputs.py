@@ -50,7 +50,7 @@ class PreparedRequest:
     tokenizer: Tokenizer  # makes text of the output
     cache_salt: str = ""
     predicted_output_tokens: int | None = None  # of each choice; None = the engine predicts
-    conventions: str | None = None  # digest of those that made the prompt's tokens, if any did
+    conventions: str | None = None  # digest of the adapter's; None = the base model
     waited_s: float = 0.0  # for the adapter's files to be read
 
     def engine_requests(self, engine_ids: Iterator[int]) -> list[AddRequest]:

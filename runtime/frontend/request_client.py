@@ -105,7 +105,7 @@ class RequestClient:
             ),
             lora_request=lora_request,
             tokenizer=tokenizer,
-            conventions=conventions.digest if lora_request and is_text(prompt) else None,
+            conventions=None if lora_request is None else conventions.digest,
             waited_s=conventions.waited_s,
             cache_salt=cache_salt,
             predicted_output_tokens=predicted_output_tokens,
@@ -291,8 +291,3 @@ class RequestClient:
             num_waiting + num_new <= max_waiting
             and num_open + num_new <= self._config.max_num_seqs + max_waiting
         )
-
-
-def is_text(prompt: Prompt | MakePrompt) -> bool:
-    """Whether its tokens are still to be made."""
-    return isinstance(prompt, str) or callable(prompt)

@@ -223,6 +223,8 @@ def test_the_first_request_reads_template_and_weights_also_after_a_restart(
     }  # fmt: skip
     named = {chat: "by-chat", complete: "by-prompt"}
     modules = [f"{name}={adapter(tmp_path / name, **files)}" for name in named.values()]
+    by_ids = adapter(tmp_path / "by-ids", added_tokens__json={"<near>": 20})
+    modules.append(f"by-ids={by_ids}")
     options = ("--lora-modules", *modules, "--lora-state-file", str(tmp_path / "state.json"))
     with Served(str(base), *options, *OPTIONS) as served, served.client() as http:
         for ask, name in named.items():
@@ -231,6 +233,10 @@ def test_the_first_request_reads_template_and_weights_also_after_a_restart(
             assert ends(answer)[:2] == ("b", "stop")
             assert answer.json()["timing"]["engine"][0]["parts_s"]["disk_read"] > 0
             assert prompt_of(http, name) == "ya"
+        # A prompt of token ids needs no tokenizer, its answer does.
+        assert ends(complete(http, "by-ids", [3], allowed_token_ids=[20], max_tokens=2)) == (
+            "<near><near>", "length", None,
+        )  # fmt: skip
         load(http, "kept", tmp_path / "by-chat")
     with Served(str(base), *options, *OPTIONS) as served, served.client() as http:
         assert shown(http, "kept")["version"] == ""

@@ -29,7 +29,7 @@ def made(tokenizer: Tokenizer, own: AdapterConventions) -> Conventions:
 
     async def scene(world: World) -> None:
         world.tell(own)
-        found.append(await world.tokenizers.conventions_of("a", is_text=True))
+        found.append(await world.tokenizers.conventions_of("a"))
 
     run(tokenizer, scene)
     return found[0]
@@ -110,19 +110,14 @@ def run(tokenizer: Tokenizer, scene: Callable[[World], Any]) -> None:
 
 def test_files_are_read_once_for_all_who_need_them(tokenizer: Tokenizer) -> None:
     async def scene(world: World) -> None:
-        asked = [
-            asyncio.ensure_future(world.tokenizers.conventions_of("a", is_text=True))
-            for _ in range(3)
-        ]
+        asked = [asyncio.ensure_future(world.tokenizers.conventions_of("a")) for _ in range(3)]
         await asyncio.sleep(0)
-        ids = await world.tokenizers.conventions_of("a", is_text=False)
-        assert (ids.digest, ids.tokenizer) == ("", tokenizer)  # which need none
         world.tell(AdapterConventions(TEMPLATE, digest="d"))
         await world.done()
         found = await asyncio.gather(*asked)
         assert [text_of(one) for one in found] == ["<s></s>[hello]"] * 3
         assert {one.digest for one in found} == {"d"}
-        again = await world.tokenizers.conventions_of("a", is_text=True)
+        again = await world.tokenizers.conventions_of("a")
         assert again.digest == "d" and len(world.client.sent) == 1
         assert found[0].waited_s > again.waited_s == 0.0
 
@@ -131,7 +126,7 @@ def test_files_are_read_once_for_all_who_need_them(tokenizer: Tokenizer) -> None
 
 def test_files_that_cannot_be_read_fail_as_the_adapter_does(tokenizer: Tokenizer) -> None:
     async def scene(world: World) -> None:
-        asked = asyncio.ensure_future(world.tokenizers.conventions_of("a", is_text=True))
+        asked = asyncio.ensure_future(world.tokenizers.conventions_of("a"))
         await asyncio.sleep(0)
         world.tell(None, "failed")
         await world.done("damaged")
@@ -155,13 +150,11 @@ def test_adapters_that_add_the_same_tokens_share_a_tokenizer(tokenizer: Tokenize
     async def scene(world: World) -> None:
         tokens = TokenDifferences((AddedToken("<new>", 258),))
         world.tell(AdapterConventions(tokens=tokens))
-        one, two = await asyncio.gather(
-            *(world.tokenizers.conventions_of("a", is_text=True) for _ in range(2))
-        )
+        one, two = await asyncio.gather(*(world.tokenizers.conventions_of("a") for _ in range(2)))
         assert one.tokenizer is two.tokenizer is not tokenizer
         assert one.tokenizer.encode("<new>", add_special_tokens=False) == [258]
         world.tell(AdapterConventions("x", digest="x"))
-        other = await world.tokenizers.conventions_of("a", is_text=True)
+        other = await world.tokenizers.conventions_of("a")
         assert other.tokenizer is tokenizer
 
     run(tokenizer, scene)

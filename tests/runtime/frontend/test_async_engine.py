@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.engine.messages import AddRequests, ToEngine
 from corun.runtime.errors import (
+    AdapterChangedError,
     AdapterError,
     ConfigError,
     EngineDeadError,
@@ -25,8 +26,9 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.frontend.async_engine import AsyncEngine
-from corun.runtime.frontend.inputs import BatchItem
+from corun.runtime.frontend.inputs import BatchItem, PreparedRequest
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
+from corun.runtime.frontend.request_client import RequestClient
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.fcfs import FcfsPolicy
 from support import fake_core
@@ -215,6 +217,30 @@ def test_every_choice_takes_the_prediction_along(
     monkeypatch.setattr(ThreadClient, "send", note)
     harness.run(test)
     assert predictions == [7, 7, None, 8]
+
+
+def test_a_batch_whose_adapter_changes_on_the_way_is_made_again(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[Sequence[PreparedRequest]] = []
+    complete = RequestClient.complete
+
+    async def change_once(
+        client: RequestClient, batch: Sequence[PreparedRequest]
+    ) -> list[RequestOutput]:
+        batches.append(batch)
+        if len(batches) == 1:
+            raise AdapterChangedError("another chat template")
+        return await complete(client, batch)
+
+    async def test(engine: AsyncEngine) -> None:
+        outputs = await engine.generate_batch([BatchItem("text", params(), None)] * 3)
+        assert all(output.finished for output in outputs)
+        assert [output.request_id for output in outputs] == [one.request_id for one in batches[1]]
+
+    monkeypatch.setattr(RequestClient, "complete", change_once)
+    harness.run(test)
+    assert [len(batch) for batch in batches] == [3, 3]
 
 
 @pytest.mark.parametrize(
