@@ -11,9 +11,7 @@ from ..memory.relief import MemoryRelief, MemoryRoom
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_LOOKS_NEARBY = (
-    10  # in an interval, while memory is nearly short: a process can take 1 GiB a second
-)
+_LOOKS_NEARBY = 10  # in an interval, while memory is nearly short: a process can take 1 GiB/s
 _GIB = 2**30
 
 

@@ -185,7 +185,7 @@ def needed_adapter_bytes(listed_bytes: Sequence[int], bytes_per_rank: int, max_r
     """
     one_bytes = min(_UNLISTED_RANK, max_rank) * bytes_per_rank
     num_others = max(_MIN_UNLISTED_ADAPTERS, len(listed_bytes))
-    return sum(listed_bytes) + num_others * max(one_bytes, *listed_bytes, 0)
+    return sum(listed_bytes) + num_others * max([one_bytes, *listed_bytes])
 
 
 def plan_host_slots(

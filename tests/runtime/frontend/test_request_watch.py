@@ -1,4 +1,4 @@
-"""Whoever watches a request is told once how it ended in the engine, however it ended."""
+"""What watches a request is told once how it ended in the engine, however it ended."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
