@@ -30,7 +30,7 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int  # of them, whose KV was found, on the device or on the host
     host_cached_tokens: int  # of these, on the host
     adapter_version: str | None  # digests of weights and conventions; null: the base model
-    first_token_s: float | None  # from when it was sent; null: no token came
+    first_token_s: float | None  # from when it was sent, or to its scores; null: neither came
     total_s: float  # from then until its last token, or its end
     choices: Sequence[ChoiceRecord]
 

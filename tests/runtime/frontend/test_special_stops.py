@@ -316,7 +316,7 @@ def test_a_blank_that_the_decoder_drops_from_the_first_text(tmp_path: Path, kind
     written = "".join(map(tokenizer.token_text, words))  # after another token
     for stop in (f"{end}{written}", f"{written}{end}", f"{end} hello"):
         answer = [end_id, *words, end_id]
-        choice = Choice(0, tokenizer, [end_id] * 9, SamplingParams(max_tokens=99, stop=stop))
+        choice = Choice(0, tokenizer, [end_id] * 9, SamplingParams(max_tokens=99, stop=(stop,)))
         choice.update(RequestUpdate(0, tuple(answer), finish_reason="length"))
         is_there = stop in f"{end}{written}{end}"
         expected = ("", "stop", stop) if is_there else (written.lstrip(), "length", None)
