@@ -4,12 +4,14 @@
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -42,6 +44,21 @@ class Skeleton:
     transposed: frozenset[str]  # paths of linears whose weights are [in, out] on disk
 
 
+class _WithoutInitialValues(TorchFunctionMode):
+    """Leaves out what modules set their weights to: there are none on the meta device."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__module__", None) == torch.nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton:
     """Build the model from its configuration alone; no weights are read.
 
@@ -52,7 +69,7 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
     auto_class = _auto_class(source, config)
     try:
         # In bfloat16, because some products of experts know no other type on the meta device.
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutInitialValues():
             model: PreTrainedModel = auto_class.from_config(
                 copy.deepcopy(config), attn_implementation=attention, dtype=torch.bfloat16,
                 trust_remote_code=source.trust_remote_code,

@@ -113,8 +113,10 @@ def build_engine(
     on_progress("importing torch, transformers and numba")
     with _imports(own_process=own_process):
         from ....gpu.execution.compilation import compilation_told
+        from ....gpu.without_compiler import without_compiler
 
-    with compilation_told(on_progress):
+    alone = without_compiler() if own_process else contextlib.nullcontext()
+    with compilation_told(on_progress), alone:
         built = _build(config, on_progress, own_policies, own_process=own_process)
     if own_process:
         keep_living()

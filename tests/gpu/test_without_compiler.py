@@ -1,0 +1,57 @@
+"""A start imports no compiler, and what asks for it later gets it."""
+
+import subprocess
+import sys
+
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "torch._inductor")
+
+
+def run(code: str) -> list[str]:
+    """Words that a process of its own prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_start_imports_no_compiler() -> None:
+    code = f"""
+import sys
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.assembly.build import build_engine
+engine = build_engine(EngineConfig(), on_progress=lambda _: None, own_process=True)
+print("heavy", *[name for name in {HEAVY} if name in sys.modules])
+engine.close()
+"""
+    assert run(code) == ["heavy"]
+
+
+def test_what_asks_for_the_compiler_later_gets_it() -> None:
+    code = """
+import torch
+from corun.gpu.without_compiler import without_compiler
+before = torch.distributed.is_available()
+with without_compiler():
+    from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                     num_attention_heads=2, vocab_size=8))
+compiled = torch.compile(lambda x: model(input_ids=x).logits * 2, backend="eager")
+tokens = torch.tensor([[1, 2]])
+assert torch.equal(compiled(tokens), model(input_ids=tokens).logits * 2)
+assert torch.distributed.is_available() == before
+import scipy.optimize, torch.distributed.tensor
+print(torch._dynamo.__name__, torch._dynamo.config.__name__)
+"""
+    assert run(code) == ["torch._dynamo", "torch._dynamo.config"]
+
+
+def test_what_the_placeholder_lacks_is_the_compilers() -> None:
+    code = """
+import torch
+from corun.gpu.without_compiler import without_compiler
+with without_compiler():
+    mark = torch.compiler.disable(reason="none")
+    assert mark(len) is len and torch.compiler.disable(len) is len
+    print(len(torch._dynamo.list_backends()) > 0)
+print(torch._dynamo.__file__.endswith("__init__.py"))
+"""
+    assert run(code) == ["True", "True"]
