@@ -27,6 +27,11 @@ CorunError
 from .timing import EngineTiming
 
 
+def encodable(text: str) -> str:
+    """Return ``text`` with lone surrogates escaped, which names in JSON files may hold."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class CorunError(Exception):
     """Base of all errors that corun raises on purpose.
 
@@ -36,6 +41,9 @@ class CorunError(Exception):
     status = 500
     code = "internal_error"
     timing: EngineTiming | None = None  # of the request that it ended, if the engine had begun
+
+    def __str__(self) -> str:
+        return encodable(super().__str__())
 
     @property
     def kind(self) -> str:

@@ -131,9 +131,10 @@ def _listed_tokens(contents: ConventionContents) -> Iterator[AddedToken]:
     except (AttributeError, TypeError, ValueError):
         raise _wrong(TOKENIZER_CONFIG_NAME, "added_tokens_decoder", "tokens by id") from None
     for content, token_id in contents.added_tokens.items():
-        if type(token_id) is not int:
-            raise _wrong(ADDED_TOKENS_NAME, repr(content), "the id of a token")
-        yield AddedToken(content, token_id)
+        try:
+            yield msgspec.convert({"content": content, "id": token_id}, AddedToken)
+        except ValueError:
+            raise _wrong(ADDED_TOKENS_NAME, repr(content), "the id of a token") from None
 
 
 def _join(

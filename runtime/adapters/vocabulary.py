@@ -7,6 +7,7 @@ makes the same tokens of all texts that hold no added one.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 
@@ -18,7 +19,7 @@ class AddedToken(msgspec.Struct, frozen=True):
     """A token that is found in a text before the text is cut into words, as ``tokenizers`` says."""
 
     content: str
-    token_id: int = msgspec.field(name="id")
+    token_id: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = msgspec.field(name="id")
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
@@ -59,7 +60,7 @@ def compare(
         added: Its added tokens, as far as they are known.
         base: The base's tokens.
     """
-    own_added = {token.content: token for token in added}
+    own_added = {token.content: token for token in added if token.content}  # as tokenizers does
     ids = {**(words or {}), **{one.content: one.token_id for one in own_added.values()}}
     for content, token_id in ids.items():
         if base.ids.get(content) != token_id:

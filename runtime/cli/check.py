@@ -8,7 +8,7 @@ from ..config.demo import with_demo
 from ..config.engine import EngineConfig
 from ..config.flags import build_configs
 from ..demo import demo_text_path
-from ..errors import ConfigError
+from ..errors import ConfigError, encodable
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def _check_adapter(adapter: Path, config: EngineConfig) -> bool:
         kept_bases=verdicts_directory(),
     )
     for line in report.lines():
-        print(line)
+        print(encodable(line))
     return report.ok
 
 

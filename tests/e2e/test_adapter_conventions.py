@@ -338,6 +338,8 @@ def _refuses(served: Served, http: httpx.Client, name: str, reason: str) -> None
         ({"tokenizer_config__json": b'{"\xff": 1}'}, "tokenizer_config.json is not valid UTF-8"),
         ({"tokenizer_config__json": " " * ((16 << 20) + 1)}, "has more than 16777216 bytes"),
         ({"tokenizer__json": "{"}, "tokenizer.json is not one of a tokenizer"),
+        ({"added_tokens__json": {"<x>": 10**30}}, "'<x>' in added_tokens.json"),
+        ({"chat_template__jinja": "x", "tokenizer_config__json": {"bos_token": "\ud800"}}, "utf-8"),
     ],
 )
 def test_files_that_cannot_be_read_refuse_conversations_and_nothing_else(

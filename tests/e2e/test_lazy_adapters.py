@@ -20,12 +20,13 @@ WEIGHTS = "adapter_model.safetensors"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    for name in ("good", "also-good", "early", "changed", "poisoned", "cut", "nothing"):
+    for name in ("good", "also-good", "early", "changed", "poisoned", "cut", "nothing", "no-text"):
         shutil.copytree(demo_adapters_path() / "reverse", folder / name)
     _poison(folder / "poisoned" / WEIGHTS)
     whole = (folder / "cut" / WEIGHTS).read_bytes()
     (folder / "cut" / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     (folder / "nothing" / WEIGHTS).unlink()
+    _name_no_text(folder / "no-text" / WEIGHTS)
     return folder
 
 
@@ -43,6 +44,14 @@ def _poison(path: Path) -> None:
     name = sorted(tensors)[-1]
     tensors[name] = torch.full_like(tensors[name], torch.nan)
     save_file(tensors, path)
+
+
+def _name_no_text(path: Path) -> None:
+    """Give tensors names with half a surrogate, which JSON can write and nothing can encode."""
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = raw[8:end].replace(b"q_proj", b"q_proj\\ud800")
+    path.write_bytes(len(header).to_bytes(8, "little") + header + raw[end:])
 
 
 def _ask(http: httpx.Client, model: str) -> httpx.Response:
@@ -63,7 +72,7 @@ def test_all_are_listed_and_only_what_was_asked_for_is_read(
     _, http = served
     names = {one["id"] for one in http.get("/v1/models").json()["data"]}
     assert {"good", "also-good", "early", "changed", "poisoned"} <= names
-    assert not {"cut", "nothing"} & names  # that is seen at once
+    assert not {"cut", "nothing", "no-text"} & names  # that is seen at once
     assert _adapter(http, "early")["version"] != ""
     unread = _adapter(http, "also-good")
     assert (unread["state"], unread["version"], unread["level"]) == ("ready", "", "disk")
@@ -98,7 +107,12 @@ def test_what_has_changed_since_the_start_is_served_as_it_is(
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("poisoned", "not finite"), ("cut", "truncated or damaged"), ("nothing", "holds no")],
+    [
+        ("poisoned", "not finite"),
+        ("cut", "truncated or damaged"),
+        ("nothing", "holds no"),
+        ("no-text", "q_proj\\ud800"),
+    ],
 )
 def test_a_bad_one_fails_with_its_reason_and_leaves_the_rest_alone(
     served: tuple[Served, httpx.Client], name: str, reason: str

@@ -21,6 +21,7 @@ def test_added_tokens_are_told_by_ascending_id() -> None:
     late = AddedToken("<late>", 99)
     assert compare(WORDS, (*ADDED, late, PAD), BASE) == TokenDifferences((PAD, late))
     assert compare(None, (PAD,), BASE) == TokenDifferences((PAD,))
+    assert compare(None, (PAD, AddedToken("", 5)), BASE) == TokenDifferences((PAD,))
 
 
 def test_a_word_of_the_base_that_is_found_in_texts_is_an_added_token() -> None:

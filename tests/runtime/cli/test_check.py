@@ -1,5 +1,6 @@
 """``corun check`` prints the report and says with its exit code whether the adapter fits."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,20 @@ def test_exit_code_says_whether_it_fits(
     assert f"{adapter} can be served over {model}" in capsys.readouterr().out
     assert main(["check", adapter, "--model", model, "--max-lora-rank", "1"]) == 1
     assert "cannot be served" in capsys.readouterr().out
+
+
+def test_names_that_are_no_text_are_escaped(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"base_model_name_or_path": "half \ud800"}))
+    assert main(["check", str(path.parent), "--model", model]) == 0
+    assert "base      half \\ud800\n" in capsys.readouterr().out
+    path.write_text(json.dumps(fields | {"\ud800": 1}))
+    assert main(["check", str(path.parent), "--model", model]) == 1
+    assert "\\ud800=1 is refused" in capsys.readouterr().out
 
 
 def test_without_a_model_it_is_the_demos(capsys: pytest.CaptureFixture[str]) -> None:
