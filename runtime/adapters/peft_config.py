@@ -5,7 +5,6 @@ at a neutral value refuses the adapter: serving it anyway would give wrong answe
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,8 @@ GGUF_REASON = (
 )
 
 _Value = TypeVar("_Value", int, float)
+
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127  # in which adapters are scaled
 
 _MAX_CONFIG_BYTES = 4 << 20  # a configuration is a few KiB; this only stops nonsense
 _MAX_CHARS_SHOWN = 200
@@ -282,13 +283,9 @@ class _Fields:
     def number(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "must be a number")
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise self.error(name, "must be finite")
-        return number
+        if not abs(value) <= _MAX_FLOAT32:
+            raise self.error(name, f"must be a number up to {_MAX_FLOAT32:.3g}")
+        return float(value)
 
     def names(self, name: str) -> tuple[str, ...] | str:
         value = self.fields.get(name)

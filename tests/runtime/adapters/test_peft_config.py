@@ -176,6 +176,8 @@ def test_initialisations_that_keep_the_base_are_accepted(value: object) -> None:
         {"rank_pattern": {"(": 2}},
         {"alpha_pattern": {"q_proj": "x"}},
         {"alpha_pattern": {"q_proj": float("inf")}},
+        {"alpha_pattern": {"q_proj": 1e39}},
+        {"lora_alpha": -(10**400)},
         {"target_modules": None},
         {"target_modules": []},
         {"target_modules": [1]},
